@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+PYTHON ?= python3
+VENV := .venv/bin
+SUITE ?= ttft
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test demo bench lint format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make the environment: .venv in the repository root (quick when it is up to date)
+	@scripts/setup_env.sh "$(PYTHON)"
+
+test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
+	@$(VENV)/python -m pytest $(ARGS)
+
+demo: setup ## start the real server on a small model and show reuse on real text
+	@$(VENV)/python -m bench.demo $(ARGS)
+
+bench: setup ## run a benchmark: make bench SUITE=ttft ARGS="--quick --json out.json"
+	@$(VENV)/python -m bench $(SUITE) $(ARGS)
+
+lint: setup ## ruff (lint and format), mypy, SPDX headers
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+	@$(VENV)/mypy
+	@git ls-files "*.py" "*.sh" "*.yaml" Makefile .ci/run | xargs $(VENV)/python scripts/check_spdx.py
+
+format: setup ## let ruff rewrite the sources
+	@$(VENV)/ruff check --fix .
+	@$(VENV)/ruff format .
+
+clean: ## remove build output and caches (not .venv, not the model cache)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf

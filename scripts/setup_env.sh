@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Makes .venv in the repository root; does nothing when it is already up to date.
+#   scripts/setup_env.sh [PYTHON]       PYTHON: an interpreter >= 3.11 (default: python3)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${1:-python3}
+requirements=requirements/cpu.txt
+stamp=.venv/.segreuse-setup
+log=.venv/setup.log
+
+fail() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    fail "'$python' is not a Python of at least 3.11; name one: make setup PYTHON=python3.11"
+
+# Two commands may be started side by side: the second waits here and then finds the work done.
+if command -v flock >/dev/null; then
+    exec 9>"${TMPDIR:-/tmp}/vllm-segreuse-setup-$(id -u).lock"
+    flock 9
+fi
+
+fingerprint=$(
+    # A virtual environment knows its own path and interpreter, so both are part of its state.
+    { pwd; "$python" -VV; cat "$requirements" pyproject.toml scripts/setup_env.sh; } |
+        "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+)
+if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ]; then
+    exit 0
+fi
+
+started=$SECONDS
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+rm -f "$stamp"
+: >"$log"
+
+pip_install() {
+    # --no-compile: byte code is written on first import, and only of what is imported.
+    .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
+        --no-deps --no-compile "$@" >>"$log" 2>&1 && return
+    grep -E '^ *(ERROR|error)' "$log" >&2 || tail -n 20 "$log" >&2
+    if grep -q 'torch==' "$log"; then
+        echo "setup: the CPU build of torch is on PyTorch's own index; add it with" \
+            "PIP_EXTRA_INDEX_URL=<url of PyTorch's CPU wheels> make setup" >&2
+    fi
+    fail "pip failed; its full output is in $log"
+}
+
+echo "setup: installing $(grep -c == "$requirements") pinned packages into .venv (minutes, the first time only)"
+pip_install -r "$requirements"
+pip_install --no-build-isolation --editable .
+
+# A CUDA build of these beside a CPU torch breaks the import of transformers.
+for name in torchvision torchaudio torchcodec; do
+    if .venv/bin/python -c "import importlib.metadata as m; m.version('$name')" 2>/dev/null; then
+        fail "$name is installed in .venv and breaks vLLM on CPU: .venv/bin/pip uninstall $name"
+    fi
+done
+.venv/bin/python -c "import torch, vllm, vllm_segreuse" >>"$log" 2>&1 ||
+    fail "the environment does not import: $(tail -n 1 "$log") (see $log)"
+
+echo "$fingerprint" >"$stamp"
+echo "setup: done in $((SECONDS - started)) s"

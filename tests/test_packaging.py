@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed is what lies in the repository."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+REQUIREMENTS = (REPOSITORY / "requirements" / "cpu.txt").read_text()
+
+
+def test_every_package_is_listed() -> None:
+    found = {
+        ".".join(directory.relative_to(REPOSITORY).parts)
+        for directory in (REPOSITORY / "vllm_segreuse").rglob("*")
+        if directory.is_dir() and any(directory.glob("*.py"))
+    }
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    assert listed == found | {"vllm_segreuse", "vllm_segreuse.kernels"}
+
+
+def test_every_package_has_an_init() -> None:
+    folders = {path.parent for path in (REPOSITORY / "vllm_segreuse").rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_kernels_are_importable_from_anywhere(tmp_path: Path) -> None:
+    code = "import vllm_segreuse.kernels as k; print(k.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "__init__.py"
+
+
+def test_plugin_is_registered_with_vllm() -> None:
+    [entry] = importlib.metadata.entry_points(group="vllm.general_plugins", name="segreuse")
+    assert callable(entry.load())
+
+
+def test_command_is_registered() -> None:
+    [entry] = importlib.metadata.entry_points(group="console_scripts", name="vllm-segreuse")
+    assert callable(entry.load())
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, vllm_segreuse, vllm_segreuse.config, vllm_segreuse.plugin\n"
+        "print([name for name in ('torch', 'vllm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_vllm_is_no_hard_dependency() -> None:
+    assert not [name for name in PROJECT["project"]["dependencies"] if "vllm" in name]
+
+
+def test_every_requirement_is_pinned() -> None:
+    lines = [line for line in REQUIREMENTS.splitlines() if line and not line.startswith("#")]
+    assert len(lines) > 100
+    assert [line for line in lines if "==" not in line] == []
+
+
+@pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])
+def test_what_breaks_vllm_on_cpu_is_not_installed(name: str) -> None:
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version(name)
