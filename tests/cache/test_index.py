@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index stays consistent whatever comes and goes, and holds exactly what was inserted last.
+
+A physical block may be known in several namespaces, as long as its content is the same.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_segreuse.cache import index as index_module
+from vllm_segreuse.cache import matcher
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.links import MAX_VIEWS
+from vllm_segreuse.cache.matcher import find_matches
+from vllm_segreuse.cache.rolling_hash import window_hashes
+
+BLOCKS, BLOCK_SIZE = 12, 2
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+block_ids = st.integers(0, BLOCKS - 1)
+namespaces = st.integers(0, 3)
+inserts = st.tuples(
+    st.just("insert"),
+    namespaces,
+    st.lists(block_ids, min_size=1, max_size=4),
+    st.lists(st.integers(0, 1), min_size=8, max_size=8),  # tokens
+    st.integers(0, 3),  # position, in blocks
+    st.integers(-1, BLOCKS - 1),  # parent
+    st.integers(0, 3),  # depth
+)
+operations = st.lists(
+    st.one_of(
+        inserts,
+        inserts,
+        st.tuples(st.just("share"), namespaces, st.lists(block_ids, max_size=4)),
+        st.tuples(st.just("share"), namespaces, st.lists(block_ids, max_size=4)),
+        st.tuples(st.just("remove"), block_ids),
+        st.tuples(st.just("step")),
+        st.tuples(st.just("clear")),
+    ),
+    max_size=30,
+)
+
+
+class Model:
+    """block -> (tokens, position, depth), and the namespaces that know it."""
+
+    def __init__(self) -> None:
+        self.contents: dict[int, tuple] = {}
+        self.namespaces: dict[int, set[int]] = {}
+        self.fresh: set[int] = set()
+
+    def insert(self, namespace: int, block: int, content: tuple) -> None:
+        if self.contents.get(block) != content:
+            self.contents[block], self.namespaces[block] = content, set()
+            self.fresh.add(block)
+        self.namespaces[block].add(namespace)
+
+    def remove(self, block: int) -> bool:
+        self.fresh.discard(block)
+        self.namespaces.pop(block, None)
+        return self.contents.pop(block, None) is not None
+
+
+def apply(index: SegmentIndex, model: Model, operation: tuple) -> None:
+    """Do one operation on the index and on the obvious model of it."""
+    match operation:
+        case "insert", namespace, ids, tokens, position, parent, depth:
+            tokens = tokens[: len(ids) * BLOCK_SIZE]
+            index.insert(namespace, ints(*ids), ints(*tokens), position * BLOCK_SIZE, parent, depth)
+            for i, block in enumerate(ids):
+                piece = tuple(tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE])
+                model.insert(namespace, block, (piece, (position + i) * BLOCK_SIZE, depth))
+        case "share", namespace, ids:
+            for block in model.contents.keys() & set(ids):
+                tokens, position, depth = model.contents[block]
+                index.insert(namespace, ints(block), ints(*tokens), position, ids[0], depth)
+                model.insert(namespace, block, model.contents[block])
+        case "remove", block:
+            assert index.remove(block) == model.remove(block)
+        case ("step",):
+            index.begin_step()
+            model.fresh.clear()
+        case ("clear",):
+            index.clear()
+            model.__init__()
+
+
+def contents(index: SegmentIndex) -> dict:
+    found = {}
+    for block in range(index.num_blocks):
+        if block in index:
+            position, depth = (int(index.nodes[block][field]) for field in ("position", "depth"))
+            found[block] = (tuple(index.tokens[block].tolist()), position, depth)
+    return found
+
+
+@pytest.mark.parametrize("colliding", [False, True], ids=["hashed", "all keys collide"])
+@given(operations=operations)
+def test_it_holds_what_was_inserted_last(colliding, operations):
+    with pytest.MonkeyPatch.context() as patch:
+        if colliding:
+            patch.setattr(index_module, "window_hashes", lambda t, w: np.ones_like(t, np.uint64))
+            patch.setattr(index_module, "salt_of", lambda namespace: np.uint64(0))
+            patch.setattr(index_module, "window_anchors", lambda t, w: np.ones_like(t, np.uint32))
+            patch.setattr(index_module, "ENTRIES_PER_BLOCK", 1)  # they move again and again
+        index, model = SegmentIndex(BLOCKS, BLOCK_SIZE), Model()
+        for operation in operations:
+            apply(index, model, operation)
+            index.check_integrity()
+            assert contents(index) == model.contents
+            assert len(index) == len(model.contents)
+            assert {block for block in range(BLOCKS) if index.is_fresh(block)} == model.fresh
+            for namespace in range(4):
+                known = [b for b in range(BLOCKS) if namespace in model.namespaces.get(b, ())]
+                assert [b for b in range(BLOCKS) if index.holds(namespace, b)] == known
+                assert index.population(namespace) == len(known)
+                missing = index.missing(namespace, np.arange(BLOCKS, dtype=np.int32)).tolist()
+                assert sorted(missing + known) == list(range(BLOCKS))
+
+
+def test_churn_leaves_nothing_behind():
+    rng = np.random.default_rng(4)
+    index = SegmentIndex(1000, 4)
+    for _ in range(2000):  # 1.5 million insertions, every id replaced 500 times in each namespace
+        ids = rng.permutation(1000)[:250].astype(np.int32)
+        tokens = rng.integers(0, 50, 1000).astype(np.int32)
+        for namespace in rng.permutation(5)[:3].tolist():
+            index.insert(namespace, ids, tokens, 0)
+    index.check_integrity()
+    assert index.nodes.size == 4000  # what was given back was used again
+    for block in rng.permutation(1000).tolist():
+        assert index.remove(block)
+    assert len(index) == 0
+    assert (index.heads == -1).all()
+    assert not index.anchor_counts.any()
+
+
+def test_a_full_anchor_counter_stays_safe(monkeypatch):
+    constant = lambda tokens, width: np.zeros(max(0, tokens.size - width + 1), np.uint32)  # noqa: E731
+    monkeypatch.setattr(index_module, "window_anchors", constant)
+    monkeypatch.setattr(matcher, "window_anchors", constant)
+    index = SegmentIndex(400, 2)
+    tokens = np.arange(800, dtype=np.int32)
+    index.insert(0, np.arange(400, dtype=np.int32), tokens, 0)
+    index.begin_step()
+    index.check_integrity()
+    for block in range(399):
+        index.remove(block)
+    index.check_integrity()
+    last = tokens[-2:]
+    assert find_matches(index, 0, last, window_hashes(last, 2), 0, 2, 0).num_tokens == 2
+
+
+def test_orphans_forget_an_evicted_parent_whose_id_comes_back():
+    index = SegmentIndex(4, 2)
+    index.insert(0, ints(0, 1), ints(1, 2, 3, 4), 0)
+    index.remove(0)
+    index.insert(0, ints(0), ints(8, 9), 0)
+    index.begin_step()
+    prompt = ints(8, 9, 3, 4)
+    matches = find_matches(index, 0, prompt, window_hashes(prompt, 2), 0, 4, 0)
+    assert matches.num_tokens == 4
+    assert matches.num_segments == 2  # equal tokens side by side, but no common sequence
+    index.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("parent_namespace", "parent_position"),
+    [(1, 0), (0, 2), (0, 6)],
+    ids=["other namespace", "not just before", "behind"],
+)
+def test_a_parent_that_cannot_be_one_is_taken_for_unknown(parent_namespace, parent_position):
+    index = SegmentIndex(4, 2)
+    index.insert(parent_namespace, ints(0), ints(1, 2), parent_position)
+    index.insert(0, ints(1), ints(3, 4), 2, parent_block=0)
+    assert index.nodes[1]["parent"] == -1
+    index.check_integrity()
+
+
+def test_a_parent_that_comes_back_is_linked_again():
+    index = SegmentIndex(4, 2)
+    for _ in range(2):
+        index.insert(0, ints(0, 1), ints(1, 2, 3, 4), 0)
+        assert index.nodes[1]["parent"] == 0
+        index.remove(0)
+        assert index.nodes[1]["parent"] == -1
+    index.check_integrity()
+
+
+def test_a_block_that_replaces_its_own_parent_has_none():
+    index = SegmentIndex(1, 2)
+    index.insert(0, ints(0), ints(1, 2), 0)
+    index.insert(1, ints(0, 0), ints(1, 2, 1, 2), 0)
+    assert index.nodes[0]["parent"] == -1
+    index.check_integrity()
+
+
+def test_a_further_namespace_makes_a_donor_at_once_but_not_before_the_block_is_computed():
+    index, prompt = SegmentIndex(2, 2), ints(1, 2, 3, 4)
+
+    def found(namespace: int) -> int:
+        hashes = window_hashes(prompt, 2)
+        return find_matches(index, namespace, prompt, hashes, 0, 4, 0).num_tokens
+
+    index.insert(0, ints(0, 1), prompt, 0)
+    index.insert(1, ints(0, 1), prompt, 0)
+    assert [found(n) for n in range(4)] == [0, 0, 0, 0]
+    index.begin_step()
+    index.insert(2, ints(0, 1), prompt, 0)
+    assert [found(n) for n in range(4)] == [4, 4, 4, 0]
+    assert not index.is_fresh(0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position", "depth"),
+    [((9, 9), 4, 1), ((1, 2), 2, 1), ((1, 2), 4, 0)],
+    ids=["tokens", "position", "depth"],
+)
+def test_other_content_replaces_the_block_in_all_namespaces(tokens, position, depth):
+    index = SegmentIndex(2, 2)
+    for namespace in range(3):
+        index.insert(namespace, ints(0), ints(1, 2), 4, depths=1)
+    index.begin_step()
+    index.insert(1, ints(0), ints(*tokens), position, depths=depth)
+    assert [index.holds(namespace, 0) for namespace in range(3)] == [False, True, False]
+    assert index.is_fresh(0)
+    index.check_integrity()
+
+
+def test_more_namespaces_than_a_block_may_have_go_without_it():
+    index = SegmentIndex(3, 2)
+    for namespace in range(MAX_VIEWS + 2):
+        index.insert(namespace, ints(0, 1), ints(1, 2, 3, 4), 0)
+    version = index.version
+    index.insert(MAX_VIEWS, ints(0, 1), ints(1, 2, 3, 4), 0)
+    assert index.version == version
+    index.check_integrity()
+    known = [namespace for namespace in range(MAX_VIEWS + 2) if index.holds(namespace, 1)]
+    assert known == list(range(MAX_VIEWS))
+    index.insert(MAX_VIEWS, ints(2), ints(5, 6), 4, parent_block=1)  # its parent is unknown there
+    index.check_integrity()
+    assert index.remove(0)
+    assert sum(index.population(namespace) for namespace in known) == MAX_VIEWS
+    index.check_integrity()
+
+
+def test_steps_are_counted_in_a_circle():
+    index = SegmentIndex(1, 2)
+    index.step = 2**32 - 1
+    index.insert(0, ints(0), ints(1, 2), 0)
+    assert index.is_fresh(0)
+    index.begin_step()
+    assert index.step == 1
+    assert not index.is_fresh(0)
+
+
+def test_version_changes_exactly_when_an_answer_may():
+    index = SegmentIndex(4, 2)
+
+    def changes(call, *arguments) -> bool:
+        before = index.version
+        call(*arguments)
+        return index.version != before
+
+    assert not changes(index.begin_step)
+    assert changes(index.insert, 0, ints(0), ints(1, 2), 0)
+    assert not changes(index.insert, 0, ints(0), ints(1, 2), 0)
+    assert changes(index.begin_step)  # block 0 is a donor from now on
+    assert not changes(index.begin_step)
+    assert changes(index.insert, 1, ints(0), ints(1, 2), 0)
+    assert not changes(index.insert, 1, ints(0), ints(1, 2), 0)
+    assert changes(index.remove, 0)
+    assert not changes(index.remove, 0)
+    assert changes(index.clear)
+    assert not changes(index.insert, 0, ints(), ints(), 0)
+
+
+@pytest.mark.parametrize("block", [-1, 4, 10**6])
+def test_ids_outside_of_the_pool_are_not_indexed(block):
+    index = SegmentIndex(4, 2)
+    index.insert(0, np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32), 0)
+    assert block not in index
+    assert not index.remove(block)
+    assert not index.is_fresh(block)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, ints(0), ints(1, 2, 3), 0), "need 2 tokens, got 3"),
+        ((0, ints(0, 4), ints(1, 2, 3, 4), 0), "outside of 0..3"),
+        ((0, ints(-1), ints(1, 2), 0), "outside of 0..3"),
+        ((-1, ints(0), ints(1, 2), 0), "namespace -1"),
+        ((0, ints(0), ints(1, 2), -2), "position -2"),
+        ((0, ints(0), ints(1, 2), 0, -1, -3), "depth -3"),
+    ],
+)
+def test_bad_insertions_change_nothing(arguments, message):
+    index = SegmentIndex(4, 2)
+    with pytest.raises(ValueError, match=message):
+        index.insert(*arguments)
+    assert len(index) == 0
+    index.check_integrity()
+
+
+def test_many_namespaces():
+    index = SegmentIndex(1000, 2)
+    for namespace in range(1000):
+        index.insert(namespace, ints(namespace), ints(7, 7), 0)
+    index.check_integrity()
+    assert [index.population(n) for n in (0, 999, 1000)] == [1, 1, 0]
+    assert np.count_nonzero(index.heads >= 0) > 700  # equal content, but no common chain
+
+
+def test_an_impossible_size_is_named():
+    with pytest.raises(ValueError, match="0 blocks of 16 tokens"):
+        SegmentIndex(0, 16)

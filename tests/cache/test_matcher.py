@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matches are right, complete, as long as they can be, and chosen by the documented order.
+
+The properties are checked in plain Python against a model that knows nothing of hashes or links.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_segreuse.cache import index as index_module
+from vllm_segreuse.cache import matcher
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.matcher import Matches, find_matches, warm_up
+from vllm_segreuse.cache.rolling_hash import window_hashes
+
+BLOCKS = 16
+
+
+class View(NamedTuple):
+    """A physical block as one namespace knows it."""
+
+    tokens: tuple[int, ...]
+    position: int
+    depth: int
+    step: int
+    parent: int  # -1 once the parent is gone
+
+
+class Model:
+    """The index as anyone would write it, with a list scan for everything."""
+
+    def __init__(self, block_size: int) -> None:
+        self.size = block_size
+        self.views: dict[int, dict[int, View]] = {}  # by block, then by namespace
+        self.step = 0
+
+    def view(self, namespace: int, block: int) -> View | None:
+        return self.views.get(block, {}).get(namespace)
+
+    def known(self, namespace: int) -> dict[int, View]:
+        return {b: views[namespace] for b, views in self.views.items() if namespace in views}
+
+    def remove(self, block: int) -> None:
+        self.views.pop(block, None)
+        for views in self.views.values():
+            for namespace, view in views.items():
+                if view.parent == block:
+                    views[namespace] = view._replace(parent=-1)
+
+    def insert(self, namespace, ids, tokens, position, parent, depth) -> None:
+        for i, block in enumerate(ids):
+            content = tuple(tokens[i * self.size : (i + 1) * self.size]), position, depth
+            if any(view[:3] != content for view in self.views.get(block, {}).values()):
+                self.remove(block)
+            above = self.view(namespace, parent)
+            if above is None or above.position + self.size != position:
+                parent = -1
+            views = self.views.setdefault(block, {})
+            step = next((view.step for view in views.values()), self.step)
+            known = views.get(namespace)
+            if known is None or known.parent < 0:
+                views[namespace] = View(*content, step, parent)
+            parent, position = block, position + self.size
+
+    def donors(self, namespace: int, max_depth: int) -> dict[int, View]:
+        return {
+            block: view
+            for block, view in self.known(namespace).items()
+            if view.depth <= max_depth and view.step < self.step
+        }
+
+
+def match(index, namespace, prompt, start=0, stop=None, max_depth=9) -> Matches:
+    tokens = np.array(prompt, np.int32)
+    hashes = matcher_hashes(tokens, index.block_size)
+    stop = len(prompt) if stop is None else stop
+    return find_matches(index, namespace, tokens, hashes, start, stop, max_depth)
+
+
+def matcher_hashes(tokens, width):
+    """As the index hashes, so that a test can make everything collide."""
+    return index_module.window_hashes(tokens, width)
+
+
+def check(model: Model, matches: Matches, namespace, prompt, start, stop, max_depth) -> None:
+    donors = model.donors(namespace, max_depth)
+    pieces = [tuple(piece) for piece in matches.pieces.tolist()]
+    covered = check_pieces(model, donors, pieces, prompt, start, stop)
+    check_coverage(model, donors, covered, prompt, start, stop)
+    joints = [
+        one[0] + one[1] == two[0] and one[4] + one[1] == two[4] and donors[two[2]].parent == one[2]
+        for one, two in pairwise(pieces)
+    ]
+    check_growth(model, donors, pieces, joints, prompt, start, stop)
+    assert matches.num_tokens == len(covered)
+    assert matches.num_segments == len(pieces) - sum(joints)
+    assert matches.max_depth == max((donors[piece[2]].depth for piece in pieces), default=0)
+
+
+def check_pieces(model, donors, pieces, prompt, start, stop) -> set[int]:
+    """Every piece is a true copy, inside of one eligible donor and of the range."""
+    covered: set[int] = set()
+    end = start
+    for destination, length, block, offset, position in pieces:
+        assert block in donors
+        assert length >= 1
+        assert destination >= end
+        end = destination + length
+        assert 0 <= offset <= offset + length <= model.size
+        assert position == donors[block].position + offset
+        assert tuple(prompt[destination:end]) == donors[block].tokens[offset : offset + length]
+        covered.update(range(destination, end))
+    assert end <= max(start, stop)
+    return covered
+
+
+def check_coverage(model, donors, covered, prompt, start, stop) -> None:
+    """Every window that some donor could serve is served."""
+    contents = {entry.tokens for entry in donors.values()}
+    for window in range(len(prompt) - model.size + 1):
+        if tuple(prompt[window : window + model.size]) in contents:
+            wanted = range(max(start, window), min(stop, window + model.size))
+            assert covered.issuperset(wanted), f"window {window} is not covered"
+
+
+def check_growth(model, donors, pieces, joints, prompt, start, stop) -> None:
+    """No run could have been one token longer, on either side."""
+    for i, (destination, length, block, offset, _) in enumerate(pieces):
+        end = destination + length
+        if end < stop and not (i < len(joints) and joints[i]):
+            if offset + length < model.size:
+                following = {donors[block].tokens[offset + length]}
+            else:
+                following = {e.tokens[0] for e in donors.values() if e.parent == block}
+            assert prompt[end] not in following, f"piece {i} stops too early"
+        floor = sum(pieces[i - 1][:2]) if i else start
+        if destination > floor and not (i and joints[i - 1]):
+            if offset:
+                before = donors[block].tokens[offset - 1]
+            else:
+                parent = donors.get(donors[block].parent)
+                before = parent.tokens[-1] if parent else None
+            assert prompt[destination - 1] != before, f"piece {i} begins too late"
+
+
+@st.composite
+def scenarios(draw):
+    """Insertions of similar sequences, some of them known in several namespaces, with evictions
+    between them, and a prompt made of them."""
+    size = draw(st.integers(1, 4))
+    token = st.integers(0, draw(st.sampled_from([1, 1, 2, 5])))
+    operations, sequences = [], []
+    for _ in range(draw(st.integers(1, 9))):
+        kinds = ["insert", "insert", "insert", "branch", "share", "share", "remove", "step"]
+        kind = draw(st.sampled_from(kinds))
+        ids = draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=5, unique=True))
+        tokens = draw(st.lists(token, min_size=size * len(ids), max_size=size * len(ids)))
+        if kind in ("insert", "branch"):
+            sequences.append(tokens)
+            parent = draw(st.integers(0, BLOCKS - 1)) if kind == "branch" else -1
+            where = draw(st.integers(0, 2))
+            depth, namespace = draw(st.integers(0, 2)), draw(st.sampled_from([0, 0, 0, 1]))
+            operations.append((kind, namespace, ids, tokens, where, parent, depth))
+        elif kind == "share":
+            operations.append((kind, draw(st.integers(0, 2)), draw(st.integers(0, 8))))
+        else:
+            operations.append((kind, ids))
+    cuts = st.tuples(st.sampled_from(sequences or [[0]]), st.integers(0, 5), st.integers(1, 20))
+    prompt: list[int] = []
+    for sequence, begin, length in draw(st.lists(cuts, min_size=1, max_size=4)):
+        prompt += draw(st.lists(token, max_size=2)) + sequence[begin : begin + length]
+    start = draw(st.integers(0, len(prompt)))
+    return size, operations, prompt, start // 2, draw(st.integers(start, len(prompt)))
+
+
+def play(size: int, operations: list[tuple]) -> tuple[SegmentIndex, Model]:
+    index, model = SegmentIndex(BLOCKS, size), Model(size)
+    for kind, *arguments in [*operations, ("step", [])]:
+        if kind == "step":
+            index.begin_step()
+            model.step += 1
+        elif kind == "remove":
+            for block in arguments[0]:
+                assert index.remove(block) == (block in model.views)
+                model.remove(block)
+        elif kind == "share":
+            share(index, model, *arguments)
+        else:
+            namespace, ids, tokens, where, parent, depth = arguments
+            position = where * size
+            if kind == "branch" and parent in model.views:
+                namespace, above = next(iter(model.views[parent].items()))
+                position = above.position + size
+            arrays = np.array(ids, np.int32), np.array(tokens, np.int32)
+            index.insert(namespace, *arrays, position, parent, depth)
+            model.insert(namespace, ids, tokens, position, parent, depth)
+    return index, model
+
+
+def share(index: SegmentIndex, model: Model, namespace: int, which: int) -> None:
+    """Another namespace meets a stored sequence, up to some block of it: a prefix hit."""
+    if not model.views:
+        return
+    first_views = {block: next(iter(views.values())) for block, views in model.views.items()}
+    path = [sorted(first_views)[which % len(first_views)]]
+    while first_views[path[0]].parent >= 0:
+        path.insert(0, first_views[path[0]].parent)
+    views = [first_views[block] for block in path]
+    index.insert(
+        namespace,
+        np.array(path, np.int32),
+        np.array([token for view in views for token in view.tokens], np.int32),
+        views[0].position,
+        depths=np.array([view.depth for view in views], np.int8),
+    )
+    for block, above, view in zip(path, [-1, *path], views, strict=False):
+        model.insert(namespace, [block], view.tokens, view.position, above, view.depth)
+
+
+@pytest.mark.parametrize("colliding", [False, True], ids=["hashed", "all keys collide"])
+@given(
+    scenario=scenarios(),
+    namespace=st.sampled_from([0, 0, 1]),
+    max_depth=st.integers(0, 2),
+    fresh=st.booleans(),
+)
+def test_matches_are_right_complete_and_maximal(colliding, scenario, namespace, max_depth, fresh):
+    size, operations, prompt, start, stop = scenario
+    with pytest.MonkeyPatch.context() as patch:
+        if colliding:
+            make_everything_collide(patch)
+        index, model = play(size, operations)
+        if fresh:
+            last = operations[-1]
+            if last[0] == "insert":  # once more, and not computed yet
+                _, owner, ids, tokens, where, _, depth = last
+                arrays = np.array(ids, np.int32), np.array(tokens, np.int32)
+                index.insert(owner, *arrays, (where + 1) * size, -1, depth)
+                model.insert(owner, ids, tokens, (where + 1) * size, -1, depth)
+        index.check_integrity()
+        matches = match(index, namespace, prompt, start, stop, max_depth)
+        check(model, matches, namespace, prompt, start, stop, max_depth)
+
+
+def make_everything_collide(patch: pytest.MonkeyPatch) -> None:
+    """Only the comparison of tokens and namespaces is left to tell blocks apart."""
+
+    def constant(dtype):
+        return lambda tokens, width: np.ones(max(0, tokens.size - width + 1), dtype)
+
+    for module in (index_module, matcher):
+        patch.setattr(module, "window_anchors", constant(np.uint32))
+        patch.setattr(module, "salt_of", lambda namespace: np.uint64(0))
+    patch.setattr(index_module, "window_hashes", constant(np.uint64))
+
+
+def seeded(seed):
+    return lambda tokens, width: window_hashes(tokens, width, seed)
+
+
+@given(scenario=scenarios())
+def test_the_hash_changes_nothing_but_speed(scenario):
+    size, operations, prompt, start, stop = scenario
+    results = []
+    for seed in (None, 1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            if seed is None:
+                make_everything_collide(patch)
+            else:
+                patch.setattr(index_module, "window_hashes", seeded(np.uint64(seed)))
+            index, _ = play(size, operations)
+            matches = match(index, 0, prompt, start, stop)
+            results.append((matches.pieces.tolist(), *matches[1:]))
+    assert results[0] == results[1] == results[2]
+
+
+@given(scenario=scenarios())
+def test_other_namespaces_change_nothing(scenario):
+    """What namespace 0 finds is what it would find if the others did not share its blocks."""
+    size, operations, prompt, start, stop = scenario
+    shared, _ = play(size, operations)
+    alone, _ = play(size, [o for o in operations if o[0] != "share" or o[1] == 0])
+    one, other = (match(index, 0, prompt, start, stop) for index in (shared, alone))
+    assert one.pieces.tolist() == other.pieces.tolist()
+    assert one[1:] == other[1:]
+
+
+def build(*sequences: tuple, size: int = 4, blocks: int = 64) -> SegmentIndex:
+    """Index sequences of (tokens, keyword arguments of insert), with ids 0, 1, 2, ... in order."""
+    index, following = SegmentIndex(blocks, size), 0
+    for tokens, options in sequences:
+        ids = np.arange(following, following + len(tokens) // size, dtype=np.int32)
+        following += len(ids)
+        options = {"namespace": 0, "first_position": 0, **options}
+        index.insert(block_ids=ids, tokens=np.array(tokens, np.int32), **options)
+    index.begin_step()
+    return index
+
+
+LETTERS = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz.")}
+
+
+def spell(text: str) -> list[int]:
+    return [LETTERS[letter] for letter in text]
+
+
+def test_a_segment_at_an_odd_offset_grows_across_block_borders():
+    index = build((spell("xxabcdefghijzz.."), {"first_position": 40}))
+    matches = match(index, 0, spell("...abcdefghij.."))
+    assert matches.pieces.tolist() == [[3, 2, 0, 2, 42], [5, 4, 1, 0, 44], [9, 4, 2, 0, 48]]
+    assert matches[1:] == (10, 1, 0)
+
+
+def test_the_same_segment_twice_is_found_twice():
+    index = build((spell("abcdefgh"), {}))
+    matches = match(index, 0, spell("abcdefgh.abcdefgh"))
+    assert matches.pieces[:, 2].tolist() == [0, 1, 0, 1]
+    assert matches.pieces[:, 0].tolist() == [0, 4, 9, 13]
+    assert matches.num_segments == 2
+
+
+def test_a_window_that_begins_before_the_range_serves_what_lies_inside():
+    index = build((spell("abcd"), {"first_position": 8}))
+    matches = match(index, 0, spell("abcd"), start=1, stop=3)
+    assert matches.pieces.tolist() == [[1, 2, 0, 1, 9]]
+
+
+def test_the_run_that_continues_is_preferred():
+    # "efgh" exists twice; the shallower, lower id would win if the run did not continue.
+    index = build((spell("efgh"), {}), (spell("abcdefgh"), {"depths": 1}))
+    matches = match(index, 0, spell("abcdefgh"))
+    assert matches.pieces[:, 2].tolist() == [1, 2]
+
+
+def test_then_the_longest_equal_left_context():
+    index = build(
+        (spell("zzzzefgh"), {}),
+        (spell("zzcdefgh"), {"depths": 1}),
+        (spell("zzzdefgh"), {}),
+    )
+    matches = match(index, 0, spell("abcdefgh"), start=4)  # the context lies before the range
+    assert matches.pieces.tolist() == [[4, 4, 3, 0, 4]]
+    assert matches.max_depth == 1
+
+
+def test_then_the_lower_depth_then_the_lower_id():
+    deep, shallow = {"depths": 2}, {"depths": 1}
+    index = build(*((spell("abcd"), options) for options in (deep, shallow, shallow)))
+    assert match(index, 0, spell("abcd")).pieces[0, 2] == 1
+    index.remove(1)
+    assert match(index, 0, spell("abcd")).pieces[0, 2] == 2
+    index.remove(2)
+    assert match(index, 0, spell("abcd")).pieces[0, 2] == 0
+
+
+def test_the_child_that_equals_longest_ends_the_run():
+    index = build(
+        (spell("abcd"), {}),
+        *((spell(t), {"first_position": 4, "parent_block": 0}) for t in ("ezzz", "efgz", "efzz")),
+    )
+    matches = match(index, 0, spell("abcdefgh"))
+    assert matches.pieces.tolist() == [[0, 4, 0, 0, 0], [4, 3, 2, 0, 4]]
+
+
+def test_left_context_is_compared_through_evictions_only_as_far_as_links_go():
+    index = build((spell("abcdefghijkl"), {}), (spell("zzzhijkl"), {}))
+    index.remove(1)  # the first sequence loses its middle: its "ijkl" has no context left
+    assert match(index, 0, spell("efghijkl"), start=4).pieces[0, 2] == 4
+
+
+@pytest.mark.parametrize("options", [{"namespace": 1}, {"depths": 3}])
+def test_other_namespaces_and_deeper_blocks_are_misses(options):
+    index = build((spell("abcd"), options))
+    assert match(index, 0, spell("abcd"), max_depth=2).num_tokens == 0
+
+
+def test_a_fresh_block_is_a_miss_until_the_next_step():
+    index = SegmentIndex(4, 4)
+    index.insert(0, np.array([2], np.int32), np.array(spell("abcd"), np.int32), 0)
+    assert match(index, 0, spell("abcd")).num_tokens == 0
+    index.begin_step()
+    assert match(index, 0, spell("abcd")).num_tokens == 4
+
+
+def test_a_block_of_another_namespace_is_a_donor_in_mine_with_links_of_its_own():
+    index = build((spell("abcdefghijkl"), {"namespace": 5}), size=4)
+    index.insert(0, np.array([0, 1], np.int32), np.array(spell("abcdefgh"), np.int32), 0)
+    prompt = spell("..cdefghijkl")
+    assert match(index, 5, prompt).pieces.tolist() == [
+        [2, 2, 0, 2, 2],
+        [4, 4, 1, 0, 4],
+        [8, 4, 2, 0, 8],
+    ]
+    assert match(index, 0, prompt).pieces.tolist() == [[2, 2, 0, 2, 2], [4, 4, 1, 0, 4]]
+    assert match(index, 1, prompt).num_tokens == 0
+    index.remove(1)
+    assert match(index, 0, prompt).num_tokens == 0
+    assert match(index, 5, prompt).pieces.tolist() == [[8, 4, 2, 0, 8]]
+
+
+def test_deep_copies_in_front_do_not_hide_a_donor():
+    index = build((spell("abcd") * 100, {"depths": 3}), (spell("abcd"), {}), blocks=101)
+    assert match(index, 0, spell("abcd"), max_depth=2).pieces[0, 2] == 100
+
+
+def test_a_passage_cached_often_is_still_found():
+    index = build((spell("abcd") * 1000, {}), blocks=1000)
+    assert match(index, 0, spell("abcd")).num_tokens == 4
+
+
+def test_a_prompt_of_one_token_repeated_ends_quickly():
+    index = build(([7] * 32 * 2000, {}), size=32, blocks=2000)
+    matches = match(index, 0, [7] * 16_384)
+    assert matches.num_tokens == 16_384
+    assert len(matches.pieces) <= 2 * 16_384 // 32
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_a_prompt_shorter_than_a_block_matches_nothing(length):
+    index = build((spell("abcd"), {}))
+    assert match(index, 0, spell("abcd")[:length])[1:] == (0, 0, 0)
+
+
+def test_an_empty_range_and_an_empty_index_match_nothing():
+    index = build((spell("abcd"), {}))
+    assert match(index, 0, spell("abcd"), start=2, stop=2).pieces.shape == (0, 5)
+    index.clear()
+    assert match(index, 0, spell("abcd")).pieces.shape == (0, 5)
+
+
+def test_bad_arguments_are_named():
+    index = build((spell("abcd"), {}))
+    tokens = np.arange(8, dtype=np.int32)
+    with pytest.raises(ValueError, match="4 hashes for 8 tokens and blocks of 4"):
+        find_matches(index, 0, tokens, window_hashes(tokens, 5), 0, 8, 0)
+    with pytest.raises(ValueError, match=r"\[3, 9\) is not a range of a prompt of 8 tokens"):
+        find_matches(index, 0, tokens, window_hashes(tokens, 4), 3, 9, 0)
+
+
+def test_warm_up_compiles_what_requests_use():
+    warm_up()
+    kernels = (
+        matcher.find_groups,
+        matcher._assemble,
+        index_module.insert_blocks,
+        index_module.remove_block,
+    )
+    compiled = [len(kernel.signatures) for kernel in kernels]
+    index = build((spell("abcdefgh"), {"depths": 1, "parent_block": 3}))
+    prompt = np.array(spell("abcdefgh"), np.int32)
+    prompt.setflags(write=False)
+    hashes = window_hashes(prompt, 4)
+    find_matches(index, np.int64(0), prompt, hashes, np.int32(0), np.int64(8), 4)
+    index.remove(np.int32(1))
+    assert [len(kernel.signatures) for kernel in kernels] == compiled

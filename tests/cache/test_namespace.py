@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Different requests never share a namespace key; ids are reused only when nobody is left."""
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
+
+# Few, short strings, with digits and tags, so that careless joining would collide.
+text = st.text(alphabet="abKSLM\x00\x01", max_size=3)
+fields = st.tuples(
+    st.lists(text, max_size=3).map(tuple),
+    st.none() | text,
+    st.none() | st.tuples(text, text),
+    st.lists(text, max_size=3).map(tuple),
+)
+
+
+@given(fields, fields)
+def test_keys_are_equal_exactly_if_every_field_is(one, other):
+    assert (namespace_key(*one) == namespace_key(*other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((("a", "bc"), None, None, ()), (("ab", "c"), None, None, ())),
+        ((("a", "b"), None, None, ()), (("b", "a"), None, None, ())),
+        ((("a",), None, None, ()), (("a", ""), None, None, ())),
+        ((("a",), None, None, ()), (("a",), "", None, ())),
+        ((("a",), "x", None, ()), (("a",), None, ("x", ""), ())),
+        ((("a",), None, ("x", "1"), ()), (("a",), None, ("x", "2"), ())),
+        ((("a",), None, None, ("x",)), (("a", "x"), None, None, ())),
+    ],
+)
+def test_lookalikes_differ(one, other):
+    assert namespace_key(*one) != namespace_key(*other)
+
+
+def test_composed_and_decomposed_spellings_are_distinct():
+    spellings = [unicodedata.normalize(form, "é") for form in ("NFC", "NFD")]
+    assert len({namespace_key((s,), None, None, ()) for s in spellings}) == 2
+
+
+def test_a_lone_surrogate_is_an_error():
+    with pytest.raises(ValueError, match="surrogates"):
+        namespace_key(("\ud800",), None, None, ())
+
+
+def test_interning_gives_one_small_id_per_key():
+    table = NamespaceTable(lambda namespace: False)
+    assert [table.intern(key) for key in (b"a", b"b", b"a")] == [0, 1, 0]
+    assert table.find(b"b") == 1
+    assert table.find(b"c") is None
+    assert len(table) == 2
+
+
+def test_an_id_lives_until_its_last_reference():
+    table = NamespaceTable(lambda namespace: False)
+    first = table.intern(b"a")
+    table.acquire(first)
+    table.release(first)
+    assert table.find(b"a") == first
+    table.release(first)
+    assert table.find(b"a") is None
+    assert table.intern(b"b") == first
+
+
+def test_an_id_is_not_reused_while_blocks_of_it_are_indexed():
+    indexed = {0}
+    table = NamespaceTable(lambda namespace: namespace in indexed)
+    first = table.intern(b"a")
+    table.release(first)
+    assert table.find(b"a") == first
+    assert table.intern(b"b") != first
+
+
+def test_without_an_index_to_ask_no_id_is_reused():
+    table = NamespaceTable()
+    table.release(table.intern(b"a"))
+    assert table.intern(b"b") == 1
+
+
+def test_idle_namespaces_are_collected_once_their_blocks_are_gone():
+    indexed: set[int] = set()
+    table = NamespaceTable(lambda namespace: namespace in indexed)
+    largest = 0
+    for i in range(20_000):
+        namespace = table.intern(str(i).encode())
+        indexed.add(namespace)
+        table.release(namespace)
+        indexed.discard(table.find(str(i - 100).encode()))  # evicted, and nobody says so
+        largest = max(largest, len(table), namespace)
+    assert largest < 2500
+
+
+def test_misuse_is_reported():
+    table = NamespaceTable(lambda namespace: namespace == 0)
+    with pytest.raises(ValueError, match="namespace 5 is not in use"):
+        table.acquire(5)
+    namespace = table.intern(b"a")
+    table.release(namespace)
+    with pytest.raises(ValueError, match="released more often"):
+        table.release(namespace)

@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans are made, pinned and unpinned exactly once; work per step is bounded; reports add up."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_segreuse.cache import planner as planner_module
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.plan import BoolArray, Recipe, ReusePlan
+from vllm_segreuse.cache.planner import Planner, PrefixState, Report, TrackedRequest
+
+SIZE = 4  # tokens per block
+BUDGET = 60  # tokens per step
+MAX_DEPTH = 2
+
+
+class Pins:
+    """A block pool that counts, and refuses to let go what is not held."""
+
+    def __init__(self) -> None:
+        self.held: Counter[int] = Counter()
+        self.pinned = self.unpinned = 0
+        self.room = 10**6
+
+    def pin(self, block_ids: list[int]) -> None:
+        assert len(set(block_ids)) == len(block_ids), "a block pinned twice by one plan"
+        self.held.update(block_ids)
+        self.pinned += 1
+
+    def unpin(self, block_ids: list[int]) -> None:
+        self.held.subtract(block_ids)
+        assert min(self.held.values(), default=0) >= 0, "a block let go that was not held"
+        self.unpinned += 1
+
+    def room_beside(self, block_ids: list[int]) -> int:
+        return self.room - len(block_ids)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Held blocks, each as often as it is held."""
+        return sorted(self.held.elements())
+
+
+def new_only(reused: BoolArray) -> Recipe:
+    return Recipe(~reused, 0, 0, np.zeros_like(reused))
+
+
+def everything(reused: BoolArray) -> Recipe:
+    return Recipe(np.ones_like(reused), 0, 0, ~reused)
+
+
+def half_by_score(reused: BoolArray) -> Recipe:
+    return Recipe(~reused, 0, int(reused.sum()) // 2, ~reused)
+
+
+def dense(reused: BoolArray) -> Recipe:
+    return Recipe(~reused, 1, 1, ~reused)
+
+
+class World:
+    """A planner over an index, and documents to make prompts of."""
+
+    def __init__(self, num_blocks: int = 256) -> None:
+        self.index = SegmentIndex(num_blocks, SIZE)
+        self.pins = Pins()
+        self.match_times: list[float] = []
+        self.prefix_lookups = 0
+        ticks = count()
+        self.planner = Planner(
+            self.index, self.pins, BUDGET, MAX_DEPTH, lambda: next(ticks), self.match_times.append
+        )
+        self._block_ids, self._tokens, self._ids = count(), count(1), count()
+
+    def new_tokens(self, number: int) -> list[int]:
+        """Tokens that were never used before."""
+        return [next(self._tokens) for _ in range(number)]
+
+    def document(self, num_blocks: int, depth: int = 0) -> tuple[list[int], list[int]]:
+        """(tokens, blocks) of a cached document; a donor from the next step on."""
+        tokens = self.new_tokens(num_blocks * SIZE)
+        blocks = [next(self._block_ids) for _ in range(num_blocks)]
+        ids, content = np.array(blocks, np.int32), np.array(tokens, np.int32)
+        self.index.insert(0, ids, content, 0, depths=depth)
+        return tokens, blocks
+
+    def request(self, tokens: Sequence[int], **fields) -> TrackedRequest:
+        """A request that has arrived."""
+        defaults = {"min_reused_tokens": SIZE, "make_recipe": new_only, "namespace": 0}
+        tracked = TrackedRequest(
+            f"request {next(self._ids)}", tokens=np.array(tokens, np.int32), **defaults | fields
+        )
+        self.planner.add(tracked)
+        return tracked
+
+    def decide(
+        self, tracked: TrackedRequest, start: int = 0, fresh: bool = False, needed: int = 0
+    ) -> int | None:
+        def prefix() -> PrefixState:
+            self.prefix_lookups += 1
+            return PrefixState(fresh, needed)
+
+        return self.planner.decide(tracked, start, len(tracked.tokens), prefix)
+
+    def admit(self, tracked: TrackedRequest, start: int = 0) -> Report:
+        self.decide(tracked, start)
+        return self.planner.allocated(tracked, blocks_of(tracked))
+
+
+def blocks_of(tracked: TrackedRequest) -> list[int]:
+    """A block table of the right length, of blocks no document has."""
+    return [1000 + i for i in range(-(-len(tracked.tokens) // SIZE))]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def document(world: World) -> tuple[list[int], list[int]]:
+    tokens, blocks = world.document(3)
+    world.planner.take_plans()
+    return tokens, blocks
+
+
+# One plan, one pin.
+
+
+def test_an_admitted_plan_is_pinned_until_the_step_ends(world, document):
+    tokens, blocks = document
+    tracked = world.request(world.new_tokens(3) + tokens + world.new_tokens(2))
+    assert world.decide(tracked) == 3 + 12 + 2 - 1
+    assert world.pins.blocks == blocks
+    report = world.planner.allocated(tracked, [7, 8, 9, 10, 11])
+    assert report == Report(0, 12, 0, 5, 1, None)
+    assert world.pins.blocks == blocks
+    (plan,) = world.planner.take_plans()
+    assert world.pins.blocks == []
+    assert (world.pins.pinned, world.pins.unpinned) == (1, 1)
+    assert (plan.start, plan.stop, plan.donor_blocks) == (0, 16, blocks)
+    assert plan.block_ids.tolist() == [7, 8, 9, 10, 11]
+    assert plan.token_ids.tolist() == tracked.tokens[:16].tolist()
+    assert world.planner.take_plans() == []
+
+
+def test_a_plan_without_blocks_is_dropped_with_its_pins_and_made_anew(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    assert world.decide(tracked) == 12
+    assert world.planner.take_plans() == []
+    assert world.pins.blocks == []
+    assert tracked.plan is None
+    assert world.decide(tracked) == 12
+    world.planner.allocated(tracked, blocks_of(tracked))
+    assert len(world.planner.take_plans()) == 1
+    assert (world.pins.pinned, world.pins.unpinned) == (2, 2)
+
+
+def test_deciding_again_replaces_the_plan(world, document):
+    tokens, blocks = document
+    tracked = world.request(tokens + world.new_tokens(3))
+    world.decide(tracked, start=0)
+    world.decide(tracked, start=SIZE)
+    assert world.pins.blocks == blocks[1:]
+    report = world.planner.allocated(tracked, blocks_of(tracked))
+    assert (report.prefix_tokens, report.reused_tokens, report.new_tokens) == (4, 8, 3)
+    (plan,) = world.planner.take_plans()
+    assert (plan.start, plan.num_tokens) == (4, 10)
+    assert world.pins.blocks == []
+
+
+def test_a_request_that_ends_while_its_plan_is_pending_lets_go(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    world.decide(tracked)
+    assert world.planner.remove(tracked.request_id) is tracked
+    assert world.pins.blocks == []
+    assert world.planner.get(tracked.request_id) is None
+    assert world.planner.remove(tracked.request_id) is None
+    assert world.planner.take_plans() == []
+    assert world.pins.unpinned == 1
+
+
+def test_given_up_before_it_runs_lets_go_and_neither_reuses_nor_donates(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    world.decide(tracked)
+    world.planner.give_up(tracked.request_id)
+    assert world.pins.blocks == []
+    assert world.planner.allocated(tracked, blocks_of(tracked)).bypass_reason == "error"
+    assert world.planner.take_plans() == []
+    assert world.decide(tracked) == 0
+    assert not tracked.donates
+
+
+def test_given_up_after_it_was_admitted_still_carries_its_plan_out(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    world.admit(tracked)
+    world.planner.give_up(tracked.request_id)
+    assert [plan.request_id for plan in world.planner.take_plans()] == [tracked.request_id]
+    assert world.pins.blocks == []
+    assert tracked.plan is not None  # its blocks stay approximate
+
+
+def test_an_error_over_a_preempted_request_does_not_bring_its_old_plan_back(world, document):
+    """It has other blocks by now, and the plan's donors are no longer held."""
+    tracked = world.request(world.new_tokens(1) + document[0])
+    world.admit(tracked)
+    world.planner.take_plans()
+    world.planner.give_up(tracked.request_id)  # preempted, and asked about once more
+    report = world.planner.allocated(tracked, blocks_of(tracked))
+    assert (report.bypass_reason, report.reused_tokens) == ("error", 0)
+    assert tracked.plan is None
+    assert world.planner.take_plans() == []
+    assert (world.pins.pinned, world.pins.unpinned) == (1, 1)
+
+
+def test_requests_without_extra_keys_are_unknown(world):
+    assert world.planner.get("other") is None
+    assert world.planner.remove("other") is None
+    world.planner.give_up("other")
+
+
+# Why a request runs without reuse.
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"bypass": "lora"}, "lora"),
+        ({"min_reused_tokens": 13}, "too_few_reused_tokens"),
+        ({"min_reused_tokens": 15}, "too_few_tokens"),
+        ({"namespace": 1}, "too_few_reused_tokens"),
+    ],
+)
+def test_bypass_reasons(world, document, fields, reason):
+    tracked = world.request(world.new_tokens(1) + document[0] + world.new_tokens(2), **fields)
+    report = world.admit(tracked)
+    assert report == Report(0, 0, 0, 15, 0, reason)
+    assert world.pins.pinned == 0
+    assert world.planner.take_plans() == []
+
+
+def test_fewer_tokens_than_a_block_are_not_even_matched(world, document):
+    tracked = world.request(document[0][:SIZE], min_reused_tokens=1)
+    assert world.admit(tracked).bypass_reason == "too_few_tokens"
+    assert world.match_times == []
+
+
+def test_switched_off(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    world.planner.enabled = False
+    assert world.admit(tracked).bypass_reason == "disabled"
+    world.planner.enabled = True
+    assert world.decide(tracked) == 12
+
+
+def test_donors_that_leave_no_room_are_not_pinned(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    world.pins.room = 3 + 4
+    assert world.decide(tracked, needed=5) == 0
+    assert world.planner.allocated(tracked, blocks_of(tracked)).bypass_reason == "no_free_blocks"
+    assert world.pins.pinned == 0
+    assert world.decide(tracked, needed=4) == 12
+
+
+def test_donors_deeper_than_allowed_do_not_count(world):
+    tokens, _ = world.document(3, depth=MAX_DEPTH + 1)
+    world.planner.take_plans()
+    report = world.admit(world.request(world.new_tokens(1) + tokens))
+    assert report.bypass_reason == "too_few_reused_tokens"
+
+
+def test_a_fresh_prefix_is_waited_for(world, document):
+    tracked = world.request(world.new_tokens(4) + document[0] + world.new_tokens(1))
+    assert world.decide(tracked, start=4, fresh=True) is None
+    assert world.pins.pinned == 0
+    assert not world.planner.admission_closed
+    assert world.decide(tracked, start=4) == 12
+
+
+def test_fresh_donors_are_none_until_the_step_is_over(world):
+    tokens, _ = world.document(3)
+    tracked = world.request(world.new_tokens(1) + tokens)
+    assert world.decide(tracked) == 0
+    assert tracked.reason == "too_few_reused_tokens"
+    world.planner.take_plans()
+    assert world.decide(tracked) == 12
+
+
+def test_the_prefix_is_looked_up_only_if_there_is_something_to_reuse(world, document):
+    world.decide(world.request(world.new_tokens(20)))
+    assert world.prefix_lookups == 0
+    world.decide(world.request(world.new_tokens(1) + document[0]))
+    assert world.prefix_lookups == 1
+
+
+# Work per step is bounded.
+
+
+def test_the_budget_of_a_step_closes_admission(world, document):
+    def large() -> TrackedRequest:
+        return world.request(world.new_tokens(25) + document[0] + world.new_tokens(1))
+
+    first, second, third = (large() for _ in range(3))
+    small = world.request(world.new_tokens(1) + document[0])
+    assert world.decide(first) == 37  # computes 25 of them
+    assert world.decide(second) == 37
+    assert not world.planner.admission_closed
+    assert world.decide(third) == 0
+    assert world.planner.admission_closed
+    assert world.decide(small) == 0  # nobody overtakes
+    assert world.pins.pinned == 2
+    world.planner.take_plans()
+    assert not world.planner.admission_closed
+    assert world.decide(third) == 37
+
+
+def test_a_plan_dropped_within_the_step_gives_its_budget_back(world, document):
+    first = world.request(world.new_tokens(50) + document[0] + world.new_tokens(1))
+    second = world.request(world.new_tokens(50) + document[0] + world.new_tokens(1))
+    assert world.decide(first) == 62
+    world.planner.remove(first.request_id)
+    assert world.decide(second) == 62
+
+
+def test_a_plan_larger_than_a_step_is_admitted_alone(world, document):
+    small = world.request(world.new_tokens(1) + document[0] + world.new_tokens(1))
+    oversized = world.request(world.new_tokens(BUDGET + 40) + document[0] + world.new_tokens(1))
+    assert world.decide(small) == 13
+    assert world.decide(oversized) == 0
+    assert world.planner.admission_closed
+    world.planner.take_plans()
+    assert world.decide(oversized) == BUDGET + 52
+    assert world.decide(small) == 0
+    assert world.planner.admission_closed
+
+
+def test_lookups_per_step_are_bounded(world, document):
+    limit = planner_module._LOOKUPS_PER_STEP
+    misses = [world.request(world.new_tokens(20)) for _ in range(limit)]
+    behind = world.request(world.new_tokens(1) + document[0])
+    assert [world.decide(tracked) for tracked in misses] == [0] * limit
+    assert world.decide(behind) == 0
+    assert behind.reason is None
+    assert world.planner.admission_closed
+    assert len(world.match_times) == limit
+    world.planner.take_plans()
+    assert world.decide(behind) == 12
+
+
+def test_fresh_prefixes_count_as_lookups(world, document):
+    """Their matches are remembered, but looking their prefixes up costs time, too."""
+    limit = planner_module._LOOKUPS_PER_STEP
+    prompt = world.new_tokens(4) + document[0] + world.new_tokens(1)
+    tracked = world.request(prompt)
+    answers = [world.decide(tracked, start=4, fresh=True) for _ in range(2 * limit)]
+    assert answers.count(None) == limit - 1
+    assert world.planner.admission_closed
+
+
+def test_nothing_is_looked_up_once_admission_is_closed(world, document, monkeypatch):
+    filler = world.request(world.new_tokens(BUDGET) + document[0])
+    assert world.decide(filler)
+    waiting = [world.request(world.new_tokens(2) + document[0]) for _ in range(500)]
+    for name in ("find_matches", "reused_mask", "window_hashes"):
+        monkeypatch.setattr(planner_module, name, pytest.fail)
+    assert {world.decide(tracked) for tracked in waiting} == {0}
+    assert (world.prefix_lookups, world.pins.pinned) == (1, 1)
+
+
+def test_a_match_is_remembered_while_nothing_changes(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    for _ in range(5):
+        world.decide(tracked)
+        world.planner.take_plans()
+    assert len(world.match_times) == 1
+    assert world.match_times == [1]  # one tick of the clock
+    world.document(1)
+    world.decide(tracked)
+    assert len(world.match_times) == 2
+    world.planner.take_plans()
+    world.decide(tracked)  # what was inserted is a donor from now on
+    assert len(world.match_times) == 3
+    world.decide(tracked, start=SIZE)
+    assert len(world.match_times) == 4
+
+
+def test_a_preempted_request_is_matched_with_its_new_tokens(world, document):
+    answer, _ = world.document(2)
+    tracked = world.request(world.new_tokens(1) + document[0])
+    assert world.admit(tracked).reused_tokens == 11
+    world.planner.take_plans()
+    longer = np.concatenate([tracked.tokens, np.array([*answer, 17], np.int32)])
+    tracked.retoken(longer)
+    report = world.admit(tracked)
+    assert report == Report(0, 20, 0, 2, 2, None)
+    (plan,) = world.planner.take_plans()
+    assert plan.token_ids.tolist() == longer[:-1].tolist()
+    assert world.pins.blocks == []
+
+
+# Reports.
+
+
+@pytest.mark.parametrize("recipe", [new_only, everything, half_by_score, dense])
+@pytest.mark.parametrize("start", [0, 4, 8])
+def test_reports_add_up(world, document, recipe, start):
+    prompt = world.new_tokens(8) + document[0] + world.new_tokens(5) + document[0][:7] + [9]
+    report = world.admit(world.request(prompt, make_recipe=recipe), start)
+    assert report.prefix_tokens == start
+    assert report.prefix_tokens + report.reused_tokens + report.new_tokens == len(prompt)
+    assert report.reused_tokens == 19
+    assert report.matches == 2
+    expected = {new_only: 0, everything: 19, half_by_score: 9, dense: 1}
+    assert report.recomputed_tokens == expected[recipe]
+
+
+def test_dense_layers_make_every_token_active(world, document):
+    for recipe, active in ((new_only, 2), (dense, 14), (half_by_score, 2 + 6), (everything, 14)):
+        prompt = world.new_tokens(2) + document[0] + world.new_tokens(1)
+        tracked = world.request(prompt, make_recipe=recipe)
+        world.admit(tracked)
+        assert tracked.plan is not None
+        assert tracked.plan.active_tokens == active
+        world.planner.take_plans()
+
+
+# Which blocks of a request donate in turn.
+
+
+def plan_of(start: int, always: Sequence[bool], reused: Sequence[bool], depth: int) -> ReusePlan:
+    where = np.flatnonzero(reused)
+    pieces = np.zeros((len(where), 5), np.int32)
+    pieces[:, 0], pieces[:, 1] = where + start, 1
+    mask = np.array(always, np.bool_)
+    recipe = Recipe(mask, 0, 0, np.zeros_like(mask))
+    tokens = np.zeros(len(mask), np.int32)
+    return ReusePlan("r", start, start + len(mask), tokens, pieces, recipe, [], depth)
+
+
+def expected_depth(plan: ReusePlan, block: int) -> int:
+    """Token by token."""
+    if (block + 1) * SIZE <= plan.start:
+        return 0
+    in_full = plan.num_recomputed == plan.num_reused
+    for position in range(block * SIZE, (block + 1) * SIZE):
+        inside = plan.start <= position < plan.stop
+        if inside and not in_full and not plan.recipe.always[position - plan.start]:
+            return -1
+    return plan.donor_depth + 1 if plan.donor_depth < MAX_DEPTH else -1
+
+
+@given(
+    start=st.integers(0, 3 * SIZE),
+    tokens=st.lists(st.sampled_from(["new", "reused", "again"]), min_size=1, max_size=8 * SIZE),
+    depth=st.integers(0, MAX_DEPTH),
+    first=st.integers(0, 8),
+    number=st.integers(1, 8),
+)
+def test_donor_depths_agree_with_a_loop_over_tokens(start, tokens, depth, first, number):
+    world = World(1)
+    plan = plan_of(start, [t != "reused" for t in tokens], [t != "new" for t in tokens], depth)
+    tracked = world.request([1])
+    tracked.plan = plan
+    depths = world.planner.donor_depths(tracked, first, number)
+    assert depths.tolist() == [expected_depth(plan, first + i) for i in range(number)]
+
+
+def test_a_request_without_a_plan_donates_exact_blocks(world):
+    tracked = world.request(world.new_tokens(9))
+    assert world.planner.donor_depths(tracked, 3, 4).tolist() == [0, 0, 0, 0]
+
+
+def test_tokens_chosen_by_score_do_not_donate_unless_all_are_chosen(world, document):
+    prompt = world.new_tokens(4) + document[0] + world.new_tokens(5)
+    tracked = world.request(prompt, make_recipe=half_by_score)
+    world.admit(tracked)
+    assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
+    world.planner.take_plans()
+
+    def all_by_score(reused: BoolArray) -> Recipe:
+        return Recipe(~reused, 0, int(reused.sum()), ~reused)
+
+    tracked = world.request(prompt, make_recipe=all_by_score)
+    world.admit(tracked)
+    assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1] * 6
+
+
+class Protocol(RuleBasedStateMachine):
+    """Everything vLLM may do with requests, in any order: no pin without a live plan."""
+
+    @initialize()
+    def start(self) -> None:
+        self.world = World()
+        self.documents = [self.world.document(n)[0] for n in (1, 2, 3, 2)]
+        self.world.planner.take_plans()
+        self.waiting: list[TrackedRequest] = []
+        self.running: list[TrackedRequest] = []
+        self.pending: dict[str, ReusePlan] = {}  # decided in this step, no blocks yet
+        self.admitted: dict[str, ReusePlan] = {}  # with blocks, in this step
+
+    @rule(
+        order=st.lists(st.integers(0, 3), max_size=4),
+        gap=st.integers(0, 70),
+        recipe=st.sampled_from([new_only, everything, half_by_score, dense]),
+        bypass=st.sampled_from([None, None, None, "lora"]),
+    )
+    def arrive(self, order, gap, recipe, bypass) -> None:
+        tokens = self.world.new_tokens(gap)
+        for document in order:
+            tokens = tokens + self.documents[document] + self.world.new_tokens(1)
+        tracked = self.world.request([*tokens, 5], make_recipe=recipe, bypass=bypass)
+        self.waiting.append(tracked)
+
+    @precondition(lambda self: self.waiting)
+    @rule(
+        data=st.data(),
+        blocks=st.integers(0, 2),
+        fresh=st.booleans(),
+        room=st.sampled_from([0, 5, 100]),
+    )
+    def ask(self, data, blocks, fresh, room) -> None:
+        tracked = data.draw(st.sampled_from(self.waiting))
+        start = min(blocks * SIZE, (len(tracked.tokens) - 1) // SIZE * SIZE)
+        self.world.pins.room = room
+        was_closed = self.world.planner.admission_closed
+        self.pending.pop(tracked.request_id, None)
+        answer = self.world.decide(tracked, start, fresh, needed=3)
+        if answer:
+            assert not was_closed
+            assert not fresh
+            assert answer == len(tracked.tokens) - 1 - start
+            assert tracked.plan is not None
+            self.pending[tracked.request_id] = tracked.plan
+        else:
+            assert tracked.plan is None
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def allocate(self, data) -> None:
+        """vLLM gives blocks to whom it has just asked about, plan or not."""
+        tracked = data.draw(st.sampled_from(self.waiting))
+        if tracked.plan is None and self.world.decide(tracked) != 0:
+            self.world.planner.give_up(tracked.request_id)
+        report = self.world.planner.allocated(tracked, blocks_of(tracked))
+        assert report.prefix_tokens + report.reused_tokens + report.new_tokens == len(
+            tracked.tokens
+        )
+        assert report.recomputed_tokens <= report.reused_tokens
+        assert (report.bypass_reason is None) == (tracked.plan is not None)
+        plan = self.pending.pop(tracked.request_id, None)
+        assert plan is tracked.plan
+        if plan is not None:
+            self.admitted[tracked.request_id] = plan
+        self.waiting.remove(tracked)
+        self.running.append(tracked)
+
+    @rule()
+    def end_step(self) -> None:
+        plans = self.world.planner.take_plans()
+        assert [id(plan) for plan in plans] == [id(plan) for plan in self.admitted.values()]
+        self.pending, self.admitted = {}, {}
+        assert not self.world.planner.admission_closed
+        assert self.world.pins.blocks == []
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), generated=st.integers(0, 5))
+    def preempt(self, data, generated) -> None:
+        self.end_step()  # what was admitted in this step is not preempted in it
+        tracked = data.draw(st.sampled_from(self.running))
+        if generated:
+            more = np.array(self.world.new_tokens(generated), np.int32)
+            tracked.retoken(np.concatenate([tracked.tokens, more]))
+        self.running.remove(tracked)
+        self.waiting.append(tracked)
+        self.world.decide(tracked)
+        if tracked.plan is not None:
+            self.pending[tracked.request_id] = tracked.plan
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), error=st.booleans())
+    def leave(self, data, error) -> None:
+        tracked = data.draw(st.sampled_from(self.waiting))
+        self.pending.pop(tracked.request_id, None)
+        if error:
+            self.world.planner.give_up(tracked.request_id)
+        else:
+            assert self.world.planner.remove(tracked.request_id) is tracked
+            self.waiting.remove(tracked)
+        assert tracked.plan is None
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data) -> None:
+        self.end_step()
+        tracked = data.draw(st.sampled_from(self.running))
+        assert self.world.planner.remove(tracked.request_id) is tracked
+        self.running.remove(tracked)
+
+    @invariant()
+    def pins_are_those_of_live_plans(self) -> None:
+        live = [*self.pending.values(), *self.admitted.values()]
+        assert self.world.pins.blocks == sorted(b for plan in live for b in plan.donor_blocks)
+        active = [plan.active_tokens for plan in live]
+        assert sum(active) == self.world.planner._step_tokens
+        assert sum(active) <= BUDGET or len(live) == 1
+
+
+TestProtocol = Protocol.TestCase

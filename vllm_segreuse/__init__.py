@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segment-level KV cache reuse for vLLM.
+
+Importing this package imports neither torch nor vLLM.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+try:
+    __version__ = version("vllm-segreuse")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = ["__version__", "kv_transfer_config"]
+
+
+def kv_transfer_config(**options: Any) -> "KVTransferConfig":
+    """The configuration that turns segment reuse on: `LLM(..., kv_transfer_config=...)`.
+
+    Args:
+        **options: fields of `vllm_segreuse.config.SegReuseConfig`; those not given keep their
+            defaults.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+        UnsupportedVersionError: this vLLM is not a supported one.
+    """
+    from vllm_segreuse.serve.launch import kv_transfer_config
+
+    return kv_transfer_config(options)

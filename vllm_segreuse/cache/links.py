@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entries of the segment index and the links between them, as compiled loops.
+
+An entry is one physical block as seen from one namespace. vLLM shares the blocks of a common
+prefix between namespaces, so a block has one entry, or view, for each that knows its tokens. The
+first lies under the block's own id: nothing is allocated for a block of one namespace, and its
+eviction is a few writes. The others lie behind `num_blocks`, and go when the first goes. Four kinds
+of links run through the entries:
+
+    block -> view -> view ...        the entries of one physical block, one per namespace
+    bucket -> group -> group ...     groups of one hash bucket; a group is all entries with equal
+                |                    (namespace, tokens), represented by one of them, its head
+              twin <-> twin ...      the entries of a group, oldest first, in a ring
+    parent -> child <-> child ...    the blocks that follow a block in the sequences it came from,
+                                     within one namespace
+
+A chain therefore only holds *different* contents, however often a popular passage is cached, and
+unlinking is O(1) wherever an entry stands. A separate table counts the groups by the place of their
+anchor (see `rolling_hash`), which rules out nearly all windows of a prompt in few cache misses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_segreuse.cache.jit import kernel
+from vllm_segreuse.cache.rolling_hash import AnchorArray, HashArray, TokenArray
+
+IntArray = npt.NDArray[np.int32]
+Nodes = npt.NDArray[np.void]
+CountArray = npt.NDArray[np.uint8]
+
+# 64 bytes: an entry is one cache line. -1 = no such entry; born = 0 = not in use, so that a new
+# index is all zeros and untouched memory stays unallocated. What is the physical block's own is
+# equal in all its entries: born, position, depth, anchor.
+NODE = np.dtype(
+    [
+        ("key", np.uint32),  # hash of the tokens, salted by the namespace
+        ("born", np.uint32),  # step of the block's first insertion
+        ("namespace", np.int32),
+        ("position", np.int32),  # of the block's first token in its sequence
+        ("depth", np.int16),  # provenance: 0 = exact
+        ("is_head", np.int16),  # stands in its bucket's chain, for its group
+        ("anchor", np.uint32),  # of the tokens
+        ("block", np.int32),  # the physical block; the row of its tokens
+        ("next_view", np.int32),  # of the same block; of a free entry: the next free one
+        ("next_group", np.int32),
+        ("previous_group", np.int32),
+        ("next_twin", np.int32),
+        ("previous_twin", np.int32),
+        ("parent", np.int32),
+        ("first_child", np.int32),
+        ("next_sibling", np.int32),
+        ("previous_sibling", np.int32),
+    ]
+)
+FULL = np.uint8(255)  # an anchor counter that stopped counting
+
+# Namespaces that may know one block; a further one does without. It bounds what an eviction costs.
+MAX_VIEWS = 64
+
+# Where entries for further views come from, as an array: the first that was given back, and the
+# first that was never used.
+RETURNED, UNUSED = 0, 1
+
+
+@kernel
+def insert_blocks(
+    nodes: Nodes,
+    block_tokens: TokenArray,
+    heads: IntArray,
+    anchor_counts: CountArray,
+    population: npt.NDArray[np.int64],
+    spares: IntArray,
+    step: int,
+    namespace: int,
+    salt: np.uint64,
+    block_ids: IntArray,
+    tokens: TokenArray,
+    hashes: HashArray,
+    anchors: AnchorArray,
+    position: int,
+    parent_block: int,
+    depths: npt.NDArray[np.int8],
+) -> tuple[int, bool]:
+    """(by how much the number of indexed blocks grew, whether anything changed)."""
+    grown, changed = 0, False
+    block_size = block_tokens.shape[1]
+    parent = -1
+    if 0 <= parent_block < block_tokens.shape[0]:
+        parent = find_entry(nodes, parent_block, namespace)
+    for i in range(block_ids.size):
+        block = block_ids[i]
+        content = tokens[i * block_size : (i + 1) * block_size]
+        node = nodes[block]
+        if node.born != 0 and not (
+            node.position == position
+            and node.depth == depths[i]
+            and _is_equal(block_tokens[block], content)
+        ):
+            remove_block(nodes, heads, anchor_counts, population, spares, block)
+            grown -= 1
+        entry = find_entry(nodes, block, namespace)
+        if entry >= 0:
+            if nodes[entry].parent < 0:  # the parent it knew was evicted, and has come back
+                changed |= _link_parent(nodes, entry, parent, block_size)
+        else:
+            if node.born == 0:
+                entry = block
+                node.born, node.position, node.depth = step, position, depths[i]
+                node.anchor, node.next_view = anchors[i], -1
+                block_tokens[block] = content
+                grown += 1
+            else:
+                entry = _new_view(nodes, spares, block)
+            if entry >= 0:
+                _fill_entry(nodes, entry, block, namespace, np.uint32(hashes[i] ^ salt))
+                _link_group(nodes, block_tokens, heads, anchor_counts, entry)
+                _link_parent(nodes, entry, parent, block_size)
+                population[namespace] += 1
+                changed = True
+        parent = entry
+        position += block_size
+    return grown, changed
+
+
+@kernel
+def remove_block(
+    nodes: Nodes,
+    heads: IntArray,
+    anchor_counts: CountArray,
+    population: npt.NDArray[np.int64],
+    spares: IntArray,
+    block: int,
+) -> bool:
+    """Drop all entries of a block; False if it was not indexed."""
+    if nodes[block].born == 0:
+        return False
+    entry = block
+    while entry >= 0:
+        node = nodes[entry]
+        following = node.next_view
+        _unlink_family(nodes, entry)
+        _unlink_group(nodes, heads, anchor_counts, entry)
+        population[node.namespace] -= 1
+        node.born = 0
+        if entry != block:
+            node.next_view = spares[RETURNED]
+            spares[RETURNED] = entry
+        entry = following
+    return True
+
+
+@kernel
+def find_entry(nodes: Nodes, block: int, namespace: int) -> int:
+    """The entry of a physical block in a namespace, or -1."""
+    entry = block
+    if nodes[entry].born == 0:
+        return -1
+    while entry >= 0 and nodes[entry].namespace != namespace:
+        entry = nodes[entry].next_view
+    return entry
+
+
+@kernel
+def find_missing(nodes: Nodes, block_ids: IntArray, namespace: int) -> IntArray:
+    """Indices of the ids that have no entry in a namespace."""
+    missing = np.empty(block_ids.size, np.int32)
+    count = 0
+    for i in range(block_ids.size):
+        missing[count] = i
+        count += find_entry(nodes, block_ids[i], namespace) < 0
+    return missing[:count]
+
+
+@kernel
+def _new_view(nodes: Nodes, spares: IntArray, block: int) -> int:
+    """A further entry of an indexed block, with what all its entries share; -1: has too many."""
+    count = 1
+    other = nodes[block].next_view
+    while other >= 0:
+        count += 1
+        other = nodes[other].next_view
+    if count >= MAX_VIEWS:
+        return -1
+    entry = spares[RETURNED]
+    if entry >= 0:
+        spares[RETURNED] = nodes[entry].next_view
+    else:
+        entry = spares[UNUSED]
+        spares[UNUSED] += 1
+    node, first = nodes[entry], nodes[block]
+    node.born, node.position, node.depth = first.born, first.position, first.depth
+    node.anchor, node.next_view = first.anchor, first.next_view
+    first.next_view = entry
+    return int(entry)
+
+
+@kernel
+def _fill_entry(nodes: Nodes, entry: int, block: int, namespace: int, key: np.uint32) -> None:
+    node = nodes[entry]
+    node.key = key
+    node.namespace = namespace
+    node.block = block
+    node.parent = -1
+    node.first_child = -1
+    node.next_sibling = -1
+    node.previous_sibling = -1
+
+
+@kernel
+def _link_group(
+    nodes: Nodes,
+    block_tokens: TokenArray,
+    heads: IntArray,
+    anchor_counts: CountArray,
+    entry: int,
+) -> None:
+    """Join the group of equal content at its end, or open one at the front of the bucket."""
+    node = nodes[entry]
+    bucket = node.key & np.uint32(heads.size - 1)
+    head = heads[bucket]
+    while head >= 0:
+        other = nodes[head]
+        if (
+            other.key == node.key
+            and other.namespace == node.namespace
+            and _is_equal(block_tokens[other.block], block_tokens[node.block])
+        ):
+            last = other.previous_twin
+            node.is_head = 0
+            node.previous_twin = last
+            node.next_twin = head
+            nodes[last].next_twin = entry
+            other.previous_twin = entry
+            return
+        head = other.next_group
+    first = heads[bucket]
+    node.is_head = 1
+    node.next_twin = entry
+    node.previous_twin = entry
+    node.previous_group = -1
+    node.next_group = first
+    if first >= 0:
+        nodes[first].previous_group = entry
+    heads[bucket] = entry
+    place = node.anchor & np.uint32(anchor_counts.size - 1)
+    if anchor_counts[place] < FULL:  # a full counter stays full: it no longer knows
+        anchor_counts[place] += np.uint8(1)
+
+
+@kernel
+def _is_equal(tokens: TokenArray, other: TokenArray) -> bool:
+    difference = np.int32(0)
+    for i in range(tokens.size):  # no early exit: vectorises
+        difference |= tokens[i] ^ other[i]
+    return bool(difference == 0)
+
+
+@kernel
+def _unlink_group(nodes: Nodes, heads: IntArray, anchor_counts: CountArray, entry: int) -> None:
+    node = nodes[entry]
+    heir = node.next_twin
+    nodes[heir].previous_twin = node.previous_twin
+    nodes[node.previous_twin].next_twin = heir
+    if node.is_head == 0:
+        return
+    before, after = node.previous_group, node.next_group
+    if heir != entry:  # the next oldest twin takes the head's place in the chain
+        nodes[heir].is_head = 1
+        nodes[heir].previous_group = before
+        nodes[heir].next_group = after
+        before_next, after_previous = heir, heir
+    else:
+        before_next, after_previous = after, before
+    bucket = node.key & np.uint32(heads.size - 1)
+    if before >= 0:
+        nodes[before].next_group = before_next
+    else:
+        heads[bucket] = before_next
+    if after >= 0:
+        nodes[after].previous_group = after_previous
+    if heir == entry:
+        place = node.anchor & np.uint32(anchor_counts.size - 1)
+        if anchor_counts[place] < FULL:
+            anchor_counts[place] -= np.uint8(1)
+
+
+@kernel
+def _link_parent(nodes: Nodes, entry: int, parent: int, block_size: int) -> bool:
+    """Become the parent's first child, if it can be one: same namespace, just before.
+
+    Positions grow along the links, so they have no cycle.
+    """
+    if parent < 0:
+        return False
+    node, above = nodes[entry], nodes[parent]
+    if above.born == 0 or above.position + block_size != node.position:
+        return False
+    node.parent = parent
+    node.next_sibling = above.first_child
+    if above.first_child >= 0:
+        nodes[above.first_child].previous_sibling = entry
+    above.first_child = entry
+    return True
+
+
+@kernel
+def _unlink_family(nodes: Nodes, entry: int) -> None:
+    """Leave the parent, and orphan the children: the id will be reused for other content."""
+    node = nodes[entry]
+    if node.previous_sibling >= 0:
+        nodes[node.previous_sibling].next_sibling = node.next_sibling
+    elif node.parent >= 0:
+        nodes[node.parent].first_child = node.next_sibling
+    if node.next_sibling >= 0:
+        nodes[node.next_sibling].previous_sibling = node.previous_sibling
+    child = node.first_child
+    while child >= 0:
+        following = nodes[child].next_sibling
+        nodes[child].parent = -1
+        nodes[child].next_sibling = -1
+        nodes[child].previous_sibling = -1
+        child = following

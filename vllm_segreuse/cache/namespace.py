@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Namespaces: KV is reused only between requests whose namespaces are equal, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def namespace_key(
+    extra_keys: tuple[str, ...],
+    cache_salt: str | None,
+    lora: tuple[str, str] | None,
+    mm_hashes: tuple[str, ...],
+) -> bytes:
+    """Everything that separates one request's KV from another's, as one canonical string.
+
+    Each field is written as a tag, its number of items, and each item behind its length in bytes,
+    so different fields never give the same key. Absent and empty are different, and so is the
+    order of keys. Text is UTF-8 as it came: NFC and NFD spellings stay distinct.
+
+    Args:
+        extra_keys: the request's keys, in order.
+        cache_salt: vLLM's own salt.
+        lora: name and version (or path) of the adapter.
+        mm_hashes: vLLM's hashes of the multimodal inputs, in order.
+
+    Raises:
+        ValueError: a string cannot be written as UTF-8 (a lone surrogate).
+    """
+    salt = () if cache_salt is None else (cache_salt,)
+    return b"".join(
+        (
+            _field(b"K", extra_keys),
+            _field(b"S", salt),
+            _field(b"L", lora or ()),
+            _field(b"M", mm_hashes),
+        )
+    )
+
+
+def _field(tag: bytes, items: tuple[str, ...]) -> bytes:
+    encoded = [item.encode() for item in items]
+    sized = [len(item).to_bytes(4, "big") + item for item in encoded]
+    return tag + len(sized).to_bytes(4, "big") + b"".join(sized)
+
+
+class NamespaceTable:
+    """Interns namespace keys as small integers, and forgets the ones nobody uses.
+
+    A namespace stays while a request refers to it or a block of it is indexed. Only a namespace
+    with neither gives its id back, so an id never means two namespaces at once.
+    """
+
+    def __init__(self, is_indexed: Callable[[int], bool] = lambda namespace: True) -> None:
+        """Start empty.
+
+        Args:
+            is_indexed: whether an index still holds blocks of a namespace; pass
+                `lambda namespace: index.population(namespace) > 0`. Without it nothing is ever
+                forgotten: to give an id to another namespace while its blocks live would leak.
+        """
+        self._is_indexed = is_indexed
+        self._ids: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = []  # by id; None: free
+        self._references: list[int] = []  # by id
+        self._free: list[int] = []
+        self._sweep_at = 1024
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def find(self, key: bytes) -> int | None:
+        """The id of a key, or None. Takes no reference."""
+        return self._ids.get(key)
+
+    def intern(self, key: bytes) -> int:
+        """The id of a key, new if need be. Takes a reference: pair it with `release`."""
+        namespace = self._ids.get(key)
+        if namespace is None:
+            namespace = self._new_id()
+            self._ids[key] = namespace
+            self._keys[namespace] = key
+        self._references[namespace] += 1
+        return namespace
+
+    def acquire(self, namespace: int) -> None:
+        """Take one more reference to an id that the caller knows to be alive.
+
+        Raises:
+            ValueError: the id is not in use.
+        """
+        self._check(namespace)
+        self._references[namespace] += 1
+
+    def release(self, namespace: int) -> None:
+        """Give a reference back. The id lives on while blocks of the namespace are indexed.
+
+        Raises:
+            ValueError: nobody holds a reference.
+        """
+        self._check(namespace)
+        if not self._references[namespace]:
+            raise ValueError(f"namespace {namespace} was released more often than acquired")
+        self._references[namespace] -= 1
+        if not self._references[namespace] and not self._is_indexed(namespace):
+            self._drop(namespace)
+
+    def _check(self, namespace: int) -> None:
+        if not 0 <= namespace < len(self._keys) or self._keys[namespace] is None:
+            raise ValueError(f"namespace {namespace} is not in use: intern its key first")
+
+    def _new_id(self) -> int:
+        # Blocks are evicted without telling this table, so idle ids are collected in bulk, each
+        # time the table has doubled: O(1) per new id.
+        if len(self._ids) >= self._sweep_at:
+            for namespace in range(len(self._keys)):
+                idle = self._keys[namespace] is not None and not self._references[namespace]
+                if idle and not self._is_indexed(namespace):
+                    self._drop(namespace)
+            self._sweep_at = max(1024, 2 * len(self._ids))
+        if self._free:
+            return self._free.pop()
+        self._keys.append(None)
+        self._references.append(0)
+        return len(self._keys) - 1
+
+    def _drop(self, namespace: int) -> None:
+        key = self._keys[namespace]
+        assert key is not None
+        del self._ids[key]
+        self._keys[namespace] = None
+        self._free.append(namespace)

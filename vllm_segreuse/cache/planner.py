@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side: decide per request whether its prompt is reused, and from which blocks.
+
+    add ──► decide ──► (vLLM allocates) ──► allocated ──► take_plans ──► workers
+              │  0: run without reuse
+              └  None: ask again in a later step
+
+Work per step is bounded. Once a step's plans fill its compute budget, or many requests had to be
+looked at, admission is closed until the next step, as vLLM's own loop ends when its token budget is
+spent: the requests behind keep their order and are not even asked.
+
+A plan pins its donor blocks from `decide` to `take_plans`, that is within one scheduling step:
+later steps run behind this one on the same stream, so no donor can be overwritten before it was
+read. Plans whose allocation failed are dropped by `take_plans` and made anew when vLLM asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.matcher import Matches, find_matches
+from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan, reused_mask
+from vllm_segreuse.cache.rolling_hash import window_hashes
+
+_LOOKUPS_PER_STEP = 16  # at about 0.5 ms each for a long prompt
+
+
+class BlockPins(Protocol):
+    """What the planner needs of the block pool."""
+
+    def pin(self, block_ids: list[int]) -> None:
+        """Hold blocks: they are not given to anybody else while held."""
+
+    def unpin(self, block_ids: list[int]) -> None:
+        """Let held blocks go."""
+
+    def room_beside(self, block_ids: list[int]) -> int:
+        """Free blocks that would be left if the given blocks were pinned."""
+
+
+class Report(NamedTuple):
+    """Outcome of one request's admission; prefix + reused + new = prompt."""
+
+    prefix_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    new_tokens: int
+    matches: int
+    bypass_reason: str | None
+
+
+class PrefixState(NamedTuple):
+    """vLLM's own prefix hit of a request.
+
+    Attributes:
+        fresh: a block of it was hashed in this very step, so its KV is not there yet.
+        blocks_needed: blocks vLLM must still take from the free queue to run the request.
+    """
+
+    fresh: bool
+    blocks_needed: int
+
+
+@dataclass
+class _Memo:
+    key: tuple[int, int, int]
+    matches: Matches
+
+
+@dataclass
+class TrackedRequest:
+    """A request with extra keys, from arrival to end.
+
+    Attributes:
+        namespace: interned namespace of the index.
+        min_reused_tokens: below this many reusable tokens the request runs without reuse.
+        make_recipe: the request's policy with its options bound.
+        tokens: int32, all tokens known so far.
+        policy: name of the policy, for the report.
+        bypass: reason why this request never reuses, or None.
+        donates: whether its blocks enter the index.
+        plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
+        report: outcome of its first admission.
+        start: tokens of vLLM's own prefix hit when it was last asked about.
+        reason: why it was not planned then.
+    """
+
+    request_id: str
+    namespace: int
+    min_reused_tokens: int
+    make_recipe: Callable[[BoolArray], Recipe]
+    tokens: IntArray
+    policy: str = ""
+    bypass: str | None = None
+    donates: bool = True
+    plan: ReusePlan | None = None
+    report: Report | None = None
+    start: int = 0
+    reason: str | None = None
+    num_segments: int = 0
+    _hashes: np.ndarray[tuple[int], np.dtype[np.uint64]] | None = None
+    _memo: _Memo | None = field(default=None, repr=False)
+
+    def hashes(self, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Hash of every window of `block_size` tokens, computed once."""
+        if self._hashes is None:
+            self._hashes = window_hashes(self.tokens, block_size)
+        return self._hashes
+
+    def retoken(self, tokens: IntArray) -> None:
+        """The request was preempted and now has more tokens."""
+        self.tokens = tokens
+        self._hashes = self._memo = None
+
+
+class Planner:
+    """Makes plans for requests; one per engine.
+
+    Args:
+        index: the virtual blocks.
+        pins: the block pool.
+        max_step_tokens: most tokens all plans of one step may compute (a single larger plan is
+            admitted alone and runs in several waves).
+        max_depth: deepest provenance that may donate.
+        on_match: called with the seconds each match took.
+    """
+
+    def __init__(
+        self,
+        index: SegmentIndex,
+        pins: BlockPins,
+        max_step_tokens: int,
+        max_depth: int,
+        clock: Callable[[], float],
+        on_match: Callable[[float], None],
+    ) -> None:
+        self.enabled = True
+        self._index = index
+        self._pins = pins
+        self._max_step_tokens = max_step_tokens
+        self._max_depth = max_depth
+        self._clock = clock
+        self._on_match = on_match
+        self._requests: dict[str, TrackedRequest] = {}
+        self._pending: dict[str, TrackedRequest] = {}
+        self._ready: list[TrackedRequest] = []
+        self._step_tokens = 0
+        self._step_lookups = 0
+        self._closed = False
+
+    @property
+    def admission_closed(self) -> bool:
+        """Whether no further request may be admitted in this scheduling step."""
+        return self._closed
+
+    def add(self, tracked: TrackedRequest) -> None:
+        """A request with extra keys arrived; its prompt is hashed outside the scheduling loop."""
+        self._requests[tracked.request_id] = tracked
+        if tracked.bypass is None:
+            tracked.hashes(self._index.block_size)
+
+    def get(self, request_id: str) -> TrackedRequest | None:
+        """The request, if it has extra keys and has not ended."""
+        return self._requests.get(request_id)
+
+    def remove(self, request_id: str) -> TrackedRequest | None:
+        """The request ended, in whatever way."""
+        self._drop(request_id)
+        return self._requests.pop(request_id, None)
+
+    def give_up(self, request_id: str) -> None:
+        """An error occurred over this request: it neither reuses nor donates from here on.
+
+        A plan that vLLM has allocated blocks for is still carried out: they hold nothing otherwise.
+        """
+        self._drop(request_id)
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.bypass = tracked.reason = "error"
+            tracked.donates = False
+
+    def decide(
+        self,
+        tracked: TrackedRequest,
+        start: int,
+        num_tokens: int,
+        prefix: Callable[[], PrefixState],
+    ) -> int | None:
+        """How many tokens behind the prefix hit this request is supplied with.
+
+        Called at every step for every waiting request: cheap unless the request can be planned now.
+
+        Args:
+            start: tokens of vLLM's own prefix hit.
+            num_tokens: tokens of the request, the last of which vLLM computes itself.
+            prefix: looks the prefix hit up; called only if there is something to reuse.
+
+        Returns:
+            `num_tokens - 1 - start`; 0 to run without reuse, or not at all in this step if that
+            closed admission; None to be asked again in a later step.
+        """
+        self._drop(tracked.request_id)
+        tracked.plan, tracked.start = None, start
+        stop = num_tokens - 1
+        tracked.reason = self._bypass_reason(tracked, stop - start)
+        if tracked.reason is not None:
+            return 0
+        full = self._step_tokens >= self._max_step_tokens
+        if self._closed or full or self._step_lookups >= _LOOKUPS_PER_STEP:
+            return self._close()
+        matches = self._match(tracked, start, stop)
+        tracked.num_segments = matches.num_segments
+        if matches.num_tokens < tracked.min_reused_tokens:
+            tracked.reason = "too_few_reused_tokens"
+            return 0
+        state = prefix()
+        if state.fresh:
+            self._step_lookups += 1
+            return None
+        plan = self._make_plan(tracked, matches, start, stop)
+        if self._step_tokens and self._step_tokens + plan.active_tokens > self._max_step_tokens:
+            return self._close()
+        if self._pins.room_beside(plan.donor_blocks) < state.blocks_needed:
+            # Without the pins the donors themselves may make room: never wait for what may not
+            # come.
+            tracked.reason = "no_free_blocks"
+            return 0
+        self._pins.pin(plan.donor_blocks)
+        self._pending[tracked.request_id] = tracked
+        self._step_tokens += plan.active_tokens
+        tracked.plan = plan
+        return stop - start
+
+    def allocated(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> Report:
+        """vLLM gave the request its block table: it runs in this step, with its plan or without."""
+        if self._pending.pop(tracked.request_id, None) is None:
+            tracked.plan = None  # of an earlier admission; an error kept it from being replaced
+        plan, start, prompt = tracked.plan, tracked.start, len(tracked.tokens)
+        if plan is None:
+            return Report(start, 0, 0, prompt - start, 0, tracked.reason or "no_match")
+        plan.block_ids = np.asarray(block_ids, dtype=np.int32)
+        self._ready.append(tracked)
+        return Report(
+            start,
+            plan.num_reused,
+            plan.num_recomputed,
+            prompt - start - plan.num_reused,
+            tracked.num_segments,
+            None,
+        )
+
+    def take_plans(self) -> list[ReusePlan]:
+        """End of the scheduling step: the plans to carry out. Nothing stays pinned."""
+        for request_id in list(self._pending):
+            self._drop(request_id)
+        plans = [t.plan for t in self._ready if t.plan is not None]
+        for plan in plans:
+            self._pins.unpin(plan.donor_blocks)
+        self._ready = []
+        self._step_tokens = self._step_lookups = 0
+        self._closed = False
+        self._index.begin_step()
+        return plans
+
+    def donor_depths(self, tracked: TrackedRequest, first_block: int, count: int) -> IntArray:
+        """Provenance depth of consecutive blocks of a request; -1 where a block may not donate.
+
+        Exact blocks have depth 0. Behind a plan's start a block donates if every token of it was
+        computed at every layer, one deeper than the deepest donor of the plan.
+        """
+        plan = tracked.plan
+        if plan is None:
+            return np.zeros(count, dtype=np.int32)
+        size = self._index.block_size
+        first = first_block * size
+        computed = np.ones(count * size, dtype=np.bool_)
+        low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
+        if low < high and plan.num_recomputed < plan.num_reused:
+            computed[low:high] = plan.recipe.always[low + first - plan.start :][: high - low]
+        depth = plan.donor_depth + 1
+        whole = computed.reshape(count, size).all(axis=1)
+        depths = np.where(whole & (depth <= self._max_depth), depth, -1)
+        exact = np.arange(first_block, first_block + count) < plan.start // size
+        return np.where(exact, 0, depths).astype(np.int32)
+
+    def _bypass_reason(self, tracked: TrackedRequest, available: int) -> str | None:
+        if tracked.bypass is not None:
+            return tracked.bypass
+        if not self.enabled:
+            return "disabled"
+        if available < max(tracked.min_reused_tokens, self._index.block_size):
+            return "too_few_tokens"
+        return None
+
+    def _close(self) -> int:
+        self._closed = True
+        return 0
+
+    def _match(self, tracked: TrackedRequest, start: int, stop: int) -> Matches:
+        key = (start, stop, self._index.version)
+        if tracked._memo is None or tracked._memo.key != key:
+            began = self._clock()
+            hashes = tracked.hashes(self._index.block_size)
+            matches = find_matches(
+                self._index, tracked.namespace, tracked.tokens, hashes, start, stop, self._max_depth
+            )
+            self._on_match(self._clock() - began)
+            self._step_lookups += 1
+            tracked._memo = _Memo(key, matches)
+        return tracked._memo.matches
+
+    @staticmethod
+    def _make_plan(tracked: TrackedRequest, matches: Matches, start: int, stop: int) -> ReusePlan:
+        recipe = tracked.make_recipe(reused_mask(matches.pieces, start, stop))
+        return ReusePlan(
+            request_id=tracked.request_id,
+            start=start,
+            stop=stop,
+            token_ids=tracked.tokens[start:stop],
+            pieces=matches.pieces,
+            recipe=recipe,
+            donor_blocks=np.unique(matches.pieces[:, 2]).tolist(),
+            donor_depth=matches.max_depth,
+        )
+
+    def _drop(self, request_id: str) -> None:
+        """Undo a plan that vLLM has not allocated blocks for."""
+        tracked = self._pending.pop(request_id, None)
+        if tracked is not None and tracked.plan is not None:
+            self._pins.unpin(tracked.plan.donor_blocks)
+            self._step_tokens -= tracked.plan.active_tokens
+            tracked.plan = None
