@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes agree with their definitions, token by token."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_segreuse import config
+from vllm_segreuse.cache.plan import Recipe
+from vllm_segreuse.policies import POLICIES, Situation
+
+TAIL = 64
+EVERYTHING = {"recompute_ratio": 1.0}
+
+runs = st.lists(st.tuples(st.booleans(), st.integers(1, 90)), min_size=1, max_size=8)
+situations = st.builds(
+    lambda runs, **options: situation([r for reused, n in runs for r in [reused] * n], **options),
+    runs,
+    block_size=st.sampled_from([1, 16, 32]),
+    recompute_ratio=st.sampled_from([0.0, 0.1, 0.5, 0.99, 1.0]),
+    dense_layers=st.sampled_from([0, 1, 3, 0.15]),
+    overflow_tokens=st.sampled_from([None, 0, 1, 7, 1000]),
+)
+
+
+def situation(reused: list[bool], **options) -> Situation:
+    defaults = {
+        "block_size": 16,
+        "num_layers": 20,
+        "recompute_ratio": 0.1,
+        "dense_layers": 0,
+        "overflow_tokens": None,
+    }
+    return Situation(reused=np.array(reused, np.bool_), **defaults | options)
+
+
+def shift(given: Situation) -> Recipe:
+    return POLICIES["shift"](given)
+
+
+def sparsex(given: Situation) -> Recipe:
+    return POLICIES["sparsex"](given)
+
+
+def test_the_policies_are_those_that_options_may_name():
+    assert set(POLICIES) == set(config.POLICIES)
+
+
+@given(situations)
+def test_shift_computes_the_new_tokens_only(given):
+    recipe = shift(given)
+    assert recipe.always.tolist() == (~given.reused).tolist()
+    assert (recipe.dense_layers, recipe.top_k) == (0, 0)
+
+
+@given(situations)
+def test_sparsex_computes_new_tokens_their_surroundings_and_a_reused_tail(given):
+    width = given.block_size if given.overflow_tokens is None else given.overflow_tokens
+    count = len(given.reused)
+    new = [i for i in range(count) if not given.reused[i]]
+    tail = set(range(count - TAIL, count)) if not any(i >= count - TAIL for i in new) else set()
+    always = [i in tail or any(abs(i - j) <= width for j in new) for i in range(count)]
+    recipe = sparsex(given)
+    assert recipe.always.tolist() == always
+    assert recipe.probes.tolist() == [i in tail or i in new for i in range(count)]
+
+
+@given(situations)
+def test_sparsex_chooses_a_share_of_the_reused_tokens_beyond_those(given):
+    recipe = sparsex(given)
+    remaining = int((~recipe.always).sum())
+    assert recipe.top_k == min(round(given.recompute_ratio * given.reused.sum()), remaining)
+    if given.recompute_ratio == 1:
+        assert int(recipe.always.sum()) + recipe.top_k == len(given.reused)
+
+
+@given(situations)
+def test_every_recipe_can_be_carried_out(given):
+    before = given.reused.copy()
+    for policy in POLICIES.values():
+        recipe = policy(given)
+        assert recipe.always[~given.reused].all()
+        assert 0 <= recipe.top_k <= (~recipe.always).sum()
+        assert 0 <= recipe.dense_layers <= given.num_layers
+        assert recipe.always.shape == recipe.probes.shape == given.reused.shape
+        assert recipe.always.dtype == recipe.probes.dtype == np.bool_
+        # Scores need a query, and it must be there when the boundary layer has been computed.
+        assert recipe.probes.any() or not recipe.top_k
+        assert recipe.always[recipe.probes].all()
+    assert (given.reused == before).all()
+
+
+def test_overflow_lies_on_both_sides_and_stops_at_the_ends():
+    reused = [True] * 200
+    reused[50:53] = [False] * 3
+    reused[195] = False
+    recipe = sparsex(situation(reused, overflow_tokens=10, recompute_ratio=0.0))
+    expected = [*range(40, 63), *range(185, 200)]
+    assert np.flatnonzero(recipe.always).tolist() == expected
+    assert np.flatnonzero(recipe.probes).tolist() == [50, 51, 52, 195]
+
+
+@pytest.mark.parametrize(("new_at", "extra"), [(199, 0), (136, 0), (135, TAIL)])
+def test_the_tail_counts_only_if_it_is_all_reused(new_at, extra):
+    reused = [i != new_at for i in range(200)]
+    recipe = sparsex(situation(reused, overflow_tokens=0))
+    assert recipe.always.sum() == recipe.probes.sum() == 1 + extra
+
+
+def test_a_prompt_that_is_all_reused_and_shorter_than_the_tail_is_computed():
+    recipe = sparsex(situation([True] * 40))
+    assert recipe.always.all()
+    assert recipe.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("dense_layers", "num_layers", "expected"),
+    [
+        (0, 20, 0),
+        (1, 20, 1),
+        (20, 20, 20),
+        (21, 20, 20),
+        (0.15, 20, 3),
+        (0.15, 28, 4),
+        (0.15, 4, 1),
+        (0.01, 20, 1),
+        (0.99, 4, 4),
+        (0.5, 1, 1),
+    ],
+)
+def test_dense_layers_are_a_number_or_a_share(dense_layers, num_layers, expected):
+    given = situation([True] * 100, dense_layers=dense_layers, num_layers=num_layers)
+    assert sparsex(given).dense_layers == expected

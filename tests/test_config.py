@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options: every bad value is refused with the option, the value and the rule in the text."""
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_segreuse.config import (
+    ConfigError,
+    ParsedRequest,
+    RequestError,
+    RequestOptions,
+    SegReuseConfig,
+    parse_request,
+    short_repr,
+)
+
+CONFIG = SegReuseConfig()
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert SegReuseConfig().model_dump() == {
+        "policy": "sparsex",
+        "recompute_ratio": 0.1,
+        "dense_layers": 0.15,
+        "overflow_tokens": None,
+        "min_reused_tokens": 128,
+        "max_provenance_depth": 4,
+        "enabled": True,
+    }
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        CONFIG.policy = "shift"  # type: ignore[misc]
+
+
+def test_unknown_key_is_named_with_the_allowed_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SegReuseConfig.from_options({"polcy": "shift"}, source="server.yaml")
+    assert "server.yaml" in str(caught.value)
+    assert "'polcy'" in str(caught.value)
+    assert all(name in str(caught.value) for name in SegReuseConfig.model_fields)
+    with pytest.raises(ValidationError, match=r"polcy.*allowed are"):
+        SegReuseConfig(polcy="shift")  # type: ignore[call-arg]
+
+
+BAD_OPTIONS = [
+    ("policy", "cacheblend2"),
+    ("policy", ["shift"]),
+    ("policy", None),
+    ("recompute_ratio", -0.01),
+    ("recompute_ratio", 1.01),
+    ("recompute_ratio", float("nan")),
+    ("recompute_ratio", float("inf")),
+    ("recompute_ratio", True),
+    ("recompute_ratio", "0.1"),
+    ("dense_layers", -1),
+    ("dense_layers", 1.0),
+    ("dense_layers", 0.0),
+    ("dense_layers", 2.5),
+    ("dense_layers", True),
+    ("dense_layers", 10**30),
+    ("overflow_tokens", -1),
+    ("overflow_tokens", 1.5),
+    ("overflow_tokens", False),
+    ("overflow_tokens", 10**5000),
+    ("min_reused_tokens", 0),
+    ("min_reused_tokens", None),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), BAD_OPTIONS, ids=short_repr)
+def test_bad_value_is_refused_for_the_server_and_for_a_request(option: str, value: object) -> None:
+    with pytest.raises(ConfigError) as server:
+        SegReuseConfig.from_options({option: value})
+    with pytest.raises(RequestError) as request:
+        parse_request({f"segreuse_{option}": value}, CONFIG)
+    assert request.value.option == f"segreuse_{option}"
+    for text in (str(server.value), str(request.value)):
+        assert f"{option}={short_repr(value)} must be" in text
+        assert len(text) < 300
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max_provenance_depth", -1), ("max_provenance_depth", True), ("enabled", 1)],
+)
+def test_bad_server_only_value_is_refused(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        SegReuseConfig.from_options({option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("policy", "shift"),
+        ("recompute_ratio", 0),
+        ("recompute_ratio", 1),
+        ("dense_layers", 0),
+        ("dense_layers", 3),
+        ("dense_layers", 0.5),
+        ("overflow_tokens", 0),
+        ("overflow_tokens", None),
+        ("min_reused_tokens", 1),
+    ],
+)
+def test_good_value_is_kept(option: str, value: object) -> None:
+    assert getattr(SegReuseConfig.from_options({option: value}), option) == value
+    assert getattr(parse_request({f"segreuse_{option}": value}, CONFIG).options, option) == value
+
+
+def test_request_options_lie_over_the_servers() -> None:
+    server = SegReuseConfig(policy="shift", recompute_ratio=0.3, dense_layers=2)
+    parsed = parse_request({"segreuse_recompute_ratio": 0.5, "extra_keys": "a"}, server)
+    assert parsed == ParsedRequest(
+        ("a",), RequestOptions(policy="shift", recompute_ratio=0.5, dense_layers=2)
+    )
+    assert parse_request(None, server).options == server.request_defaults()
+    assert parse_request({}, server).extra_keys is None
+
+
+def test_unknown_request_option_is_named_with_the_allowed_ones() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({"segreuse_ratio": 0.1}, CONFIG)
+    assert "'segreuse_ratio'" in str(caught.value)
+    assert all(f"segreuse_{name}" in str(caught.value) for name in RequestOptions.model_fields)
+
+
+def test_server_only_options_are_no_request_options() -> None:
+    with pytest.raises(RequestError, match="segreuse_enabled"):
+        parse_request({"segreuse_enabled": False}, CONFIG)
+
+
+def test_keys_of_others_are_left_alone() -> None:
+    parsed = parse_request({"kv_transfer_params": {"x": object()}, "top_a": -1}, CONFIG)
+    assert parsed == ParsedRequest(None, CONFIG.request_defaults())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        (),
+        "",
+        [""],
+        5,
+        1.5,
+        float("nan"),
+        True,
+        {"a": "b"},
+        [["a"]],
+        ["a", 5],
+        ["a", None],
+        [float("nan")],
+        ["k"] * 17,
+        ["k"] * 10**6,
+        "x" * 257,
+        "x" * 2**20,
+        "é" * 129,
+        "nul\0",
+        "line\nbreak",
+        "c1\x85",
+        "del\x7f",
+        "\ud800",
+        b"bytes",
+    ],
+    ids=short_repr,
+)
+def test_bad_extra_keys_are_refused(value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({"extra_keys": value}, CONFIG)
+    assert caught.value.option == "extra_keys"
+    assert str(caught.value).startswith("extra_keys")
+    assert len(str(caught.value)) < 300
+    str(caught.value).encode()  # lone surrogates are escaped: the text can be sent
+
+
+def test_extra_keys_at_their_limits() -> None:
+    keys = ["é" * 128] * 16
+    assert parse_request({"extra_keys": keys}, CONFIG).extra_keys == tuple(keys)
+
+
+def test_a_string_means_a_list_of_it() -> None:
+    assert (
+        parse_request({"extra_keys": "tenant"}, CONFIG).extra_keys
+        == parse_request({"extra_keys": ["tenant"]}, CONFIG).extra_keys
+        == ("tenant",)
+    )
+
+
+def test_composite_keys_and_spellings_stay_distinct() -> None:
+    def keys(value: object) -> tuple[str, ...] | None:
+        return parse_request({"extra_keys": value}, CONFIG).extra_keys
+
+    assert keys(["a", "bc"]) != keys(["ab", "c"])
+    nfc, nfd = unicodedata.normalize("NFC", "é"), unicodedata.normalize("NFD", "é")
+    assert keys(nfc) == (nfc,)
+    assert keys(nfd) == (nfd,)
+
+
+def test_absent_or_null_extra_keys_mean_none() -> None:
+    assert parse_request({"extra_keys": None}, CONFIG).extra_keys is None
+
+
+def test_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("policy: shift\ndense_layers: 2\n")
+    assert SegReuseConfig.from_yaml(path) == SegReuseConfig(policy="shift", dense_layers=2)
+    path.write_text("# nothing set\n")
+    assert SegReuseConfig.from_yaml(path) == SegReuseConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("- policy", "no mapping"),
+        ("policy: [", "not YAML"),
+        ("polcy: shift", "unknown option 'polcy'"),
+        ("recompute_ratio: .nan", "recompute_ratio=nan must be"),
+        ("dense_layers: yes", "dense_layers=True must be"),
+        ("1: 2", "unknown option 1"),
+    ],
+)
+def test_bad_yaml_names_the_file_and_the_fault(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        SegReuseConfig.from_yaml(path)
+    assert str(path) in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+def test_missing_yaml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no_such\.yaml"):
+        SegReuseConfig.from_yaml(tmp_path / "no_such.yaml")
+
+
+@pytest.mark.parametrize(
+    ("environment", "enabled", "starts"),
+    [(None, True, True), ("1", True, False), ("0", True, True), (None, False, False)],
+)
+def test_kill_switch_at_start(
+    monkeypatch: pytest.MonkeyPatch, environment: str | None, enabled: bool, starts: bool
+) -> None:
+    monkeypatch.delenv("VLLM_SEGREUSE_DISABLE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("VLLM_SEGREUSE_DISABLE", environment)
+    assert SegReuseConfig(enabled=enabled).starts_enabled is starts

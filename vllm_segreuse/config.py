@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the server and of one request, and the one place where they are checked.
+
+`SegReuseConfig` is what the operator sets: a YAML file, or `kv_connector_extra_config`.
+`RequestOptions` is what one request ends up with after its own options were laid over the server's.
+Neither torch nor vLLM is imported: the API server, the scheduler and offline callers all check with
+the same code.
+"""
+
+import math
+import os
+import reprlib
+import unicodedata
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    model_validator,
+)
+
+POLICIES = ("shift", "sparsex")
+"""Names of the policies a server or a request may choose."""
+
+EXTRA_KEYS = "extra_keys"
+"""Name of the request's namespace in the body and in `SamplingParams.extra_args`."""
+
+OPTION_PREFIX = "segreuse_"
+"""Prefix that sets our per-request options apart from those of others in `extra_args`."""
+
+MAX_EXTRA_KEYS = 16
+MAX_EXTRA_KEY_BYTES = 256
+
+DISABLE_ENV = "VLLM_SEGREUSE_DISABLE"
+"""Kill switch at start: `1` starts the server with segment reuse off."""
+
+_MAX_TOKENS = 2**31 - 1  # also keeps integers within what msgpack carries to the engine
+_MAX_LAYERS = 4096
+
+
+class ConfigError(ValueError):
+    """A server option is unknown or out of range."""
+
+
+class RequestError(ValueError):
+    """An option or extra key of one request is unknown or out of range.
+
+    Attributes:
+        option: name of the offending option as the client wrote it.
+    """
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+class _ShortRepr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # repr() of an integer beyond sys.int_info's digit limit raises.
+        return repr(x) if abs(x) < 10**18 else "an integer beyond 64 bits"
+
+
+_short = _ShortRepr()
+_short.maxstring = _short.maxother = 48
+_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 3
+_short.maxlevel = 2
+
+
+def short_repr(value: object) -> str:
+    """`repr(value)` bounded in length and in time, whatever a client sent."""
+    return _short.repr(value)
+
+
+def _is_number(value: object) -> bool:
+    """True for finite int and float; bool is no number here."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# The checkers below raise pydantic's kind of error; its message follows "option=value".
+def _policy(value: Any) -> Any:
+    if not isinstance(value, str) or value not in POLICIES:
+        raise ValueError(f"must be one of {', '.join(POLICIES)}")
+    return value
+
+
+def _ratio(value: Any) -> float:
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise ValueError("must be a number from 0 to 1")
+    return float(value)
+
+
+def _layers(value: Any) -> Any:
+    is_count = _is_int(value) and 0 <= value <= _MAX_LAYERS
+    is_share = isinstance(value, float) and 0 < value < 1
+    if not (is_count or is_share):
+        raise ValueError(
+            f"must be a number of layers (an integer from 0 to {_MAX_LAYERS}) "
+            "or a share of the layers (a float above 0 and below 1)"
+        )
+    return value
+
+
+def _count(low: int, high: int) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if not _is_int(value) or not low <= value <= high:
+            raise ValueError(f"must be an integer from {low} to {high}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _overflow(value: Any) -> Any:
+    if value is not None and not (_is_int(value) and 0 <= value <= _MAX_TOKENS):
+        raise ValueError(f"must be an integer from 0 to {_MAX_TOKENS}, or null for one KV block")
+    return value
+
+
+def _switch(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+class RequestOptions(BaseModel):
+    """How one request is reused. All values are resolved: nothing is left to default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: Annotated[str, BeforeValidator(_policy)] = "sparsex"
+    """Which reused tokens are computed again: one of `POLICIES`."""
+
+    recompute_ratio: Annotated[float, BeforeValidator(_ratio)] = 0.1
+    """Share of the reused tokens that the policy computes again, 0..1."""
+
+    dense_layers: Annotated[int | float, BeforeValidator(_layers)] = 0.15
+    """Layers computed for every token before the policy selects: a number of layers (int >= 0), or
+    a share s of them (0 < s < 1), which means max(1, round(s * layers))."""
+
+    overflow_tokens: Annotated[int | None, BeforeValidator(_overflow)] = None
+    """Reused tokens computed again on both sides of every new interval; None: those of one KV
+    block."""
+
+    min_reused_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 128
+    """Fewer reusable tokens than this, and the request runs without reuse."""
+
+
+class SegReuseConfig(RequestOptions):
+    """Options of the server: the defaults of every request, and what requests cannot change.
+
+    Its fields are the keys of `kv_connector_extra_config` and of the file of `--segreuse-config`.
+    Unknown keys, wrong types and values out of range raise pydantic's `ValidationError`; the
+    classmethods raise `ConfigError`, whose text is one sentence.
+    """
+
+    max_provenance_depth: Annotated[int, _count(0, 255)] = 4
+    """How often KV computed behind reused KV may donate in turn; 0: only exact KV donates."""
+
+    enabled: Annotated[bool, BeforeValidator(_switch)] = True
+    """Whether reuse is on when the server starts; the kill switch changes it at run time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{short_repr(data)} is no mapping of options")
+        unknown = [key for key in data if key not in cls.model_fields]
+        if unknown:
+            raise ValueError(_unknown_text(unknown[0], cls.model_fields))
+        return data
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None, source: str = "segreuse") -> Self:
+        """Checks `options` and fills in the defaults.
+
+        Raises:
+            ConfigError: names `source`, the key, the value and what is allowed.
+        """
+        try:
+            return cls.model_validate({} if options is None else options)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {_first_error(error)[1]}") from None
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads the YAML file at `path`; an empty file means all defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, is no YAML mapping, or holds a bad option.
+        """
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {os.fspath(path)!r}: {error}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{os.fspath(path)!r} is not YAML: {error}") from None
+        return cls.from_options(data, source=os.fspath(path))
+
+    @property
+    def starts_enabled(self) -> bool:
+        """`enabled`, unless the environment's kill switch (`DISABLE_ENV`) is set."""
+        return self.enabled and os.environ.get(DISABLE_ENV, "0").lower() in ("", "0", "false")
+
+    def request_defaults(self) -> RequestOptions:
+        """The options of a request that names none of its own."""
+        return RequestOptions.model_construct(
+            **{name: getattr(self, name) for name in RequestOptions.model_fields}
+        )
+
+
+class ParsedRequest(NamedTuple):
+    """What `SamplingParams.extra_args` says to segment reuse.
+
+    Attributes:
+        extra_keys: the request's namespace, or None: it neither reuses nor donates.
+        options: resolved options of the request.
+    """
+
+    extra_keys: tuple[str, ...] | None
+    options: RequestOptions
+
+
+def parse_request(extra_args: Mapping[str, Any] | None, config: SegReuseConfig) -> ParsedRequest:
+    """Reads and checks what a request says to segment reuse.
+
+    Keys of `extra_args` that neither are `extra_keys` nor start with `segreuse_` belong to others
+    and are left alone. The cost is bounded whatever the values' size.
+
+    Raises:
+        RequestError: names the option, its value and what is allowed.
+    """
+    if not extra_args:
+        return ParsedRequest(None, config.request_defaults())
+    own = {key: value for key, value in extra_args.items() if str(key).startswith(OPTION_PREFIX)}
+    extra_keys = parse_extra_keys(extra_args.get(EXTRA_KEYS))
+    if not own:
+        return ParsedRequest(extra_keys, config.request_defaults())
+    fields = {name: getattr(config, name) for name in RequestOptions.model_fields}
+    for key, value in own.items():
+        name = key.removeprefix(OPTION_PREFIX)
+        if name not in fields:
+            allowed = [OPTION_PREFIX + field for field in RequestOptions.model_fields]
+            raise RequestError(key, _unknown_text(key, allowed))
+        fields[name] = value
+    try:
+        return ParsedRequest(extra_keys, RequestOptions.model_validate(fields))
+    except ValidationError as error:
+        option, message = _first_error(error)
+        raise RequestError(OPTION_PREFIX + option, OPTION_PREFIX + message) from None
+
+
+def parse_extra_keys(value: object) -> tuple[str, ...] | None:
+    """Checks a request's namespace: a string s means `[s]`, a list is ordered and composite.
+
+    Strings are taken as they are: NFC and NFD spellings of one text are two namespaces.
+
+    Returns:
+        The keys, or None for None (no namespace).
+
+    Raises:
+        RequestError: wrong type, no key or too many, or a key that is empty, too long or not text.
+    """
+    if value is None:
+        return None
+    keys = [value] if isinstance(value, str) else value
+    if not isinstance(keys, list | tuple) or not 1 <= len(keys) <= MAX_EXTRA_KEYS:
+        held = f" ({len(keys)} keys)" if isinstance(keys, list | tuple) else ""
+        raise RequestError(
+            EXTRA_KEYS,
+            f"{EXTRA_KEYS}={short_repr(value)}{held} must be a string or a list of 1 to "
+            f"{MAX_EXTRA_KEYS} strings",
+        )
+    for key in keys:
+        fault = _key_fault(key)
+        if fault:
+            raise RequestError(EXTRA_KEYS, f"{EXTRA_KEYS}: the key {short_repr(key)} {fault}")
+    return tuple(keys)
+
+
+def _key_fault(key: object) -> str | None:
+    """What is wrong with one key, or None."""
+    if not isinstance(key, str):
+        return "must be a string"
+    # A character takes at least one byte: long strings are refused before anything walks them.
+    if not 1 <= len(key) <= MAX_EXTRA_KEY_BYTES:
+        return f"must be 1 to {MAX_EXTRA_KEY_BYTES} bytes of UTF-8"
+    if any(unicodedata.category(char) in ("Cc", "Cs") for char in key):
+        return "must hold no control characters and no lone surrogates"
+    if len(key.encode()) > MAX_EXTRA_KEY_BYTES:
+        return f"must be 1 to {MAX_EXTRA_KEY_BYTES} bytes of UTF-8"
+    return None
+
+
+def _unknown_text(key: object, allowed: Iterable[str]) -> str:
+    return f"unknown option {short_repr(key)}; allowed are {', '.join(sorted(allowed))}"
+
+
+def _first_error(error: ValidationError) -> tuple[str, str]:
+    """The first of pydantic's errors: the field ("" if it is none's) and one sentence."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    rule = first["msg"] if cause is None else str(cause)
+    if not first["loc"]:
+        return "", rule
+    option = str(first["loc"][0])
+    return option, f"{option}={short_repr(first['input'])} {rule}"

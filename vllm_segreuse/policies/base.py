@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy is given, and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_segreuse.cache.plan import BoolArray, Recipe
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One request as a policy sees it.
+
+    Attributes:
+        reused: bool `[tokens]`: tokens behind the prefix hit whose KV is copied. The prompt's last
+            token is not among them: vLLM itself computes that one.
+        block_size: tokens per KV block.
+        num_layers: decoder layers of the model.
+        recompute_ratio: share of the reused tokens to choose by score, 0..1.
+        dense_layers: number of leading dense layers, or a share of the layers if below 1.
+        overflow_tokens: tokens to recompute on either side of new text; None = one block.
+    """
+
+    reused: BoolArray
+    block_size: int
+    num_layers: int
+    recompute_ratio: float
+    dense_layers: float
+    overflow_tokens: int | None
+
+    @property
+    def num_dense_layers(self) -> int:
+        """`dense_layers` as a number of layers; a share means at least one layer."""
+        if 0 < self.dense_layers < 1:
+            return min(max(1, round(self.dense_layers * self.num_layers)), self.num_layers)
+        return min(int(self.dense_layers), self.num_layers)
+
+
+Policy = Callable[[Situation], Recipe]
