@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aligning plans agrees with a loop over their tokens, wherever sources and targets lie."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, HEADS, Layer, make_layer
+from vllm_segreuse.cache.plan import Recipe, ReusePlan
+from vllm_segreuse.prefill import align as align_module
+from vllm_segreuse.prefill.align import Aligner, token_copies
+from vllm_segreuse.prefill.kv_layout import discover_layout
+from vllm_segreuse.prefill.rope import DeltaRope
+
+NUM_BLOCKS = 12
+NUM_LAYERS = 3
+ROPE = DeltaRope(torch.logspace(0, -4, HEAD_SIZE // 2, dtype=torch.float64), HEAD_SIZE, True)
+CPU = torch.device("cpu")
+
+
+class Copy(NamedTuple):
+    """One token: where from, where to, and how far it moves."""
+
+    source: int
+    target: int
+    distance: int
+    always: bool
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[ReusePlan]:
+    """Up to three plans with targets of their own and sources anywhere, targets included."""
+    blocks = draw(st.permutations(range(NUM_BLOCKS)))
+    made = []
+    for number in range(draw(st.integers(1, 3))):
+        table = blocks[3 * number : 3 * number + 3]
+        start = draw(st.integers(0, 1)) * BLOCK_SIZE
+        stop = draw(st.integers(start + 1, 3 * BLOCK_SIZE))
+        pieces, position = [], start
+        while position < stop:
+            position += draw(st.integers(0, 20))
+            length = min(draw(st.integers(1, BLOCK_SIZE)), stop - position)
+            if length <= 0:
+                break
+            offset = draw(st.integers(0, BLOCK_SIZE - length))
+            block, donor = draw(st.integers(0, NUM_BLOCKS - 1)), draw(st.integers(0, 5000))
+            pieces.append((position, length, block, offset, donor))
+            position += length
+        always = np.array(
+            draw(st.lists(st.booleans(), min_size=stop - start, max_size=stop - start)), np.bool_
+        )
+        recipe = Recipe(always, 0, 0, np.zeros_like(always))
+        made.append(
+            ReusePlan(
+                f"request {number}",
+                start,
+                stop,
+                np.zeros(stop - start, np.int32),
+                np.array(pieces, np.int32).reshape(-1, 5),
+                recipe,
+                [],
+                0,
+                np.array(table, np.int32),
+            )
+        )
+    return made
+
+
+def copies_of(made: list[ReusePlan]) -> list[Copy]:
+    """Token by token, as the pieces say."""
+    copies = []
+    for plan in made:
+        for destination, length, block, offset, position in plan.pieces.tolist():
+            for i in range(length):
+                to = destination + i
+                slot = int(plan.block_ids[to // BLOCK_SIZE]) * BLOCK_SIZE + to % BLOCK_SIZE
+                always = bool(plan.recipe.always[to - plan.start])
+                source = block * BLOCK_SIZE + offset + i
+                copies.append(Copy(source, slot, destination - position, always))
+    return copies
+
+
+@given(plans(), st.booleans())
+def test_copies_are_those_of_the_pieces(made: list[ReusePlan], skip_always: bool) -> None:
+    found = token_copies(made, BLOCK_SIZE, CPU, skip_always)
+    expected = [c for c in copies_of(made) if not (skip_always and c.always)]
+    assert found.source_slots.tolist() == [c.source for c in expected]
+    assert found.target_slots.tolist() == [c.target for c in expected]
+    assert found.deltas.tolist() == [c.distance for c in expected]
+    assert len(found) == len(expected)
+
+
+def make_aligner(layouts: list[str], ropes: list[DeltaRope | None]) -> tuple[Aligner, list[Layer]]:
+    layers = [make_layer(layout, NUM_BLOCKS) for layout in layouts]
+    found = [discover_layout(layer, BLOCK_SIZE) for layer in layers]
+    for layer in layers:
+        layer.log.clear()
+    return Aligner(layers, found, ropes, BLOCK_SIZE), layers
+
+
+@pytest.fixture(scope="module")
+def aligner() -> tuple[Aligner, list[Layer]]:
+    return make_aligner(["HND", "tiled by 32", "pairs"], [ROPE, None, ROPE])
+
+
+@given(made=plans(), first_layer=st.integers(0, NUM_LAYERS))
+def test_aligning_agrees_with_a_loop(
+    aligner: tuple[Aligner, list[Layer]], made: list[ReusePlan], first_layer: int
+) -> None:
+    """Also where targets of one plan are sources of another, or of itself."""
+    subject, layers = aligner
+    before = [layer.pages.clone() for layer in layers]
+    expected = [loop(layer, made, i) for i, layer in enumerate(layers)]
+    subject.align(token_copies(made, BLOCK_SIZE, CPU, skip_always=True), first_layer)
+    for i, layer in enumerate(layers):
+        wanted = expected[i] if i >= first_layer else before[i]
+        torch.testing.assert_close(layer.pages, wanted, atol=1e-4, rtol=0)
+
+
+def loop(layer: Layer, made: list[ReusePlan], index: int) -> torch.Tensor:
+    """The cache after copying token by token, from an untouched original."""
+    original = Layer(layer.pages.clone(), layer.key_at, layer.value_at)
+    result = Layer(layer.pages.clone(), layer.key_at, layer.value_at)
+    for copy in copies_of(made):
+        if copy.always:
+            continue
+        key, value = original.read(copy.source)
+        if index != 1:  # the layer without positions
+            key = turned(key, copy.distance)
+        slot = torch.tensor([copy.target])
+        result.write(result, key[None], value[None], result.kv_cache, slot)
+    return result.pages
+
+
+def turned(key: torch.Tensor, distance: int) -> torch.Tensor:
+    """One key `[head, channel]` rotated as complex numbers."""
+    half = HEAD_SIZE // 2
+    number = torch.complex(key[:, :half].double(), key[:, half:].double())
+    number = number * torch.polar(
+        torch.ones(half, dtype=torch.float64), ROPE.frequencies * distance
+    )
+    return torch.cat([number.real, number.imag], dim=1).float()
+
+
+def test_nothing_to_copy_touches_nothing() -> None:
+    subject, layers = make_aligner(["NHD"], [ROPE])
+    before = layers[0].pages.clone()
+    empty = torch.empty(0, dtype=torch.int64)
+    subject.align(align_module.TokenCopies(empty, empty, empty))
+    assert torch.equal(layers[0].pages, before)
+    assert layers[0].log == []
+
+
+def test_unmoved_tokens_are_copied_bit_for_bit() -> None:
+    subject, layers = make_aligner(["tiled by 16"], [ROPE])
+    source, target = torch.arange(70, 190), torch.arange(300, 420)
+    expected = [layers[0].read(slot) for slot in source.tolist()]
+    subject.align(align_module.TokenCopies(source, target, torch.zeros_like(source)))
+    for slot, (key, value) in zip(target.tolist(), expected, strict=True):
+        assert torch.equal(layers[0].read(slot)[0], key)
+        assert torch.equal(layers[0].read(slot)[1], value)
+
+
+def test_each_layer_is_written_once() -> None:
+    """All plans together: a donor that is another's target must be read before it is written."""
+    subject, layers = make_aligner(["HND"] * NUM_LAYERS, [ROPE] * NUM_LAYERS)
+    source = torch.arange(100)
+    subject.align(align_module.TokenCopies(source, source + 50, torch.full((100,), 50)))
+    assert [layer.log for layer in layers] == [["write"]] * NUM_LAYERS
+
+
+def test_equal_rotations_share_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = DeltaRope(ROPE.frequencies / 4, HEAD_SIZE, True)
+    ropes = [ROPE, DeltaRope(ROPE.frequencies.clone(), HEAD_SIZE, True), other, None, ROPE]
+    subject, _ = make_aligner(["HND"] * 5, ropes)
+    made = []
+    tables = DeltaRope.tables
+    monkeypatch.setattr(
+        DeltaRope, "tables", lambda self, deltas: made.append(self) or tables(self, deltas)
+    )
+    slots = torch.arange(10)
+    subject.align(align_module.TokenCopies(slots, slots + 100, slots))
+    assert made == [ROPE, other]
+
+
+@pytest.mark.parametrize("num_tokens", [1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE])
+def test_keys_are_read_along_a_block_table(num_tokens: int) -> None:
+    subject, layers = make_aligner(["NHD", "pairs"], [ROPE, ROPE])
+    blocks = torch.tensor([7, 2, 9], dtype=torch.int32)
+    keys = subject.read_keys(1, blocks, num_tokens)
+    assert keys.shape == (num_tokens, HEADS, HEAD_SIZE)
+    for position in range(num_tokens):
+        slot = int(blocks[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+        assert torch.equal(keys[position], layers[1].read(slot)[0])

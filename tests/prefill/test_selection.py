@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores agree with a dense softmax; the choice is deterministic and the same on every rank."""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from vllm_segreuse.prefill import selection
+from vllm_segreuse.prefill.selection import attention_mass, choose_top_k
+
+
+@dataclass
+class Group:
+    """One rank of a tensor parallel group, as `choose_top_k` sees it.
+
+    Attributes:
+        others: what the other ranks add in the all-reduce.
+        chosen: what rank 0 broadcasts; None: this is rank 0.
+        calls: collectives in order.
+    """
+
+    world_size: int = 1
+    others: torch.Tensor | float = 0.0
+    chosen: torch.Tensor | None = None
+    calls: list[str] = field(default_factory=list)
+
+    def all_reduce(self, scores: torch.Tensor) -> torch.Tensor:
+        self.calls.append("all_reduce")
+        assert scores.isfinite().all()
+        return scores + self.others
+
+    def broadcast(self, chosen: torch.Tensor, src: int) -> torch.Tensor:
+        self.calls.append("broadcast")
+        assert src == 0
+        return chosen if self.chosen is None else self.chosen
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    group = Group()
+    monkeypatch.setattr(selection, "get_tp_group", lambda: group)
+    return group
+
+
+def dense_mass(
+    queries: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Query by query and head by head, in float64."""
+    num_tokens, kv_heads, _ = keys.shape
+    groups = queries.shape[1] // kv_heads
+    mass = torch.zeros(num_tokens, dtype=torch.float64)
+    for query, position in zip(queries.double(), positions.tolist(), strict=True):
+        for head in range(queries.shape[1]):
+            seen = keys[: position + 1, head // groups].double()
+            mass[: position + 1] += torch.softmax(seen @ query[head] * scale, dim=0)
+    return mass
+
+
+@pytest.mark.parametrize("block", [1 << 24, 4000, 1], ids=["one block", "blocks", "one by one"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+def test_scores_are_those_of_a_dense_softmax(
+    heads: int, kv_heads: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_SCORE_ELEMENTS", block)
+    num_tokens, size = 150, 16
+    positions = torch.tensor([0, 1, 2, 40, 41, 77, 100, 148, 149])
+    queries, keys = torch.randn(9, heads, size), torch.randn(num_tokens, kv_heads, size)
+    scale = 1 / math.sqrt(size)
+    mass = attention_mass(queries, positions, keys, scale)
+    assert mass.dtype == torch.float32
+    expected = dense_mass(queries, positions, keys, scale)
+    torch.testing.assert_close(mass.double(), expected, atol=1e-5, rtol=1e-5)
+    assert float(mass.sum()) == pytest.approx(len(positions) * heads, rel=1e-5)
+
+
+def test_no_query_pays_attention_to_the_future() -> None:
+    keys = torch.randn(50, 2, 8)
+    mass = attention_mass(torch.randn(3, 4, 8), torch.tensor([3, 10, 30]), keys, 1.0)
+    assert (mass[31:] == 0).all()
+    assert (mass[:31] > 0).all()
+
+
+def test_large_logits_and_low_precision() -> None:
+    queries, keys = 100 * torch.randn(4, 2, 8), torch.randn(20, 2, 8)
+    positions = torch.arange(16, 20)
+    mass = attention_mass(queries.bfloat16(), positions, keys.bfloat16(), 1.0)
+    expected = dense_mass(queries.bfloat16(), positions, keys.bfloat16(), 1.0)
+    torch.testing.assert_close(mass.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_largest_are_chosen_in_order_of_position(group: Group) -> None:
+    scores = [torch.tensor([1.0, 5.0, 3.0, 4.0]), torch.tensor([9.0, 8.0])]
+    chosen = choose_top_k(scores, [2, 1])
+    assert [part.tolist() for part in chosen] == [[1, 3], [0]]
+    assert group.calls == []
+
+
+def test_ties_go_to_the_first(group: Group) -> None:
+    many = torch.zeros(10_000)
+    many[5000] = 1.0
+    assert choose_top_k([many], [100])[0].tolist() == [*range(99), 5000]
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_excluded_tokens_are_never_chosen(group: Group, k: int) -> None:
+    scores = torch.tensor([float("-inf"), -7.0, float("-inf"), 0.0, -1e30])
+    assert choose_top_k([scores], [k])[0].tolist() == [[], [3], [1, 3, 4]][min(k, 2)]
+
+
+def test_scores_of_all_ranks_decide(group: Group) -> None:
+    group.world_size, group.others = 2, torch.tensor([0.0, 9.0, 3.0, 0.0, 1.0])
+    scores = [torch.tensor([2.0, float("-inf"), 0.0]), torch.tensor([1.0, 0.5])]
+    chosen = choose_top_k(scores, [1, 1])
+    assert [part.tolist() for part in chosen] == [[2], [1]]
+    assert group.calls == ["all_reduce", "broadcast"]
+
+
+def test_the_choice_of_rank_0_is_everyones(group: Group) -> None:
+    group.world_size, group.chosen = 2, torch.tensor([2, 0, 1])
+    chosen = choose_top_k([torch.tensor([3.0, 2.0, 1.0]), torch.tensor([4.0, 1.0])], [2, 1])
+    assert [part.tolist() for part in chosen] == [[0, 2], [1]]

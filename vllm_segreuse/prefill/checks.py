@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prove at start-up that segment reuse is right for the loaded model, or refuse to start.
+
+Works on the model itself: page layout and rotation of every layer, and the sparse pass against the
+model's own forward. What the configuration alone rules out is refused earlier (`supported.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_segreuse.cache.plan import Recipe, ReusePlan
+from vllm_segreuse.prefill import rope
+from vllm_segreuse.prefill.align import Aligner
+from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.fast_norms import fast_norms
+from vllm_segreuse.prefill.kv_layout import LayoutError, discover_layout, flat_pages
+from vllm_segreuse.prefill.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.prefill.rope import DeltaRope, RopeError
+from vllm_segreuse.prefill.rows import RowBuilder, TokenTable
+from vllm_segreuse.prefill.supported import RefusedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What was proven, ready to run.
+
+    Attributes:
+        prefill: the sparse pass.
+        max_deviation: how far the KV of the sparse pass was from that of the model's own forward,
+            relative to its norm, at the worst layer.
+    """
+
+    prefill: SparsePrefill
+    max_deviation: float
+
+
+def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Runtime:
+    """Build the sparse pass for a loaded model and prove it, on scratch blocks of the empty cache.
+
+    Raises:
+        RefusedError: naming the layer or the property that could not be proven.
+    """
+    group = kv_cache_config.kv_cache_groups[0]
+    by_name = vllm_config.compilation_config.static_forward_context
+    attention = {name: by_name[name] for name in group.layer_names}
+    block_size = group.kv_cache_spec.block_size
+    try:
+        _check_attention(attention, block_size)
+        stack = DecoderStack(model, attention)
+        layouts = [discover_layout(layer, block_size) for layer in stack.attention]
+        first = stack.attention[0]
+        rows = RowBuilder(
+            vllm_config, group.layer_names, group.kv_cache_spec, first.get_attn_backend()
+        )
+        proof = _Proof(stack, rows, block_size, kv_cache_config.num_blocks, vllm_config)
+        ropes = proof.ropes()
+        aligner = Aligner(stack.attention, layouts, ropes, block_size)
+        prefill = SparsePrefill(
+            stack,
+            aligner,
+            rows,
+            block_size,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            first.kv_cache.device,
+        )
+        return Runtime(prefill, proof.sparse_pass(prefill))
+    except (LayoutError, RopeError, UnsupportedModelError) as error:
+        raise RefusedError(f"{error}; serve this model without --segreuse") from error
+
+
+def _check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
+    for name, layer in attention.items():
+        if not isinstance(layer, Attention):
+            raise UnsupportedModelError(f"{name} is {type(layer).__name__}, not plain attention")
+        kernel_tokens = layer.kv_cache.numel() // (
+            layer.kv_cache.shape[0] * layer.num_kv_heads * 2 * layer.head_size
+        )
+        alibi = getattr(layer.impl, "alibi_slopes", None) is not None
+        window = getattr(layer.impl, "sliding_window", None)
+        for wrong, why in (
+            (layer.sliding_window is not None, f"has a sliding window of {layer.sliding_window}"),
+            (window not in (None, -1, (-1, -1)), f"has a sliding window of {window}"),
+            (layer.has_sink, "has attention sinks"),
+            (alibi, "has ALiBi positions"),
+            (bool(getattr(layer.impl, "logits_soft_cap", 0)), "caps its attention logits"),
+            (layer.kv_sharing_target_layer_name is not None, "shares the KV of another layer"),
+            (layer.attn_type != "decoder", f"is {layer.attn_type} attention"),
+            (layer.head_size_v != layer.head_size, "has values of another size than its keys"),
+            (
+                kernel_tokens != block_size,
+                f"has pages of {kernel_tokens} tokens, the scheduler's have {block_size}",
+            ),
+        ):
+            if wrong:
+                raise UnsupportedModelError(f"{name} {why}")
+
+
+class _Proof:
+    """Runs the model on random tokens in scratch blocks.
+
+    Nothing is cached yet when this runs; vLLM zeroes or overwrites blocks before it reads them.
+    """
+
+    _BLOCKS = 4
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        rows: RowBuilder,
+        block_size: int,
+        num_blocks: int,
+        vllm_config: VllmConfig,
+    ) -> None:
+        if num_blocks < 2 * self._BLOCKS + 1:
+            raise UnsupportedModelError(
+                f"the KV cache has {num_blocks} blocks only; give it more memory"
+            )
+        self._stack = stack
+        self._rows = rows
+        self._block_size = block_size
+        self._count = min(
+            self._BLOCKS * block_size - 3,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.model_config.max_model_len // 2,
+        )
+        # Positions of the moved tokens stay within those the model has angles for.
+        self._distance = min(211, vllm_config.model_config.max_model_len - self._count)
+        generator = np.random.default_rng(0)
+        vocabulary = vllm_config.model_config.get_vocab_size()
+        self._token_ids = generator.integers(1, vocabulary, self._count, dtype=np.int32)
+        self._own = np.arange(1, 1 + self._BLOCKS, dtype=np.int32)
+        self._copy = self._own + self._BLOCKS
+
+    @torch.inference_mode()
+    def ropes(self) -> list[DeltaRope | None]:
+        """Rotation of each layer, None where keys carry no position (NoPE).
+
+        A layer's rotation is derived from the rotary module whose output is the key it caches. It
+        is then proven on the model: with all positions moved by the same distance, attention sees
+        the same relative positions, so every layer must cache the same keys, rotated by that
+        distance. Leaves the tokens' KV at their own positions in the first scratch blocks.
+        """
+        moved, _ = self._keys(self._distance)
+        keys, rotary = self._keys(0)
+        ropes = []
+        for layer, key, shifted, module in zip(
+            self._stack.attention, keys, moved, rotary, strict=True
+        ):
+            delta_rope = None if module is None else rope.derive(module, layer.layer_name)
+            _prove_rotation(layer, key, shifted, delta_rope, self._distance)
+            ropes.append(delta_rope)
+        return ropes
+
+    def _keys(self, distance: int) -> tuple[list[torch.Tensor], list[nn.Module | None]]:
+        """Keys each layer caches with positions from `distance` on, and what rotated them."""
+        keys: list[torch.Tensor] = []
+        modules: list[nn.Module | None] = []
+        latest: list[tuple[nn.Module, torch.Tensor]] = []
+
+        def note_rotation(module: nn.Module, _: Any, output: Any) -> None:
+            latest[:] = [(module, output[1].clone())]
+
+        def note_key(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            key = args[1] if len(args) > 1 else kwargs["key"]
+            keys.append(key.clone())
+            rotated = bool(latest) and torch.equal(latest[0][1].reshape(-1), key.reshape(-1))
+            modules.append(latest[0][0] if rotated else None)
+            latest.clear()
+
+        rotary = {
+            id(m): m
+            for layer in self._stack.layers
+            for m in layer.modules()
+            if isinstance(m, RotaryEmbeddingBase)
+        }
+        handles = [module.register_forward_hook(note_rotation) for module in rotary.values()]
+        for layer in self._stack.attention:
+            handles.append(layer.register_forward_pre_hook(note_key, with_kwargs=True))
+        try:
+            self._forward(distance)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return keys, modules
+
+    def _forward(self, distance: int) -> None:
+        device = self._stack.attention[0].kv_cache.device
+        positions = torch.arange(self._count, device=device)
+        blocks = torch.from_numpy(self._own).to(device)
+        slots = blocks[positions // self._block_size].long() * self._block_size
+        tokens = TokenTable(
+            torch.from_numpy(self._token_ids).long().to(device),
+            positions,
+            torch.zeros_like(positions),
+            slots + positions % self._block_size,
+        )
+        # With the pass's own norms: what is compared is the pass, not the rounding of two kernels.
+        with fast_norms(), self._rows.forward_context(tokens, blocks[None]):
+            self._stack.forward(tokens.token_ids, positions + distance)
+
+    def sparse_pass(self, prefill: SparsePrefill) -> float:
+        """Plans that reuse every other stretch unmoved must reproduce the KV of the full forward.
+
+        Covers copying, rows, slot mapping, the layer loop, the boundary and the selection. Also
+        warms up everything the first request would otherwise wait for.
+
+        Returns:
+            The largest deviation of a layer's keys and values, relative to their norm.
+        """
+        count, size = self._count, self._block_size
+        positions = np.arange(count)
+        reused = (positions // 7) % 2 == 1
+        worst = 0.0
+        for dense_layers, top_k in ((0, 0), (0, 9), (1, 9), (len(self._stack), 0)):
+            recipe = Recipe(~reused, dense_layers, top_k, probes=~reused)
+            for block in self._copy:
+                for layer in self._stack.attention:
+                    flat_pages(layer.kv_cache)[block].zero_()
+            where = positions[reused]
+            pieces = np.stack(
+                [where, np.ones_like(where), self._own[where // size], where % size, where], 1
+            )
+            plan = ReusePlan(
+                "start-up proof",
+                0,
+                count,
+                self._token_ids,
+                pieces.astype(np.int32),
+                recipe,
+                self._own.tolist(),
+                0,
+                self._copy,
+            )
+            prefill.run([plan])
+            worst = max(worst, self._deviation())
+        dtype = self._stack.attention[0].kv_cache.dtype
+        tolerance = max(8 * torch.finfo(dtype).eps, 1e-4)
+        if not worst <= tolerance:
+            raise UnsupportedModelError(
+                "the sparse pass does not reproduce this model's own forward (off by "
+                f"{worst:.2g} of its norm, allowed {tolerance:.2g})"
+            )
+        return worst
+
+    def _deviation(self) -> float:
+        worst = 0.0
+        for layer in self._stack.attention:
+            pages = flat_pages(layer.kv_cache)
+            full, sparse = pages[self._own.tolist()].float(), pages[self._copy.tolist()].float()
+            worst = max(worst, float((full - sparse).norm() / full.norm()))
+        return worst
+
+
+def _prove_rotation(
+    layer: nn.Module,
+    key: torch.Tensor,
+    shifted: torch.Tensor,
+    delta_rope: DeltaRope | None,
+    distance: int,
+) -> None:
+    """`shifted` must be `key` rotated by `distance`, or equal to it where there is no rotation."""
+    expected = key = key.view(-1, layer.num_kv_heads, layer.head_size)
+    if delta_rope is not None:
+        deltas = torch.full((len(key),), distance, device=key.device)
+        expected = delta_rope.rotate(key, *delta_rope.tables(deltas))
+    error = float((expected.float() - shifted.view_as(key).float()).norm() / key.float().norm())
+    # The model rounds its cosines to its dtype; a wrong rotation is off by about 1.
+    if not error < 16 * max(torch.finfo(key.dtype).eps, 2.0**-16):
+        what = (
+            "carries positions that no rotary module explains"
+            if delta_rope is None
+            else "does not turn with its position as its rotary module says"
+        )
+        raise RopeError(f"{layer.layer_name}: the cached key {what} (off by {error:.2g})")

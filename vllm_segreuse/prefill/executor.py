@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse pass: everything a step's plans need, before vLLM's own forward of that step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.prefill.align import Aligner, token_copies
+from vllm_segreuse.prefill.fast_norms import fast_norms
+from vllm_segreuse.prefill.layers import DecoderStack, LayerState
+from vllm_segreuse.prefill.rows import RowBuilder, TokenTable
+from vllm_segreuse.prefill.selection import attention_mass, choose_top_k
+
+
+@dataclass
+class PassTimes:
+    """Seconds of one step's pass."""
+
+    align_s: float = 0.0
+    sparse_s: float = 0.0
+
+
+class _Batch:
+    """Tokens `[start, stop)` of plans with one program, as flat tensors.
+
+    Attributes:
+        tokens: every token, by plan, then by position.
+        always: bool `[tokens]`; see `Recipe`.
+        bounds: first token of each plan, and the end.
+        block_tables: int32 `[plans, blocks]`.
+    """
+
+    def __init__(self, plans: list[ReusePlan], block_size: int, device: torch.device) -> None:
+        self.plans = plans
+        widest = max(len(plan.block_ids) for plan in plans)
+        tables = np.zeros((len(plans), widest), dtype=np.int32)
+        for row, plan in zip(tables, plans, strict=True):
+            row[: len(plan.block_ids)] = plan.block_ids
+        lengths = [plan.num_tokens for plan in plans]
+        request = np.repeat(np.arange(len(plans)), lengths)
+        positions = np.concatenate([np.arange(p.start, p.stop) for p in plans])
+        slots = tables[request, positions // block_size].astype(np.int64) * block_size
+        slots += positions % block_size
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        ids = np.concatenate([p.token_ids for p in plans]).astype(np.int64)
+        self.tokens = TokenTable(tensor(ids), tensor(positions), tensor(request), tensor(slots))
+        self.always = tensor(np.concatenate([p.recipe.always for p in plans]))
+        self.bounds = np.concatenate([[0], np.cumsum(lengths)])
+        self.block_tables = tensor(tables)
+
+
+class SparsePrefill:
+    """Runs plans on the loaded model.
+
+    Args:
+        stack: the model's decoder layers.
+        aligner: copies and rotates KV.
+        rows: builds the pass's attention metadata.
+        block_size: tokens per KV block.
+        max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
+        device: where the model lives.
+    """
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        aligner: Aligner,
+        rows: RowBuilder,
+        block_size: int,
+        max_wave_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._stack = stack
+        self._aligner = aligner
+        self._rows = rows
+        self._block_size = block_size
+        self._max_wave_tokens = max_wave_tokens
+        self._device = device
+
+    @torch.inference_mode()
+    def run(self, plans: list[ReusePlan]) -> PassTimes:
+        """Fill the KV of `[start, stop)` of every plan; plans with one program share passes."""
+        times = PassTimes()
+
+        def program(plan: ReusePlan) -> tuple[int, bool]:
+            return plan.recipe.dense_layers, plan.recipe.top_k > 0
+
+        with fast_norms():
+            for _, group in groupby(sorted(plans, key=program), key=program):
+                self._run_program(list(group), times)
+        return times
+
+    def _run_program(self, plans: list[ReusePlan], times: PassTimes) -> None:
+        started = time.perf_counter()
+        dense_layers = plans[0].recipe.dense_layers
+        copies = token_copies(plans, self._block_size, self._device, skip_always=True)
+        self._aligner.align(copies, first_layer=dense_layers)
+        aligned = time.perf_counter()
+        batch = _Batch(plans, self._block_size, self._device)
+        if plans[0].recipe.top_k:
+            self._compute_selected(batch, dense_layers)
+        else:
+            self._compute_fixed(batch, dense_layers)
+        times.align_s += aligned - started
+        times.sparse_s += time.perf_counter() - aligned
+
+    def _compute_fixed(self, batch: _Batch, dense_layers: int) -> None:
+        """No choice to make: the active tokens of every layer are known."""
+        active = batch.always.nonzero().flatten()
+        state = None
+        if dense_layers:
+            state = self._layers(0, dense_layers, batch.tokens, None, batch).take(active)
+        if len(active):
+            self._layers(dense_layers, len(self._stack), batch.tokens.take(active), state, batch)
+
+    def _compute_selected(self, batch: _Batch, dense_layers: int) -> None:
+        """SparseX, algorithm 1: dense up to the boundary, score there, sparse from there on."""
+        boundary = max(dense_layers, 1)
+        always = batch.always.nonzero().flatten()
+        probed = torch.arange(len(batch.tokens), device=self._device) if dense_layers else always
+        with self._stack.capture_queries(boundary - 1) as queries:
+            state = self._layers(0, boundary, batch.tokens.take(probed), None, batch)
+        chosen = self._select(batch, boundary - 1, probed, torch.cat(queries))
+        active = torch.cat([always, chosen]).sort().values
+        if dense_layers:
+            state = state.take(active)
+        else:
+            # Keys and values of the first layer depend on the token alone: what the new tokens read
+            # of the chosen ones there was exact already, so these may follow.
+            late = self._layers(0, boundary, batch.tokens.take(chosen), None, batch)
+            order = torch.cat([always, chosen]).argsort()
+            state = LayerState.concatenate([state, late]).take(order)
+        self._layers(boundary, len(self._stack), batch.tokens.take(active), state, batch)
+
+    def _select(
+        self, batch: _Batch, layer: int, probed: torch.Tensor, queries: torch.Tensor
+    ) -> torch.Tensor:
+        """Flat indices of the reused tokens to recompute, ascending."""
+        scale = self._stack.attention[layer].impl.scale
+        scores, firsts = [], batch.bounds[:-1].tolist()
+        for row, (plan, first) in enumerate(zip(batch.plans, firsts, strict=True)):
+            probes = torch.from_numpy(plan.recipe.probes).to(self._device).nonzero().flatten()
+            where = torch.searchsorted(probed, probes + first)
+            keys = self._aligner.read_keys(layer, batch.block_tables[row], plan.stop)
+            mass = attention_mass(queries[where], probes + plan.start, keys, scale)
+            candidates = ~batch.always[first : first + plan.num_tokens]
+            scores.append(mass[plan.start :].masked_fill(~candidates, float("-inf")))
+        chosen = choose_top_k(scores, [plan.recipe.top_k for plan in batch.plans])
+        return torch.cat([part + first for part, first in zip(chosen, firsts, strict=True)])
+
+    def _layers(
+        self, first: int, last: int, tokens: TokenTable, state: LayerState | None, batch: _Batch
+    ) -> LayerState:
+        """Run layers `[first, last)`, wave by wave in order of position.
+
+        Of the model's last layer only keys and values are computed: its output is nobody's input,
+        so what is returned then is of no use.
+        """
+        if first == last and state is not None:
+            return state
+        whole = min(last, len(self._stack) - 1)
+        outputs = []
+        for begin in range(0, len(tokens), self._max_wave_tokens):
+            part = slice(begin, begin + self._max_wave_tokens)
+            wave = tokens.take(part)
+            with self._rows.forward_context(wave, batch.block_tables):
+                if state is None:
+                    inputs = self._stack.embed(wave.token_ids, wave.positions)
+                else:
+                    inputs = state.take(part)
+                output = self._stack.run(first, whole, wave.positions, inputs)
+                if whole < last:
+                    self._stack.write_kv(whole, wave.positions, wave.slots, output)
+                outputs.append(output)
+        return LayerState.concatenate(outputs)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a key or value element lies in a KV page, found by writing through the backend itself.
+
+Backends pack pages differently (vLLM's CPU backend transposes keys per tile of tokens, AMX
+interleaves pairs of channels, GPU backends choose NHD or HND). No layout is assumed here: known
+values are written through the backend's own `do_kv_cache_update`, located in the page, and
+expressed as strides over `(head, token // a, token % a, channel // b, channel % b)`. A page that
+cannot be expressed so is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_CODE_BASE = 128  # integers below 256 are exact in bf16, fp16 and fp32
+
+
+class LayoutError(RuntimeError):
+    """The KV page layout of a layer could not be proven."""
+
+
+@dataclass(frozen=True)
+class TiledStrides:
+    """Element strides of one half (K or V) of a page.
+
+    Element `(head h, token o, channel d)` lies at
+    `offset + h*head + (o//token_tile)*token_hi + (o%token_tile)*token_lo
+    + (d//channel_tile)*channel_hi + (d%channel_tile)*channel_lo`.
+    """
+
+    shape: tuple[int, int, int]  # (num_kv_heads, block_size, head_size)
+    offset: int
+    head: int
+    token_tile: int
+    token_hi: int
+    token_lo: int
+    channel_tile: int
+    channel_hi: int
+    channel_lo: int
+
+    def view(self, pages: torch.Tensor) -> torch.Tensor:
+        """Strided view `[block, head, token_hi, token_lo, channel_hi, channel_lo]` of flat pages.
+
+        Args:
+            pages: `[num_blocks, page_elements]`, unit stride in the page.
+        """
+        heads, tokens, channels = self.shape
+        size = (
+            pages.shape[0],
+            heads,
+            tokens // self.token_tile,
+            self.token_tile,
+            channels // self.channel_tile,
+            self.channel_tile,
+        )
+        stride = (
+            pages.stride(0),
+            self.head,
+            self.token_hi,
+            self.token_lo,
+            self.channel_hi,
+            self.channel_lo,
+        )
+        return pages.as_strided(size, stride, pages.storage_offset() + self.offset)
+
+    def tokens(self, pages: torch.Tensor) -> torch.Tensor:
+        """Copy out every token of the given pages: `[blocks * block_size, heads, head_size]`."""
+        heads, tokens, channels = self.shape
+        unpacked = self.view(pages).permute(0, 2, 3, 1, 4, 5)
+        return unpacked.reshape(pages.shape[0] * tokens, heads, channels)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Layout of one KV page: `keys` and `values` over the page's flat elements."""
+
+    keys: TiledStrides
+    values: TiledStrides
+
+
+def flat_pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """`[num_blocks, page_elements]` view of a layer's cache; the page must be dense in memory."""
+    order = sorted(range(1, kv_cache.dim()), key=kv_cache.stride, reverse=True)
+    expected = 1
+    for dim in reversed(order):
+        if kv_cache.stride(dim) != expected and kv_cache.shape[dim] != 1:
+            raise LayoutError(
+                f"KV pages are not dense in memory (shape {tuple(kv_cache.shape)}, "
+                f"strides {kv_cache.stride()})"
+            )
+        expected *= kv_cache.shape[dim]
+    return kv_cache.as_strided(
+        (kv_cache.shape[0], expected), (kv_cache.stride(0), 1), kv_cache.storage_offset()
+    )
+
+
+def discover_layout(layer: torch.nn.Module, block_size: int) -> PageLayout:
+    """Find the page layout of an attention layer by writing one page through its backend.
+
+    Uses block 1 as scratch (block 0 is vLLM's null block); its content is restored.
+
+    Args:
+        layer: a vLLM `Attention` layer whose `kv_cache` is bound.
+        block_size: tokens per page.
+
+    Raises:
+        LayoutError: naming the layer, if the page cannot be located or expressed as strides.
+    """
+    pages = flat_pages(layer.kv_cache)
+    shape = (layer.num_kv_heads, block_size, layer.head_size)
+    saved = pages[1].clone()
+    try:
+        key_at, value_at = _locate(layer, pages, shape)
+    finally:
+        pages[1].copy_(saved)
+    try:
+        return PageLayout(_fit(key_at, shape), _fit(value_at, shape))
+    except LayoutError as error:
+        raise LayoutError(f"{layer.layer_name}: {error}") from None
+
+
+def _locate(
+    layer: torch.nn.Module, pages: torch.Tensor, shape: tuple[int, int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Page element index of every K and V element, each `[head, token, channel]`.
+
+    Every element gets a number; its digits are written one after the other (each digit exact in any
+    cache dtype), and read back from the raw page.
+    """
+    heads, tokens, channels = shape
+    count = heads * tokens * channels
+    numbers = torch.arange(1, 2 * count + 1, dtype=torch.int64).view(2, tokens, heads, channels)
+    slots = torch.arange(tokens, 2 * tokens, dtype=torch.int64, device=pages.device)
+    found = torch.zeros(pages.shape[1], dtype=torch.int64)
+    scale, largest = 1, 2 * count
+    while scale <= largest:
+        digits = (numbers // scale) % _CODE_BASE
+        key, value = (d.to(pages.device, layer.kv_cache_torch_dtype) for d in digits)
+        pages[1].zero_()
+        layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+        found += pages[1].to("cpu", torch.float32).to(torch.int64) * scale
+        scale *= _CODE_BASE
+    where = np.full(2 * count + 1, -1, dtype=np.int64)
+    raw = found.numpy()
+    inside = np.flatnonzero((raw > 0) & (raw <= 2 * count))
+    where[raw[inside]] = inside
+    if (where[1:] < 0).any() or len(np.unique(where[1:])) != 2 * count:
+        raise LayoutError(f"{layer.layer_name}: values written by the backend are not in its page")
+    located = where[1:].reshape(2, tokens, heads, channels).transpose(0, 2, 1, 3)
+    return located[0], located[1]
+
+
+def _fit(located: np.ndarray, shape: tuple[int, int, int]) -> TiledStrides:
+    """Express element positions `[head, token, channel]` as `TiledStrides`, exactly."""
+    heads, tokens, channels = shape
+    offset = int(located[0, 0, 0])
+    head = int(located[1, 0, 0]) - offset if heads > 1 else 0
+    h = np.arange(heads).reshape(-1, 1, 1)
+    o = np.arange(tokens).reshape(1, -1, 1)
+    d = np.arange(channels).reshape(1, 1, -1)
+    for token_tile in _tiles(tokens):
+        for channel_tile in _tiles(channels):
+            strides = TiledStrides(
+                shape,
+                offset,
+                head,
+                token_tile,
+                _step(located[0, :, 0], token_tile),
+                _step(located[0, :, 0], 1),
+                channel_tile,
+                _step(located[0, 0, :], channel_tile),
+                _step(located[0, 0, :], 1),
+            )
+            expected = (
+                offset
+                + h * head
+                + o // token_tile * strides.token_hi
+                + o % token_tile * strides.token_lo
+                + d // channel_tile * strides.channel_hi
+                + d % channel_tile * strides.channel_lo
+            )
+            if (expected == located).all():
+                return strides
+    raise LayoutError("the page layout is not a tiling by tokens and channels")
+
+
+def _tiles(extent: int) -> list[int]:
+    """Candidate tile sizes, the whole extent first (the simplest description wins)."""
+    return [extent] + [t for t in (1, 2, 4, 8, 16, 32, 64, 128) if t < extent and extent % t == 0]
+
+
+def _step(line: np.ndarray, distance: int) -> int:
+    return int(line[distance] - line[0]) if distance < len(line) else 0

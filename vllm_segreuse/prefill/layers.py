@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loaded model as a stack of decoder layers of which any range can be run on any tokens.
+
+vLLM's dense decoder models share one loop, `hidden_states, residual = layer(positions,
+hidden_states, residual)` (e.g. `model_executor/models/qwen2.py`). Running the layers ourselves,
+rather than editing the model's forward, needs no lasting hook and gives the one primitive every
+policy is made of: *run layers [a, b) on these tokens*. That the loop really is all there is between
+the layers is proven at start-up by comparing with the model's own forward (`checks.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class UnsupportedModelError(RuntimeError):
+    """The model is not of a shape that segment reuse supports; the text says why."""
+
+
+@dataclass
+class LayerState:
+    """What flows between decoder layers: tensors `[tokens, hidden]`; `residual` may be absent."""
+
+    hidden_states: torch.Tensor
+    residual: torch.Tensor | None
+
+    def take(self, index: torch.Tensor) -> LayerState:
+        """The states of the given rows."""
+        return LayerState(
+            self.hidden_states[index], None if self.residual is None else self.residual[index]
+        )
+
+    @staticmethod
+    def concatenate(states: list[LayerState]) -> LayerState:
+        """Rows of several states, one after the other."""
+        if len(states) == 1:
+            return states[0]
+        residuals = [s.residual for s in states if s.residual is not None]
+        return LayerState(
+            torch.cat([s.hidden_states for s in states]),
+            torch.cat(residuals) if residuals else None,
+        )
+
+
+class _EmbeddingsReady(BaseException):
+    """Unwinds the model's forward once the first decoder layer is about to run."""
+
+
+class _KeysReady(BaseException):
+    """Unwinds a decoder layer once its keys and values are about to be attended to."""
+
+
+class DecoderStack:
+    """Decoder layers of a loaded vLLM model, in order, with their attention layers.
+
+    Attributes:
+        layers: decoder layers.
+        attention: the vLLM `Attention` layer inside each decoder layer.
+    """
+
+    def __init__(self, model: nn.Module, attention_by_name: dict[str, nn.Module]) -> None:
+        self._model = model
+        self.layers, self.attention = _find_layers(model, attention_by_name)
+        parameters = inspect.signature(self.layers[0].forward).parameters
+        if "positions" not in parameters or "hidden_states" not in parameters:
+            raise UnsupportedModelError(
+                f"{type(self.layers[0]).__name__}.forward takes ({', '.join(parameters)}), "
+                "not (positions, hidden_states, ...)"
+            )
+        self._signature = inspect.signature(self.layers[0].forward)
+        self._has_residual = "residual" in parameters
+        self._attention_signature = inspect.signature(self.attention[0].forward)
+        self._extras: dict[str, object] = {}
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerState:
+        """What the model itself hands to its first decoder layer for these tokens.
+
+        Must run inside a forward context with `skip_compiled=True`.
+        """
+        caught: dict[str, object] = {}
+
+        def stop(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            caught.update(self._signature.bind(*args, **kwargs).arguments)
+            raise _EmbeddingsReady
+
+        handle = self.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self._model(input_ids=token_ids, positions=positions)
+        except _EmbeddingsReady:
+            pass
+        finally:
+            handle.remove()
+        hidden_states = caught.pop("hidden_states")
+        residual = caught.pop("residual", None)
+        caught.pop("positions")
+        self._extras = caught
+        assert isinstance(hidden_states, torch.Tensor)
+        assert residual is None or isinstance(residual, torch.Tensor)
+        return LayerState(hidden_states, residual)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """The model's own forward, all layers; what `embed` and `run` together must reproduce."""
+        self._model(input_ids=token_ids, positions=positions)
+
+    def run(self, first: int, last: int, positions: torch.Tensor, state: LayerState) -> LayerState:
+        """Run decoder layers `[first, last)` on tokens at `positions`, writing their KV.
+
+        Attention metadata and slot mapping come from the forward context in force.
+        """
+        for layer in self.layers[first:last]:
+            if self._has_residual:
+                hidden_states, residual = layer(
+                    positions=positions,
+                    hidden_states=state.hidden_states,
+                    residual=state.residual,
+                    **self._extras,
+                )
+                state = LayerState(hidden_states, residual)
+            else:
+                out = layer(positions=positions, hidden_states=state.hidden_states, **self._extras)
+                state = LayerState(out[0] if isinstance(out, tuple) else out, None)
+        return state
+
+    def write_kv(
+        self, index: int, positions: torch.Tensor, slots: torch.Tensor, state: LayerState
+    ) -> None:
+        """Run a decoder layer only as far as its keys and values, and write these to `slots`.
+
+        All that a pass needs of the last layer: its output is nobody's input.
+        """
+        attention = self.attention[index]
+
+        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = self._attention_signature.bind(*args, **kwargs).arguments
+            key, value = (
+                given[name].view(-1, attention.num_kv_heads, attention.head_size)
+                for name in ("key", "value")
+            )
+            attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
+            raise _KeysReady
+
+        handle = attention.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self.run(index, index + 1, positions, state)
+        except _KeysReady:
+            pass
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def capture_queries(self, layer_index: int) -> Iterator[list[torch.Tensor]]:
+        """Collect the queries `[tokens, heads, head_size]` that reach a layer's attention."""
+        captured: list[torch.Tensor] = []
+        attention = self.attention[layer_index]
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            query = self._attention_signature.bind(*args, **kwargs).arguments["query"]
+            # The backend may reuse the projection's memory once attention is done.
+            captured.append(query.view(-1, attention.num_heads, attention.head_size).clone())
+
+        handle = attention.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            yield captured
+        finally:
+            handle.remove()
+
+
+def _find_layers(
+    model: nn.Module, attention_by_name: dict[str, nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The module list whose members hold exactly one attention layer each, and all of them."""
+    wanted = {id(module) for module in attention_by_name.values()}
+    for _, candidate in model.named_modules():
+        if not isinstance(candidate, nn.ModuleList) or len(candidate) != len(wanted):
+            continue
+        attention = [[m for m in layer.modules() if id(m) in wanted] for layer in candidate]
+        if all(len(found) == 1 for found in attention):
+            return list(candidate), [found[0] for found in attention]
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no list of decoder layers with one attention layer each "
+        f"({len(wanted)} attention layers in all)"
+    )

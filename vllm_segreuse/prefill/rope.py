@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delta-RoPE: move a cached key from one position to another (SparseX, section 3.1).
+
+RoPE rotates channel pair i of a key at position p by `p * w_i`; moving it to `p + delta` rotates it
+by `delta * w_i` more. The frequencies are read from the layer's own rotary module, so that every
+scaling that is linear in the position (linear, NTK, YaRN, llama3) comes out right. YaRN also scales
+the magnitude of the key; the cached key has that already, so the rotation here is a pure one.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+
+
+class RopeError(RuntimeError):
+    """A layer's rotary embedding is not a rotation by the position difference."""
+
+
+@dataclass(frozen=True)
+class DeltaRope:
+    """Rotation by a position difference.
+
+    Attributes:
+        frequencies: radians per position of each channel pair, float64 `[rotary_dim / 2]`.
+        rotary_dim: leading channels of a head that are rotated; the rest pass through.
+        neox: pairs are `(i, i + rotary_dim/2)` if true, `(2i, 2i+1)` otherwise.
+    """
+
+    frequencies: torch.Tensor
+    rotary_dim: int
+    neox: bool
+
+    def tables(self, deltas: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of each token's rotation, float32 `[tokens, 1, rotary_dim / 2]`.
+
+        Args:
+            deltas: new position minus donor position, int64 `[tokens]`.
+        """
+        # A plan has few distinct differences (one per segment): evaluate each once, in float64,
+        # since delta * w exceeds what float32 resolves for long prompts.
+        distinct, where = torch.unique(deltas, return_inverse=True)
+        angles = distinct.double()[:, None] * self.frequencies.to(deltas.device)[None]
+        cos, sin = angles.cos().float(), angles.sin().float()
+        return cos[where].unsqueeze(1), sin[where].unsqueeze(1)
+
+    def rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate keys `[tokens, heads, head_size]` in float32; the result has the keys' dtype."""
+        turned = keys.float()
+        rotated = turned[..., : self.rotary_dim]
+        if self.neox:
+            first, second = rotated.chunk(2, dim=-1)
+        else:
+            first, second = rotated[..., ::2], rotated[..., 1::2]
+        new_first = first * cos - second * sin
+        new_second = second * cos + first * sin
+        out = torch.empty_like(keys)
+        half = self.rotary_dim // 2
+        if self.neox:
+            out[..., :half] = new_first
+            out[..., half : self.rotary_dim] = new_second
+        else:
+            out[..., : self.rotary_dim : 2] = new_first
+            out[..., 1 : self.rotary_dim : 2] = new_second
+        out[..., self.rotary_dim :] = keys[..., self.rotary_dim :]
+        return out
+
+    def same_as(self, other: DeltaRope) -> bool:
+        """Whether two layers may share their tables."""
+        return (
+            self.rotary_dim == other.rotary_dim
+            and self.neox == other.neox
+            and torch.equal(self.frequencies, other.frequencies)
+        )
+
+
+def derive(rotary: torch.nn.Module, name: str) -> DeltaRope:
+    """Read the frequencies of a vLLM rotary module and prove that they reproduce it.
+
+    Args:
+        rotary: instance of vLLM's `RotaryEmbeddingBase`.
+        name: layer name for error texts.
+
+    Raises:
+        RopeError: if the module is not a rotation by an angle linear in the position.
+    """
+    try:
+        table = rotary._compute_cos_sin_cache().detach().to("cpu", torch.float32)
+        rotary_dim, neox = int(rotary.rotary_dim), bool(rotary.is_neox_style)
+        cos, sin = table[1].double().chunk(2, dim=-1)
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise RopeError(
+            f"{name}: {type(rotary).__name__} gives no table of angles ({error})"
+        ) from error
+    if cos.shape != (rotary_dim // 2,):
+        raise RopeError(
+            f"{name}: {type(rotary).__name__} has {cos.numel()} angles for {rotary_dim} channels"
+        )
+    delta_rope = DeltaRope(torch.atan2(sin, cos), rotary_dim, neox)
+    _prove(rotary, table, delta_rope, name)
+    return delta_rope
+
+
+def _prove(rotary: torch.nn.Module, table: torch.Tensor, delta_rope: DeltaRope, name: str) -> None:
+    """Rotate random keys with the module itself at two positions; our delta must map one to the
+    other.
+
+    Done in float32 on a copy of the module: its own table is kept in the model's dtype.
+    """
+    reference = copy.deepcopy(rotary).to("cpu")
+    reference.cos_sin_cache = table
+    generator = torch.Generator().manual_seed(0)
+    limit = table.shape[0] - 1
+    old = torch.tensor([0, 1, 7, limit // 3, limit, limit // 2])
+    new = torch.tensor([limit, 0, 7, limit // 2 + 1, limit // 5, 3])
+    keys = torch.randn(len(old), 2 * rotary.head_size, generator=generator)
+    try:
+        _, at_old = reference.forward_native(old, keys.clone(), keys.clone())
+        _, at_new = reference.forward_native(new, keys.clone(), keys.clone())
+    except Exception as error:
+        raise RopeError(f"{name}: {type(rotary).__name__} cannot be called ({error})") from error
+    shape = (len(old), 2, rotary.head_size)
+    moved = delta_rope.rotate(at_old.view(shape), *delta_rope.tables(new - old))
+    # The module multiplies position by frequency in float32: its own angle error grows with both.
+    angle_error = (old.maximum(new) * delta_rope.frequencies.abs().max()).float() * 2.0**-22
+    tolerance = (1e-5 + 4 * angle_error)[:, None, None] * at_new.view(shape).abs().amax()
+    worst = ((moved - at_new.view(shape)).abs() - tolerance).max().item()
+    if not worst <= 0:
+        raise RopeError(
+            f"{name}: {type(rotary).__name__} is not a rotation by the position difference "
+            f"(off by {worst:.2g} beyond float32 rounding)"
+        )
