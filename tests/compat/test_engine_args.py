@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when an engine's configuration is made, with and without our connector in it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm.envs
+from vllm.config import KVTransferConfig
+
+import vllm_segreuse
+from vllm_segreuse import compat
+from vllm_segreuse.compat import engine_args, envs
+from vllm_segreuse.config import ConfigError
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr(compat, "enable", lambda: calls.append("enabled"))
+    return calls
+
+
+def create(kv_transfer_config: Any, kv_offloading_size: float | None = None) -> Any:
+    """The wrapped `create_engine_config` around one that shows what it was called with."""
+
+    def original(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return SimpleNamespace(kv_transfer_config=self.kv_transfer_config, args=args)
+
+    self = SimpleNamespace(
+        kv_transfer_config=kv_transfer_config, kv_offloading_size=kv_offloading_size
+    )
+    return engine_args._create_engine_config(original)(self, "usage context")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        vllm_segreuse.kv_transfer_config(policy="shift"),
+        {"kv_connector": "SegReuseConnector", "kv_role": "kv_producer"},
+    ],
+)
+def test_our_connector_enables_before_the_engine_exists(
+    config: Any, enabled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(engine_args.supported, "check_config", checked.append)
+    made = create(config)
+    assert enabled == ["enabled"]
+    assert checked == [made]
+    assert made.args == ("usage context",)
+    assert made.kv_transfer_config.kv_connector_module_path == "vllm_segreuse.connector"
+
+
+@pytest.mark.parametrize(
+    "config", [None, KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")]
+)
+def test_without_it_nothing_happens(config: Any, enabled: list[str]) -> None:
+    assert create(config).kv_transfer_config is config
+    assert enabled == []
+
+
+def test_bad_options_are_refused_before_the_engine_exists(enabled: list[str]) -> None:
+    config = vllm_segreuse.kv_transfer_config()
+    config.kv_connector_extra_config["polcy"] = "shift"
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config.*'polcy'"):
+        create(config)
+
+
+def test_kv_offloading_would_replace_our_connector(enabled: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--kv-offloading-size"):
+        create(vllm_segreuse.kv_transfer_config(), kv_offloading_size=1.0)
+    create(None, kv_offloading_size=1.0)
+
+
+def test_our_variables_are_known_to_vllm_without_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm.envs, "environment_variables", dict(vllm.envs.environment_variables))
+    monkeypatch.setenv("VLLM_SEGREUSE_ADMIN_TOKEN", "secret")
+    monkeypatch.delenv("VLLM_SEGREUSE_DISABLE", raising=False)
+    envs.install()
+    known = vllm.envs.environment_variables
+    assert known["VLLM_SEGREUSE_ADMIN_TOKEN"]() is None
+    assert "VLLM_SEGREUSE_DISABLE" not in known

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bad option raises in the caller's process, and only where segment reuse is on."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import PoolingParams, SamplingParams
+
+import vllm_segreuse
+from vllm_segreuse.compat.input_processor import _validate_params
+
+
+def validate(params: Any, kv_transfer_config: Any) -> Any:
+    self = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=kv_transfer_config))
+    return _validate_params(lambda *args: ("vllm's answer", args[1:]))(self, params, ("generate",))
+
+
+ON = vllm_segreuse.kv_transfer_config()
+
+
+def test_bad_option_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="extra_keys=5"):
+        validate(SamplingParams(extra_args={"extra_keys": 5}), ON)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(extra_args={"extra_keys": ["a"]}), PoolingParams()],
+)
+def test_good_requests_get_vllms_own_answer(params: Any) -> None:
+    assert validate(params, ON) == ("vllm's answer", (params, ("generate",)))
+
+
+def test_engine_without_segment_reuse_takes_anything() -> None:
+    params = SamplingParams(extra_args={"extra_keys": 5})
+    assert validate(params, None) == ("vllm's answer", (params, ("generate",)))

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.entrypoints.launchers.app`: request checks, and the routes of the kill switch.
+
+The checks are a dependency of the application, which FastAPI solves before it validates a body and
+long before vLLM tokenises it; but vLLM builds its application without asking plugins for any. Its
+group for routes, `vllm.endpoint_plugins`, is loaded only if `VLLM_PLUGINS` names the plugin, which
+in turn hides every plugin it does not name; a user who sets an admin token has said enough.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_segreuse.compat.patching import wrap
+
+
+def install() -> None:
+    """Wrap the registration of routes, once."""
+    import vllm.entrypoints.launchers.app as app_module
+
+    wrap(app_module, "register_api_routers", _register_api_routers)
+
+
+def _register_api_routers(original: Callable[..., Any]) -> Callable[..., Any]:
+    from fastapi import Depends
+    from fastapi.routing import APIRoute
+
+    from vllm_segreuse.serve.requests import ENDPOINTS, admit
+    from vllm_segreuse.serve.routes import attach_router
+
+    def register_api_routers(args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
+        app.router.dependencies.append(Depends(admit))
+        original(args, app, *rest, **kwargs)
+        for route in app.routes:
+            if not isinstance(route, APIRoute) or route.path not in ENDPOINTS:
+                continue
+            if admit not in [dependency.call for dependency in route.dependant.dependencies]:
+                raise RuntimeError(
+                    f"segment reuse cannot check the requests of {route.path}: this FastAPI "
+                    "does not pass an application's dependencies on to its routes"
+                )
+        attach_router(app)
+
+    return register_api_routers

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.engine.arg_utils.EngineArgs`: the flags, and the moment an engine's configuration is made.
+
+vLLM lets plugins neither add flags nor see the configuration. Without `--segreuse` and without our
+connector in the configuration the wrapped functions do what they did before.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from vllm_segreuse import compat
+from vllm_segreuse.compat.patching import wrap
+from vllm_segreuse.prefill import supported
+
+
+def install() -> None:
+    """Wrap the three functions, once."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    wrap(EngineArgs, "add_cli_args", _add_cli_args)
+    wrap(EngineArgs, "from_cli_args", _from_cli_args)
+    wrap(EngineArgs, "create_engine_config", _create_engine_config)
+
+
+def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_cli_args(parser: Any) -> Any:
+        from vllm_segreuse.serve.launch import add_flags
+
+        parser = original(parser)
+        add_flags(parser)
+        return parser
+
+    return add_cli_args
+
+
+def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_cli_args(cls: type, args: argparse.Namespace) -> Any:
+        from vllm_segreuse.serve.launch import resolve_flags
+
+        resolve_flags(args)
+        return original(cls, args)
+
+    return from_cli_args
+
+
+def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_segreuse.serve.launch import check_config, names_connector
+
+        if not names_connector(self.kv_transfer_config):
+            return original(self, *args, **kwargs)
+        compat.enable()
+        self.kv_transfer_config = check_config(
+            self.kv_transfer_config, kv_offloading=self.kv_offloading_size is not None
+        )
+        vllm_config = original(self, *args, **kwargs)
+        supported.check_config(vllm_config)
+        return vllm_config
+
+    return create_engine_config

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.v1.engine.core.EngineCore`: the kill switch, in the scheduler's process.
+
+API servers call methods of `EngineCore` by name between two steps (`call_utility_async`); plugins
+have no other way to the scheduler: `collective_rpc` reaches workers only.
+"""
+
+from typing import Any
+
+from vllm_segreuse.compat.patching import add_method
+
+
+def install() -> None:
+    """Give `EngineCore` the two methods, once."""
+    from vllm.v1.engine.core import EngineCore
+
+    add_method(EngineCore, "segreuse_set_enabled", segreuse_set_enabled)
+    add_method(EngineCore, "segreuse_status", segreuse_status)
+
+
+def segreuse_set_enabled(self: Any, enabled: bool) -> bool:
+    """Turn reuse on or off for the requests to come; returns the state."""
+    return bool(_connector(self).set_enabled(enabled))
+
+
+def segreuse_status(self: Any) -> dict[str, Any]:
+    """What the connector of the scheduler says of itself."""
+    return dict(_connector(self).status())
+
+
+def _connector(core: Any) -> Any:
+    connector = core.scheduler.get_kv_connector()
+    if not hasattr(connector, "set_enabled"):
+        raise RuntimeError(
+            f"this engine does not run segment reuse: its KV connector is {connector!r}"
+        )
+    return connector

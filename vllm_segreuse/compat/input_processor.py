@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.v1.engine.input_processor.InputProcessor`: a request's own options, checked by its caller.
+
+Every request passes `_validate_params` in the process that submits it: offline callers, and the
+endpoints that `serve/requests.py` does not check earlier. vLLM has no hook for checking
+`extra_args`; unchecked, a bad value would be found in the scheduler and end the engine.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_segreuse.compat.patching import wrap
+
+
+def install() -> None:
+    """Wrap the validation of sampling parameters, once."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    wrap(InputProcessor, "_validate_params", _validate_params)
+
+
+def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_segreuse.serve.launch import names_connector
+    from vllm_segreuse.serve.requests import check_extra_args
+
+    def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if names_connector(self.vllm_config.kv_transfer_config):
+            check_extra_args(getattr(params, "extra_args", None))
+        return original(self, params, *args, **kwargs)
+
+    return _validate_params

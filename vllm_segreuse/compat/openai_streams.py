@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stream generators of `vllm.entrypoints.openai`: the report in streamed responses.
+
+vLLM puts a connector's `kv_transfer_params` into whole responses, and into the last event of the
+responses API, but drops them from streamed completions and chat completions.
+"""
+
+import inspect
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from vllm_segreuse.compat.patching import wrap
+from vllm_segreuse.serve.report import StreamReport
+
+
+def install() -> None:
+    """Wrap both stream generators, once."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    wrap(OpenAIServingChat, "chat_completion_stream_generator", _reporting)
+    wrap(OpenAIServingCompletion, "completion_stream_generator", _reporting)
+
+
+def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    if "result_generator" not in signature.parameters:
+        raise RuntimeError(
+            f"segment reuse has to watch the result_generator of {original.__qualname__}, which "
+            "this vLLM does not have; install a supported vLLM, or start without segment reuse"
+        )
+
+    def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+        call = signature.bind(*args, **kwargs)
+        report = StreamReport()
+        call.arguments["result_generator"] = report.watch(call.arguments["result_generator"])
+        return report.complete(original(*call.args, **call.kwargs))
+
+    return generate

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the files beside this one replace attributes of vLLM: once each, and never by accident."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+_MARK = "__segreuse__"
+
+
+def wrap(owner: type | ModuleType, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replaces the function `owner.name` by `make(original)`; a second call changes nothing.
+
+    Static and class methods stay what they are; `make` sees the plain function.
+
+    Raises:
+        RuntimeError: `owner` itself defines no such function.
+    """
+    found = vars(owner).get(name)
+    original = getattr(found, "__func__", found)
+    if not callable(original):
+        raise RuntimeError(
+            f"segment reuse has to wrap {_full_name(owner)}.{name}, which this vLLM does not have; "
+            "install a supported vLLM, or start without segment reuse"
+        )
+    if hasattr(original, _MARK):
+        return
+    replacement: Any = functools.wraps(original)(make(original))
+    setattr(replacement, _MARK, True)
+    if isinstance(found, staticmethod | classmethod):
+        replacement = type(found)(replacement)
+    setattr(owner, name, replacement)
+
+
+def add_method(owner: type, name: str, method: Callable[..., Any]) -> None:
+    """Gives `owner` the new method `name`; a second call changes nothing.
+
+    Raises:
+        RuntimeError: `owner` has something else under this name.
+    """
+    if not hasattr(owner, name):
+        setattr(method, _MARK, True)
+        setattr(owner, name, method)
+    elif not hasattr(getattr(owner, name), _MARK):
+        raise RuntimeError(
+            f"segment reuse has to add {_full_name(owner)}.{name}, but the name is taken"
+        )
+
+
+def _full_name(owner: type | ModuleType) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    return f"{owner.__module__}.{owner.__qualname__}"
