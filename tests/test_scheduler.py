@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half on vLLM's own requests and blocks, without a model or an engine."""
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.scheduler import SchedulerSide
+from vllm_segreuse.serve.metrics import SegReuseStats
+
+SIZE = 4
+OPTIONS = {"extra_keys": "tests", "segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
+LORA = LoRARequest("adapter", 1, "/adapters/1")
+_ids = count()
+
+
+class World:
+    """A scheduler half on a pool of its own."""
+
+    def __init__(self, lora: bool = False) -> None:
+        init_none_hash(sha256)
+        self.pool: Any = BlockPool(64, enable_caching=True, hash_block_size=SIZE)
+        config: Any = SimpleNamespace(
+            lora_config=object() if lora else None,
+            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4),
+            parallel_config=None,
+            cache_config=SimpleNamespace(block_size=SIZE),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+        )
+        manager: Any = SimpleNamespace(block_pool=self.pool, watermark_blocks=0)
+        self.side = SchedulerSide(config, SegReuseConfig(), manager, SegReuseStats())
+
+    def add(self, tokens: list[int], options: Any = OPTIONS, **fields: Any) -> Request:
+        """A request arrives."""
+        sampling = fields.pop("sampling", {})
+        if fields.pop("embedded", False):
+            fields["prompt_embeds"] = torch.zeros(len(tokens), 8)
+        params = SamplingParams(max_tokens=4, extra_args=options, **sampling)
+        request = Request(
+            request_id=f"request {next(_ids)}",
+            prompt_token_ids=tokens,
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(SIZE, sha256),
+            **fields,
+        )
+        self.side.add(request)
+        return request
+
+    def run(self, request: Request) -> int | None:
+        """What vLLM does with a request: ask, allocate, name the full blocks, end the step."""
+        supplied = self.side.match(request, 0)
+        full = request.num_tokens // SIZE
+        blocks = self.pool.get_new_blocks(full + 1)
+        self.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
+        self.side.allocated(request, [b.block_id for b in blocks])
+        self.side.take_plans()
+        self.pool.free_blocks(reversed(blocks))
+        return supplied
+
+    def report(self, request: Request) -> dict[str, Any]:
+        """The request ends."""
+        report = self.side.finished(request)
+        assert report is not None
+        return report
+
+
+DOCUMENT = [*range(100, 132)]
+PROMPT = [7, *DOCUMENT, 8]
+
+
+def image(identifier: str) -> dict[str, Any]:
+    place = PlaceholderRange(offset=2, length=4)
+    return {"mm_features": [MultiModalFeatureSpec(None, "image", identifier, place)]}
+
+
+def cached_document(**fields: Any) -> World:
+    world = World(lora=fields.pop("lora", False))
+    request = world.add(DOCUMENT, **fields)
+    world.run(request)
+    world.side.finished(request)
+    return world
+
+
+def test_the_document_is_reused_behind_new_text() -> None:
+    world = cached_document()
+    request = world.add(PROMPT)
+    assert world.run(request) == len(PROMPT) - 1
+    report = world.report(request)
+    assert (report["reused_tokens"], report["bypass_reason"]) == (32, None)
+
+
+BYPASSED: dict[str, dict[str, Any]] = {
+    "multimodal": image("a picture"),
+    "prompt_logprobs": {"sampling": {"prompt_logprobs": 1}},
+    "prefix_cache_skipped": {"sampling": {"skip_reading_prefix_cache": True}},
+    "prompt_embeds": {"embedded": True},
+    "streaming_input": {"resumable": True},
+}
+
+
+@pytest.mark.parametrize("reason", BYPASSED)
+def test_15_35_requests_of_other_kinds_run_without_reuse(reason: str) -> None:
+    world = cached_document()
+    request = world.add(PROMPT, **BYPASSED[reason])
+    assert world.run(request) == 0
+    report = world.report(request)
+    assert report["bypass_reason"] == reason
+    assert (report["reused_tokens"], report["new_tokens"]) == (0, len(PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("reason", "donates"),
+    [
+        ("multimodal", False),
+        ("prompt_embeds", False),
+        ("streaming_input", False),
+        ("prompt_logprobs", True),
+        ("prefix_cache_skipped", True),
+    ],
+)
+def test_35_nothing_is_donated_from_placeholder_tokens(reason: str, donates: bool) -> None:
+    world = World()
+    world.run(world.add(DOCUMENT, **BYPASSED[reason]))
+    assert len(world.pool.index) == (len(DOCUMENT) // SIZE if donates else 0)
+
+
+def test_34_with_lora_enabled_everything_is_bypassed() -> None:
+    for adapter in (None, LORA):
+        world = cached_document(lora=True)
+        request = world.add(PROMPT, lora_request=adapter)
+        assert world.run(request) == 0
+        assert world.report(request)["bypass_reason"] == "lora"
+        assert len(world.pool.index) == 0
+
+
+def test_15_pooling_requests_are_none_of_ours() -> None:
+    world = cached_document()
+    request = Request("pooling", PROMPT, None, PoolingParams())
+    world.side.add(request)
+    assert world.side.match(request, 0) == 0
+    assert world.side.finished(request) is None
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"cache_salt": "salt"},
+    {"lora_request": LORA},
+    {"options": OPTIONS | {"extra_keys": "other"}},
+    {"options": OPTIONS | {"extra_keys": ["tests", "tests"]}},
+]
+
+
+@pytest.mark.parametrize("fields", OTHERS)
+def test_09_what_separates_namespaces(fields: dict[str, Any]) -> None:
+    world = cached_document()
+    request = world.add(PROMPT, **fields)
+    world.run(request)
+    assert world.report(request)["reused_tokens"] == 0
+    again = cached_document(**fields)
+    same = again.add(PROMPT, **fields)
+    again.run(same)
+    assert again.report(same)["reused_tokens"] == len(DOCUMENT)
+
+
+def test_blocks_behind_the_plan_have_no_exact_name() -> None:
+    world = cached_document()
+    request = world.add([*range(200, 200 + SIZE), *DOCUMENT, 8])
+    world.run(request)
+    assert world.pool.get_cached_block(request.block_hashes[0], [0]) is None
+    plain = world.add([*range(300, 300 + SIZE), 8], options=None)
+    world.run(plain)
+    assert world.pool.get_cached_block(plain.block_hashes[0], [0]) is not None
+
+
+def test_a_block_freed_in_the_step_that_named_it_does_not_donate() -> None:
+    """Its request was preempted or aborted before it was computed."""
+    world = World()
+    request = world.add(DOCUMENT)
+    world.side.match(request, 0)
+    blocks = world.pool.get_new_blocks(8)
+    world.pool.cache_full_blocks(request, blocks, 0, 8, SIZE, 0)
+    assert len(world.pool.index) == 8
+    world.pool.free_blocks(reversed(blocks))
+    assert len(world.pool.index) == 0
+
+
+def test_evicted_blocks_leave_the_index() -> None:
+    world = cached_document()
+    assert len(world.pool.index) == 8
+    world.pool.get_new_blocks(world.pool.get_num_free_blocks())
+    assert len(world.pool.index) == 0
+    world.pool.index.check_integrity()
+
+
+def test_pinned_donors_are_not_handed_out() -> None:
+    world = cached_document()
+    donors = {b.block_id for b in world.pool.blocks if b.block_id in world.pool.index}
+    request = world.add(PROMPT)
+    assert world.side.match(request, 0)
+    room = world.pool.get_num_free_blocks()
+    assert donors.isdisjoint(b.block_id for b in world.pool.get_new_blocks(room))
+    world.side.take_plans()
+    assert world.pool.get_num_free_blocks() == len(donors)
+
+
+def test_20_a_request_may_end_at_any_point() -> None:
+    world = cached_document()
+    free = world.pool.get_num_free_blocks()
+    for steps in range(3):
+        request = world.add(PROMPT)
+        if steps > 0:
+            world.side.match(request, 0)
+        if steps > 1:
+            world.side.take_plans()
+        assert world.side.finished(request) is None
+        assert world.side.finished(request) is None
+        assert world.pool.get_num_free_blocks() == free
+        world.side.take_plans()
+    assert not world.side._planner._requests
+
+
+def test_a_full_step_closes_the_pool_until_it_ends() -> None:
+    """So vLLM's loop over the waiting requests ends; see `SegmentBlockPool`."""
+    world = cached_document()
+    filler = world.add([*range(1000, 1120), *DOCUMENT, 8])
+    assert world.side.match(filler, 0)
+    assert world.pool.get_num_free_blocks() > 0
+    assert world.side.match(world.add(PROMPT), 0) == 0
+    assert world.pool.get_num_free_blocks() == 0
+    world.side.take_plans()
+    assert world.pool.get_num_free_blocks() == world.pool.num_gpu_blocks - 1
+
+
+def test_the_saved_tokens_are_told_to_vllm() -> None:
+    world = cached_document()
+    request = world.add(PROMPT)
+    assert world.side.saved_tokens(request) == 0
+    world.run(request)
+    assert world.side.saved_tokens(request) == len(DOCUMENT)
+    assert request.prefill_stats.num_external_cached_tokens == len(DOCUMENT)
+    world.report(request)
+    assert world.side.saved_tokens(request) == 0
+
+
+def test_a_preempted_request_is_planned_with_what_it_has_generated() -> None:
+    world = cached_document()
+    request = world.add(PROMPT)
+    world.run(request)
+    request.append_output_token_ids([9, 10, 11])
+    request.num_preemptions += 1
+    assert world.run(request) == len(PROMPT) + 2
+    report = world.report(request)  # of its first admission
+    assert (report["prompt_tokens"], report["new_tokens"]) == (len(PROMPT), 2)
+
+
+def test_only_vllms_own_pool_is_adopted() -> None:
+    class Other(BlockPool):
+        pass
+
+    from vllm_segreuse.compat.block_pool import SegmentBlockPool
+
+    other: Any = Other(4, enable_caching=True, hash_block_size=SIZE)
+    with pytest.raises(RuntimeError, match="found Other"):
+        SegmentBlockPool.adopt(other)
+
+
+def test_requests_are_told_apart_by_their_policy() -> None:
+    world = cached_document()
+    options = OPTIONS | {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 1.0}
+    request = world.add(PROMPT, options=options)
+    world.run(request)
+    report = world.report(request)
+    assert (report["policy"], report["recomputed_tokens"]) == ("sparsex", len(DOCUMENT))

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SegReuseConnector`: segment reuse behind vLLM's KV connector interface.
+
+One class, two lives (vLLM `KVConnectorRole`). In the scheduler process it asks what each request
+can reuse (`scheduler.py`, `cache/`) and sends the plans along with the step; in the workers it
+carries them out before the step's forward (`prefill/`). It moves nothing between machines or to
+disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger
+
+from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.compat.version import require_supported_vllm
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.prefill.supported import check_config, check_kv_cache
+from vllm_segreuse.serve.metrics import SegReusePromMetrics, SegReuseStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.stats import CacheHitSource
+    from vllm.v1.request import Request
+
+    from vllm_segreuse.prefill.executor import PassTimes, SparsePrefill
+    from vllm_segreuse.scheduler import SchedulerSide
+
+logger = init_logger("vllm.segreuse")
+
+
+@dataclass
+class SegReuseMetadata(KVConnectorMetadata):
+    """Plans of one step."""
+
+    plans: list[ReusePlan] = field(default_factory=list)
+
+
+class SegReuseConnector(KVConnectorBase_V1):
+    """vLLM documents the interface (`kv_connector/v1/base.py`); here is what is particular."""
+
+    # Set by the hook that vLLM calls in the process concerned, and nowhere else.
+    _scheduler: SchedulerSide
+    _prefill: SparsePrefill
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_supported_vllm()
+        check_config(vllm_config)
+        check_kv_cache(kv_cache_config, vllm_config.cache_config.block_size)
+        self._config = SegReuseConfig.from_options(
+            self._kv_transfer_config.kv_connector_extra_config, source="kv_connector_extra_config"
+        )
+        self._stats = SegReuseStats()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is handed to anybody: a preempted request's output need not be dropped."""
+        return False
+
+    # Scheduler process.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        # Imported here: it loads numba, which has no business in worker processes.
+        from vllm_segreuse.scheduler import SchedulerSide
+
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler = SchedulerSide(
+            self._vllm_config, self._config, kv_cache_manager, self._stats
+        )
+
+    def set_enabled(self, enabled: bool) -> bool:
+        """Kill switch at run time."""
+        return self._scheduler.set_enabled(enabled)
+
+    def status(self) -> dict[str, Any]:
+        """What the status route shows."""
+        return self._scheduler.status()
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids()[0])
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Tokens that are really not computed; vLLM's hit counters take this sum (see compat)."""
+        saved = self._scheduler.saved_tokens(request)
+        return {self._cache_hit_source: saved} if saved else {}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegReuseMetadata:
+        return SegReuseMetadata(self._scheduler.take_plans())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        report = self._scheduler.finished(request)
+        return False, None if report is None else {"segreuse": report}
+
+    def reset_cache(self) -> bool:
+        """Done by the block pool's own reset, which runs before this."""
+        return True
+
+    # Both.
+
+    def get_kv_connector_stats(self) -> SegReuseStats | None:
+        return None if self._stats.is_empty() else self._stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SegReuseStats:
+        return SegReuseStats() if data is None else SegReuseStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> SegReusePromMetrics:
+        return SegReusePromMetrics(*args, **kwargs)
+
+    # Worker processes.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm_segreuse.compat.model_runner import loaded_model
+        from vllm_segreuse.prefill.checks import prove
+
+        if self._vllm_config.lora_config is not None:
+            logger.warning("segment reuse: every request runs without reuse while LoRA is enabled")
+            return
+        runtime = prove(loaded_model(), self._vllm_config, self._kv_cache_config)
+        self._prefill = runtime.prefill
+        logger.info(
+            "segment reuse: proven on this model (largest deviation %.1e)", runtime.max_deviation
+        )
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, SegReuseMetadata)
+        if not metadata.plans:
+            return
+        # The attention layers of our own pass must not call a connector's per-layer hooks.
+        self.clear_connector_metadata()
+        try:
+            times = self._run(metadata.plans)
+        finally:
+            self.bind_connector_metadata(metadata)
+        self._stats.observe("align", times.align_s)
+        self._stats.observe("sparse_pass", times.sparse_s)
+
+    def _run(self, plans: list[ReusePlan]) -> PassTimes:
+        """Carry the plans out; if that fails, compute their tokens without reuse.
+
+        With several ranks there is no second try: the others may already wait in a collective of
+        the first, so the engine stops with the reason instead.
+        """
+        try:
+            return self._prefill.run(plans)
+        except Exception:
+            if self._vllm_config.parallel_config.tensor_parallel_size > 1:
+                raise
+            logger.exception(
+                "segment reuse failed; computing in full: %s", [p.request_id for p in plans]
+            )
+            return self._prefill.run([plan.in_full() for plan in plans])
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Everything is loaded before the forward starts."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is saved: reuse reads vLLM's own cache."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""

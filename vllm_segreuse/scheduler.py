@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's half in the scheduler process: vLLM's requests and blocks on one side, the
+planner on the other."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.matcher import warm_up
+from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
+from vllm_segreuse.cache.plan import BoolArray, Recipe, ReusePlan
+from vllm_segreuse.cache.planner import Planner, Report, TrackedRequest
+from vllm_segreuse.compat import triton_dispatcher
+from vllm_segreuse.compat.block_pool import SegmentBlockPool
+from vllm_segreuse.config import RequestOptions, SegReuseConfig, parse_request
+from vllm_segreuse.policies import POLICIES, Situation
+from vllm_segreuse.serve.metrics import SegReuseStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.segreuse")
+
+_NEVER_DONATES = ("lora", "multimodal", "prompt_embeds", "streaming_input")
+
+
+def _contained(otherwise: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An error of ours costs the request its reuse, never vLLM its engine.
+
+    Args:
+        otherwise: what the hook returns after an error.
+    """
+
+    def contain(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def contained(self: SchedulerSide, request: Request, *args: Any) -> Any:
+            try:
+                return hook(self, request, *args)
+            except Exception:
+                logger.exception(
+                    "segment reuse failed in %s; request %s runs without it",
+                    hook.__name__,
+                    request.request_id,
+                )
+                self._planner.give_up(request.request_id)
+                return otherwise
+
+        return contained
+
+    return contain
+
+
+class SchedulerSide:
+    """One per engine.
+
+    Args:
+        vllm_config: the engine's.
+        config: the server's options.
+        kv_cache_manager: vLLM's; its block pool becomes a `SegmentBlockPool`.
+        stats: counts what happens.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        config: SegReuseConfig,
+        kv_cache_manager: KVCacheManager,
+        stats: SegReuseStats,
+    ) -> None:
+        triton_dispatcher.install()  # numba is loaded from here on
+        self._config = config
+        self._stats = stats
+        self._manager = kv_cache_manager
+        self._lora = vllm_config.lora_config is not None
+        self._num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        self._block_size = vllm_config.cache_config.block_size
+        pool = SegmentBlockPool.adopt(kv_cache_manager.block_pool)
+        index = SegmentIndex(pool.num_gpu_blocks, self._block_size)
+        self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
+        warm_up()
+        self._planner = Planner(
+            index,
+            pool,
+            max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_depth=config.max_provenance_depth,
+            clock=time.perf_counter,
+            on_match=functools.partial(stats.observe, "match"),
+        )
+        self._planner.enabled = config.starts_enabled
+        pool.attach(index, self._planner)
+        self._pool = pool
+
+    def set_enabled(self, enabled: bool) -> bool:
+        """Kill switch. Off: no request reuses anything; donors keep being indexed."""
+        self._planner.enabled = enabled
+        return enabled
+
+    def status(self) -> dict[str, Any]:
+        """What the status route shows."""
+        return {"enabled": self._planner.enabled, "indexed_blocks": len(self._pool.index)}
+
+    @_contained(otherwise=None)
+    def add(self, request: Request) -> None:
+        """A request arrived; without extra keys it is none of our business."""
+        params = request.sampling_params
+        parsed = parse_request(params.extra_args if params else None, self._config)
+        if parsed.extra_keys is None:
+            return
+        bypass, tokens = self._bypass(request), _all_tokens(request)
+        lora = request.lora_request
+        key = namespace_key(
+            parsed.extra_keys,
+            request.cache_salt,
+            (lora.lora_name, lora.lora_path) if lora else None,
+            tuple(feature.identifier for feature in request.mm_features),
+        )
+        self._planner.add(
+            TrackedRequest(
+                request_id=request.request_id,
+                namespace=self._namespaces.intern(key),
+                min_reused_tokens=parsed.options.min_reused_tokens,
+                make_recipe=functools.partial(self._recipe, parsed.options),
+                tokens=tokens,
+                policy=parsed.options.policy,
+                bypass=bypass,
+                donates=bypass not in _NEVER_DONATES,
+            )
+        )
+
+    @_contained(otherwise=0)
+    def match(self, request: Request, num_hit_tokens: int) -> int | None:
+        """Tokens to supply behind vLLM's prefix hit; None to be asked again in a later step."""
+        if self._planner.admission_closed:
+            return 0
+        tracked = self._planner.get(request.request_id)
+        if tracked is None:
+            return 0
+        if request.num_tokens != len(tracked.tokens):
+            tracked.retoken(_all_tokens(request))
+        prefix = functools.partial(
+            self._pool.prefix_state, request, num_hit_tokens, self._manager.watermark_blocks
+        )
+        return self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
+
+    def allocated(self, request: Request, block_ids: list[int]) -> None:
+        """vLLM allocated the request's blocks: it runs in this step."""
+        tracked = self._planner.get(request.request_id)
+        if tracked is None:
+            return
+        # Not contained: vLLM counts on the plan's tokens from here on.
+        report = self._planner.allocated(tracked, block_ids)
+        self._account(request, tracked, report, block_ids)
+
+    @_contained(otherwise=None)
+    def _account(
+        self, request: Request, tracked: TrackedRequest, report: Report, block_ids: list[int]
+    ) -> None:
+        hit_blocks = block_ids[: report.prefix_tokens // self._block_size]
+        self._pool.index_prefix(tracked, request, hit_blocks)
+        if request.num_preemptions:
+            return  # counted when it was first admitted, like vLLM's own figures
+        tracked.report = report
+        self._count(report)
+        if request.prefill_stats is not None and tracked.plan is not None:
+            # The scheduler has noted "everything but the last token": say what was really saved.
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=report.prefix_tokens,
+                num_external_cached_tokens=report.reused_tokens - report.recomputed_tokens,
+            )
+
+    def saved_tokens(self, request: Request) -> int:
+        """Tokens of the request's plan that are not computed."""
+        tracked = self._planner.get(request.request_id)
+        if tracked is None or tracked.plan is None:
+            return 0
+        return tracked.plan.num_reused - tracked.plan.num_recomputed
+
+    def take_plans(self) -> list[ReusePlan]:
+        """The scheduling step is over."""
+        plans = self._planner.take_plans()
+        self._pool.begin_step()
+        return plans
+
+    @_contained(otherwise=None)
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """The request ended, in whatever way; its report if it was ever admitted."""
+        tracked = self._planner.remove(request.request_id)
+        if tracked is None:
+            return None
+        self._namespaces.release(tracked.namespace)
+        if tracked.report is None:
+            return None
+        return {
+            "policy": tracked.policy,
+            "prompt_tokens": request.num_prompt_tokens,
+            **tracked.report._asdict(),
+        }
+
+    def _bypass(self, request: Request) -> str | None:
+        """Why a request of this kind never reuses, or None."""
+        params = request.sampling_params
+        reasons = {
+            "pooling": params is None,
+            "prompt_logprobs": params is not None and params.prompt_logprobs is not None,
+            "prefix_cache_skipped": request.skip_reading_prefix_cache,
+            "lora": self._lora,
+            "multimodal": bool(request.mm_features),
+            "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
+            "streaming_input": request.resumable,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _recipe(self, options: RequestOptions, reused: BoolArray) -> Recipe:
+        return POLICIES[options.policy](
+            Situation(
+                reused=reused,
+                block_size=self._block_size,
+                num_layers=self._num_layers,
+                recompute_ratio=options.recompute_ratio,
+                dense_layers=options.dense_layers,
+                overflow_tokens=options.overflow_tokens,
+            )
+        )
+
+    def _count(self, report: Report) -> None:
+        self._stats.count_tokens("prefix", report.prefix_tokens)
+        self._stats.count_tokens("reused", report.reused_tokens)
+        self._stats.count_tokens("recomputed", report.recomputed_tokens)
+        self._stats.count_tokens("new", report.new_tokens)
+        if report.bypass_reason is None:
+            self._stats.count_request("reused")
+        else:
+            self._stats.count_request("bypassed", report.bypass_reason)
+
+
+def _all_tokens(request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(request.all_token_ids[:], dtype=np.int32)
