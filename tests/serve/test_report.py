@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream's last chunk before [DONE] carries the report; everything else passes untouched."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_segreuse.serve.report import StreamReport
+
+DONE = "data: [DONE]\n\n"
+REPORT = {"segreuse": {"policy": "shift", "reused_tokens": 7}}
+
+
+def output(finished: bool = False, params: dict[str, Any] | None = None) -> Any:
+    return SimpleNamespace(finished=finished, kv_transfer_params=params)
+
+
+def chunk(text: str, finish: str | None = None) -> str:
+    body = {"choices": [{"text": text, "finish_reason": finish}]}
+    return f"data: {json.dumps(body)}\n\n"
+
+
+USAGE = 'data: {"choices":[],"usage":{"total_tokens":9}}\n\n'
+
+
+async def as_stream(items: Iterable[Any]) -> AsyncIterator[Any]:
+    for item in items:
+        yield item
+
+
+def run(outputs: list[Any], *, usage: bool = False, error: bool = False) -> list[str]:
+    """A generator like vLLM's: one chunk per output, then usage, then [DONE]."""
+
+    async def vllm(report: StreamReport) -> AsyncGenerator[str, None]:
+        async for item in report.watch(as_stream(outputs)):
+            out = item[1] if isinstance(item, tuple) else item
+            yield chunk("x", "length" if out.finished else None)
+        if error:
+            yield 'data: {"error":{"message":"boom"}}\n\n'
+        if usage:
+            yield USAGE
+        yield DONE
+
+    async def collect() -> list[str]:
+        report = StreamReport()
+        return [event async for event in report.complete(vllm(report))]
+
+    return asyncio.run(collect())
+
+
+def params_of(events: list[str]) -> list[Any]:
+    return [
+        json.loads(event.removeprefix("data: ")).get("kv_transfer_params")
+        for event in events
+        if event != DONE
+    ]
+
+
+def test_finish_chunk_carries_the_report() -> None:
+    events = run([output(), output(), output(True, REPORT)])
+    assert params_of(events) == [None, None, REPORT]
+    assert events[:2] == [chunk("x")] * 2
+    assert events[-1] == DONE
+
+
+def test_usage_chunk_carries_it_if_there_is_one() -> None:
+    events = run([output(), output(True, REPORT)], usage=True)
+    assert params_of(events) == [None, None, REPORT]
+    assert events[1] == chunk("x", "length")
+    assert json.loads(events[2].removeprefix("data: "))["usage"] == {"total_tokens": 9}
+
+
+def test_stream_without_a_report_passes_byte_for_byte() -> None:
+    events = run([output(), output(True)], usage=True)
+    assert events == [chunk("x"), chunk("x", "length"), USAGE, DONE]
+
+
+def test_several_prompts_end_with_one_report() -> None:
+    other = {"segreuse": {"policy": "shift", "reused_tokens": 1}}
+    outputs = [(0, output()), (0, output(True, other)), (1, output()), (1, output(True, REPORT))]
+    assert params_of(run(outputs)) == [None, None, None, REPORT]
+
+
+def test_report_of_a_choice_that_finished_earlier_is_kept() -> None:
+    outputs = [output(False, REPORT), output(), output(True)]
+    assert params_of(run(outputs)) == [None, None, REPORT]
+
+
+def test_error_event_stays_as_it_is() -> None:
+    events = run([output(True, REPORT)], error=True)
+    assert events[1] == 'data: {"error":{"message":"boom"}}\n\n'
+    assert params_of(events) == [None, None]
+
+
+def test_chunks_before_the_last_output_are_not_held_back() -> None:
+    async def scenario() -> None:
+        report = StreamReport()
+        gate = asyncio.Event()
+
+        async def outputs() -> AsyncIterator[Any]:
+            yield output()
+            await gate.wait()
+            yield output(True, REPORT)
+
+        async def vllm() -> AsyncGenerator[str, None]:
+            async for out in report.watch(outputs()):
+                yield chunk("x", "length" if out.finished else None)
+            yield DONE
+
+        events = report.complete(vllm())
+        assert await asyncio.wait_for(anext(events), 5) == chunk("x")
+        gate.set()
+        assert params_of([event async for event in events]) == [REPORT]
+
+    asyncio.run(scenario())
+
+
+def test_closing_early_closes_vllms_generator() -> None:
+    closed = []
+
+    async def scenario() -> None:
+        report = StreamReport()
+
+        async def vllm() -> AsyncGenerator[str, None]:
+            try:
+                while True:
+                    yield chunk("x")
+            finally:
+                closed.append(True)
+
+        events = report.complete(vllm())
+        await anext(events)
+        await events.aclose()
+
+    asyncio.run(scenario())
+    assert closed == [True]

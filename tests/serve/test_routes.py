@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kill switch wants its token, and answers bad requests with 4xx."""
+
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from vllm_segreuse.serve.routes import ADMIN_TOKEN_ENV, MAX_BODY_BYTES, attach_router
+
+TOKEN = "tökén"
+STATUS, ENABLE, DISABLE = (f"/plugins/segreuse/v1/{x}" for x in ("status", "enable", "disable"))
+
+
+class Engine:
+    """Stands for the engine client: remembers calls, keeps the switch."""
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self.calls: list[tuple[Any, ...]] = []
+        self.engine_core = self
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        self.calls.append((method, *args))
+        if method == "segreuse_set_enabled":
+            self.enabled = args[0]
+            return self.enabled
+        return {"enabled": self.enabled, "indexed_blocks": 3}
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    monkeypatch.setenv(ADMIN_TOKEN_ENV, TOKEN)
+    app = FastAPI()
+    app.state.engine_client = engine
+    attach_router(app)
+    return TestClient(app)
+
+
+def bearer(token: str) -> dict[str, bytes]:
+    return {"Authorization": b"Bearer " + token.encode()}
+
+
+def test_switch_and_status(client: TestClient, engine: Engine) -> None:
+    headers = bearer(TOKEN)
+    assert client.post(DISABLE, headers=headers).json() == {"enabled": False}
+    assert client.get(STATUS, headers=headers).json() == {"enabled": False, "indexed_blocks": 3}
+    assert client.post(ENABLE, headers=headers).json() == {"enabled": True}
+    assert engine.calls == [
+        ("segreuse_set_enabled", False),
+        ("segreuse_status",),
+        ("segreuse_set_enabled", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Basic abc"}, {"Authorization": "Bearer "}]
+)
+def test_no_token_is_401(client: TestClient, engine: Engine, headers: dict[str, str]) -> None:
+    for method, path in (("GET", STATUS), ("POST", ENABLE), ("POST", DISABLE)):
+        assert client.request(method, path, headers=headers).status_code == 401
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("token", ["wrong", TOKEN + "x", TOKEN[:-1], "x" * 10_000, "\xff"])
+def test_wrong_token_is_403(client: TestClient, engine: Engine, token: str) -> None:
+    assert client.post(DISABLE, headers=bearer(token)).status_code == 403
+    assert engine.calls == []
+
+
+def test_wrong_method_is_405_and_odd_path_404(client: TestClient, engine: Engine) -> None:
+    headers = bearer(TOKEN)
+    assert client.get(DISABLE, headers=headers).status_code == 405
+    assert client.delete(STATUS, headers=headers).status_code == 405
+    assert client.get("/plugins/segreuse/v1/../../x", headers=headers).status_code == 404
+    assert client.post("/plugins/segreuse/v2/enable", headers=headers).status_code == 404
+    assert engine.calls == []
+
+
+def test_large_body_is_413(client: TestClient, engine: Engine) -> None:
+    body = b"x" * (MAX_BODY_BYTES + 1)
+    assert client.post(DISABLE, headers=bearer(TOKEN), content=body).status_code == 413
+    assert engine.calls == []
+    assert client.post(DISABLE, headers=bearer(TOKEN), content=b"{}").status_code == 200
+
+
+def test_large_body_without_token_is_not_read(client: TestClient) -> None:
+    assert client.post(DISABLE, content=b"x" * 10**6).status_code == 401
+
+
+@pytest.mark.parametrize("token", [None, ""])
+def test_no_routes_without_a_configured_token(
+    monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    monkeypatch.delenv(ADMIN_TOKEN_ENV, raising=False)
+    if token is not None:
+        monkeypatch.setenv(ADMIN_TOKEN_ENV, token)
+    app = FastAPI()
+    attach_router(app)
+    assert TestClient(app).get(STATUS, headers=bearer("")).status_code == 404

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters and histograms of segment reuse, from the connector to `/metrics`.
+
+The connector counts into a `SegReuseStats`; vLLM sends its `data` (plain dicts, lists and numbers)
+with the step's statistics to the API server, where `SegReusePromMetrics` adds it to Prometheus.
+vLLM's own labels (`model_name`, `engine`) come first on every metric.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from prometheus_client import Counter, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+TokenKind = Literal["prefix", "reused", "recomputed", "new"]
+Outcome = Literal["reused", "bypassed"]
+Timing = Literal["match", "align", "sparse_pass"]
+
+TOKEN_KINDS: tuple[TokenKind, ...] = ("prefix", "reused", "recomputed", "new")
+TIMINGS: dict[Timing, str] = {
+    "match": "Time to match a request's prompt against the index, in seconds.",
+    "align": "Time to copy and rotate the reused KV of a step, in seconds.",
+    "sparse_pass": "Time of a step's sparse prefill pass, in seconds.",
+}
+
+_BUCKETS_S = (
+    *(m * 10.0**e for e in (-5, -4, -3, -2, -1) for m in (1, 2.5, 5)),
+    *(1.0, 2.5, 5.0, 10.0, 30.0),
+)
+
+
+def _no_data() -> dict[str, dict[str, Any]]:
+    return {"tokens": {}, "requests": {}, "seconds": {}}
+
+
+@dataclass
+class SegReuseStats(KVConnectorStats):
+    """What happened since the last report; merges with `aggregate`, starts over with `reset`.
+
+    `data` holds `tokens` {kind: n}, `requests` {outcome: {reason: n}}, `seconds` {timing: [s]}.
+    An instance made from the `data` of another process is equal to the original.
+    """
+
+    data: dict[str, Any] = field(default_factory=_no_data)
+
+    def count_tokens(self, kind: TokenKind, n: int) -> None:
+        """Adds `n` prompt tokens of `kind`. prefix + reused + new = prompt; recomputed is part of
+        reused."""
+        if kind not in TOKEN_KINDS:
+            raise ValueError(f"unknown kind of tokens {kind!r}; known are {', '.join(TOKEN_KINDS)}")
+        if n:
+            tokens = self.data["tokens"]
+            tokens[kind] = tokens.get(kind, 0) + n
+
+    def count_request(self, outcome: Outcome, reason: str = "") -> None:
+        """Adds one request; `reason` says why it was bypassed, and is empty if it was reused."""
+        reasons = self.data["requests"].setdefault(outcome, {})
+        reasons[reason] = reasons.get(reason, 0) + 1
+
+    def observe(self, timing: Timing, seconds: float) -> None:
+        """Adds one measurement of `timing`."""
+        if timing not in TIMINGS:
+            raise ValueError(f"unknown timing {timing!r}; known are {', '.join(TIMINGS)}")
+        self.data["seconds"].setdefault(timing, []).append(seconds)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def reset(self) -> None:
+        # A new dict: whoever holds the old one may still have to send it.
+        self.data = _no_data()
+
+    def take(self) -> Self:
+        """The statistics so far; the object itself starts over."""
+        taken = type(self)(data=self.data)
+        self.reset()
+        return taken
+
+    def aggregate(self, other: KVConnectorStats) -> Self:
+        """Adds what `other` counted, and returns itself."""
+        for kind, n in other.data["tokens"].items():
+            self.count_tokens(kind, n)
+        for outcome, reasons in other.data["requests"].items():
+            mine = self.data["requests"].setdefault(outcome, {})
+            for reason, n in reasons.items():
+                mine[reason] = mine.get(reason, 0) + n
+        for timing, values in other.data["seconds"].items():
+            self.data["seconds"].setdefault(timing, []).extend(values)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line's worth of figures for vLLM's periodic log."""
+        tokens, requests = self.data["tokens"], self.data["requests"]
+        summary: dict[str, int | float] = {
+            f"segreuse {outcome} requests": sum(reasons.values())
+            for outcome, reasons in requests.items()
+        }
+        summary |= {
+            f"segreuse {kind} tokens": tokens[kind] for kind in TOKEN_KINDS if kind in tokens
+        }
+        for timing, values in self.data["seconds"].items():
+            summary[f"segreuse avg {timing} (ms)"] = round(1e3 * sum(values) / len(values), 3)
+        return summary
+
+
+class SegReusePromMetrics(KVConnectorPromMetrics):
+    """The `vllm:segreuse_*` metrics of one API server, all engines."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter: Any = metric_types[Counter]
+        histogram: Any = metric_types[Histogram]
+        self._tokens = counter(
+            name="vllm:segreuse_tokens_total",
+            documentation="Prompt tokens of requests with extra keys. "
+            "prefix + reused + new = prompt; recomputed is part of reused.",
+            labelnames=[*labelnames, "kind"],
+        )
+        self._requests = counter(
+            name="vllm:segreuse_requests_total",
+            documentation="Requests with extra keys, by outcome and, if bypassed, the reason.",
+            labelnames=[*labelnames, "outcome", "reason"],
+        )
+        self._seconds = {
+            timing: histogram(
+                name=f"vllm:segreuse_{timing}_seconds",
+                documentation=documentation,
+                buckets=_BUCKETS_S,
+                labelnames=labelnames,
+            )
+            for timing, documentation in TIMINGS.items()
+        }
+        for engine in per_engine_labelvalues:
+            self._touch(engine)
+
+    def _touch(self, engine: int) -> None:
+        """Creates the series whose labels are known, so that they read 0 rather than absent."""
+        labels = self.per_engine_labelvalues[engine]
+        for kind in TOKEN_KINDS:
+            self._tokens.labels(*labels, kind)
+        self._requests.labels(*labels, "reused", "")
+        for metric in self._seconds.values():
+            metric.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for kind, n in transfer_stats_data["tokens"].items():
+            self._tokens.labels(*labels, kind).inc(n)
+        for outcome, reasons in transfer_stats_data["requests"].items():
+            for reason, n in reasons.items():
+                self._requests.labels(*labels, outcome, reason).inc(n)
+        for timing, values in transfer_stats_data["seconds"].items():
+            _observe_all(self._seconds[timing].labels(*labels), values)
+
+
+def _observe_all(histogram: Any, values: Iterable[float]) -> None:
+    for value in values:
+        histogram.observe(value)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a request in streamed responses.
+
+vLLM puts a connector's `kv_transfer_params` into whole responses only. In a stream they go into the
+last chunk before `[DONE]`: the usage chunk if the client asked for one, else the chunk with the
+finish reason. That is where vLLM itself puts what belongs to the whole response.
+"""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+_DONE = "data: [DONE]"
+_END = "}\n\n"
+
+
+class StreamReport:
+    """Watches the outputs that a stream is made of, and completes the stream's last chunk."""
+
+    def __init__(self) -> None:
+        self._params: dict[str, Any] | None = None
+        self._finished = False
+
+    async def watch(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Passes `outputs` on: request outputs, or pairs of (prompt's index, request output)."""
+        async for item in outputs:
+            output = item[1] if isinstance(item, tuple) else item
+            self._finished = output.finished
+            if output.kv_transfer_params is not None:
+                self._params = output.kv_transfer_params
+            yield item
+
+    async def complete(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """Passes server-sent events on, with the report in the last one before `[DONE]`.
+
+        Only events that follow a finished output are held back, and only until the next one.
+        """
+        held: str | None = None
+        async with aclosing(events):
+            async for event in events:
+                if held is not None:
+                    yield self._with_report(held) if event.startswith(_DONE) else held
+                    held = None
+                if self._finished and not event.startswith(_DONE):
+                    held = event
+                else:
+                    yield event
+        if held is not None:
+            yield held
+
+    def _with_report(self, event: str) -> str:
+        # Spliced, not parsed and written anew: the rest of the chunk stays vLLM's, byte for byte.
+        if self._params is None or not event.endswith(_END) or '"choices"' not in event:
+            return event
+        params = json.dumps(self._params, separators=(",", ":"))
+        return f'{event.removesuffix(_END)},"kv_transfer_params":{params}{_END}'

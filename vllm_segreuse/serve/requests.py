@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checking what requests say to segment reuse, at the API server and before tokenisation.
+
+`admit` sees the JSON body before vLLM's own models of it do: those turn `true` into 1, and take
+gigabytes to list what is wrong with a million entries. Endpoints it does not know, batch files and
+offline callers are checked when vLLM validates their sampling parameters
+(`compat/input_processor.py`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import HTTPConnection, Request
+from vllm.exceptions import VLLMValidationError
+
+from vllm_segreuse.config import (
+    EXTRA_KEYS,
+    RequestError,
+    SegReuseConfig,
+    parse_extra_keys,
+    parse_request,
+)
+
+ENDPOINTS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+        "/invocations",
+    }
+)
+"""Paths whose bodies may hold `extra_keys` and `vllm_xargs`."""
+
+XARGS = "vllm_xargs"
+
+# Whether a request's options are allowed does not depend on the server's own.
+_ANY_SERVER = SegReuseConfig()
+
+
+class BadOptionError(VLLMValidationError, ValueError):
+    """A request's option is refused: HTTP 400 at the server, a ValueError offline.
+
+    vLLM's asynchronous engine answers 500 to errors that are not of its own classes.
+    """
+
+    def __init__(self, error: RequestError) -> None:
+        VLLMValidationError.__init__(self, str(error), parameter=error.option)
+
+
+def check_extra_args(extra_args: Mapping[str, Any] | None) -> None:
+    """Checks our part of `SamplingParams.extra_args`.
+
+    Raises:
+        BadOptionError: names the option, its value and what is allowed.
+    """
+    if not extra_args:
+        return
+    try:
+        parse_request(extra_args, _ANY_SERVER)
+    except RequestError as error:
+        raise BadOptionError(error) from None
+
+
+async def admit(connection: HTTPConnection) -> None:
+    """FastAPI dependency: checks a request, and moves a top-level `extra_keys` into `vllm_xargs`.
+
+    The body is parsed once: FastAPI, this function and the endpoint share Starlette's one result,
+    which is changed in place.
+
+    Raises:
+        BadOptionError: becomes HTTP 400; names the option, its value and what is allowed.
+    """
+    if not isinstance(connection, Request) or connection.scope["route"].path not in ENDPOINTS:
+        return
+    try:
+        body = await connection.json()
+    except ValueError:  # no JSON: the endpoint says so
+        return
+    if not isinstance(body, dict):
+        return
+    try:
+        admit_body(body)
+    except RequestError as error:
+        raise BadOptionError(error) from None
+
+
+def admit_body(body: dict[str, Any]) -> None:
+    """What `admit` does, to the JSON object that a client sent.
+
+    Raises:
+        RequestError: names the option, its value and what is allowed.
+    """
+    xargs = body.get(XARGS)
+    if xargs is not None and not isinstance(xargs, dict):
+        return  # vLLM refuses it
+    parse_request(xargs, _ANY_SERVER)
+    extra_keys = parse_extra_keys(body.pop(EXTRA_KEYS, None))
+    if extra_keys is None:
+        return
+    if xargs and EXTRA_KEYS in xargs:
+        raise RequestError(
+            EXTRA_KEYS, f"{EXTRA_KEYS} is given twice, at the top level and in {XARGS}: drop one"
+        )
+    body[XARGS] = {**(xargs or {}), EXTRA_KEYS: list(extra_keys)}
