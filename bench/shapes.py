@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random-weight models in Hugging Face format, made on the spot: nothing is downloaded.
+
+`make_model("llama")` writes a checkpoint (config, safetensors, a real BPE tokenizer with a chat
+template) once and returns its directory; `python -m bench.shapes NAME` prints it.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RECIPE_VERSION = 1
+"""Raise it when the way weights or tokenizer are made changes: cached models are made anew."""
+
+VOCAB_SIZE = 8192
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model to be made: its `model_type` in transformers, its config, and why it is here."""
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+}
+
+
+def _tiny(model_type: str, why: str, **config: Any) -> Shape:
+    return Shape(model_type, _TINY | config, why)
+
+
+def _scaled(why: str, **rope: Any) -> Shape:
+    return _tiny("llama", why, rope_parameters={"rope_theta": 10000.0, **rope})
+
+
+SUPPORTED: dict[str, Shape] = {
+    "llama": _tiny("llama", "dense, GQA, plain RoPE"),
+    "llama_hd64": _tiny("llama", "wider heads", hidden_size=256, head_dim=64),
+    "llama_mha": _tiny("llama", "as many KV heads as heads", num_key_value_heads=4),
+    "llama3": _scaled(
+        "llama3 scaling",
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=2048,
+    ),
+    "llama_yarn": _scaled(
+        "YaRN: the cached key carries a magnitude",
+        rope_type="yarn",
+        factor=8.0,
+        original_max_position_embeddings=2048,
+    ),
+    "llama_linear": _scaled("linear scaling", rope_type="linear", factor=4.0),
+    "llama_ntk": _scaled(
+        "dynamic NTK scaling",
+        rope_type="dynamic",
+        factor=2.0,
+        max_trained_positions=2048,
+    ),
+    "mistral": _tiny("mistral", "Mistral without a window", sliding_window=None),
+    "qwen2": _tiny("qwen2", "biases on q, k, v"),
+    "qwen3": _tiny("qwen3", "norms on q and k"),
+    "qwen3_moe": _tiny(
+        "qwen3_moe",
+        "experts",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        mlp_only_layers=[],
+    ),
+    "phi3_partial": _tiny(
+        "phi3", "rotates half of each head", hidden_size=256, head_dim=64, partial_rotary_factor=0.5
+    ),
+    "ernie": _tiny("ernie4_5", "interleaved RoPE", use_bias=False),
+    "glm4": _tiny("glm4", "interleaved and partial RoPE", hidden_size=256, head_dim=64),
+}
+"""Shapes that segment reuse supports: four layers, a moment to load."""
+
+REFUSED: dict[str, Shape] = {
+    "mistral_window": _tiny("mistral", "sliding window on every layer", sliding_window=1024),
+    "gemma3": _tiny(
+        "gemma3_text", "sliding window on some layers", sliding_window=512, query_pre_attn_scalar=32
+    ),
+    "phi3_longrope": _tiny(
+        "phi3",
+        "LongRoPE: angles depend on the length of the prompt",
+        original_max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [4.0] * 16,
+            "original_max_position_embeddings": 2048,
+        },
+    ),
+    "deepseek_v2": _tiny(
+        "deepseek_v2",
+        "multi-head latent attention",
+        num_key_value_heads=4,
+        head_dim=64,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        first_k_dense_replace=4,
+        n_routed_experts=4,
+        moe_intermediate_size=128,
+    ),
+    "lfm2": _tiny(
+        "lfm2",
+        "hybrid: short convolutions beside attention",
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+        conv_dim=128,
+        block_dim=128,
+        block_multiple_of=32,
+        block_ffn_dim_multiplier=1.0,
+    ),
+}
+"""Shapes that the plugin must refuse at start-up, by name."""
+
+_BENCH: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 192,
+    "intermediate_size": 576,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 65536,
+    "tie_word_embeddings": False,
+}
+
+BENCH: dict[str, Shape] = {
+    "bench8": Shape("qwen3", _BENCH | {"num_hidden_layers": 8}, "benchmarks and demo"),
+    "bench28": Shape("qwen3", _BENCH | {"num_hidden_layers": 28}, "as deep as a model of 1.5 B"),
+}
+"""Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
+attention, yet a run is over in minutes."""
+
+SHAPES: dict[str, Shape] = SUPPORTED | REFUSED | BENCH
+
+
+def cache_root() -> Path:
+    """`$VLLM_SEGREUSE_CACHE`, or `~/.cache/vllm-segreuse`."""
+    chosen = os.environ.get("VLLM_SEGREUSE_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "vllm-segreuse"
+
+
+def make_model(name: str, root: Path | str | None = None) -> Path:
+    """Return the directory of the model `name`, made first if it is not there yet.
+
+    Args:
+        name: a key of `SHAPES`.
+        root: where models are kept; `cache_root()` by default.
+
+    Raises:
+        KeyError: `name` is none of `SHAPES`.
+    """
+    if name not in SHAPES:
+        raise KeyError(f"no model shape is named {name!r}; choose from {', '.join(SHAPES)}")
+    shape = SHAPES[name]
+    models = (Path(root) if root else cache_root()) / "models"
+    target = models / f"{name}-{_recipe_hash(shape)}"
+    if target.is_dir():
+        return target
+
+    models.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=models))
+    try:
+        _write_weights(shape, draft)
+        _write_tokenizer(draft)
+        draft.chmod(0o755)
+        try:
+            draft.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process was quicker, with the same content
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def _recipe_hash(shape: Shape) -> str:
+    # The tokenizer is trained on Python's own documentation, which changes with its version.
+    python = platform.python_version_tuple()[:2]
+    recipe = [RECIPE_VERSION, python, shape.model_type, shape.config]
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _write_weights(shape: Shape, directory: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        shape.model_type, **shape.config, bos_token_id=None, eos_token_id=2, pad_token_id=0
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for parameter_name, parameter in model.named_parameters():
+        std = _weight_std(parameter_name, parameter.shape)
+        with torch.no_grad():
+            if std is None:
+                # Gemma's norms multiply by 1 + weight.
+                parameter.fill_(0.0 if shape.model_type.startswith("gemma") else 1.0)
+            else:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * std)
+    model.save_pretrained(directory)
+
+
+def _weight_std(name: str, size: tuple[int, ...]) -> float | None:
+    """Standard deviation of a weight, None for a norm's.
+
+    Scaled by fan-in, so that activations keep their size over any number of layers. Queries and
+    keys are somewhat larger: attention then has favourites, and a wrong key shows in the output.
+    """
+    if "norm" in name:
+        return None
+    if "embed_tokens" in name:
+        return 1.0
+    if name.endswith("bias"):
+        return 0.1
+    gain = 1.0
+    if "lm_head" in name:
+        gain = 2.0
+    elif any(part in name for part in ("q_proj", "k_proj", "qkv_proj")):
+        gain = 1.4
+    elif any(part in name for part in ("o_proj", "down_proj", "out_proj")):
+        gain = 0.5
+    return gain / math.sqrt(size[-1])
+
+
+def passages() -> list[tuple[str, str]]:
+    """(topic, text) of the reference documentation that ships with Python, in a fixed order."""
+    from pydoc_data.topics import topics
+
+    return sorted(topics.items())
+
+
+def _training_text() -> Iterator[str]:
+    for _, text in passages():
+        yield text
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_text(), trainer)
+    end_of_text, _, im_end = SPECIAL_TOKENS
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=im_end,
+        pad_token=end_of_text,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a model and print its directory.")
+    parser.add_argument("name", choices=sorted(SHAPES))
+    print(make_model(parser.parse_args().name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to the first token of a prompt made of known documents in a new order.
+
+Four documents of 2,048 tokens were each computed once, alone. Every measured prompt is new to the
+prefix cache: 37 fresh tokens, the documents in another order (so at odd offsets), 64 fresh tokens.
+
+`full` sends it without extra keys: vLLM's own prefill. `shift` moves the documents' KV only.
+`sparsex` also recomputes 10 % of it, with no dense layer. `hybrid` computes 15 % of the layers for
+every token, and then 10 %. All modes take turns, in an order that changes every round.
+"""
+
+import itertools
+import random
+import statistics
+from typing import Any, NamedTuple
+
+from bench import engine, harness, shapes
+
+DOCUMENTS = 4
+DOCUMENT_TOKENS = 2048
+PREAMBLE_TOKENS = 37
+QUESTION_TOKENS = 64
+PROMPT_TOKENS = PREAMBLE_TOKENS + DOCUMENTS * DOCUMENT_TOKENS + QUESTION_TOKENS
+MAX_MODEL_LEN = 16384
+
+_NAMESPACE = ["bench-ttft"]
+_FIRST_TEXT_TOKEN = 300  # below are special tokens and single bytes
+_KV_SPACE_GIB = 4
+
+
+class Mode(NamedTuple):
+    """One way to prefill the prompt; `policy` None is vLLM's own."""
+
+    name: str
+    policy: str | None
+    dense_share: float = 0.0
+    recompute_ratio: float = 0.0
+
+    def extra_args(self) -> dict[str, Any] | None:
+        """What the request carries in `SamplingParams.extra_args`."""
+        if self.policy is None:
+            return None
+        options: dict[str, Any] = {"extra_keys": _NAMESPACE, "segreuse_policy": self.policy}
+        if self.policy == "sparsex":
+            options["segreuse_recompute_ratio"] = self.recompute_ratio
+            options["segreuse_dense_layers"] = self.dense_share or 0
+        return options
+
+    def dense_layers(self, layers: int) -> int:
+        """How many of the model's layers compute every token."""
+        return max(1, round(self.dense_share * layers)) if self.dense_share else 0
+
+
+MODES = (
+    Mode("full", None),
+    Mode("shift", "shift"),
+    Mode("sparsex", "sparsex", recompute_ratio=0.1),
+    Mode("hybrid", "sparsex", dense_share=0.15, recompute_ratio=0.1),
+)
+
+
+class Prompts:
+    """Documents that stay, and prompts over them that never come twice."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.documents = [self._fresh(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
+        self._orders = itertools.cycle(list(itertools.permutations(range(DOCUMENTS)))[1:])
+
+    def next(self) -> list[int]:
+        """A prompt of `PROMPT_TOKENS` token ids."""
+        order = next(self._orders)
+        body = [token for index in order for token in self.documents[index]]
+        return [*self._fresh(PREAMBLE_TOKENS), *body, *self._fresh(QUESTION_TOKENS)]
+
+    def _fresh(self, count: int) -> list[int]:
+        return self._random.choices(range(_FIRST_TEXT_TOKEN, shapes.VOCAB_SIZE), k=count)
+
+
+def run(quick: bool) -> harness.SuiteResult:
+    """Measure the 8-layer shape, and unless `quick` the 28-layer shape too."""
+    engine.prepare_environment(_KV_SPACE_GIB)
+    rows, summary = _measure("bench8", rounds=2 if quick else 7, eager=quick)
+    if not quick:
+        deep_rows, deep = _measure("bench28", rounds=5, eager=False)
+        rows += deep_rows
+        summary |= {f"{key}_deep": value for key, value in deep.items()}
+    return {"rows": rows, "summary": summary}
+
+
+def _measure(shape: str, rounds: int, eager: bool) -> tuple[list[harness.Row], dict[str, float]]:
+    layers = int(shapes.SHAPES[shape].config["num_hidden_layers"])
+    prompts = Prompts(seed=layers)
+    taken: dict[str, list[engine.Timed]] = {mode.name: [] for mode in MODES}
+    with engine.engine(
+        shapes.make_model(shape), segreuse=True, max_model_len=MAX_MODEL_LEN, enforce_eager=eager
+    ) as llm:
+        for document in prompts.documents:
+            engine.first_token(llm, document, {"extra_keys": _NAMESPACE})
+        for turn in harness.progress(range(rounds + 1), f"ttft {shape}"):
+            for mode in harness.rotated(MODES, turn):
+                timed = _first_token(llm, mode, prompts.next())
+                if turn > 0:  # the first round warms up
+                    taken[mode.name].append(timed)
+    rows = [_row(shape, layers, eager, mode, taken[mode.name]) for mode in MODES]
+    return rows, _summary(rows)
+
+
+def _first_token(llm: Any, mode: Mode, prompt: list[int]) -> engine.Timed:
+    timed = engine.first_token(llm, prompt, mode.extra_args())
+    if mode.policy is not None:
+        # Every document must come from its donor, whole; a stray token may match by chance.
+        engine.require_reuse(timed, mode.policy, DOCUMENTS * DOCUMENT_TOKENS)
+    elif timed.cached_tokens or timed.report:
+        raise harness.BenchError(
+            f"full prefill is the baseline, but {timed.cached_tokens} of its tokens were cached "
+            f"and its report is {timed.report}"
+        )
+    return timed
+
+
+def _row(
+    shape: str, layers: int, eager: bool, mode: Mode, taken: list[engine.Timed]
+) -> harness.Row:
+    times = [timed.ms for timed in taken]
+    report = taken[-1].report or {"reused_tokens": 0, "recomputed_tokens": 0}
+    reused, recomputed = report["reused_tokens"], report["recomputed_tokens"]
+    dense = mode.dense_layers(layers)
+    computed = dense * PROMPT_TOKENS + (layers - dense) * (PROMPT_TOKENS - reused + recomputed)
+    if mode.policy is not None and recomputed < int(mode.recompute_ratio * reused):
+        raise harness.BenchError(f"{mode.name} recomputed only {recomputed} of {reused} tokens")
+    return {
+        "shape": shape,
+        "mode": mode.name,
+        "execution": "eager" if eager else "compiled",
+        "prompt_tokens": PROMPT_TOKENS,
+        "reused": reused,
+        "recomputed": recomputed,
+        "dense_layers": f"{dense}/{layers}",
+        "computed_share": computed / (layers * PROMPT_TOKENS),
+        "median_ms": statistics.median(times),
+        "min_ms": min(times),
+        "max_ms": max(times),
+        "rounds": len(times),
+    }
+
+
+def _summary(rows: list[harness.Row]) -> dict[str, float]:
+    by_mode = {row["mode"]: row for row in rows}
+    ms = {mode: float(row["median_ms"]) for mode, row in by_mode.items()}
+    summary = {f"{mode}_ms": value for mode, value in ms.items()}
+    summary |= {f"{mode}_speedup": ms["full"] / ms[mode] for mode in ms if mode != "full"}
+    # 1.0: every layer-token of the hybrid mode costs what it costs in a full prefill.
+    summary["hybrid_efficiency"] = ms["full"] * by_mode["hybrid"]["computed_share"] / ms["hybrid"]
+    return summary

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from bench import engine, shapes
+from bench.harness import BenchError
+from bench.suites import ttft
+
+REUSED = ttft.DOCUMENTS * ttft.DOCUMENT_TOKENS
+NEW = ttft.PREAMBLE_TOKENS + ttft.QUESTION_TOKENS
+MS = {"full": 1000.0, "shift": 50.0, "sparsex": 200.0, "hybrid": 250.0}
+
+Answer = Callable[[ttft.Mode], engine.Timed]
+
+
+def _timed(mode: ttft.Mode, **changes: Any) -> engine.Timed:
+    if mode.policy is None:
+        return engine.Timed(MS[mode.name], 1, 0, None)
+    report = {
+        "policy": mode.policy,
+        "reused_tokens": REUSED,
+        "recomputed_tokens": round(mode.recompute_ratio * REUSED),
+    }
+    return engine.Timed(MS[mode.name], 1, 0, report | changes)
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
+    """Puts a function in the place of the engine."""
+
+    @contextlib.contextmanager
+    def no_engine(*args: Any, **options: Any) -> Iterator[None]:
+        yield None
+
+    def install(function: Answer) -> None:
+        def first_token(
+            llm: None, prompt: list[int], extra_args: dict[str, Any] | None = None
+        ) -> engine.Timed:
+            options = dict(extra_args or {})
+            if len(prompt) == ttft.DOCUMENT_TOKENS:
+                return engine.Timed(1.0, 1, 0, None)
+            mode = next(m for m in ttft.MODES if (m.extra_args() or {}) == options)
+            return function(mode)
+
+        monkeypatch.setattr(engine, "prepare_environment", lambda gib: None)
+        monkeypatch.setattr(shapes, "make_model", lambda name: name)
+        monkeypatch.setattr(engine, "engine", no_engine)
+        monkeypatch.setattr(engine, "first_token", first_token)
+
+    return install
+
+
+def test_summary_has_the_documented_figures(answer: Callable[[Answer], None]) -> None:
+    answer(_timed)
+    summary = ttft.run(quick=False)["summary"]
+    keys = [
+        "full_ms", "shift_ms", "sparsex_ms", "hybrid_ms",
+        "shift_speedup", "sparsex_speedup", "hybrid_speedup", "hybrid_efficiency",
+    ]  # fmt: skip
+    assert list(summary) == keys + [f"{key}_deep" for key in keys]
+    assert summary["shift_speedup"] == 20
+    assert summary["sparsex_speedup_deep"] == 5
+    computed = NEW + round(0.1 * REUSED)
+    # Eight layers, 15 % of which is one; 28 layers, 15 % of which is four.
+    share = (1 * ttft.PROMPT_TOKENS + 7 * computed) / (8 * ttft.PROMPT_TOKENS)
+    deep_share = (4 * ttft.PROMPT_TOKENS + 24 * computed) / (28 * ttft.PROMPT_TOKENS)
+    assert summary["hybrid_efficiency"] == pytest.approx(1000 * share / 250)
+    assert summary["hybrid_efficiency_deep"] == pytest.approx(1000 * deep_share / 250)
+
+
+def test_quick_measures_the_small_shape_only(answer: Callable[[Answer], None]) -> None:
+    answer(_timed)
+    assert {row["shape"] for row in ttft.run(quick=True)["rows"]} == {"bench8"}
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        ({"reused_tokens": REUSED - 1}, "reuse at least 8192"),
+        ({"policy": "shift"}, "policy sparsex was to reuse"),
+        ({"recomputed_tokens": 3}, "recomputed only 3 of 8192"),
+    ],
+)
+def test_figures_without_the_work_are_refused(
+    answer: Callable[[Answer], None], broken: dict[str, Any], complaint: str
+) -> None:
+    answer(lambda mode: _timed(mode, **(broken if mode.policy == "sparsex" else {})))
+    with pytest.raises(BenchError, match=complaint):
+        ttft.run(quick=True)
+
+
+def test_a_request_without_report_is_refused(answer: Callable[[Answer], None]) -> None:
+    answer(lambda mode: _timed(mode)._replace(report=None))
+    with pytest.raises(BenchError, match="connector is not active"):
+        ttft.run(quick=True)
+
+
+def test_a_cached_baseline_is_refused(answer: Callable[[Answer], None]) -> None:
+    answer(lambda mode: _timed(mode)._replace(cached_tokens=32))
+    with pytest.raises(BenchError, match="32 of its tokens were cached"):
+        ttft.run(quick=True)
+
+
+def test_prompts_never_share_a_block_sized_prefix() -> None:
+    prompts = ttft.Prompts(seed=1)
+    drawn = [prompts.next() for _ in range(60)]
+    assert {len(prompt) for prompt in drawn} == {ttft.PROMPT_TOKENS}
+    prefixes = {tuple(prompt[: engine.BLOCK_TOKENS]) for prompt in drawn}
+    assert len(prefixes) == len(drawn)
+
+
+def test_prompts_hold_every_document_at_an_odd_offset() -> None:
+    prompts = ttft.Prompts(seed=1)
+    firsts = {tuple(document[:8]) for document in prompts.documents}
+    for _ in range(30):
+        prompt = prompts.next()
+        offsets = [at for at in range(len(prompt)) if tuple(prompt[at : at + 8]) in firsts]
+        assert len(offsets) == ttft.DOCUMENTS
+        assert all(offset % 2 == 1 for offset in offsets)
