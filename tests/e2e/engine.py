@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in this process, small and quick to start."""
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.shapes import make_model
+
+NAMESPACE = {"extra_keys": ["tests"]}
+BLOCK_SIZE = 32
+
+
+@dataclass
+class Answer:
+    """One request's outcome: tokens, the top log-probabilities of each, the report."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]
+    cached_tokens: int
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """`LLM` with what the tests need around it."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.vocab_size: int = llm.llm_engine.model_config.get_vocab_size()
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler, with its pool and our connector."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def pool(self) -> Any:
+        """The block pool."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def ask(
+        self, *prompts: list[int], options: dict[str, Any] | None = None, **sampling: Any
+    ) -> list[Answer]:
+        """Run prompts (token ids) together; `options` are the request's `extra_args`."""
+        from vllm import SamplingParams
+
+        sampling = {"max_tokens": 4, "temperature": 0.0, "logprobs": 8} | sampling
+        params = SamplingParams(extra_args=options, **sampling)
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return [_answer(output) for output in outputs]
+
+    def reset(self) -> None:
+        """Forget everything cached."""
+        assert self.llm.reset_prefix_cache()
+
+    def check_idle(self) -> None:
+        """No block may be held once nothing runs; the index names cached blocks only."""
+        pool = self.pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still held"
+        assert all(b.ref_cnt == 0 for b in pool.blocks if not b.is_null)
+        if hasattr(pool, "index"):
+            pool.index.check_integrity()
+            assert all(b.block_hash is not None for b in pool.blocks if b.block_id in pool.index)
+
+
+def _answer(output: Any) -> Answer:
+    first = output.outputs[0]
+    logprobs = [{t: p.logprob for t, p in step.items()} for step in first.logprobs or []]
+    report = (output.kv_transfer_params or {}).get("segreuse", {})
+    return Answer(list(first.token_ids), logprobs, output.num_cached_tokens, report)
+
+
+@contextmanager
+def engine(
+    shape: str, segreuse: dict[str, Any] | bool = True, **arguments: Any
+) -> Iterator[Engine]:
+    """Start an engine on a test model.
+
+    Args:
+        segreuse: options of segment reuse, True for the defaults, False for plain vLLM.
+    """
+    environment = dict(os.environ)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    import vllm_segreuse
+    from vllm_segreuse.compat import triton_dispatcher
+
+    triton_dispatcher.install()  # other tests have loaded numba into this process
+    if segreuse is not False:
+        options = {} if segreuse is True else segreuse
+        arguments["kv_transfer_config"] = vllm_segreuse.kv_transfer_config(**options)
+    arguments = {
+        "model": str(make_model(shape)),
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 4096,
+        "block_size": BLOCK_SIZE,
+        "enforce_eager": True,
+        "seed": 0,
+    } | arguments
+    llm = None
+    try:
+        llm = LLM(**arguments)
+        yield Engine(llm)
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        # An engine that was refused has no shutdown of its own.
+        ensure_kv_transfer_shutdown()
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        # Servers that later tests start would inherit what this engine has set.
+        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_DIST_IDENT"):
+            os.environ.pop(name, None)
+            if name in environment:
+                os.environ[name] = environment[name]
+
+
+class Prompts:
+    """Seeded prompts made of the same documents."""
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._vocab_size = vocab_size
+
+    def tokens(self, count: int) -> list[int]:
+        """`count` random tokens, none of them special."""
+        return [self._random.randrange(16, self._vocab_size) for _ in range(count)]
+
+    def around(self, *documents: list[int], gaps: tuple[int, ...] = (37, 11, 5, 23)) -> list[int]:
+        """New text, then each document followed by new text; offsets are odd on purpose."""
+        prompt = self.tokens(gaps[0])
+        for i, document in enumerate(documents):
+            prompt += document + self.tokens(gaps[(i + 1) % len(gaps)])
+        return prompt

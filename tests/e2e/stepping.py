@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drive the engine of a test step by step, and check its block pool after each."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tests.e2e.engine import Answer, Engine, _answer
+
+
+def submit(running: Engine, name: str, prompt: list[int], options: Any, **sampling: Any) -> str:
+    """Queue a request; nothing runs before `step` is called."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        extra_args=options, **{"max_tokens": 4, "temperature": 0.0, "logprobs": 8} | sampling
+    )
+    return running.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def step(running: Engine) -> dict[str, Answer]:
+    """One step; what has finished."""
+    outputs = running.llm.llm_engine.step()
+    check_pool(running)
+    return {output.request_id: _answer(output) for output in outputs if output.finished}
+
+
+def drain(running: Engine, between: Callable[[], None] = lambda: None) -> dict[str, Answer]:
+    """Steps until nothing is left; every request must end in a bounded number of them."""
+    answers: dict[str, Answer] = {}
+    for _ in range(3000):
+        if not running.llm.llm_engine.has_unfinished_requests():
+            return answers
+        answers |= step(running)
+        between()
+    raise AssertionError("requests starve")
+
+
+def check_pool(running: Engine) -> None:
+    """Between steps only running requests hold blocks, and the index knows named blocks only."""
+    pool, scheduler = running.pool, running.scheduler
+    held = Counter(
+        block
+        for request in scheduler.running
+        for block in scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    )
+    counts = {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt and not b.is_null}
+    assert counts == held
+    assert pool.get_num_free_blocks() + len(held) == pool.num_gpu_blocks - 1
+    assert all(b.block_hash is not None for b in pool.blocks if b.block_id in pool.index)
+    pool.index.check_integrity()
+
+
+def abort(running: Engine, request_id: str) -> None:
+    running.llm.llm_engine.abort_request([request_id], internal=True)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recomputing every reused token must equal vLLM without the plugin, on every supported shape.
+
+It is the test that scattered queries get the right causal mask, positions, slots and block tables:
+any mistake there changes every token behind it.
+"""
+
+import pytest
+
+from bench.shapes import SUPPORTED
+from tests.e2e.engine import NAMESPACE, Answer, Prompts, engine
+
+EVERYTHING = NAMESPACE | {"segreuse_recompute_ratio": 1.0, "segreuse_min_reused_tokens": 16}
+WAYS = {
+    "sparse from the first layer": EVERYTHING | {"segreuse_dense_layers": 0},
+    "two dense layers": EVERYTHING | {"segreuse_dense_layers": 2},
+    "all layers dense": EVERYTHING | {"segreuse_dense_layers": 4, "segreuse_recompute_ratio": 0.0},
+}
+
+
+def prompts_for(vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Documents, and prompts made of them: odd offsets, several segments, repeats, cut segments."""
+    text = Prompts(vocab_size, seed=1)
+    documents = [text.tokens(n) for n in (333, 256, 97)]
+    prompts = [
+        text.around(documents[1], documents[0]),
+        text.around(documents[2], documents[0][40:300], documents[2]),
+        text.around(documents[0], gaps=(1, 3)),
+        documents[1][7:] + documents[0][:-1] + text.tokens(64),
+    ]
+    return documents, prompts
+
+
+def assert_same(ours: Answer, reference: Answer, noise: float) -> None:
+    """Log-probabilities agree within `noise`; so do the tokens wherever the margin exceeds it."""
+    for mine, theirs, got, wanted in zip(
+        ours.logprobs, reference.logprobs, ours.token_ids, reference.token_ids, strict=True
+    ):
+        common = sorted(mine.keys() & theirs.keys())
+        assert len(common) >= 4
+        difference = max(abs(mine[t] - theirs[t]) for t in common)
+        assert difference <= noise, f"log-probabilities differ by {difference:.3f} > {noise:.3f}"
+        best, second = sorted(theirs.values(), reverse=True)[:2]
+        if best - second > 2 * noise:
+            assert got == wanted
+        if got != wanted:
+            return  # a tie went the other way: what follows answers another text
+
+
+def check_everything(shape: str, dtype: str, noise: float) -> None:
+    """Plain vLLM answers first; then the same prompts with every way of recomputing everything."""
+    with engine(shape, segreuse=False, dtype=dtype) as plain:
+        documents, prompts = prompts_for(plain.vocab_size)
+        reference = plain.ask(*prompts)
+    with engine(shape, dtype=dtype) as reusing:
+        for way, options in WAYS.items():
+            reusing.reset()
+            reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+            together = reusing.ask(*prompts, options=options)
+            for ours, theirs in zip(together, reference, strict=True):
+                assert ours.report["bypass_reason"] is None, way
+                assert ours.report["reused_tokens"] > 200
+                assert ours.cached_tokens == ours.report["prefix_tokens"] + (
+                    ours.report["reused_tokens"] - ours.report["recomputed_tokens"]
+                )
+                assert_same(ours, theirs, noise)
+        reusing.check_idle()
+
+
+@pytest.mark.parametrize("shape", SUPPORTED)
+def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
+    # In float32, where rounding hides nothing: a wrong mask or position is off by far more.
+    check_everything(shape, "float32", noise=2e-3)
+
+
+def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
+    # Twice the spacing of bf16 numbers at the size of these logits (4 to 8).
+    check_everything("qwen3", "bfloat16", noise=0.0625)
+
+
+def test_the_comparison_can_fail() -> None:
+    """Without recomputation the same prompts answer differently, far beyond the tolerance above."""
+    with engine("qwen3", dtype="float32") as reusing:
+        documents, prompts = prompts_for(reusing.vocab_size)
+        reference = reusing.ask(*prompts)
+        reusing.reset()
+        reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+        shifted = reusing.ask(*prompts, options=NAMESPACE | {"segreuse_policy": "shift"})
+        for ours, theirs in zip(shifted, reference, strict=True):
+            with pytest.raises(AssertionError, match="log-probabilities differ"):
+                assert_same(ours, theirs, noise=20e-3)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors inside of segment reuse cost a request its reuse, never the engine (FAILURE_CASES 27)."""
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
+from tests.e2e.stepping import drain, submit
+from tests.e2e.test_equality import assert_same
+
+OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16}
+SHIFT = OPTIONS | {"segreuse_policy": "shift"}
+EVERYTHING = OPTIONS | {"segreuse_recompute_ratio": 1.0}
+SELECTED = OPTIONS | {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 1}
+NOISE = 2e-3  # of float32
+
+# What runs before vLLM has allocated a request's blocks.
+DECIDING = [
+    "cache.planner.Planner.decide",
+    "cache.planner.find_matches",
+    "cache.planner.reused_mask",
+    "cache.planner.window_hashes",
+    "compat.block_pool.SegmentBlockPool.prefix_state",
+    "compat.block_pool.SegmentBlockPool.room_beside",
+    "compat.block_pool.SegmentBlockPool.pin",
+    "scheduler.SchedulerSide._recipe",
+]
+# What runs when a request arrives, has got its blocks, or ends.
+ELSEWHERE = [
+    "scheduler.parse_request",
+    "scheduler.namespace_key",
+    "scheduler.SchedulerSide._bypass",
+    "cache.planner.Planner.add",
+    "compat.block_pool.SegmentBlockPool.index_prefix",
+    "scheduler.SchedulerSide._count",
+    "cache.planner.Planner.remove",
+]
+# What runs in a worker, and for whom.
+WORKING = {
+    "prefill.executor.token_copies": SHIFT,
+    "prefill.executor._Batch": SHIFT,
+    "prefill.rope.DeltaRope.rotate": SHIFT,
+    "prefill.rows.row_starts": SHIFT,
+    "prefill.layers.DecoderStack.embed": SHIFT,
+    "prefill.layers.DecoderStack.run": SHIFT,
+    "prefill.layers.DecoderStack.write_kv": SHIFT,
+    "prefill.executor.attention_mass": SELECTED,
+    "prefill.executor.choose_top_k": SELECTED,
+}
+
+Break = Callable[..., list[str]]
+
+
+class OnPurposeError(Exception):
+    """Raised by the tests."""
+
+
+@pytest.fixture(scope="module")
+def reusing() -> Iterator[Engine]:
+    with engine("qwen3", dtype="float32", max_model_len=1024) as running:
+        yield running
+
+
+def documents_and_prompt(running: Engine) -> tuple[list[list[int]], list[int]]:
+    text = Prompts(running.vocab_size, seed=41)
+    documents = [text.tokens(160), text.tokens(224)]
+    return documents, text.around(*documents)
+
+
+@pytest.fixture(scope="module")
+def reference(reusing: Engine) -> Answer:
+    """The prompt's answer without reuse."""
+    return reusing.ask(documents_and_prompt(reusing)[1])[0]
+
+
+@pytest.fixture
+def prompt(reusing: Engine, reference: Answer) -> list[int]:
+    """A prompt whose documents are cached."""
+    reusing.reset()
+    documents, prompt = documents_and_prompt(reusing)
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    return prompt
+
+
+@pytest.fixture
+def break_function() -> Iterator[Break]:
+    """Let a function raise, its first `times` calls only; returns the growing list of them."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def break_function(name: str, times: int = 10**6) -> list[str]:
+            calls: list[str] = []
+            original = pkgutil.resolve_name(f"vllm_segreuse.{name}")
+
+            def raising(*args: Any, **kwargs: Any) -> Any:
+                if len(calls) >= times:
+                    return original(*args, **kwargs)
+                calls.append(name)
+                raise OnPurposeError(name)
+
+            patch.setattr(f"vllm_segreuse.{name}", raising)
+            return calls
+
+        break_function.mend = patch.undo  # type: ignore[attr-defined]
+        yield break_function
+
+
+@pytest.fixture
+def errors(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What segment reuse has logged as errors, with their tracebacks."""
+
+    def errors() -> list[str]:
+        return [
+            f"{record.getMessage()} {record.exc_text}"
+            for record in caplog.records
+            if record.name == "vllm.segreuse" and record.levelname == "ERROR"
+        ]
+
+    return errors
+
+
+def ask_named(running: Engine, name: str, prompt: list[int], options: dict[str, Any]) -> Answer:
+    """One request under an id of our choice."""
+    submit(running, name, prompt, options)
+    return drain(running)[name]
+
+
+def check_alive(running: Engine, prompt: list[int]) -> None:
+    """Nothing is held, and the next request reuses."""
+    running.check_idle()
+    assert running.ask([7, *prompt], options=SHIFT)[0].report["reused_tokens"] >= 384
+    running.check_idle()
+
+
+@pytest.mark.parametrize("broken", DECIDING)
+def test_27_an_error_before_admission_costs_the_reuse(
+    reusing: Engine,
+    prompt: list[int],
+    reference: Answer,
+    break_function: Break,
+    errors: Callable[[], list[str]],
+    broken: str,
+) -> None:
+    calls = break_function(broken)
+    answer = ask_named(reusing, "unlucky", prompt, SHIFT)
+    assert calls
+    assert answer.report["bypass_reason"] == "error"
+    assert answer.report["new_tokens"] == len(prompt)
+    assert_same(answer, reference, NOISE)
+    (logged,) = errors()
+    assert "unlucky" in logged
+    break_function.mend()
+    check_alive(reusing, prompt)
+
+
+@pytest.mark.parametrize("broken", ELSEWHERE)
+def test_27_an_error_elsewhere_leaves_answer_and_engine_alone(
+    reusing: Engine,
+    prompt: list[int],
+    reference: Answer,
+    break_function: Break,
+    errors: Callable[[], list[str]],
+    broken: str,
+) -> None:
+    calls = break_function(broken)
+    answer = ask_named(reusing, "unlucky", prompt, EVERYTHING)
+    assert len(calls) == 1
+    assert_same(answer, reference, NOISE)
+    (logged,) = errors()
+    assert "unlucky" in logged
+    break_function.mend()
+    check_alive(reusing, prompt)
+
+
+@pytest.mark.parametrize("broken", WORKING)
+def test_27_an_error_in_the_pass_computes_its_plans_in_full(
+    reusing: Engine,
+    prompt: list[int],
+    reference: Answer,
+    break_function: Break,
+    errors: Callable[[], list[str]],
+    broken: str,
+) -> None:
+    calls = break_function(broken, times=1)
+    answer = ask_named(reusing, "unlucky", prompt, WORKING[broken])
+    assert len(calls) == 1
+    assert_same(answer, reference, NOISE)
+    (logged,) = errors()
+    assert "unlucky" in logged
+    assert "OnPurposeError" in logged
+    check_alive(reusing, prompt)
+
+
+def test_without_an_error_the_same_requests_answer_otherwise(
+    reusing: Engine, prompt: list[int], reference: Answer
+) -> None:
+    """Else "right behind an error" would say nothing."""
+    for options in (SHIFT, SELECTED):
+        answer = reusing.ask(prompt, options=options)[0]
+        with pytest.raises(AssertionError, match="log-probabilities differ"):
+            assert_same(answer, reference, 5 * NOISE)

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server, `vllm-segreuse serve`: requests, reports, bad input, metrics, kill switch."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from bench.shapes import make_model, passages
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+TOKEN = "an admin token of this test"
+ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+SWITCH = "/plugins/segreuse/v1"
+DOCUMENTS = [text[:2500] for _, text in passages() if len(text) > 2500][:2]
+_preambles = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    environment = {"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN}
+    with Server(make_model("llama"), ["--enable-scale-out"], environment) as server:
+        for document in DOCUMENTS:
+            server.post("/v1/completions", completion(document)).raise_for_status()
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def engine_survives(server: Server) -> Iterator[None]:
+    yield
+    assert server.is_healthy(), server.tail()
+
+
+def completion(prompt: str | list[str], **options: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 3, "temperature": 0}
+    return {**body, "extra_keys": ["docs"], **options}
+
+
+def shuffled() -> str:
+    """The known documents in the other order, behind a preamble that was never there before."""
+    return f"Request number {next(_preambles)}. " + "".join(reversed(DOCUMENTS))
+
+
+def chat(**options: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": shuffled()}]
+    body = {"model": "m", "messages": messages, "max_tokens": 3, "temperature": 0}
+    return {**body, "extra_keys": ["docs"], **options}
+
+
+def check_report(report: dict[str, Any], *, policy: str = "sparsex") -> None:
+    assert report["policy"] == policy
+    assert report["bypass_reason"] is None
+    assert report["reused_tokens"] > report["prompt_tokens"] // 2
+    total = report["prefix_tokens"] + report["reused_tokens"] + report["new_tokens"]
+    assert total == report["prompt_tokens"]
+    assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"]
+    assert report["matches"] >= 2
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# Requests and their reports.
+
+
+def test_completion_reports_reuse(server: Server) -> None:
+    body = server.post("/v1/completions", completion(shuffled())).raise_for_status().json()
+    report = body["kv_transfer_params"]["segreuse"]
+    check_report(report)
+    assert report["prompt_tokens"] == body["usage"]["prompt_tokens"]
+    cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == report["prefix_tokens"] + report["reused_tokens"] - report["recomputed_tokens"]
+
+
+def test_chat_reports_reuse(server: Server) -> None:
+    body = server.post("/v1/chat/completions", chat()).raise_for_status().json()
+    check_report(body["kv_transfer_params"]["segreuse"])
+
+
+def test_options_in_vllm_xargs_count(server: Server) -> None:
+    xargs = {"extra_keys": ["docs"], "segreuse_policy": "shift"}
+    body = completion(shuffled(), vllm_xargs=xargs)
+    del body["extra_keys"]
+    answer = server.post("/v1/completions", body).raise_for_status().json()
+    report = answer["kv_transfer_params"]["segreuse"]
+    check_report(report, policy="shift")
+    assert report["recomputed_tokens"] == 0
+
+
+def test_without_extra_keys_there_is_no_reuse_and_no_report(server: Server) -> None:
+    body = completion(shuffled(), extra_keys=None)
+    answer = server.post("/v1/completions", body).raise_for_status().json()
+    assert answer["kv_transfer_params"] is None
+    assert not answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_other_keys_are_another_namespace(server: Server) -> None:
+    for keys in ("other", ["do", "cs"], ["docs", "x"]):
+        body = completion(shuffled(), extra_keys=keys)
+        answer = server.post("/v1/completions", body).raise_for_status().json()
+        assert answer["kv_transfer_params"]["segreuse"]["reused_tokens"] == 0
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_last_chunk_of_a_stream_carries_the_report(
+    server: Server, endpoint: str, usage: bool
+) -> None:
+    body = chat() if "chat" in endpoint else completion(shuffled())
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    *chunks, last = events(server.post(endpoint, {**body, "stream": True, **options}))
+    check_report(last["kv_transfer_params"]["segreuse"])
+    assert all("kv_transfer_params" not in chunk for chunk in chunks)
+    assert (last["choices"] == []) == usage
+    finished = chunks[-1] if usage else last
+    assert finished["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices_and_prompts(server: Server, stream: bool) -> None:
+    for body in (
+        completion(shuffled(), n=2, temperature=1, seed=1, stream=stream),
+        completion([shuffled(), shuffled()], stream=stream),
+    ):
+        response = server.post("/v1/completions", body)
+        last = events(response)[-1] if stream else response.raise_for_status().json()
+        check_report(last["kv_transfer_params"]["segreuse"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_api(server: Server, stream: bool) -> None:
+    body = {"model": "m", "input": shuffled(), "max_output_tokens": 3, "stream": stream}
+    response = server.post("/v1/responses", {**body, "extra_keys": "docs"}).raise_for_status()
+    if stream:
+        data = [line for line in response.text.splitlines() if line.startswith("data: {")]
+        answer = json.loads(data[-1].removeprefix("data: "))["response"]
+    else:
+        answer = response.json()
+    check_report(answer["kv_transfer_params"]["segreuse"])
+
+
+def test_official_client(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
+    stream = client.completions.create(
+        model="m", prompt=shuffled(), max_tokens=3, stream=True, extra_body={"extra_keys": ["docs"]}
+    )
+    *_, last = stream
+    check_report(last.kv_transfer_params["segreuse"])  # type: ignore[attr-defined]
+    with pytest.raises(openai.BadRequestError, match="extra_keys=5"):
+        client.completions.create(model="m", prompt="a", extra_body={"extra_keys": 5})
+
+
+def test_too_short_a_prompt_is_bypassed_with_a_reason(server: Server) -> None:
+    answer = server.post("/v1/completions", completion("Hello there.")).raise_for_status().json()
+    report = answer["kv_transfer_params"]["segreuse"]
+    assert report["reused_tokens"] == 0
+    assert report["bypass_reason"]
+
+
+# Bad input.
+
+BAD_KEYS = [5, 1.5, True, {}, [], "", [""], ["a", 5], [["a"]], "a\u0000", "a\n", "\ud800"]
+BAD_OPTIONS = [
+    {"segreuse_polcy": "shift"},
+    {"segreuse_policy": "fastest"},
+    {"segreuse_policy": ["shift"]},
+    {"segreuse_recompute_ratio": 1.01},
+    {"segreuse_recompute_ratio": "0.1"},
+    {"segreuse_dense_layers": -1},
+    {"segreuse_dense_layers": True},
+    {"segreuse_overflow_tokens": 10**30},
+    {"segreuse_min_reused_tokens": 0},
+    {"extra_keys": []},
+]
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_values_are_400_with_the_options_name(
+    server: Server, endpoint: str, stream: bool
+) -> None:
+    prompt = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/responses": {"input": "a"},
+    }[endpoint]
+    cases = [("extra_keys", {"extra_keys": keys}) for keys in BAD_KEYS]
+    cases += [(next(iter(xargs)), {"vllm_xargs": xargs}) for xargs in BAD_OPTIONS]
+    for named, bad in cases:
+        response = server.post(endpoint, {"model": "m", "stream": stream, **prompt, **bad})
+        assert response.status_code == 400, (bad, response.text)
+        error = response.json()["error"]
+        assert error["param"] == named
+        assert named in error["message"]
+        assert len(error["message"]) < 500
+
+
+def test_not_a_number_is_400(server: Server) -> None:
+    nan = float("nan")
+    for bad in ({"extra_keys": nan}, {"vllm_xargs": {"segreuse_recompute_ratio": nan}}):
+        response = server.post("/v1/completions", {"model": "m", "prompt": "a", **bad})
+        assert response.status_code == 400, response.text
+
+
+@pytest.mark.parametrize("in_xargs", [False, True])
+@pytest.mark.parametrize(
+    "keys", [["k"] * 10**6, [[]] * 10**6, "x" * 2**20], ids=["10^6 keys", "10^6 lists", "1 MB"]
+)
+def test_huge_values_are_refused_with_a_short_message(
+    server: Server, keys: Any, in_xargs: bool
+) -> None:
+    bad = {"vllm_xargs": {"extra_keys": keys}} if in_xargs else {"extra_keys": keys}
+    response = server.post("/v1/completions", {"model": "m", "prompt": "a", **bad})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "extra_keys"
+    assert len(response.text) < 1000
+
+
+def test_other_endpoints_refuse_bad_values_too(server: Server) -> None:
+    conversation = [{"role": "user", "content": "a"}]
+    for endpoint, body in (
+        ("/v1/chat/completions/batch", {"messages": [conversation], "extra_keys": 5}),
+        (
+            "/v1/messages",
+            {
+                "messages": conversation,
+                "max_tokens": 2,
+                "vllm_xargs": {"segreuse_policy": "fastest"},
+            },
+        ),
+        (
+            "/inference/v1/generate",
+            {
+                "token_ids": [1, 2, 3],
+                "sampling_params": {"max_tokens": 2, "extra_args": {"extra_keys": 5}},
+            },
+        ),
+    ):
+        response = server.post(endpoint, {"model": "m", **body})
+        assert response.status_code == 400, (endpoint, response.text)
+        assert "extra_keys" in response.text or "segreuse_policy" in response.text
+
+
+# Metrics.
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    """Sum of a metric's samples that carry `labels`."""
+    total = 0.0
+    for line in server.get("/metrics").text.splitlines():
+        sample, _, value = line.rpartition(" ")
+        if sample.split("{")[0] == name and all(f'{k}="{v}"' in sample for k, v in labels.items()):
+            total += float(value)
+    return total
+
+
+def test_metrics_count_what_the_report_says(server: Server) -> None:
+    kinds = ("prefix", "reused", "recomputed", "new")
+    tokens = "vllm:segreuse_tokens_total"
+    before = {kind: metric(server, tokens, kind=kind) for kind in kinds}
+    requests = metric(server, "vllm:segreuse_requests_total", outcome="reused")
+    matches = metric(server, "vllm:segreuse_match_seconds_count")
+    answer = server.post("/v1/completions", completion(shuffled())).raise_for_status().json()
+    report = answer["kv_transfer_params"]["segreuse"]
+    for kind in kinds:
+        assert metric(server, tokens, kind=kind) - before[kind] == report[f"{kind}_tokens"]
+    assert metric(server, "vllm:segreuse_requests_total", outcome="reused") == requests + 1
+    assert metric(server, "vllm:segreuse_match_seconds_count") > matches
+    assert metric(server, "vllm:segreuse_align_seconds_count") > 0
+    assert metric(server, "vllm:segreuse_sparse_pass_seconds_count") > 0
+
+
+def test_bypassed_requests_are_counted_with_their_reason(server: Server) -> None:
+    answer = server.post("/v1/completions", completion("Hi.")).raise_for_status().json()
+    reason = answer["kv_transfer_params"]["segreuse"]["bypass_reason"]
+    name = "vllm:segreuse_requests_total"
+    before = metric(server, name, outcome="bypassed", reason=reason)
+    server.post("/v1/completions", completion("Hi.")).raise_for_status()
+    assert metric(server, name, outcome="bypassed", reason=reason) == before + 1
+
+
+# Kill switch.
+
+
+def test_kill_switch(server: Server) -> None:
+    def reused() -> int:
+        answer = server.post("/v1/completions", completion(shuffled())).raise_for_status().json()
+        return int(answer["kv_transfer_params"]["segreuse"]["reused_tokens"])
+
+    assert reused() > 0
+    response = server.post(f"{SWITCH}/disable", headers=ADMIN)
+    assert (response.status_code, response.json()) == (200, {"enabled": False})
+    try:
+        assert server.get(f"{SWITCH}/status", headers=ADMIN).json()["enabled"] is False
+        assert reused() == 0
+    finally:
+        response = server.post(f"{SWITCH}/enable", headers=ADMIN)
+    assert (response.status_code, response.json()) == (200, {"enabled": True})
+    assert reused() > 0
+
+
+def test_kill_switch_wants_its_token(server: Server) -> None:
+    wrong = {"Authorization": "Bearer wrong"}
+    assert server.post(f"{SWITCH}/disable").status_code == 401
+    assert server.post(f"{SWITCH}/disable", headers=wrong).status_code == 403
+    assert server.get(f"{SWITCH}/disable", headers=ADMIN).status_code == 405
+    assert server.get(f"{SWITCH}/other", headers=ADMIN).status_code == 404
+    response = server.post(f"{SWITCH}/disable", "x" * 10**6, headers=ADMIN)
+    assert response.status_code == 413
+    assert server.get(f"{SWITCH}/status", headers=ADMIN).json()["enabled"] is True

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be proven is refused at start-up, in one sentence (FAILURE_CASES 10, 34)."""
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import NAMESPACE, Prompts, engine
+
+REFUSED = {
+    "mistral_window": "sliding-window attention",
+    "gemma3": "sliding-window attention",
+    "phi3_longrope": "carries positions that no rotary module explains",
+    "deepseek_v2": "multi-head latent attention",
+    "lfm2": "layers without attention",
+}
+
+
+@pytest.mark.parametrize("shape", REFUSED)
+def test_10_models_that_cannot_be_proven_are_refused_by_name(shape: str) -> None:
+    with pytest.raises(RuntimeError, match=REFUSED[shape]) as refusal, engine(shape):
+        pass
+    assert str(refusal.value).startswith("segment reuse cannot start: ")
+    assert "serve this model without --segreuse" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype=fp8_e5m2 is quantised"),
+    ],
+)
+def test_10_configurations_that_cannot_be_proven_are_refused(
+    arguments: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(RuntimeError, match=why), engine("qwen3", **arguments):
+        pass
+
+
+def test_10_a_wrong_rotation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_segreuse.prefill.rope import DeltaRope
+
+    monkeypatch.setattr(DeltaRope, "tables", lambda self, deltas: _tables(self, deltas + 1))
+    with pytest.raises(RuntimeError, match="not a rotation"), engine("llama"):
+        pass
+
+
+def _tables(rope: Any, deltas: Any) -> Any:
+    angles = deltas.double()[:, None] * rope.frequencies[None]
+    return angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+
+
+def test_10_a_pass_that_sees_the_future_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for all scattered queries: the mistake that most "recompute top-k" code makes."""
+    from vllm_segreuse.prefill import rows
+
+    def one_row_per_request(tokens: Any) -> Any:
+        starts = tokens.request.new_zeros(len(tokens), dtype=bool)
+        starts[0] = True
+        return starts
+
+    monkeypatch.setattr(rows, "row_starts", one_row_per_request)
+    with pytest.raises(RuntimeError, match="does not reproduce"), engine("llama"):
+        pass
+
+
+def test_34_with_lora_enabled_requests_are_bypassed() -> None:
+    with engine("qwen3", enable_lora=True, max_lora_rank=8) as running:
+        text = Prompts(running.vocab_size)
+        document = text.tokens(256)
+        running.ask(document, options=NAMESPACE, max_tokens=1)
+        answer = running.ask(text.around(document), options=NAMESPACE)[0]
+        assert answer.report["bypass_reason"] == "lora"
+        assert answer.report["reused_tokens"] == 0
+        assert len(running.pool.index) == 0
+
+
+def test_the_proof_fits_a_model_with_few_positions() -> None:
+    with engine("llama", max_model_len=96, max_num_batched_tokens=96) as running:
+        text = Prompts(running.vocab_size)
+        document = text.tokens(64)
+        options = NAMESPACE | {"segreuse_min_reused_tokens": 16}
+        running.ask(document, options=options, max_tokens=1)
+        answer = running.ask(text.tokens(9) + document, options=options, max_tokens=2)[0]
+        assert answer.report["reused_tokens"] == 63  # the last token is always computed
