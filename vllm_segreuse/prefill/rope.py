@@ -10,9 +10,16 @@ the magnitude of the key; the cached key has that already, so the rotation here 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 
 import torch
+
+
+# How far a module's cosines may be off: what bfloat16 rounds away. On CPU, torch may compute them
+# with MKL's fast variant (a race at the function's first call: pytorch issue 188792), which is good
+# to about 12 bits; the model's own keys then have that error too.
+_TABLE_ERROR = 2.0**-9
 
 
 class RopeError(RuntimeError):
@@ -89,18 +96,39 @@ def derive(rotary: torch.nn.Module, name: str) -> DeltaRope:
     try:
         table = rotary._compute_cos_sin_cache().detach().to("cpu", torch.float32)
         rotary_dim, neox = int(rotary.rotary_dim), bool(rotary.is_neox_style)
-        cos, sin = table[1].double().chunk(2, dim=-1)
+        frequencies = _frequencies(table)
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise RopeError(
             f"{name}: {type(rotary).__name__} gives no table of angles ({error})"
         ) from error
-    if cos.shape != (rotary_dim // 2,):
+    if frequencies.shape != (rotary_dim // 2,):
         raise RopeError(
-            f"{name}: {type(rotary).__name__} has {cos.numel()} angles for {rotary_dim} channels"
+            f"{name}: {type(rotary).__name__} has {frequencies.numel()} angles "
+            f"for {rotary_dim} channels"
         )
-    delta_rope = DeltaRope(torch.atan2(sin, cos), rotary_dim, neox)
+    delta_rope = DeltaRope(frequencies, rotary_dim, neox)
     _prove(rotary, table, delta_rope, name)
     return delta_rope
+
+
+def _frequencies(table: torch.Tensor) -> torch.Tensor:
+    """Radians per position of each channel pair, float64, from cosines and sines by position.
+
+    A row p gives the frequency up to its rounding error / p, and up to whole turns, which the rows
+    before it settle. At powers of two the angle itself is exact in float32. The first row alone
+    would not do: its error grows with the distance of a move, and tables are not always good to
+    the last bit (see `_TABLE_ERROR`).
+    """
+    frequencies = torch.zeros(table.shape[1] // 2, dtype=torch.float64)
+    position = 1
+    while position < table.shape[0]:
+        cos, sin = table[position].double().chunk(2)
+        turns = torch.atan2(sin, cos) - position * frequencies
+        # Wrapped without sine and cosine, whose own tables may be the bad ones.
+        turns -= (turns / math.tau).round() * math.tau
+        frequencies += turns / position
+        position *= 2
+    return frequencies
 
 
 def _prove(rotary: torch.nn.Module, table: torch.Tensor, delta_rope: DeltaRope, name: str) -> None:
@@ -125,10 +153,10 @@ def _prove(rotary: torch.nn.Module, table: torch.Tensor, delta_rope: DeltaRope, 
     moved = delta_rope.rotate(at_old.view(shape), *delta_rope.tables(new - old))
     # The module multiplies position by frequency in float32: its own angle error grows with both.
     angle_error = (old.maximum(new) * delta_rope.frequencies.abs().max()).float() * 2.0**-22
-    tolerance = (1e-5 + 4 * angle_error)[:, None, None] * at_new.view(shape).abs().amax()
+    tolerance = (_TABLE_ERROR + 4 * angle_error)[:, None, None] * at_new.view(shape).abs().amax()
     worst = ((moved - at_new.view(shape)).abs() - tolerance).max().item()
     if not worst <= 0:
         raise RopeError(
             f"{name}: {type(rotary).__name__} is not a rotation by the position difference "
-            f"(off by {worst:.2g} beyond float32 rounding)"
+            f"(off by {worst:.2g} beyond rounding)"
         )
