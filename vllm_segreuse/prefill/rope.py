@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 # How far a module's cosines may be off: what bfloat16 rounds away. On CPU, torch may compute them
 # with MKL's fast variant (a race at the function's first call: pytorch issue 188792), which is good
 # to about 12 bits; the model's own keys then have that error too.
