@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerator kernels, imported as `vllm_segreuse.kernels`.
+"""The three kernels of segment reuse, imported as `vllm_segreuse.kernels`.
 
-Empty for now: alignment and the sparse pass run on stock PyTorch and on vLLM's own attention
-backends, on every device. Triton kernels will live here, one file per kernel with its launcher,
-and beside them `reference.py`, the plain PyTorch form that each of them is tested against.
+`align` moves cached keys and values to other slots and positions, `sparse_attention` attends from
+scattered positions over the paged cache, `token_scores` sums the attention each key receives.
+`reference.py` says what they do, in plain torch; every other file is one way to do it fast.
 """

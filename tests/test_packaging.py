@@ -34,7 +34,7 @@ def test_kernels_are_importable_from_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "__init__.py"
+    assert Path(done.stdout.strip()).resolve() == REPOSITORY / "kernels" / "__init__.py"
 
 
 def test_plugin_is_registered_with_vllm() -> None:

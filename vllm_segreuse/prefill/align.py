@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_segreuse.cache.plan import ReusePlan
-from vllm_segreuse.prefill.kv_layout import PageLayout, flat_pages
+from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill.rope import DeltaRope
 
 

@@ -18,11 +18,12 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.cache.plan import Recipe, ReusePlan
+from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.prefill import rope
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.fast_norms import fast_norms
-from vllm_segreuse.prefill.kv_layout import LayoutError, discover_layout, flat_pages
+from vllm_segreuse.prefill.kv_layout import LayoutError, discover_layout
 from vllm_segreuse.prefill.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.prefill.rope import DeltaRope, RopeError
 from vllm_segreuse.prefill.rows import RowBuilder, TokenTable

@@ -10,91 +10,16 @@ cannot be expressed so is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
+
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 
 _CODE_BASE = 128  # integers below 256 are exact in bf16, fp16 and fp32
 
 
 class LayoutError(RuntimeError):
     """The KV page layout of a layer could not be proven."""
-
-
-@dataclass(frozen=True)
-class TiledStrides:
-    """Element strides of one half (K or V) of a page.
-
-    Element `(head h, token o, channel d)` lies at
-    `offset + h*head + (o//token_tile)*token_hi + (o%token_tile)*token_lo
-    + (d//channel_tile)*channel_hi + (d%channel_tile)*channel_lo`.
-    """
-
-    shape: tuple[int, int, int]  # (num_kv_heads, block_size, head_size)
-    offset: int
-    head: int
-    token_tile: int
-    token_hi: int
-    token_lo: int
-    channel_tile: int
-    channel_hi: int
-    channel_lo: int
-
-    def view(self, pages: torch.Tensor) -> torch.Tensor:
-        """Strided view `[block, head, token_hi, token_lo, channel_hi, channel_lo]` of flat pages.
-
-        Args:
-            pages: `[num_blocks, page_elements]`, unit stride in the page.
-        """
-        heads, tokens, channels = self.shape
-        size = (
-            pages.shape[0],
-            heads,
-            tokens // self.token_tile,
-            self.token_tile,
-            channels // self.channel_tile,
-            self.channel_tile,
-        )
-        stride = (
-            pages.stride(0),
-            self.head,
-            self.token_hi,
-            self.token_lo,
-            self.channel_hi,
-            self.channel_lo,
-        )
-        return pages.as_strided(size, stride, pages.storage_offset() + self.offset)
-
-    def tokens(self, pages: torch.Tensor) -> torch.Tensor:
-        """Copy out every token of the given pages: `[blocks * block_size, heads, head_size]`."""
-        heads, tokens, channels = self.shape
-        unpacked = self.view(pages).permute(0, 2, 3, 1, 4, 5)
-        return unpacked.reshape(pages.shape[0] * tokens, heads, channels)
-
-
-@dataclass(frozen=True)
-class PageLayout:
-    """Layout of one KV page: `keys` and `values` over the page's flat elements."""
-
-    keys: TiledStrides
-    values: TiledStrides
-
-
-def flat_pages(kv_cache: torch.Tensor) -> torch.Tensor:
-    """`[num_blocks, page_elements]` view of a layer's cache; the page must be dense in memory."""
-    order = sorted(range(1, kv_cache.dim()), key=kv_cache.stride, reverse=True)
-    expected = 1
-    for dim in reversed(order):
-        if kv_cache.stride(dim) != expected and kv_cache.shape[dim] != 1:
-            raise LayoutError(
-                f"KV pages are not dense in memory (shape {tuple(kv_cache.shape)}, "
-                f"strides {kv_cache.stride()})"
-            )
-        expected *= kv_cache.shape[dim]
-    return kv_cache.as_strided(
-        (kv_cache.shape[0], expected), (kv_cache.stride(0), 1), kv_cache.storage_offset()
-    )
 
 
 def discover_layout(layer: torch.nn.Module, block_size: int) -> PageLayout:
@@ -109,7 +34,10 @@ def discover_layout(layer: torch.nn.Module, block_size: int) -> PageLayout:
     Raises:
         LayoutError: naming the layer, if the page cannot be located or expressed as strides.
     """
-    pages = flat_pages(layer.kv_cache)
+    try:
+        pages = flat_pages(layer.kv_cache)
+    except ValueError as error:
+        raise LayoutError(f"{layer.layer_name}: {error}") from None
     shape = (layer.num_kv_heads, block_size, layer.head_size)
     saved = pages[1].clone()
     try:

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three kernels in plain torch: what every other version is tested against, and what runs where
+none of them could be built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
+
+_SCORE_ELEMENTS = 1 << 24  # bound on one block of attention weights (64 MiB in float32)
+
+
+def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+    """Copy tokens from slot to slot, keys turned by each token's own distance (SparseX, 3.1).
+
+    Every source is read before any target is written. Rotates in float32 and rounds once. Scales
+    of an fp8 cache need no care: source and target share them, and a rotation is linear.
+
+    Args:
+        pages: flat pages `[num_blocks, page_elements]` of each layer, of one dtype and one layout.
+        parts: the keys and the values of a page.
+        moves: which tokens go where.
+    """
+    for layer in pages:
+        moved = [_read(layer, part.strides, moves.sources) for part in parts]
+        for part, tokens in zip(parts, moved, strict=True):
+            if part.rotation is not None:
+                tokens = rotate(
+                    tokens, part.rotation, moves.cos[moves.angles], moves.sin[moves.angles]
+                )
+            _write(layer, part.strides, moves.targets, tokens)
+
+
+def rotate(
+    tokens: torch.Tensor, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """Turn tokens `[tokens, heads, head_size]` by angles given as float32 `[tokens, pairs]`."""
+    last = rotation.first + rotation.dim
+    turning = tokens[..., rotation.first : last].float()
+    if rotation.neox:
+        first, second = turning.chunk(2, dim=-1)
+    else:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    new_first, new_second = first * cos - second * sin, second * cos + first * sin
+    if tokens.dtype.itemsize == 1:  # fp8 saturates where a float would go to infinity
+        largest = torch.finfo(tokens.dtype).max
+        new_first, new_second = (x.clamp(-largest, largest) for x in (new_first, new_second))
+    out = tokens.clone()
+    if rotation.neox:
+        middle = rotation.first + rotation.dim // 2
+        out[..., rotation.first : middle] = new_first.to(tokens.dtype)
+        out[..., middle:last] = new_second.to(tokens.dtype)
+    else:
+        out[..., rotation.first : last : 2] = new_first.to(tokens.dtype)
+        out[..., rotation.first + 1 : last : 2] = new_second.to(tokens.dtype)
+    return out
+
+
+def sparse_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    values: TiledStrides,
+    block_tables: torch.Tensor,
+    request: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+) -> None:
+    """Causal attention of queries at arbitrary positions over a paged cache.
+
+    Args:
+        out: `[queries, heads, head_size]`, written.
+        query: `[queries, heads, head_size]`, rotated, sorted by request, then by position.
+        pages: flat pages `[num_blocks, page_elements]` of the layer; positions up to each query's
+            own are filled.
+        keys, values: where they lie in a page.
+        block_tables: int32 `[requests, blocks]`.
+        request: row of `block_tables` of each query, int64 `[queries]`.
+        positions: int64 `[queries]`.
+        scale: softmax scale.
+    """
+    for row in request.unique().tolist():
+        mine = (request == row).nonzero().flatten()
+        where = positions[mine]
+        count = int(where.max()) + 1
+        used = block_tables[row, : -(-count // keys.shape[1])].long()
+        key, value = (
+            part.tokens(pages[used])[:count]
+            .float()
+            .repeat_interleave(query.shape[1] // part.shape[0], dim=1)
+            for part in (keys, values)
+        )
+        logits = torch.einsum("qhd,thd->hqt", query[mine].float() * scale, key)
+        future = torch.arange(count, device=pages.device) > where[:, None]
+        weights = logits.masked_fill(future, float("-inf")).softmax(-1)
+        out[mine] = torch.einsum("hqt,thd->qhd", weights, value).to(out.dtype)
+
+
+def token_scores(
+    query: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    block_ids: torch.Tensor,
+    num_tokens: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attention that all queries and heads together pay to each key (SparseX, equations 1 and 2).
+
+    Causal by the queries' own positions; the softmax runs over all keys a query may see.
+
+    Args:
+        query: `[queries, heads, head_size]`, rotated.
+        positions: int64 `[queries]`, ascending.
+        pages: flat pages `[num_blocks, page_elements]` of the layer.
+        keys: where keys lie in a page.
+        block_ids: the request's block table, `[blocks]`.
+        num_tokens: keys of positions `[0, num_tokens)` are scored.
+        scale: softmax scale.
+
+    Returns:
+        float32 `[num_tokens]`.
+    """
+    kv_heads, block_size, head_size = keys.shape
+    groups = query.shape[1] // kv_heads
+    used = block_ids[: -(-num_tokens // block_size)].long()
+    key = keys.tokens(pages[used])[:num_tokens]
+    # [kv_heads, head_size, tokens] and [kv_heads, queries, groups, head_size]
+    transposed = key.float().permute(1, 2, 0).contiguous()
+    grouped = (query.float() * scale).view(-1, kv_heads, groups, head_size).transpose(0, 1)
+    mass = torch.zeros(num_tokens, device=pages.device)
+    step = max(1, _SCORE_ELEMENTS // (num_tokens * kv_heads * groups))
+    for first in range(0, query.shape[0], step):
+        block = grouped[:, first : first + step]
+        where = positions[first : first + step]
+        visible = min(int(where[-1]) + 1, num_tokens)
+        logits = torch.matmul(
+            block.reshape(kv_heads, -1, head_size), transposed[..., :visible]
+        ).view(kv_heads, block.shape[1], groups, visible)
+        hidden_from = min(int(where[0]) + 1, visible)
+        future = torch.arange(hidden_from, visible, device=pages.device) > where[:, None]
+        logits[..., hidden_from:].masked_fill_(future[None, :, None], float("-inf"))
+        mass[:visible] += logits.softmax(-1).sum((0, 1, 2))
+    return mass
+
+
+def _read(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor) -> torch.Tensor:
+    """Tokens `[tokens, heads, head_size]` at the given slots."""
+    # Whole pages are gathered (one memcpy each) and unpacked at once; picking single tokens out of
+    # tiled pages would be a strided read per element.
+    size = strides.shape[1]
+    blocks, page_of = torch.unique(slots // size, return_inverse=True)
+    tokens = strides.tokens(_indexable(pages)[blocks])[page_of * size + slots % size]
+    return tokens.view(pages.dtype)
+
+
+def _write(
+    pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Write tokens `[tokens, heads, head_size]` to the given slots."""
+    heads, size, channels = strides.shape
+    offset = slots % size
+    tile, channel_tile = strides.token_tile, strides.channel_tile
+    view = strides.view(_indexable(pages)).permute(0, 2, 3, 1, 4, 5)
+    view[slots // size, offset // tile, offset % tile] = _indexable(tokens).view(
+        -1, heads, channels // channel_tile, channel_tile
+    )
+
+
+def _indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """torch cannot index fp8; it can index the bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
