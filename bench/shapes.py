@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,10 @@ from typing import Any
 
 RECIPE_VERSION = 1
 """Raise it when the way weights or tokenizer are made changes: cached models are made anew."""
+
+# transformers changes torch's default dtype while it builds a model: two threads that do so at once
+# may leave the changed one behind.
+_BUILDING = threading.Lock()
 
 VOCAB_SIZE = 8192
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -226,7 +231,8 @@ def _write_weights(shape: Shape, directory: Path) -> None:
     config = AutoConfig.for_model(
         shape.model_type, **shape.config, bos_token_id=None, eos_token_id=2, pad_token_id=0
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with _BUILDING:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     for parameter_name, parameter in model.named_parameters():
         std = _weight_std(parameter_name, parameter.shape)

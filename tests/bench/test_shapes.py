@@ -54,6 +54,7 @@ def test_several_at_once_make_one_and_leave_no_drafts(tmp_path: Path) -> None:
         made = set(pool.map(lambda _: shapes.make_model("qwen2", tmp_path), range(4)))
     assert [path.name for path in (tmp_path / "models").iterdir()] == [made.pop().name]
     assert not made
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_failed_attempt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

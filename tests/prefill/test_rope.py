@@ -4,7 +4,6 @@
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -48,32 +47,19 @@ def _vllm_config():
         yield
 
 
-class Trigonometry(TorchFunctionMode):
-    """Has torch's cosine and sine computed by other functions of a numpy array."""
-
-    def __init__(self, cos: Any, sin: Any) -> None:
-        super().__init__()
-        self._of = {torch.Tensor.cos: cos, torch.Tensor.sin: sin}
+class Angles(TorchFunctionMode):
+    """Cosines and sines are not taken: a table of them is one of angles."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._of:
-            return torch.from_numpy(self._of[func](args[0].double().numpy())).to(args[0].dtype)
+        if func in (torch.Tensor.cos, torch.Tensor.sin):
+            return args[0]
         return func(*args, **(kwargs or {}))
 
 
 def make(kind: dict[str, Any], neox: bool = True, dtype: torch.dtype = torch.float32) -> Any:
-    """A rotary module as vLLM makes it, with tables that are good to the last bit everywhere.
-
-    torch's own float32 cosine on CPU may have no more than 12 bits (see rope.py).
-    """
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    with Trigonometry(np.cos, np.sin):
-        rotary = copy.copy(get_rope(HEAD_SIZE, LIMIT, neox, kind, dtype))
-        table = rotary._compute_cos_sin_cache()
-    rotary.cos_sin_cache = table.to(dtype)
-    rotary._compute_cos_sin_cache = lambda: table
-    return rotary
+    return get_rope(HEAD_SIZE, LIMIT, neox, kind, dtype)
 
 
 def rotated(rotary: Any, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -81,14 +67,13 @@ def rotated(rotary: Any, keys: torch.Tensor, positions: torch.Tensor) -> torch.T
     magnitude = getattr(rotary, "mscale", 1.0)  # YaRN's
     unscaled = copy.copy(rotary)
     unscaled.mscale = 1.0
-    with Trigonometry(lambda angle: angle, lambda angle: angle):
+    with Angles():
         frequencies = type(rotary)._compute_cos_sin_cache(unscaled)[1].double().chunk(2)[0]
     angles = positions.double()[:, None] * frequencies
-    cosines, sines = (torch.from_numpy(f(angles.numpy())) for f in (np.cos, np.sin))
     out, half = keys.double(), rotary.rotary_dim // 2
     for i in range(half):
         a, b = (i, i + half) if rotary.is_neox_style else (2 * i, 2 * i + 1)
-        c, s = cosines[:, i : i + 1] * magnitude, sines[:, i : i + 1] * magnitude
+        c, s = angles[:, i : i + 1].cos() * magnitude, angles[:, i : i + 1].sin() * magnitude
         out[..., a], out[..., b] = (
             keys[..., a] * c - keys[..., b] * s,
             keys[..., b] * c + keys[..., a] * s,
@@ -107,18 +92,6 @@ def test_a_moved_key_is_the_key_rotated_there(kind: str, neox: bool, shift: int)
     moved = rope.rotate(rotated(rotary, keys, old).float(), *rope.tables(torch.full((2,), shift)))
     expected = rotated(rotary, keys, old + shift)
     torch.testing.assert_close(moved.double(), expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_table_of_poor_cosines_gives_good_frequencies(kind: str) -> None:
-    """12 bits, as torch's CPU cosine may have; a move is off by no more than bfloat16 shows."""
-    rotary = make(KINDS[kind])
-    exact = derive(rotary, "layer").frequencies
-    table = rotary._compute_cos_sin_cache()
-    rotary._compute_cos_sin_cache = lambda: (table * 4096).trunc() / 4096
-    poor = derive(rotary, "layer").frequencies
-    assert not torch.equal(poor, exact)
-    assert ((poor - exact) * (LIMIT - 1)).abs().max() < 2**-9
 
 
 @pytest.mark.parametrize("neox", [True, False], ids=["halves", "interleaved"])
