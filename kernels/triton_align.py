@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: N803 (compile-time arguments of kernels are written in capitals)
+"""`align` in Triton: every layer in one launch, or in two where pages are both read and written.
+
+A program moves a few tokens of one head of one layer, keys and values. Layers are told apart by a
+tensor of their addresses. The time goes into memory traffic: each element is read and written once
+(twice with a scratch buffer), 16 bytes at a time where the layout allows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
+from vllm_segreuse.kernels.triton_addresses import element
+
+_TILE_ELEMENTS = 4096  # that a program holds at once: 32 in each of its 128 threads
+_SCRATCH_BYTES = 1 << 28  # bound on staged tokens; a call with more goes a few layers at a time
+
+# How elements are stored, and how many mantissa bits fp8 has (0: not fp8). fp8 is taken apart and
+# put together by hand: sm_80 has no instructions for it, and so it rounds and saturates alike
+# everywhere.
+_STORED = {
+    torch.float32: (tl.float32, 0),
+    torch.float16: (tl.float16, 0),
+    torch.bfloat16: (tl.bfloat16, 0),
+    torch.float8_e4m3fn: (tl.uint8, 3),
+    torch.float8_e5m2: (tl.uint8, 2),
+}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Keys or values on their way: how they lie before and after, and which channels turn."""
+
+    source: TiledStrides
+    target: TiledStrides
+    rotation: Rotation | None
+
+
+class _End(NamedTuple):
+    """Where tokens come from or go to: address of each layer, slots, elements from page to page."""
+
+    bases: torch.Tensor
+    slots: torch.Tensor
+    page_stride: int
+
+
+def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+    """Copy tokens from slot to slot, keys turned by each token's own distance (SparseX, 3.1).
+
+    Every source is read before any target is written: with `moves.overlapping`, tokens are turned
+    on their way into a scratch buffer and written from there. Turns in float32 and rounds once.
+
+    Args:
+        pages: flat pages `[num_blocks, page_elements]` of each layer, alike in dtype and strides;
+            float32, float16, bfloat16, float8_e4m3fn or float8_e5m2 (which saturate).
+        parts: the keys and the values of a page.
+        moves: which tokens go where.
+
+    Raises:
+        ValueError: the arguments are not as described.
+    """
+    if not len(moves) or not pages:
+        return
+    _check(pages, parts, moves)
+    if not moves.overlapping:
+        transfers = tuple(Transfer(part.strides, part.strides, part.rotation) for part in parts)
+        cache = _addresses(pages), pages[0].stride(0)
+        source, target = (_End(cache[0], s, cache[1]) for s in (moves.sources, moves.targets))
+        _launch(transfers, pages[0], moves, source, target)
+        return
+    # A scratch row is a page of one token, so both launches are the same kernel.
+    rows = _row_strides(parts)
+    row_elements = sum(heads * channels for heads, _, channels in (row.shape for row in rows))
+    layer_bytes = len(moves) * row_elements * pages[0].itemsize
+    layers_at_once = min(len(pages), max(1, _SCRATCH_BYTES // layer_bytes))
+    device = pages[0].device
+    scratch = torch.empty(layers_at_once * layer_bytes, dtype=torch.uint8, device=device)
+    begin = scratch.data_ptr()
+    numbers = torch.arange(len(moves), device=device)
+    inward = tuple(
+        Transfer(part.strides, row, part.rotation) for part, row in zip(parts, rows, strict=True)
+    )
+    outward = tuple(
+        Transfer(row, part.strides, None) for part, row in zip(parts, rows, strict=True)
+    )
+    for first in range(0, len(pages), layers_at_once):
+        layers = pages[first : first + layers_at_once]
+        bases, stride = _addresses(layers), layers[0].stride(0)
+        ends = torch.arange(len(layers), device=device) * layer_bytes + begin
+        staged = _End(ends, numbers, row_elements)
+        _launch(inward, layers[0], moves, _End(bases, moves.sources, stride), staged)
+        _launch(outward, layers[0], moves, staged, _End(bases, moves.targets, stride))
+
+
+def _check(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+    first = pages[0]
+    if first.dtype not in _STORED:
+        names = ", ".join(str(dtype) for dtype in _STORED)
+        raise ValueError(f"pages are {first.dtype}; align moves {names}")
+    for number, layer in enumerate(pages):
+        if layer.dtype != first.dtype or layer.stride() != (first.stride(0), 1):
+            raise ValueError(
+                f"pages of layer {number} are {layer.dtype} with strides {layer.stride()}, those "
+                f"of layer 0 {first.dtype} with {first.stride()}; pass flat pages, and layers "
+                "that differ in calls of their own"
+            )
+    for part in parts:
+        if part.strides.shape[:2] != parts[0].strides.shape[:2]:
+            raise ValueError(
+                f"parts of {part.strides.shape[:2]} and {parts[0].strides.shape[:2]} heads and "
+                "tokens per page; pass them in calls of their own"
+            )
+        if part.rotation is not None and part.rotation.dim != 2 * moves.cos.shape[1]:
+            raise ValueError(
+                f"cos has {moves.cos.shape[1]} columns for a rotation of {part.rotation.dim} "
+                "channels; pass one column per pair"
+            )
+
+
+def _row_strides(parts: Sequence[Part]) -> list[TiledStrides]:
+    """A token's parts behind each other, dense."""
+    rows, offset = [], 0
+    for heads, _, channels in (part.strides.shape for part in parts):
+        rows.append(TiledStrides((heads, 1, channels), offset, channels, 1, 0, 0, channels, 0, 1))
+        offset += heads * channels
+    return rows
+
+
+def _addresses(pages: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _on_device(tuple(layer.data_ptr() for layer in pages), pages[0].device)
+
+
+@lru_cache(maxsize=64)
+def _on_device(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 `[layers]`. Remembered, as a model's cache does not move."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
+def _launch(
+    transfers: tuple[Transfer, ...],
+    pages: torch.Tensor,
+    moves: Moves,
+    source: _End,
+    target: _End,
+) -> None:
+    stored, fp8_bits = _STORED[pages.dtype]
+    heads = transfers[0].source.shape[0]
+    widest = max(transfer.source.shape[2] for transfer in transfers)
+    block_tokens = max(1, _TILE_ELEMENTS // triton.next_power_of_2(widest))
+    # Tokens first: only that dimension of a grid may exceed 65535.
+    _move[(triton.cdiv(len(moves), block_tokens), source.bases.numel(), heads)](
+        *source,
+        *target,
+        moves.angles,
+        moves.cos,
+        moves.sin,
+        len(moves),
+        TRANSFERS=transfers,
+        STORED=stored,
+        FP8_BITS=fp8_bits,
+        ALIGNMENT=16 if pages.data_ptr() % 16 == 0 else pages.itemsize,
+        BLOCK_TOKENS=block_tokens,
+    )
+
+
+@triton.jit
+def _move(
+    source_bases,
+    source_slots,
+    source_page_stride,
+    target_bases,
+    target_slots,
+    target_page_stride,
+    angles,
+    cos,
+    sin,
+    num_tokens,
+    TRANSFERS: tl.constexpr,
+    STORED: tl.constexpr,
+    FP8_BITS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Grid: tiles of tokens, layers, heads."""
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
+    layer, head = tl.program_id(1), tl.program_id(2)
+    exists = token < num_tokens
+    source_slot = tl.load(source_slots + token, mask=exists, other=0)
+    target_slot = tl.load(target_slots + token, mask=exists, other=0)
+    angle = tl.load(angles + token, mask=exists, other=0)
+    source = tl.load(source_bases + layer).to(tl.pointer_type(STORED))
+    target = tl.load(target_bases + layer).to(tl.pointer_type(STORED))
+    # The compiler sees the alignment of arguments, not that of what is read from memory.
+    source = tl.multiple_of(source, ALIGNMENT)
+    target = tl.multiple_of(target, ALIGNMENT)
+    for part in tl.static_range(len(TRANSFERS)):
+        _move_part(
+            source,
+            source_slot,
+            source_page_stride,
+            target,
+            target_slot,
+            target_page_stride,
+            head,
+            exists,
+            cos,
+            sin,
+            angle,
+            TRANSFERS[part],
+            FP8_BITS,
+        )
+
+
+@triton.jit
+def _move_part(
+    source,  # pages of one layer
+    source_slot,  # [tokens, 1]
+    source_page_stride,
+    target,
+    target_slot,
+    target_page_stride,
+    head,
+    exists,
+    cos,
+    sin,
+    angle,
+    PART: tl.constexpr,
+    FP8_BITS: tl.constexpr,
+):
+    """Keys or values of a tile of tokens, one head."""
+    source_size: tl.constexpr = PART.source.shape[1]
+    target_size: tl.constexpr = PART.target.shape[1]
+    size: tl.constexpr = PART.source.shape[2]
+    source += source_slot // source_size * source_page_stride
+    target += target_slot // target_size * target_page_stride
+    source_token = source_slot % source_size
+    target_token = target_slot % target_size
+    if PART.rotation is None:
+        _copy(source, target, source_token, target_token, head, exists, PART, 0, size)
+    else:
+        first: tl.constexpr = PART.rotation.first
+        last: tl.constexpr = PART.rotation.first + PART.rotation.dim
+        _copy(source, target, source_token, target_token, head, exists, PART, 0, first)
+        _copy(source, target, source_token, target_token, head, exists, PART, last, size)
+        pairs: tl.constexpr = PART.rotation.dim // 2
+        pair = tl.arange(0, triton.next_power_of_2(pairs))[None, :]
+        valid = exists & (pair < pairs)
+        at = angle * pairs + pair
+        cosine = tl.load(cos + at, mask=valid, other=0.0)
+        sine = tl.load(sin + at, mask=valid, other=0.0)
+        if PART.rotation.neox:
+            _turn_halves(
+                source + element(PART.source, head, source_token, first + pair),
+                source + element(PART.source, head, source_token, first + pairs + pair),
+                target + element(PART.target, head, target_token, first + pair),
+                target + element(PART.target, head, target_token, first + pairs + pair),
+                cosine,
+                sine,
+                valid,
+                FP8_BITS,
+            )
+        else:
+            channel = tl.arange(0, 2 * triton.next_power_of_2(pairs))[None, :]
+            _turn_neighbours(
+                source + element(PART.source, head, source_token, first + channel),
+                target + element(PART.target, head, target_token, first + channel),
+                cosine,
+                sine,
+                exists & (channel < 2 * pairs),
+                FP8_BITS,
+            )
+
+
+@triton.jit
+def _copy(
+    source,
+    target,
+    source_token,
+    target_token,
+    head,
+    exists,
+    PART: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """Channels `[FIRST, LAST)`, bit for bit."""
+    if FIRST < LAST:
+        channel = FIRST + tl.arange(0, triton.next_power_of_2(LAST - FIRST))[None, :]
+        valid = exists & (channel < LAST)
+        stored = tl.load(
+            source + element(PART.source, head, source_token, channel), mask=valid, other=0
+        )
+        tl.store(target + element(PART.target, head, target_token, channel), stored, mask=valid)
+
+
+@triton.jit
+def _turn_halves(
+    source_first,
+    source_second,
+    target_first,
+    target_second,
+    cosine,
+    sine,
+    valid,
+    FP8_BITS: tl.constexpr,
+):
+    """Pairs `(i, i + dim/2)`."""
+    first = _decode(tl.load(source_first, mask=valid, other=0), FP8_BITS)
+    second = _decode(tl.load(source_second, mask=valid, other=0), FP8_BITS)
+    stored: tl.constexpr = target_first.dtype.element_ty
+    new_first = first * cosine - second * sine
+    new_second = second * cosine + first * sine
+    tl.store(target_first, _encode(new_first, stored, FP8_BITS), mask=valid)
+    tl.store(target_second, _encode(new_second, stored, FP8_BITS), mask=valid)
+
+
+@triton.jit
+def _turn_neighbours(source, target, cosine, sine, valid, FP8_BITS: tl.constexpr):
+    """Pairs `(2i, 2i + 1)`: read and written as they lie, taken apart in registers."""
+    both = _decode(tl.load(source, mask=valid, other=0), FP8_BITS)
+    tokens: tl.constexpr = both.shape[0]
+    pairs: tl.constexpr = both.shape[1] // 2
+    first, second = tl.split(tl.reshape(both, (tokens, pairs, 2)))
+    turned = tl.join(first * cosine - second * sine, second * cosine + first * sine)
+    turned = tl.reshape(turned, (tokens, 2 * pairs))
+    tl.store(target, _encode(turned, target.dtype.element_ty, FP8_BITS), mask=valid)
+
+
+@triton.jit
+def _decode(stored, FP8_BITS: tl.constexpr):
+    """float32 of what is stored."""
+    if FP8_BITS == 0:
+        value = stored.to(tl.float32)
+    elif FP8_BITS == 2:  # e5m2 is the upper half of a float16
+        value = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:  # e4m3fn moved into a float16 is too small by the difference of their biases, 2 ** 8
+        code = stored.to(tl.uint16)
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    return value
+
+
+@triton.jit
+def _encode(value, STORED: tl.constexpr, FP8_BITS: tl.constexpr):
+    """What is stored of float32: rounded to nearest even, and in fp8 never beyond the largest."""
+    if FP8_BITS == 0:
+        stored = value.to(STORED)
+    else:
+        bias: tl.constexpr = 15 if FP8_BITS == 2 else 7
+        largest: tl.constexpr = 57344.0 if FP8_BITS == 2 else 448.0
+        dropped: tl.constexpr = 23 - FP8_BITS
+        magnitude = tl.minimum(tl.abs(value), largest)
+        bits = magnitude.to(tl.int32, bitcast=True)
+        bits += ((bits >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
+        normal = (bits >> dropped) - ((127 - bias) << FP8_BITS)
+        # Beside `unit`, one step of float32 is one step of fp8 numbers without leading one.
+        unit: tl.constexpr = 2.0 ** (1 - bias + dropped)
+        tiny = (magnitude + unit).to(tl.int32, bitcast=True) - ((128 - bias + dropped) << 23)
+        code = tl.where(magnitude < 2.0 ** (1 - bias), tiny, normal)
+        code = tl.where(value != value, 0x7F, code)
+        sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
+        stored = (code | sign).to(STORED)
+    return stored
