@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts, rotations, caches and moves to test `align` with, and its check by the reference."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from tests.prefill.pages import BLOCK_SIZE, HALF, LAYOUTS, make_layer
+from vllm_segreuse.kernels import reference
+from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
+from vllm_segreuse.prefill.kv_layout import discover_layout
+
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Where keys and values lie in a page of so many elements; no values for MLA."""
+
+    page_elements: int
+    keys: TiledStrides
+    values: TiledStrides | None
+
+
+def nhd(heads: int, block_size: int, channels: int) -> Shape:
+    """`[2, token, head, channel]`"""
+    half = heads * block_size * channels
+    shape = (heads, block_size, channels)
+    rest = (channels, block_size, 0, heads * channels, channels, 0, 1)
+    return Shape(2 * half, TiledStrides(shape, 0, *rest), TiledStrides(shape, half, *rest))
+
+
+def hnd(heads: int, block_size: int, channels: int) -> Shape:
+    """`[2, head, token, channel]`"""
+    half = heads * block_size * channels
+    shape = (heads, block_size, channels)
+    rest = (block_size * channels, block_size, 0, channels, channels, 0, 1)
+    return Shape(2 * half, TiledStrides(shape, 0, *rest), TiledStrides(shape, half, *rest))
+
+
+def mla(latent: int, turning: int) -> Shape:
+    """`[token, latent | k_pe]`"""
+    row = latent + turning
+    return Shape(16 * row, TiledStrides((1, 16, row), 0, 0, 16, 0, row, row, 0, 1), None)
+
+
+def channel_tiles(heads: int, block_size: int, channels: int, tile: int) -> Shape:
+    """`[2, head, channel tile, token, channel]`"""
+    half = heads * block_size * channels
+    shape = (heads, block_size, channels)
+    rest = (block_size * channels, block_size, 0, tile, tile, block_size * tile, 1)
+    return Shape(2 * half, TiledStrides(shape, 0, *rest), TiledStrides(shape, half, *rest))
+
+
+@cache
+def shape_of(name: str) -> Shape:
+    if name in LAYOUTS:
+        proven = discover_layout(make_layer(name), BLOCK_SIZE)
+        return Shape(2 * HALF, proven.keys, proven.values)
+    return GPU_SHAPES[name]
+
+
+# The CPU backends' ways to pack a page are above; these are the GPU backends', with awkward sizes.
+GPU_SHAPES = {
+    "NHD 8x128": nhd(8, 16, 128),
+    "HND 8x128": hnd(8, 16, 128),
+    "HND 2x80": hnd(2, 16, 80),
+    "NHD 3x36": nhd(3, 16, 36),  # a third of a vector is left over, or half
+    "NHD 3x72": nhd(3, 16, 72),  # an odd number of vectors
+    "NHD 40x128": nhd(40, 8, 128),  # more vectors per token than threads per block
+    "channel tiles": channel_tiles(3, 16, 64, 16),
+    "MLA 512+64": mla(512, 64),
+}
+
+# Rotation of each head size to be tested with.
+ROTATIONS: dict[int, tuple[Rotation | None, ...]] = {
+    32: (
+        Rotation(32, True),
+        Rotation(32, False),
+        Rotation(16, True, 8),
+        Rotation(8, False, 2),
+        Rotation(6, True, 26),
+        None,
+    ),
+    36: (Rotation(36, True), Rotation(20, False)),
+    64: (Rotation(64, True), Rotation(32, False, 16)),
+    72: (Rotation(72, True), Rotation(48, False, 16), Rotation(64, True)),
+    80: (Rotation(80, False), Rotation(32, True), Rotation(64, True, 16)),
+    128: (Rotation(128, True), Rotation(128, False), Rotation(64, True), Rotation(32, False, 48)),
+    576: (Rotation(64, False, 512), Rotation(64, True, 512)),
+}
+
+NAMES = [*LAYOUTS, *GPU_SHAPES]
+CASES = [
+    pytest.param(name, rotation, id=f"{name}-{rotation}")
+    for name in NAMES
+    for rotation in ROTATIONS[shape_of(name).keys.shape[2]]
+]
+
+
+def parts_of(shape: Shape, rotation: Rotation | None) -> list[Part]:
+    parts = [Part(shape.keys, rotation)]
+    return parts if shape.values is None else [*parts, Part(shape.values, None)]
+
+
+@dataclasses.dataclass
+class Cache:
+    """Layers in one allocation that is compared whole: nothing beside a page may change.
+
+    Attributes:
+        memory: `[elements]`.
+        layers: flat pages of each layer, in `memory`.
+    """
+
+    memory: torch.Tensor
+    layers: list[torch.Tensor]
+
+
+def make_cache(
+    page_elements: int,
+    num_blocks: int,
+    dtype: torch.dtype,
+    num_layers: int = 1,
+    gap: int = 16,
+    start: int = 16,
+) -> Cache:
+    """Random finite numbers; for fp8, every code there is.
+
+    Args:
+        gap: elements between pages.
+        start: elements before the first; vectors of a multiple of 16 are aligned.
+    """
+    stride = page_elements + gap
+    layer_elements = num_blocks * stride
+    count = start + num_layers * layer_elements
+    if dtype.itemsize == 1:
+        memory = torch.randint(0, 256, (count,)).to(torch.uint8).view(dtype)
+    else:
+        memory = (torch.randn(count) * 8).to(dtype)
+    return Cache(memory, cut(memory, page_elements, num_blocks, num_layers, gap, start))
+
+
+def cut(
+    memory: torch.Tensor, page_elements: int, num_blocks: int, num_layers: int, gap: int, start: int
+) -> list[torch.Tensor]:
+    stride = page_elements + gap
+    return [
+        memory.as_strided(
+            (num_blocks, page_elements), (stride, 1), start + layer * num_blocks * stride
+        )
+        for layer in range(num_layers)
+    ]
+
+
+def copy_of(pages: Cache, device: str = "cpu") -> Cache:
+    memory = pages.memory.to(device, copy=True)
+    layers = [
+        memory.as_strided(layer.shape, layer.stride(), layer.storage_offset())
+        for layer in pages.layers
+    ]
+    return Cache(memory, layers)
+
+
+def make_moves(
+    num_blocks: int, block_size: int, num_tokens: int, pairs: int, overlapping: bool
+) -> Moves:
+    """Random moves; without overlap from the first half of the pages to the second."""
+    slots = num_blocks * block_size
+    middle = 0 if overlapping else num_blocks // 2 * block_size
+    assert num_tokens <= slots - middle
+    angle = torch.rand(7, pairs) * 6.3
+    return Moves(
+        sources=torch.randint(0, slots if overlapping else middle, (num_tokens,)),
+        targets=middle + torch.randperm(slots - middle)[:num_tokens],
+        angles=torch.randint(0, 7, (num_tokens,)),
+        cos=angle.cos(),
+        sin=angle.sin(),
+        overlapping=overlapping,
+    )
+
+
+def to_device(moves: Moves, device: str) -> Moves:
+    names = ("sources", "targets", "angles", "cos", "sin")
+    return dataclasses.replace(moves, **{name: getattr(moves, name).to(device) for name in names})
+
+
+def pairs_of(parts: list[Part]) -> int:
+    rotation = parts[0].rotation
+    return 4 if rotation is None else rotation.dim // 2
+
+
+Run = Callable[[list[torch.Tensor], list[Part], Moves], None]
+
+
+def assert_agrees(run: Run, pages: Cache, parts: list[Part], moves: Moves, device: str) -> None:
+    """`run` changes the memory exactly as the reference does; one NaN is as good as another."""
+    mine = copy_of(pages, device)
+    run(mine.layers, parts, to_device(moves, device))
+    expected = copy_of(pages)
+    reference.align(expected.layers, parts, moves)
+    bits = BITS[pages.memory.dtype.itemsize]
+    found = mine.memory.cpu()
+    assert not torch.equal(expected.memory.view(bits), pages.memory.view(bits))
+    different = found.view(bits) != expected.memory.view(bits)
+    different &= ~(found.float().isnan() & expected.memory.float().isnan())
+    assert not different.any(), f"{int(different.sum())} of {len(found)} elements differ"

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling csrc/ for tests: CUDA sources and shared headers as plain C++, or with nvcc."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+
+# What the package's build uses too.
+NVCC_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-shared",
+    "-cudart=static",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xlinker=--exclude-libs=ALL",
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_89,code=sm_89",
+    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_90,code=compute_90",
+)
+
+
+def compile_host(source: Path, library: Path) -> None:
+    """Build a shared library from C++ or, without its device code, from CUDA C++."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+    shared = ("-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{CSRC}")
+    _run(compiler, *flags, *shared, "-x", "c++", str(source), "-o", str(library))
+
+
+def compile_cuda(source: Path, library: Path) -> str:
+    """Build a shared library for every architecture; returns what the assembler reports."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("nvcc is not installed")
+    return _run(compiler, *NVCC_FLAGS, "-Xptxas=-v", str(source), "-o", str(library))
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr

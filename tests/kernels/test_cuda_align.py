@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA `align` agrees with the reference to the last bit.
+
+Without a GPU the very code of its threads runs in a loop over host memory; with one, on it.
+"""
+
+import dataclasses
+import re
+import subprocess
+from collections.abc import Callable
+from ctypes import CDLL
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.align_cases import (
+    CASES,
+    DTYPES,
+    Run,
+    assert_agrees,
+    copy_of,
+    hnd,
+    make_cache,
+    make_moves,
+    nhd,
+    pairs_of,
+    parts_of,
+    shape_of,
+    to_device,
+)
+from tests.kernels.native import CSRC, compile_cuda, compile_host
+from vllm_segreuse.kernels import cuda
+from vllm_segreuse.kernels.pages import Moves, Part, Rotation
+
+SOURCE = CSRC / "cuda" / "align.cu"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
+    """The library with its threads in a loop."""
+    path: Path = tmp_path_factory.mktemp("host") / "align.so"
+    compile_host(SOURCE, path)
+    return cuda.open_library(path)
+
+
+@pytest.fixture(params=["host"] if cuda.available() else ["host", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    return {"host": "cpu", "cuda": "cuda"}[request.param]
+
+
+@pytest.fixture
+def run(device: str, request: pytest.FixtureRequest) -> Run:
+    if device == "cuda":
+        return cuda.align
+    library = request.getfixturevalue("host")
+    return lambda pages, parts, moves: cuda.run(library, pages, parts, moves, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("overlapping", [False, True], ids=["apart", "overlapping"])
+@pytest.mark.parametrize(("name", "rotation"), CASES)
+def test_agrees_with_the_reference(
+    run: Run,
+    device: str,
+    name: str,
+    rotation: Rotation | None,
+    overlapping: bool,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    shape = shape_of(name)
+    parts = parts_of(shape, rotation)
+    pages = make_cache(shape.page_elements, 4, dtype, num_layers=2)
+    moves = make_moves(4, shape.keys.shape[1], 13, pairs_of(parts), overlapping)
+    assert_agrees(run, pages, parts, moves, device)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4, 7, 128, 131])
+@pytest.mark.parametrize("num_tokens", [1, 2, 33, 64])
+@pytest.mark.parametrize("scratch_layers", [None, 1, 3])
+def test_any_number_of_tokens_and_layers(
+    run: Run,
+    device: str,
+    num_layers: int,
+    num_tokens: int,
+    scratch_layers: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with a scratch for a few layers only."""
+    torch.manual_seed(0)
+    shape = nhd(2, 16, 32)
+    parts = parts_of(shape, Rotation(32, True))
+    if scratch_layers is not None:
+        layer_bytes = num_tokens * 2 * 2 * 32 * 2
+        monkeypatch.setattr(cuda, "_SCRATCH_BYTES", scratch_layers * layer_bytes + 1)
+    pages = make_cache(shape.page_elements, 8, torch.bfloat16, num_layers)
+    moves = make_moves(8, 16, num_tokens, 16, overlapping=scratch_layers is not None)
+    assert_agrees(run, pages, parts, moves, device)
+
+
+@pytest.mark.parametrize("by", [-17, -1, 1, 16])
+def test_a_shift_over_itself_reads_before_it_writes(run: Run, device: str, by: int) -> None:
+    torch.manual_seed(0)
+    shape = hnd(2, 16, 64)
+    parts = parts_of(shape, Rotation(64, True))
+    pages = make_cache(shape.page_elements, 8, torch.float16, num_layers=3)
+    moves = make_moves(8, 16, 80, 32, overlapping=True)
+    sources = torch.arange(20, 100)
+    moves = dataclasses.replace(moves, sources=sources, targets=sources + by)
+    assert_agrees(run, pages, parts, moves, device)
+
+
+WIDE = {
+    "NHD 8x128": (16, 16, 16),
+    "HND 8x128": (16, 16, 16),
+    "HND 2x80": (16, 16, 16),
+    "NHD 3x36": (16, 2, 1),
+    "NHD 3x72": (16, 16, 1),
+    "NHD 40x128": (16, 16, 16),
+    "channel tiles": (16, 16, 16),
+    "MLA 512+64": (16, 16, 16),
+    "NHD": (16, 16, 16),
+    "K beside V": (16, 16, 16),
+    "K and V interleaved": (4, 2, 1),
+    "tiled by 32": (4, 2, 1),
+    "pairs": (4, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_vectors_are_as_wide_as_the_layout_allows(host: CDLL, name: str) -> None:
+    """16 bytes where heads and strides are multiples of that, otherwise one element."""
+    shape = shape_of(name)
+    for dtype, expected in zip(DTYPES[::2], WIDE[name], strict=True):
+        pages = make_cache(shape.page_elements, 2, dtype)
+        call = cuda.make_call(pages.layers, parts_of(shape, None), make_moves(2, 8, 1, 4, False))
+        assert host.segreuse_align_vector_bytes(call) == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What may forbid wide vectors, and the size of those that a call then takes."""
+
+    rotation: Rotation
+    start: int = 16
+    gap: int = 16
+    table_start: int = 0
+    vector_bytes: int = 2
+
+
+TURNED = Rotation(32, True)
+PLACEMENTS = {
+    "as it should be": Placement(TURNED, vector_bytes=16),
+    "page address": Placement(TURNED, start=12),
+    "page stride": Placement(TURNED, gap=4),
+    "table address": Placement(TURNED, table_start=1),
+    "first channel": Placement(Rotation(16, True, 4)),
+    "half of a neox rotation": Placement(Rotation(24, True)),
+    "interleaved rotation of as many": Placement(Rotation(24, False), vector_bytes=16),
+    "interleaved rotation": Placement(Rotation(12, False)),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_what_is_not_aligned_is_moved_by_elements(
+    run: Run, device: str, host: CDLL, name: str
+) -> None:
+    torch.manual_seed(0)
+    how = PLACEMENTS[name]
+    shape = nhd(3, 16, 32)
+    parts = parts_of(shape, how.rotation)
+    pages = make_cache(shape.page_elements, 6, torch.bfloat16, 2, how.gap, how.start)
+    moves = make_moves(6, 16, 40, pairs_of(parts), overlapping=False)
+    cos = torch.cat([torch.zeros(how.table_start), moves.cos.flatten()])[how.table_start :]
+    moves = dataclasses.replace(moves, cos=cos.view_as(moves.cos))
+    call = cuda.make_call(pages.layers, parts, moves)
+    assert host.segreuse_align_vector_bytes(call) == how.vector_bytes
+    assert_agrees(run, pages, parts, moves, device)
+
+
+def test_tables_are_not_read_where_nothing_turns(run: Run, device: str) -> None:
+    torch.manual_seed(0)
+    shape = nhd(2, 16, 32)
+    pages = make_cache(shape.page_elements, 4, torch.float8_e4m3fn)
+    moves = make_moves(4, 16, 20, 0, overlapping=False)
+    moves = dataclasses.replace(moves, angles=torch.full((20,), 1 << 40))
+    mine = copy_of(pages, device)
+    run(mine.layers, parts_of(shape, None), to_device(moves, device))
+    to = mine.layers[0].cpu().view(torch.uint8)[moves.targets // 16]
+    source = pages.layers[0].view(torch.uint8)[moves.sources // 16]
+    for i in range(20):
+        at = [int(slots[i]) % 16 * 64 for slots in (moves.targets, moves.sources)]
+        assert torch.equal(to[i, at[0] : at[0] + 64], source[i, at[1] : at[1] + 64])
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_nothing_to_move_changes_nothing(run: Run, device: str, overlapping: bool) -> None:
+    shape = nhd(2, 16, 32)
+    pages = make_cache(shape.page_elements, 4, torch.float16)
+    before = pages.memory.clone()
+    moves = make_moves(4, 16, 0, 16, overlapping)
+    mine = copy_of(pages, device)
+    run(mine.layers, parts_of(shape, Rotation(32, True)), to_device(moves, device))
+    run([], parts_of(shape, Rotation(32, True)), to_device(moves, device))
+    assert torch.equal(mine.memory.cpu(), before)
+
+
+def good_call() -> tuple[list[torch.Tensor], list[Part], Moves]:
+    shape = nhd(2, 16, 32)
+    pages = make_cache(shape.page_elements, 4, torch.float16, num_layers=3)
+    return pages.layers, parts_of(shape, Rotation(32, True)), make_moves(4, 16, 9, 16, False)
+
+
+def changed_moves(**changes: object) -> Callable[..., tuple]:
+    return lambda pages, parts, moves: (pages, parts, dataclasses.replace(moves, **changes))
+
+
+def changed_keys(**changes: object) -> Callable[..., tuple]:
+    def change(pages: list[torch.Tensor], parts: list[Part], moves: Moves) -> tuple:
+        strides = dataclasses.replace(parts[0].strides, **changes)
+        return pages, [Part(strides, parts[0].rotation), parts[1]], moves
+
+    return change
+
+
+def changed_rotation(*rotation: int) -> Callable[..., tuple]:
+    return lambda pages, parts, moves: (
+        pages,
+        [Part(parts[0].strides, Rotation(*rotation)), parts[1]],
+        moves,
+    )
+
+
+REFUSED: dict[str, tuple[Callable[..., tuple], str]] = {
+    "dtype": (lambda p, *r: ([x.double() for x in p], *r), "pages are torch.float64"),
+    "mixed dtypes": (lambda p, *r: ([*p[:2], p[2].bfloat16()], *r), "number 2 has"),
+    "mixed strides": (lambda p, *r: ([p[0], p[1].contiguous(), p[2]], *r), "number 1 has"),
+    "mixed devices": (lambda p, *r: ([p[0], p[1].to("meta")], *r), "number 1 has"),
+    "shape": (lambda p, *r: ([x[None] for x in p], *r), "must be .num_blocks, page_elements"),
+    "strided pages": (lambda p, *r: ([x[:, ::2] for x in p], *r), "with unit stride"),
+    "no parts": (lambda p, _, m: (p, [], m), "0 parts given"),
+    "three parts": (lambda p, q, m: (p, [*q, q[0]], m), "3 parts given"),
+    "block sizes": (changed_keys(shape=(2, 8, 32), token_tile=8), "differ in tokens per page"),
+    "tile": (changed_keys(channel_tile=12), "tiles do not fit"),
+    "no tile": (changed_keys(token_tile=0), "tiles do not fit"),
+    "beyond the page": (changed_keys(offset=1025), "elements 1025 to 2048 of a page of 2048"),
+    "before the page": (changed_keys(token_lo=-64), "elements -960 to 63"),
+    "odd rotation": (changed_rotation(31, 1), "cannot turn by Rotation.dim=31"),
+    "rotation beyond the head": (changed_rotation(32, 1, 1), "32 channels cannot turn"),
+    "other rotation": (changed_rotation(16, 1), "16. channels turn, but cos and sin have .* 32"),
+    "int32 slots": (changed_moves(sources=torch.zeros(9, dtype=torch.int32)), "sources must be"),
+    "strided slots": (changed_moves(targets=torch.arange(18)[::2]), "targets must be contiguous"),
+    "fewer slots": (changed_moves(targets=torch.arange(8)), "targets is .8,., of 9 tokens"),
+    "more angles": (changed_moves(angles=torch.arange(10)), "angles is .10,., of 9 tokens"),
+    "angles elsewhere": (changed_moves(angles=torch.zeros(9, device="meta").long()), "on meta"),
+    "double tables": (changed_moves(cos=torch.zeros(7, 16).double()), "cos must be contiguous"),
+    "transposed tables": (changed_moves(sin=torch.zeros(16, 7).T), "sin must be contiguous"),
+    "unequal tables": (changed_moves(sin=torch.zeros(6, 16)), "alike, not empty: sin is"),
+    "empty tables": (changed_moves(cos=torch.zeros(0, 16), sin=torch.zeros(0, 16)), "not empty"),
+}
+
+
+def test_the_call_that_is_spoiled_below_is_good() -> None:
+    cuda.make_call(*good_call())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    spoil, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        cuda.make_call(*spoil(*good_call()))
+
+
+def test_pages_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "available", lambda: None)
+    with pytest.raises(ValueError, match="pages are on cpu"):
+        cuda.align(*good_call())
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "available", lambda: "there is no GPU")
+    with pytest.raises(RuntimeError, match="cannot run: there is no GPU"):
+        cuda.align(*good_call())
+
+
+def test_libraries_of_other_sources_are_refused(
+    tmp_path: Path, host: CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.cpp").write_text("")
+    compile_host(tmp_path / "other.cpp", tmp_path / "other.so")
+    with pytest.raises(RuntimeError, match="not a build of csrc/cuda"):
+        cuda.open_library(tmp_path / "other.so")
+    monkeypatch.setattr(cuda.ctypes, "sizeof", lambda _: 1)
+    with pytest.raises(RuntimeError, match="this version passes 1"):
+        cuda.open_library(Path(host._name))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The library for GPUs, and what the assembler says about its kernels."""
+    path: Path = tmp_path_factory.mktemp("cuda") / "_cuda.so"
+    return path, compile_cuda(SOURCE, path)
+
+
+def test_kernels_keep_everything_in_registers(built: tuple[Path, str]) -> None:
+    """On every architecture; an array that is not unrolled would be kept in memory."""
+    report = built[1]
+    assert set(re.findall(r"for 'sm_(\d+)'", report)) == {"80", "89", "90"}
+    kernels = len(re.findall("Compiling entry function", report))
+    assert kernels == 3 * 2 * len(DTYPES)
+    assert report.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == kernels
+
+
+def test_only_the_interface_is_exported(built: tuple[Path, str]) -> None:
+    command = ("nm", "-D", "--defined-only", str(built[0]))
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert {line.split()[-1] for line in symbols.splitlines()} == {
+        "segreuse_align",
+        "segreuse_align_call_bytes",
+        "segreuse_align_scratch_bytes",
+        "segreuse_align_vector_bytes",
+        "segreuse_message",
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to launch on")
+def test_a_failed_launch_is_reported(
+    built: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    library = cuda.open_library(built[0])
+    with pytest.raises(RuntimeError, match=r"9 tokens in 3 layers failed: .+ \(CUDA error \d+\)"):
+        cuda.run(library, *good_call(), 0)
