@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: N803 (compile-time arguments of kernels are written in capitals)
+"""`sparse_attention` in Triton, as FlashAttention does it (Dao 2023), for scattered queries.
+
+A tile is a few successive queries of one request, with all heads that share a KV head: its rows
+read every key once. Queries of a tile lie apart, so its keys fall in two: those before the first
+query are seen by all rows, only the rest needs a mask. With too few tiles to fill the machine, the
+keys are split among programs, whose results are joined by their log-sum-exp (Flash-Decoding).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from vllm_segreuse.kernels.pages import TiledStrides
+from vllm_segreuse.kernels.triton_addresses import load_tokens
+
+_MAX_SPLITS = 32
+_MIN_KEYS_PER_SPLIT = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes of one program.
+
+    Attributes:
+        rows: queries times heads per KV head, a power of two from 16.
+        keys: tokens per step, a power of two from 16.
+        warps: of 32 threads.
+        stages: loads in flight, in steps.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which tile computes which queries; the same for all layers of a pass.
+
+    Attributes:
+        tiles: int32 `[tiles, 3]`: first query, number of queries (0 for tiles that are not
+            needed) and row of the block tables; those with most keys first.
+        queries: how many there are.
+        group: query heads per KV head.
+        splits: among how many programs the keys of a tile are divided.
+        tuning: sizes of one program.
+    """
+
+    tiles: torch.Tensor
+    queries: int
+    group: int
+    splits: int
+    tuning: Tuning
+
+
+def default_tuning(dtype: torch.dtype, head_size: int, queries: int, group: int) -> Tuning:
+    """Sizes that fit registers and shared memory from sm_80 on (99 KiB is the least).
+
+    Args:
+        dtype: of queries and pages.
+        head_size: channels.
+        queries: how many a tile can have.
+        group: query heads per KV head.
+    """
+    wide = head_size > 128
+    wanted = triton.next_power_of_2(max(16, queries * group))
+    least = triton.next_power_of_2(group)
+    if dtype == torch.float32:  # no tensor cores: a step's products are held in registers
+        rows = max(least, min(32, wanted))
+        return Tuning(rows, 16, 8 if rows >= 32 else 4, 2)
+    rows = max(least, min(64 if wide else 128, wanted))
+    return Tuning(rows, 32 if wide else 64, 8 if rows >= 128 else 4, 3)
+
+
+def plan(
+    query: torch.Tensor,
+    keys: TiledStrides,
+    block_tables: torch.Tensor,
+    request: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    splits: int | None = None,
+    tuning: Tuning | None = None,
+) -> Schedule:
+    """The schedule of a pass. Computed on the device; the host does not wait for it.
+
+    Args:
+        query: the queries of any layer; only shape, dtype and device matter.
+        keys: how they lie in a page; only the shape matters.
+        block_tables, request, positions: see `sparse_attention`.
+        splits: instead of what fills the machine.
+        tuning: instead of `default_tuning`.
+
+    Raises:
+        ValueError: heads that cannot be grouped, or tiles too small for a group.
+    """
+    queries, heads, head_size = query.shape
+    kv_heads, block_size, _ = keys.shape
+    group = heads_per_kv_head(heads, kv_heads)
+    requests = block_tables.shape[0]
+    device = query.device
+    if tuning is None:
+        tuning = default_tuning(query.dtype, head_size, -(-queries // requests), group)
+    if tuning.rows < group:
+        raise ValueError(f"tiles of {tuning.rows} rows cannot hold {group} heads; give more rows")
+    per_tile = tuning.rows // group
+    # How many tiles there are is known on the device only; this many are enough in any case.
+    most = min(queries, queries // per_tile + requests)
+    if splits is None:
+        splits = splits_to_fill(most * kv_heads, block_tables.shape[1] * block_size, device)
+    begins = torch.searchsorted(request, torch.arange(requests + 1, device=device))
+    needed = (begins.diff() + per_tile - 1) // per_tile
+    ends = needed.cumsum(0)
+    number = torch.arange(most, device=device)
+    row = torch.searchsorted(ends, number, right=True).clamp_(max=requests - 1)
+    first = begins[row] + (number - ends[row] + needed[row]) * per_tile
+    count = (begins[row + 1] - first).clamp_(0, per_tile)
+    first = first.clamp_(max=queries - 1)
+    last = positions[(first + count - 1).clamp_(min=0)].masked_fill_(count == 0, -1)
+    tiles = torch.stack([first, count, row], dim=1)[last.argsort(descending=True)]
+    return Schedule(tiles.int(), queries, group, splits, tuning)
+
+
+def heads_per_kv_head(heads: int, kv_heads: int) -> int:
+    """Raises ValueError where heads cannot be grouped, or a group is too large for a tile."""
+    if heads % kv_heads or heads // kv_heads > 128:
+        raise ValueError(
+            f"{heads} query heads over {kv_heads} KV heads; it must be a multiple, at most 128-fold"
+        )
+    return heads // kv_heads
+
+
+def splits_to_fill(programs: int, keys: int, device: torch.device) -> int:
+    """Among how many programs to divide `keys`, so that each multiprocessor gets two of them."""
+    if device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = 1 if programs >= processors else -(-2 * processors // programs)
+    return max(1, min(wanted, keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))
+
+
+def sparse_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    values: TiledStrides,
+    block_tables: torch.Tensor,
+    request: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    *,
+    schedule: Schedule | None = None,
+) -> None:
+    """Causal attention of queries at arbitrary positions over a paged cache.
+
+    Args:
+        out: `[queries, heads, head_size]`, written.
+        query: `[queries, heads, head_size]`, rotated, sorted by request, then by position;
+            float32, float16 or bfloat16.
+        pages: flat pages `[num_blocks, page_elements]` of the layer, of the same dtype; positions
+            up to each query's own are filled.
+        keys, values: where they lie in a page.
+        block_tables: int32 `[requests, blocks]`.
+        request: row of `block_tables` of each query, int64 `[queries]`.
+        positions: int64 `[queries]`.
+        scale: softmax scale.
+        schedule: what `plan` returned for this pass; made here if there is none.
+
+    Raises:
+        ValueError: the arguments are not as described.
+    """
+    queries, heads, _ = query.shape
+    if not queries:
+        return
+    check_inputs(query, pages, keys, block_tables)
+    if out.stride(2) != 1 or out.shape != (queries, heads, values.shape[2]):
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and strides {out.stride()}; expected "
+            f"{(queries, heads, values.shape[2])} with channels side by side"
+        )
+    if schedule is None:
+        schedule = plan(query, keys, block_tables, request, positions)
+    if (schedule.queries, schedule.group) != (queries, heads // keys.shape[0]):
+        raise ValueError(
+            f"the schedule is for {schedule.queries} queries in groups of {schedule.group} heads, "
+            f"not {queries} in groups of {heads // keys.shape[0]}; plan this pass anew"
+        )
+    splits, tuning = schedule.splits, schedule.tuning
+    target, lse = out, out  # `lse` is not touched without splits
+    if splits > 1:
+        target = query.new_empty((splits, queries, heads, out.shape[2]), dtype=torch.float32)
+        lse = query.new_empty((splits, queries, heads), dtype=torch.float32)
+    kv_heads = keys.shape[0]
+    # Tiles are the slow part of the first dimension: those with most keys start first.
+    _attend[(schedule.tiles.shape[0] * kv_heads, splits)](
+        target,
+        lse,
+        query,
+        pages,
+        block_tables,
+        schedule.tiles,
+        positions,
+        target.stride(-3),
+        target.stride(-2),
+        query.stride(0),
+        query.stride(1),
+        pages.stride(0),
+        block_tables.stride(0),
+        queries,
+        scale * math.log2(math.e),
+        KEYS=keys,
+        VALUES=values,
+        GROUP=schedule.group,
+        SPLITS=splits,
+        ROWS=tuning.rows,
+        STEP=tuning.keys,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+    )
+    if splits > 1:
+        _join[(queries, heads)](
+            out,
+            target,
+            lse,
+            out.stride(0),
+            out.stride(1),
+            queries,
+            heads,
+            CHANNELS=out.shape[2],
+            SPLITS=splits,
+        )
+
+
+def check_inputs(
+    query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides, block_tables: torch.Tensor
+) -> None:
+    """Raises ValueError where a kernel would read something else than what is meant."""
+    if query.dtype not in DTYPES or pages.dtype != query.dtype:
+        raise ValueError(
+            f"queries are {query.dtype} and pages {pages.dtype}; expected one of "
+            f"{', '.join(str(dtype) for dtype in DTYPES)} for both"
+        )
+    if query.shape[2] != keys.shape[2] or not 16 <= keys.shape[2] <= 256:
+        raise ValueError(
+            f"queries have {query.shape[2]} channels and keys {keys.shape[2]}; expected the same, "
+            "16 to 256"
+        )
+    if query.stride(2) != 1 or pages.stride(1) != 1 or block_tables.stride(-1) != 1:
+        raise ValueError(
+            f"strides of queries {query.stride()}, pages {pages.stride()} and block tables "
+            f"{block_tables.stride()}; the last of each must be 1"
+        )
+
+
+@triton.jit
+def _attend(
+    out,
+    lse,
+    query,
+    pages,
+    block_tables,
+    tiles,
+    positions,
+    out_query_stride,
+    out_head_stride,
+    query_stride,
+    query_head_stride,
+    page_stride,
+    table_stride,
+    num_queries,
+    scale_log2,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Grid: tiles x KV heads, splits. With splits, `out` and `lse` get what `_join` joins."""
+    kv_heads: tl.constexpr = KEYS.shape[0]
+    tile = tl.program_id(0) // kv_heads
+    kv_head = tl.program_id(0) % kv_heads
+    split = tl.program_id(1)
+    first = tl.load(tiles + 3 * tile)
+    count = tl.load(tiles + 3 * tile + 1)
+    if count == 0:
+        return
+    block_table = block_tables + tl.load(tiles + 3 * tile + 2).to(tl.int64) * table_stride
+
+    row = tl.arange(0, ROWS)
+    # Rows that are too many repeat the last query, and are not stored.
+    index = (first + tl.minimum(row // GROUP, count - 1)).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    position = tl.load(positions + index).to(tl.int32)
+    key_channels: tl.constexpr = triton.next_power_of_2(KEYS.shape[2])
+    channel = tl.arange(0, key_channels)[None, :]
+    at = (index * query_stride + head * query_head_stride)[:, None] + channel
+    q = tl.load(query + at, mask=channel < KEYS.shape[2], other=0.0)
+
+    seen_by_all = tl.load(positions + first).to(tl.int32) + 1
+    end = tl.load(positions + first + count - 1).to(tl.int32) + 1
+    share = tl.cdiv(tl.cdiv(end, STEP), SPLITS)
+    begin = split * share * STEP
+    stop = tl.minimum(begin + share * STEP, end)
+    masked_from = tl.maximum(begin, tl.minimum(seen_by_all, stop) // STEP * STEP)
+
+    channels: tl.constexpr = triton.next_power_of_2(VALUES.shape[2])
+    summed = tl.zeros((ROWS, channels), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    for token in tl.range(begin, masked_from, STEP):
+        summed, total, highest = _step(
+            summed, total, highest, q, position, pages, page_stride, block_table, token, end,
+            kv_head, scale_log2, KEYS, VALUES, key_channels, channels, STEP, False,
+        )  # fmt: skip
+    for token in tl.range(masked_from, stop, STEP):
+        summed, total, highest = _step(
+            summed, total, highest, q, position, pages, page_stride, block_table, token, end,
+            kv_head, scale_log2, KEYS, VALUES, key_channels, channels, STEP, True,
+        )  # fmt: skip
+
+    # A share of the keys may lie behind a row's position: then its sum is nought.
+    summed = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+    channel = tl.arange(0, channels)[None, :]
+    stored = row < count * GROUP
+    out_row = split.to(tl.int64) * num_queries + index
+    at = (out_row * out_query_stride + head * out_head_stride)[:, None] + channel
+    valid = stored[:, None] & (channel < VALUES.shape[2])
+    tl.store(out + at, summed.to(out.dtype.element_ty), mask=valid)
+    if SPLITS > 1:
+        tl.store(lse + out_row * kv_heads * GROUP + head, highest + tl.log2(total), mask=stored)
+
+
+@triton.jit
+def _step(
+    summed,  # float32 [rows, channels]: weighted values so far
+    total,  # [rows]: sum of weights so far
+    highest,  # [rows]: largest logit so far, to which weights are relative
+    q,
+    position,
+    pages,
+    page_stride,
+    block_table,
+    first_token,
+    end,
+    kv_head,
+    scale_log2,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    KEY_CHANNELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of the online softmax, in powers of two."""
+    token = first_token + tl.arange(0, STEP)
+    k = load_tokens(
+        pages, page_stride, block_table, token, end, kv_head, KEYS, KEY_CHANNELS, MASKED
+    )
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if MASKED:
+        logits = tl.where(token[None, :] <= position[:, None], logits, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(logits, axis=1))
+    reference = new_highest
+    if MASKED:  # a row that has seen no key yet: -inf - -inf is not a number
+        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(logits - reference[:, None])
+    decay = tl.exp2(highest - reference)
+    total = total * decay + tl.sum(weights, axis=1)
+    v = load_tokens(pages, page_stride, block_table, token, end, kv_head, VALUES, CHANNELS, MASKED)
+    summed = tl.dot(weights.to(v.dtype), v, summed * decay[:, None], input_precision="ieee")
+    return summed, total, new_highest
+
+
+@triton.jit
+def _join(
+    out,
+    parts,  # float32 [splits, queries, heads, channels]
+    lse,  # float32 [splits, queries, heads], base 2
+    out_query_stride,
+    out_head_stride,
+    num_queries,
+    num_heads,
+    CHANNELS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Average the splits, each weighted by its sum of exponentials. Grid: queries, heads."""
+    query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split = tl.arange(0, triton.next_power_of_2(SPLITS))
+    channel = tl.arange(0, triton.next_power_of_2(CHANNELS))
+    row = (split * num_queries + query) * num_heads + head
+    logs = tl.load(lse + row, mask=split < SPLITS, other=float("-inf"))
+    weights = tl.exp2(logs - tl.max(logs, axis=0))
+    weights = weights / tl.sum(weights, axis=0)
+    at = row[:, None] * CHANNELS + channel[None, :]
+    valid = (split < SPLITS)[:, None] & (channel < CHANNELS)[None, :]
+    values = tl.load(parts + at, mask=valid, other=0.0)
+    joined = tl.sum(values * weights[:, None], axis=0)
+    at_out = query * out_query_stride + head * out_head_stride + channel
+    tl.store(out + at_out, joined.to(out.dtype.element_ty), mask=channel < CHANNELS)

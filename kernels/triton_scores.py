@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: N803 (compile-time arguments of kernels are written in capitals)
+"""`token_scores` in Triton: column sums of the attention weights, which are never all there.
+
+First the log-sum-exp of every row (query and head), tile by tile as in attention, but without
+values. Then, tile of keys by tile of keys, the logits again: a weight is the exponential of logit
+minus log-sum-exp, and its column is summed where it is. Everything is added in a fixed order.
+"""
+
+import math
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from vllm_segreuse.kernels.pages import TiledStrides
+from vllm_segreuse.kernels.triton_addresses import load_tokens
+from vllm_segreuse.kernels.triton_attention import (
+    Tuning,
+    check_inputs,
+    default_tuning,
+    heads_per_kv_head,
+    splits_to_fill,
+)
+
+
+def token_scores(
+    query: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    block_ids: torch.Tensor,
+    num_tokens: int,
+    scale: float,
+    *,
+    splits: int | None = None,
+    tuning: Tuning | None = None,
+) -> torch.Tensor:
+    """Attention that all queries and heads together pay to each key (SparseX, equations 1 and 2).
+
+    Causal by the queries' own positions; the softmax runs over all keys a query may see.
+
+    Args:
+        query: `[queries, heads, head_size]`, rotated; float32, float16 or bfloat16.
+        positions: int64 `[queries]`, ascending.
+        pages: flat pages `[num_blocks, page_elements]` of the layer, of the same dtype.
+        keys: where keys lie in a page.
+        block_ids: the request's block table, `[blocks]`.
+        num_tokens: keys of positions `[0, num_tokens)` are scored.
+        scale: softmax scale.
+        splits: among how many programs to divide keys, then queries; by default what fills the
+            machine.
+        tuning: sizes of one program, instead of `default_tuning`.
+
+    Returns:
+        float32 `[num_tokens]`; the same for the same input on the same device.
+
+    Raises:
+        ValueError: the arguments are not as described.
+    """
+    queries, heads, head_size = query.shape
+    kv_heads, device = keys.shape[0], query.device
+    if not queries or not num_tokens:
+        return torch.zeros(num_tokens, device=device)
+    check_inputs(query, pages, keys, block_ids)
+    group = heads_per_kv_head(heads, kv_heads)
+    tuning = tuning or default_tuning(query.dtype, head_size, queries, group)
+    if tuning.rows < group:
+        raise ValueError(f"tiles of {tuning.rows} rows cannot hold {group} heads; give more rows")
+    per_tile = tuning.rows // group
+    row_tiles, key_tiles = triton.cdiv(queries, per_tile), triton.cdiv(num_tokens, tuning.keys)
+    inputs = (query, positions, pages, block_ids)
+    numbers = (
+        query.stride(0),
+        query.stride(1),
+        pages.stride(0),
+        queries,
+        num_tokens,
+        scale * math.log2(math.e),
+    )
+    sizes = {
+        "KEYS": keys,
+        "GROUP": group,
+        "ROWS": tuning.rows,
+        "STEP": tuning.keys,
+        "num_warps": tuning.warps,
+        "num_stages": tuning.stages,
+    }
+
+    shares = splits or splits_to_fill(row_tiles * kv_heads, num_tokens, device)
+    lse = torch.empty(shares, queries, heads, device=device)
+    _row_sums[(row_tiles * kv_heads, shares)](lse, *inputs, *numbers, SPLITS=shares, **sizes)
+    if shares > 1:
+        highest = lse.amax(0)
+        lse = highest + torch.exp2(lse - highest).sum(0).log2()
+
+    shares = splits or splits_to_fill(key_tiles * kv_heads, queries * group, device)
+    # First query that sees a key of the tile, and first that sees all of them.
+    begins = torch.arange(key_tiles + 1, device=device) * tuning.keys
+    some = torch.searchsorted(positions, begins[:-1])
+    every = torch.searchsorted(positions, begins[1:] - 1)
+    mass = torch.empty(shares * kv_heads, num_tokens, device=device)
+    _column_sums[(key_tiles * kv_heads, shares)](
+        mass, lse, some, every, *inputs, *numbers, SPLITS=shares, **sizes
+    )
+    return mass.sum(0)
+
+
+@triton.jit
+def _row_sums(
+    lse,  # float32 [splits, queries, heads], base 2, written
+    query,
+    positions,
+    pages,
+    block_table,
+    query_stride,
+    query_head_stride,
+    page_stride,
+    num_queries,
+    num_tokens,
+    scale_log2,
+    KEYS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Grid: tiles of queries x KV heads, splits of the keys."""
+    kv_heads: tl.constexpr = KEYS.shape[0]
+    channels: tl.constexpr = triton.next_power_of_2(KEYS.shape[2])
+    per_tile: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(0) % kv_heads
+    split = tl.program_id(1)
+    # Late queries see most keys, so they start first.
+    first = (tl.num_programs(0) // kv_heads - 1 - tl.program_id(0) // kv_heads) * per_tile
+    last = tl.minimum(first + per_tile, num_queries) - 1
+    row = tl.arange(0, ROWS)
+    # Rows that are too many repeat the last query, and are not stored.
+    index = tl.minimum(first + row // GROUP, last)
+    head = kv_head * GROUP + row % GROUP
+    position = tl.load(positions + index).to(tl.int32)
+    q = _load_queries(query, query_stride, query_head_stride, index, head, KEYS.shape[2], channels)
+
+    seen_by_all = tl.load(positions + first).to(tl.int32) + 1
+    end = tl.minimum(tl.load(positions + last).to(tl.int32) + 1, num_tokens)
+    share = tl.cdiv(tl.cdiv(end, STEP), SPLITS)
+    begin = split * share * STEP
+    stop = tl.minimum(begin + share * STEP, end)
+    masked_from = tl.maximum(begin, tl.minimum(seen_by_all, stop) // STEP * STEP)
+    total = tl.zeros((ROWS,), tl.float32)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    for token in tl.range(begin, masked_from, STEP):
+        total, highest = _add_keys(
+            total, highest, q, position, pages, page_stride, block_table, token, end, kv_head,
+            scale_log2, KEYS, channels, STEP, False,
+        )  # fmt: skip
+    for token in tl.range(masked_from, stop, STEP):
+        total, highest = _add_keys(
+            total, highest, q, position, pages, page_stride, block_table, token, end, kv_head,
+            scale_log2, KEYS, channels, STEP, True,
+        )  # fmt: skip
+
+    at = (split.to(tl.int64) * num_queries + index) * kv_heads * GROUP + head
+    stored = (first + row // GROUP <= last) & (row < per_tile * GROUP)
+    tl.store(lse + at, highest + tl.log2(total), mask=stored)
+
+
+@triton.jit
+def _load_queries(
+    query,
+    query_stride,
+    head_stride,
+    index,
+    head,
+    SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A row per pair of `index` and `head`: `[rows, CHANNELS]`, zero from channel `SIZE` on."""
+    channel = tl.arange(0, CHANNELS)[None, :]
+    at = (index.to(tl.int64) * query_stride + head * head_stride)[:, None] + channel
+    return tl.load(query + at, mask=channel < SIZE, other=0.0)
+
+
+@triton.jit
+def _add_keys(
+    total,  # [rows]: sum of exponentials so far
+    highest,  # [rows]: largest logit so far, to which they are relative
+    q,
+    position,
+    pages,
+    page_stride,
+    block_table,
+    first_token,
+    end,
+    kv_head,
+    scale_log2,
+    KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of the online softmax's denominator, in powers of two."""
+    token = first_token + tl.arange(0, STEP)
+    k = load_tokens(pages, page_stride, block_table, token, end, kv_head, KEYS, CHANNELS, MASKED)
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if MASKED:
+        visible = (token[None, :] <= position[:, None]) & (token < end)[None, :]
+        logits = tl.where(visible, logits, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(logits, axis=1))
+    reference = new_highest
+    if MASKED:  # a row that has seen no key yet: -inf - -inf is not a number
+        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    total = total * tl.exp2(highest - reference)
+    total += tl.sum(tl.exp2(logits - reference[:, None]), axis=1)
+    return total, new_highest
+
+
+@triton.jit
+def _column_sums(
+    mass,  # float32 [splits x KV heads, tokens], written
+    lse,  # float32 [queries, heads], base 2
+    some,  # int64 [tiles of keys]: first query that sees a key of the tile
+    every,  # int64 [tiles of keys]: first query that sees all of them
+    query,
+    positions,
+    pages,
+    block_table,
+    query_stride,
+    query_head_stride,
+    page_stride,
+    num_queries,
+    num_tokens,
+    scale_log2,
+    KEYS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Grid: tiles of keys x KV heads, splits of the queries."""
+    kv_heads: tl.constexpr = KEYS.shape[0]
+    channels: tl.constexpr = triton.next_power_of_2(KEYS.shape[2])
+    per_tile: tl.constexpr = ROWS // GROUP
+    # Early keys are seen by most queries, so they start first.
+    tile = tl.program_id(0) // kv_heads
+    kv_head = tl.program_id(0) % kv_heads
+    split = tl.program_id(1)
+    token = tile * STEP + tl.arange(0, STEP)
+    k = load_tokens(
+        pages, page_stride, block_table, token, num_tokens, kv_head, KEYS, channels, True
+    )
+
+    first = tl.load(some + tile).to(tl.int32)
+    masked = tl.cdiv(tl.load(every + tile).to(tl.int32) - first, per_tile)
+    share = tl.cdiv(tl.cdiv(num_queries - first, per_tile), SPLITS)
+    begin = first + split * share * per_tile
+    stop = tl.minimum(begin + share * per_tile, num_queries)
+    unmasked_from = tl.maximum(begin, tl.minimum(first + masked * per_tile, stop))
+    columns = tl.zeros((STEP,), tl.float32)
+    for index in tl.range(begin, unmasked_from, per_tile):
+        columns = _add_queries(
+            columns, k, token, index, stop, query, query_stride, query_head_stride, positions, lse,
+            kv_head, scale_log2, KEYS, channels, GROUP, ROWS, True,
+        )  # fmt: skip
+    for index in tl.range(unmasked_from, stop, per_tile):
+        columns = _add_queries(
+            columns, k, token, index, stop, query, query_stride, query_head_stride, positions, lse,
+            kv_head, scale_log2, KEYS, channels, GROUP, ROWS, False,
+        )  # fmt: skip
+    at = (split * kv_heads + kv_head).to(tl.int64) * num_tokens + token
+    tl.store(mass + at, columns, mask=token < num_tokens)
+
+
+@triton.jit
+def _add_queries(
+    columns,  # float32 [keys]: weights summed so far
+    k,
+    token,
+    first,
+    stop,
+    query,
+    query_stride,
+    query_head_stride,
+    positions,
+    lse,
+    kv_head,
+    scale_log2,
+    KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Weights of a tile of queries, summed by key."""
+    row = tl.arange(0, ROWS)
+    exists = (first + row // GROUP < stop) & (row < ROWS // GROUP * GROUP)
+    index = tl.minimum(first + row // GROUP, stop - 1)
+    head = kv_head * GROUP + row % GROUP
+    q = _load_queries(query, query_stride, query_head_stride, index, head, KEYS.shape[2], CHANNELS)
+    # Infinity where there is no row: its weights are nought.
+    at = index.to(tl.int64) * (KEYS.shape[0] * GROUP) + head
+    sums = tl.load(lse + at, mask=exists, other=float("inf"))
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    weights = tl.exp2(logits - sums[:, None])
+    if MASKED:
+        position = tl.load(positions + index).to(tl.int32)
+        weights = tl.where(token[None, :] <= position[:, None], weights, 0.0)
+    return columns + tl.sum(weights, axis=0)
