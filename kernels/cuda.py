@@ -24,7 +24,6 @@ _FORMATS = (
 )  # the order of `with_format` in align.cu
 _MAX_PARTS = 2
 _SCRATCH_BYTES = 256 << 20  # for overlapping moves; layers that do not fit take turns
-_MIN_CAPABILITY = (8, 0)
 
 
 class _Part(ctypes.Structure):
@@ -58,20 +57,19 @@ def available() -> str | None:
     """Why the CUDA kernels cannot run here, in one sentence; None if they can."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < _MIN_CAPABILITY:
-        return f"the GPU has compute capability {capability}, and {_MIN_CAPABILITY} is needed"
     try:
-        _library()
+        library = _library()
     except (OSError, RuntimeError) as error:
         return str(error)
-    return None
+    torch.cuda.init()
+    status = library.segreuse_status()
+    return f"their build does not suit this GPU: {_message(library, status)}" if status else None
 
 
 def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
     """`kernels.reference.align` on a GPU, queued on the current stream; see there for arguments.
 
-    One launch for up to 128 layers; two for each 256 MiB of moved data if `moves.overlapping`.
+    One launch for up to 128 layers; two for every 256 MiB of moved data if `moves.overlapping`.
     Slots and angle rows are not checked against the pages and tables: that would stall the stream.
 
     Raises:
@@ -116,6 +114,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         for name in ("vector", "scratch"):
             function = getattr(library, f"segreuse_align_{name}_bytes")
             function.argtypes, function.restype = (ctypes.POINTER(_Call),), ctypes.c_int64
+        library.segreuse_status.restype = ctypes.c_int
         library.segreuse_align.argtypes = (ctypes.POINTER(_Call), ctypes.c_void_p)
         library.segreuse_align.restype = ctypes.c_int
         library.segreuse_message.argtypes = (ctypes.c_int,)
@@ -158,11 +157,14 @@ def run(
         call.scratch = scratch.data_ptr()
     status = library.segreuse_align(call, stream)
     if status:
-        message = library.segreuse_message(status).decode()
         raise RuntimeError(
-            f"aligning {len(moves)} tokens in {len(pages)} layers failed: {message} (CUDA error "
-            f"{status})"
+            f"aligning {len(moves)} tokens in {len(pages)} layers failed: "
+            f"{_message(library, status)}"
         )
+
+
+def _message(library: ctypes.CDLL, status: int) -> str:
+    return f"{library.segreuse_message(status).decode()} (CUDA error {status})"
 
 
 def make_call(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> _Call:

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // `align` of kernels/reference.py: copy cached keys and values from slot to slot, keys turned.
 //
-// Plain C functions, called by kernels/cuda.py. A thread moves two vectors of one token and head, at
-// the same place in `kLayers` layers: all loads first, so that 128 bytes per thread are in flight,
-// and slots, offsets and angles are looked up once for all these layers. A vector is 16 bytes where
-// the layout allows, otherwise one element. Threads run along the channels of a head, then along
-// heads, parts and tokens.
+// Plain C functions, called by kernels/cuda.py. A thread moves two vectors of one token and head,
+// at the same place in `kLayers` layers: all loads first, so that 128 bytes per thread are in
+// flight, and slots, offsets and angles are looked up once for all these layers. A vector is 16
+// bytes where the layout allows, otherwise one element. Threads run along the channels of a head,
+// then along heads, parts and tokens.
 //
 // Also compiles as plain C++ (g++ -x c++): the same code for every thread, run in a loop over host
-// memory. That is how it is tested where there is no GPU.
+// memory, asserting that addresses are aligned as a GPU needs them. That is how it is tested where
+// there is none.
 
 #include <algorithm>
+#include <cassert>
 #include <cstdint>
 #include <cstring>
 
@@ -21,7 +23,7 @@
 
 namespace segreuse {
 
-constexpr int kLayers = 4;            // per thread
+constexpr int kLayers = 4;             // per thread
 constexpr int kLayersPerLaunch = 128;  // their addresses are kernel parameters
 constexpr int kThreads = 256;
 constexpr int kWideBytes = 16;
@@ -116,6 +118,11 @@ int32_t count_items(const Part& part) {
 }
 
 template <int kBytes>
+SEGREUSE_HD bool is_multiple(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % kBytes == 0;
+}
+
+template <int kBytes>
 struct Vector {
   static constexpr int kWords = (kBytes + 3) / 4;
   uint32_t words[kWords];
@@ -134,6 +141,7 @@ struct Vector {
       words[0] = __ldcs(from);
     }
 #else
+    assert(is_multiple<kBytes>(from));
     words[kWords - 1] = 0;
     std::memcpy(words, from, kBytes);
 #endif
@@ -151,6 +159,7 @@ struct Vector {
       *to = static_cast<unsigned char>(words[0]);
     }
 #else
+    assert(is_multiple<kBytes>(to));
     std::memcpy(to, words, kBytes);
 #endif
   }
@@ -213,19 +222,19 @@ SEGREUSE_HD void load_floats(float* to, const float* from) {
     *to = __ldg(from);
   }
 #else
+  assert(is_multiple<4 * (kCount < 4 ? kCount : 4)>(from));
   std::memcpy(to, from, kCount * sizeof(float));
 #endif
 }
 
-// Cosines (or sines) of an item's pairs.
+// Cosines (or sines) of the pairs of an item that turns.
 template <int kLanes>
 SEGREUSE_HD void load_angles(float* to, const float* row, const Item& item) {
   if (item.turn == Turn::kTogether) {
     load_floats<kLanes>(to, row + item.columns[0]);
-  } else if (kLanes > 1 && item.turn == Turn::kWithin) {
-    constexpr int kHalf = (kLanes + 1) / 2;
-    load_floats<kHalf>(to, row + item.columns[0]);
-    load_floats<kHalf>(to + kHalf % kLanes, row + item.columns[1]);
+  } else if constexpr (kLanes > 1) {
+    load_floats<kLanes / 2>(to, row + item.columns[0]);
+    load_floats<kLanes / 2>(to + kLanes / 2, row + item.columns[1]);
   }
 }
 
@@ -281,11 +290,11 @@ SEGREUSE_HD void move_item(const Launch& launch, int64_t token, int32_t number, 
     load_angles<kLanes>(sin, launch.sin + row, item);
 #pragma unroll
     for (int i = 0; i < kLayers; ++i) {
-      if (kLanes > 1 && item.turn == Turn::kWithin) {
+      if (item.turn == Turn::kTogether) {
+        turn_together<Format>(data[i][0], data[i][1], cos, sin);
+      } else if constexpr (kLanes > 1) {
         turn_within<Format>(data[i][0], cos, sin);
         turn_within<Format>(data[i][1], cos + kLanes / 2, sin + kLanes / 2);
-      } else {
-        turn_together<Format>(data[i][0], data[i][1], cos, sin);
       }
     }
   }
@@ -324,7 +333,8 @@ __global__ void __launch_bounds__(kThreads) align_kernel(const __grid_constant__
 
 template <class Format, int kBytes>
 Status run_grid(const Launch& launch, void* stream) {
-  const int64_t blocks = (launch.num_tokens + launch.tokens_per_block - 1) / launch.tokens_per_block;
+  const int64_t in_block = launch.tokens_per_block;
+  const int64_t blocks = (launch.num_tokens + in_block - 1) / in_block;
   const int groups = (launch.num_layers + kLayers - 1) / kLayers;
   const int threads = std::min(launch.tokens_per_block * launch.items + 31, kThreads) / 32 * 32;
   if (blocks > INT32_MAX) return kInvalid;
@@ -358,19 +368,16 @@ auto with_format(int64_t format, Run run) -> decltype(run(Float32{})) {
   }
 }
 
-bool is_aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % kWideBytes == 0;
-}
-
 // Whether all vectors of `lanes` channels are 16 bytes at a multiple of 16.
 bool is_wide(const AlignCall& call, int32_t lanes) {
   bool wide = call.page_stride % lanes == 0 &&
-              std::all_of(call.layers, call.layers + call.num_layers, is_aligned);
+              std::all_of(call.layers, call.layers + call.num_layers, is_multiple<kWideBytes>);
   for (int64_t i = 0; i < call.num_parts; ++i) {
     const auto& [strides, rotation] = call.parts[i];
     const int32_t run = rotation.neox ? rotation.dim / 2 : rotation.dim;
     wide = wide && strides.in_vectors_of(lanes) && run % lanes == 0 && rotation.first % lanes == 0;
-    if (rotation.dim) wide = wide && is_aligned(call.cos) && is_aligned(call.sin);
+    if (rotation.dim == 0) continue;
+    wide = wide && is_multiple<kWideBytes>(call.cos) && is_multiple<kWideBytes>(call.sin);
   }
   return wide;
 }
@@ -401,14 +408,14 @@ Status run_call(const AlignCall& call, void* stream) {
   const int64_t step = call.scratch ? std::min<int64_t>(call.scratch_layers, kLayersPerLaunch)
                                     : kLayersPerLaunch;
   if (step < 1) return kInvalid;
-  const Stage direct[] = {Stage::kDirect}, twice[] = {Stage::kGather, Stage::kScatter};
+  const Stage stages[] = {call.scratch ? Stage::kGather : Stage::kDirect, Stage::kScatter};
   for (int64_t first = 0; first < call.num_layers; first += step) {
     launch.num_layers = static_cast<int32_t>(std::min(step, call.num_layers - first));
     for (int32_t i = 0; i < launch.num_layers; ++i) {
       launch.layers[i] = static_cast<unsigned char*>(call.layers[first + i]);
     }
     for (int i = 0; i < (call.scratch ? 2 : 1); ++i) {
-      launch.stage = call.scratch ? twice[i] : direct[i];
+      launch.stage = stages[i];
       if (const Status status = run_grid<Format, kBytes>(launch, stream)) return status;
     }
   }
@@ -419,6 +426,17 @@ Status run_call(const AlignCall& call, void* stream) {
 
 // Size of AlignCall: kernels/cuda.py compares it with its own.
 SEGREUSE_EXPORT int64_t segreuse_align_call_bytes() { return sizeof(segreuse::AlignCall); }
+
+// 0 if the kernels can run on the current device, or a code for `segreuse_message`: the driver may
+// be too old for this build, or the build lack the device's architecture.
+SEGREUSE_EXPORT int segreuse_status() {
+#if defined(__CUDACC__)
+  cudaFuncAttributes unused;
+  return cudaFuncGetAttributes(&unused, segreuse::align_kernel<segreuse::BFloat16, 16>);
+#else
+  return segreuse::kSuccess;
+#endif
+}
 
 // Bytes that a thread moves at once: 16, or one element; 0 for an unknown format.
 SEGREUSE_EXPORT int64_t segreuse_align_vector_bytes(const segreuse::AlignCall* call) {
@@ -442,7 +460,7 @@ SEGREUSE_EXPORT int64_t segreuse_align_scratch_bytes(const segreuse::AlignCall* 
   });
 }
 
-// Queues the launches on the current device; 0, or a code for `segreuse_message`. Allocates nothing.
+// Queues the launches on the current device. 0, or a code for `segreuse_message`.
 SEGREUSE_EXPORT int segreuse_align(const segreuse::AlignCall* call, void* stream) {
   const int64_t vector_bytes = segreuse_align_vector_bytes(call);
   if (vector_bytes == 0) return segreuse::kInvalid;

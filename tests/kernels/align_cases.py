@@ -147,19 +147,11 @@ def make_cache(
         memory = torch.randint(0, 256, (count,)).to(torch.uint8).view(dtype)
     else:
         memory = (torch.randn(count) * 8).to(dtype)
-    return Cache(memory, cut(memory, page_elements, num_blocks, num_layers, gap, start))
-
-
-def cut(
-    memory: torch.Tensor, page_elements: int, num_blocks: int, num_layers: int, gap: int, start: int
-) -> list[torch.Tensor]:
-    stride = page_elements + gap
-    return [
-        memory.as_strided(
-            (num_blocks, page_elements), (stride, 1), start + layer * num_blocks * stride
-        )
+    layers = [
+        memory.as_strided((num_blocks, page_elements), (stride, 1), start + layer * layer_elements)
         for layer in range(num_layers)
     ]
+    return Cache(memory, layers)
 
 
 def copy_of(pages: Cache, device: str = "cpu") -> Cache:
@@ -202,15 +194,20 @@ def pairs_of(parts: list[Part]) -> int:
 Run = Callable[[list[torch.Tensor], list[Part], Moves], None]
 
 
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal to the last bit, the sign of zero included; one NaN is as good as another."""
+    bits = BITS[expected.dtype.itemsize]
+    different = found.view(bits) != expected.view(bits)
+    different &= ~(found.float().isnan() & expected.float().isnan())
+    assert not different.any(), (found.float()[different], expected.float()[different])
+
+
 def assert_agrees(run: Run, pages: Cache, parts: list[Part], moves: Moves, device: str) -> None:
-    """`run` changes the memory exactly as the reference does; one NaN is as good as another."""
+    """`run` changes the memory exactly as the reference does."""
     mine = copy_of(pages, device)
     run(mine.layers, parts, to_device(moves, device))
     expected = copy_of(pages)
     reference.align(expected.layers, parts, moves)
     bits = BITS[pages.memory.dtype.itemsize]
-    found = mine.memory.cpu()
     assert not torch.equal(expected.memory.view(bits), pages.memory.view(bits))
-    different = found.view(bits) != expected.memory.view(bits)
-    different &= ~(found.float().isnan() & expected.memory.float().isnan())
-    assert not different.any(), f"{int(different.sum())} of {len(found)} elements differ"
+    assert_same(mine.memory.cpu(), expected.memory)

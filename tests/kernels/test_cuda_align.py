@@ -19,6 +19,7 @@ from tests.kernels.align_cases import (
     DTYPES,
     Run,
     assert_agrees,
+    assert_same,
     copy_of,
     hnd,
     make_cache,
@@ -30,7 +31,7 @@ from tests.kernels.align_cases import (
     to_device,
 )
 from tests.kernels.native import CSRC, compile_cuda, compile_host
-from vllm_segreuse.kernels import cuda
+from vllm_segreuse.kernels import cuda, reference
 from vllm_segreuse.kernels.pages import Moves, Part, Rotation
 
 SOURCE = CSRC / "cuda" / "align.cu"
@@ -194,6 +195,23 @@ def test_tables_are_not_read_where_nothing_turns(run: Run, device: str) -> None:
         assert torch.equal(to[i, at[0] : at[0] + 64], source[i, at[1] : at[1] + 64])
 
 
+def test_offsets_beyond_32_bits_are_reached(run: Run, device: str) -> None:
+    """Two pages, more than 4 GiB apart; what is between them is never touched, so never there."""
+    torch.manual_seed(0)
+    shape = nhd(2, 16, 32)
+    parts = parts_of(shape, Rotation(32, True))
+    moves = make_moves(2, 16, 16, 16, overlapping=False)
+    near = make_cache(shape.page_elements, 2, torch.float8_e4m3fn).layers[0]
+    stride = (1 << 32) + 16
+    memory = torch.empty(stride + shape.page_elements, dtype=torch.uint8, device=device)
+    far = memory.view(near.dtype).as_strided(near.shape, (stride, 1))
+    for layer, other in zip(far, near, strict=True):
+        layer.copy_(other)
+    run([far], parts, to_device(moves, device))
+    reference.align([near], parts, moves)
+    assert_same(far[1].cpu(), near[1])
+
+
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_nothing_to_move_changes_nothing(run: Run, device: str, overlapping: bool) -> None:
     shape = nhd(2, 16, 32)
@@ -321,6 +339,7 @@ def test_only_the_interface_is_exported(built: tuple[Path, str]) -> None:
         "segreuse_align_scratch_bytes",
         "segreuse_align_vector_bytes",
         "segreuse_message",
+        "segreuse_status",
     }
 
 
@@ -330,5 +349,6 @@ def test_a_failed_launch_is_reported(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     library = cuda.open_library(built[0])
+    assert library.segreuse_status() != 0
     with pytest.raises(RuntimeError, match=r"9 tokens in 3 layers failed: .+ \(CUDA error \d+\)"):
         cuda.run(library, *good_call(), 0)

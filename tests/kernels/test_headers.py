@@ -2,13 +2,17 @@
 """The C++ headers agree with torch: addresses, number formats, rotation."""
 
 import ctypes
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels.align_cases import BITS, DTYPES, assert_same
 from tests.kernels.native import compile_host
 from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, HEADS, LAYOUTS, make_layer, table
+from vllm_segreuse.kernels.pages import TiledStrides
 from vllm_segreuse.prefill.kv_layout import discover_layout
 
 SHIM = """
@@ -47,15 +51,6 @@ EXPORT bool in_vectors_of(const TiledStrides* strides, int elements) {
 }
 """
 
-FORMATS = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
@@ -74,15 +69,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal to the last bit, the sign of zero included; one NaN is as good as another."""
-    nan = expected.float().isnan()
-    assert torch.equal(found.float().isnan(), nan)
-    bits = BITS[expected.dtype.itemsize]
-    different = (found.view(bits) != expected.view(bits)) & ~nan
-    assert not different.any(), (found.float()[different], expected.float()[different])
-
-
 def as_stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `kernels.reference.rotate` stores."""
     if dtype.itemsize == 1:
@@ -91,7 +77,7 @@ def as_stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_every_code_is_decoded(shim: ctypes.CDLL, dtype: torch.dtype) -> None:
     size = dtype.itemsize
     if size < 4:
@@ -131,7 +117,7 @@ def awkward_floats(dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_floats_are_rounded_as_torch_does(shim: ctypes.CDLL, dtype: torch.dtype) -> None:
     values = awkward_floats(dtype)
     codes = torch.empty(len(values), dtype=dtype)
@@ -139,7 +125,7 @@ def test_floats_are_rounded_as_torch_does(shim: ctypes.CDLL, dtype: torch.dtype)
     assert_same(codes, as_stored(values, dtype))
 
 
-@pytest.mark.parametrize("dtype", FORMATS[3:], ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES[3:], ids=name_of)
 def test_fp8_saturates(shim: ctypes.CDLL, dtype: torch.dtype) -> None:
     values = torch.tensor([torch.inf, -torch.inf, 1e30, -1e30, 3.4e38])
     codes = torch.empty(len(values), dtype=dtype)
@@ -157,7 +143,7 @@ def test_pairs_turn_as_in_torch(shim: ctypes.CDLL) -> None:
     assert_same(second, expected[1])
 
 
-def as_ints(strides: object) -> ctypes.Array:
+def as_ints(strides: TiledStrides) -> ctypes.Array:
     shape, *rest = vars(strides).values()
     return (ctypes.c_int32 * 11)(*shape, *rest)
 
@@ -187,3 +173,42 @@ def test_vectors_are_found_where_elements_lie_side_by_side(
             and (vectors[..., 0] % elements == 0).all()
         )
         assert bool(shim.in_vectors_of(as_ints(strides), elements) & 1) == expected
+
+
+ALIGNED = TiledStrides(
+    (2, 4, 8),
+    offset=16,
+    head=64,
+    token_tile=2,
+    token_hi=32,
+    token_lo=16,
+    channel_tile=4,
+    channel_hi=8,
+    channel_lo=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"offset": 18}, False),
+        ({"head": 66}, False),
+        ({"token_hi": 34}, False),
+        ({"token_lo": 14}, False),
+        ({"channel_tile": 2}, False),
+        ({"channel_hi": 10}, False),
+        ({"channel_lo": 2}, False),
+        # Strides along which there is only one element say nothing.
+        ({"shape": (1, 4, 8), "head": 66}, True),
+        ({"token_tile": 4, "token_hi": 34}, True),
+        ({"token_tile": 1, "token_lo": 14}, True),
+        ({"channel_tile": 8, "channel_hi": 10}, True),
+        ({"shape": (2, 4, 10), "channel_tile": 10}, False),
+    ],
+)
+def test_every_stride_that_counts_must_be_a_multiple(
+    shim: ctypes.CDLL, changes: dict[str, Any], expected: bool
+) -> None:
+    strides = dataclasses.replace(ALIGNED, **changes)
+    assert bool(shim.in_vectors_of(as_ints(strides), 4) & 1) == expected
