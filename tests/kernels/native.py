@@ -36,10 +36,20 @@ def compile_host(source: Path, library: Path) -> None:
 
 def compile_cuda(source: Path, library: Path) -> str:
     """Build a shared library for every architecture; returns what the assembler reports."""
+    return _run(_nvcc(), *NVCC_FLAGS, "-Xptxas=-v", str(source), "-o", str(library))
+
+
+def compile_ptx(source: Path, target: Path) -> str:
+    """PTX of CUDA C++ for the newest architecture."""
+    _run(_nvcc(), "-std=c++17", "-ptx", "-arch=compute_90", str(source), "-o", str(target))
+    return target.read_text()
+
+
+def _nvcc() -> str:
     compiler = shutil.which("nvcc")
     if compiler is None:
         pytest.skip("nvcc is not installed")
-    return _run(compiler, *NVCC_FLAGS, "-Xptxas=-v", str(source), "-o", str(library))
+    return compiler
 
 
 def _run(*command: str) -> str:

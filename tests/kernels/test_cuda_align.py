@@ -30,7 +30,7 @@ from tests.kernels.align_cases import (
     shape_of,
     to_device,
 )
-from tests.kernels.native import CSRC, compile_cuda, compile_host
+from tests.kernels.native import CSRC, compile_cuda, compile_host, compile_ptx
 from vllm_segreuse.kernels import cuda, reference
 from vllm_segreuse.kernels.pages import Moves, Part, Rotation
 
@@ -328,6 +328,18 @@ def test_kernels_keep_everything_in_registers(built: tuple[Path, str]) -> None:
     kernels = len(re.findall("Compiling entry function", report))
     assert kernels == 3 * 2 * len(DTYPES)
     assert report.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == kernels
+
+
+def test_threads_load_all_before_they_store(tmp_path: Path) -> None:
+    """Two vectors of 16 bytes in each of four layers, of every format, all on their way at once."""
+    kernels = compile_ptx(SOURCE, tmp_path / "align.ptx").split(".visible .entry ")[1:]
+    wide = [body for body in kernels if "Li16EEE" in body.split("(")[0]]
+    assert len(wide) == len(DTYPES)
+    for body in wide:
+        loads = [m.start() for m in re.finditer(r"ld\.global\.cs\.v4\.u32", body)]
+        stores = [m.start() for m in re.finditer(r"st\.global\.v4\.u32", body)]
+        assert (len(loads), len(stores)) == (8, 8)
+        assert max(loads) < min(stores)
 
 
 def test_only_the_interface_is_exported(built: tuple[Path, str]) -> None:
