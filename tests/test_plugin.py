@@ -69,12 +69,14 @@ print(json.dumps({"switch": hasattr(EngineCore, "segreuse_set_enabled"), "runner
 
 
 def run(script: str, **env: str) -> Any:
+    # A variable of ours that is set is made known to vLLM: the caller's must not count.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_SEGREUSE_")}
     result = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **env},
+        env={**inherited, "VLLM_LOGGING_LEVEL": "ERROR", **env},
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.strip().splitlines()[-1])

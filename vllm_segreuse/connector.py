@@ -149,7 +149,9 @@ class SegReuseConnector(KVConnectorBase_V1):
         runtime = prove(loaded_model(), self._vllm_config, self._kv_cache_config)
         self._prefill = runtime.prefill
         logger.info(
-            "segment reuse: proven on this model (largest deviation %.1e)", runtime.max_deviation
+            "segment reuse: proven on this model (largest deviation %.1e); %s",
+            runtime.max_deviation,
+            runtime.kernels,
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

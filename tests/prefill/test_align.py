@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, HEADS, Layer, make_layer
+from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, Layer, make_layer
 from vllm_segreuse.cache.plan import Recipe, ReusePlan
+from vllm_segreuse.kernels import reference
 from vllm_segreuse.prefill import align as align_module
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.kv_layout import discover_layout
@@ -99,7 +100,7 @@ def make_aligner(layouts: list[str], ropes: list[DeltaRope | None]) -> tuple[Ali
     found = [discover_layout(layer, BLOCK_SIZE) for layer in layers]
     for layer in layers:
         layer.log.clear()
-    return Aligner(layers, found, ropes, BLOCK_SIZE), layers
+    return Aligner(layers, found, ropes, reference.align), layers
 
 
 @pytest.fixture(scope="module")
@@ -165,34 +166,29 @@ def test_unmoved_tokens_are_copied_bit_for_bit() -> None:
         assert torch.equal(layers[0].read(slot)[1], value)
 
 
-def test_each_layer_is_written_once() -> None:
-    """All plans together: a donor that is another's target must be read before it is written."""
-    subject, layers = make_aligner(["HND"] * NUM_LAYERS, [ROPE] * NUM_LAYERS)
-    source = torch.arange(100)
-    subject.align(align_module.TokenCopies(source, source + 50, torch.full((100,), 50)))
-    assert [layer.log for layer in layers] == [["write"]] * NUM_LAYERS
+@pytest.mark.parametrize(("distance", "overlapping"), [(63, True), (64, False)])
+def test_the_kernel_is_told_where_pages_are_both_read_and_written(
+    distance: int, overlapping: bool
+) -> None:
+    told = []
+    layer = make_layer("HND", NUM_BLOCKS)
+    found = discover_layout(layer, BLOCK_SIZE)
+    subject = Aligner([layer], [found], [ROPE], lambda pages, parts, moves: told.append(moves))
+    source = torch.arange(BLOCK_SIZE)
+    subject.align(align_module.TokenCopies(source, source + distance, torch.zeros_like(source)))
+    assert [moves.overlapping for moves in told] == [overlapping]
 
 
-def test_equal_rotations_share_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_alike_are_aligned_by_one_call() -> None:
+    calls = []
+    layers = [make_layer(name, NUM_BLOCKS) for name in ("HND", "NHD", "HND", "HND")]
+    found = [discover_layout(layer, BLOCK_SIZE) for layer in layers]
     other = DeltaRope(ROPE.frequencies / 4, HEAD_SIZE, True)
-    ropes = [ROPE, DeltaRope(ROPE.frequencies.clone(), HEAD_SIZE, True), other, None, ROPE]
-    subject, _ = make_aligner(["HND"] * 5, ropes)
-    made = []
-    tables = DeltaRope.tables
-    monkeypatch.setattr(
-        DeltaRope, "tables", lambda self, deltas: made.append(self) or tables(self, deltas)
-    )
-    slots = torch.arange(10)
-    subject.align(align_module.TokenCopies(slots, slots + 100, slots))
-    assert made == [ROPE, other]
-
-
-@pytest.mark.parametrize("num_tokens", [1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE])
-def test_keys_are_read_along_a_block_table(num_tokens: int) -> None:
-    subject, layers = make_aligner(["NHD", "pairs"], [ROPE, ROPE])
-    blocks = torch.tensor([7, 2, 9], dtype=torch.int32)
-    keys = subject.read_keys(1, blocks, num_tokens)
-    assert keys.shape == (num_tokens, HEADS, HEAD_SIZE)
-    for position in range(num_tokens):
-        slot = int(blocks[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
-        assert torch.equal(keys[position], layers[1].read(slot)[0])
+    ropes = [ROPE, ROPE, DeltaRope(ROPE.frequencies.clone(), HEAD_SIZE, True), other]
+    subject = Aligner(layers, found, ropes, lambda pages, parts, moves: calls.append(len(pages)))
+    slots = torch.arange(9)
+    subject.align(align_module.TokenCopies(slots, slots + 500, slots))
+    assert calls == [2, 1, 1]
+    calls.clear()
+    subject.align(align_module.TokenCopies(slots, slots + 500, slots), first_layer=2)
+    assert calls == [1, 1]

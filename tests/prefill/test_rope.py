@@ -89,7 +89,7 @@ def test_a_moved_key_is_the_key_rotated_there(kind: str, neox: bool, shift: int)
     rope = derive(rotary, "layer")
     old = torch.tensor([max(0, -shift), LIMIT - 1 - max(0, shift)])
     keys = torch.randn(len(old), HEADS, HEAD_SIZE)
-    moved = rope.rotate(rotated(rotary, keys, old).float(), *rope.tables(torch.full((2,), shift)))
+    moved = rope.rotate(rotated(rotary, keys, old).float(), torch.full((2,), shift))
     expected = rotated(rotary, keys, old + shift)
     torch.testing.assert_close(moved.double(), expected, atol=1e-5, rtol=0)
 
@@ -107,7 +107,7 @@ def test_it_agrees_with_vllms_own_rotation(kind: str, neox: bool) -> None:
         rotary.forward_native(where, keys.clone(), keys.clone())[1].view(-1, HEADS, HEAD_SIZE)
         for where in (old, new)
     )
-    moved = rope.rotate(at_old, *rope.tables(new - old))
+    moved = rope.rotate(at_old, new - old)
     torch.testing.assert_close(moved, at_new, atol=2e-3, rtol=0)
     assert (at_old - at_new)[old != new].abs().max() > 0.5  # else nothing was to be moved
 
@@ -118,14 +118,14 @@ def test_a_key_that_stays_is_bit_identical(kind: str, dtype: torch.dtype) -> Non
     rope = derive(make(KINDS[kind]), "layer")
     keys = torch.randn(50, HEADS, HEAD_SIZE).to(dtype)
     deltas = torch.zeros(50, dtype=torch.int64)
-    assert torch.equal(rope.rotate(keys, *rope.tables(deltas)), keys)
+    assert torch.equal(rope.rotate(keys, deltas), keys)
 
 
 def test_channels_that_carry_no_position_pass_through() -> None:
     rope = derive(make(KINDS["partial"]), "layer")
     assert rope.rotary_dim == HEAD_SIZE // 2
     keys = torch.randn(9, HEADS, HEAD_SIZE).to(torch.bfloat16)
-    moved = rope.rotate(keys, *rope.tables(torch.arange(100, 109)))
+    moved = rope.rotate(keys, torch.arange(100, 109))
     assert torch.equal(moved[..., 32:], keys[..., 32:])
     assert not torch.equal(moved[..., :32], keys[..., :32])
 
@@ -134,9 +134,9 @@ def test_each_token_is_moved_by_its_own_distance() -> None:
     rope = derive(make({}), "layer")
     keys = torch.randn(6, HEADS, HEAD_SIZE)
     deltas = torch.tensor([5, -3, 5, 0, 9000, -3])
-    together = rope.rotate(keys, *rope.tables(deltas))
+    together = rope.rotate(keys, deltas)
     for i in range(6):
-        alone = rope.rotate(keys[i : i + 1], *rope.tables(deltas[i : i + 1]))
+        alone = rope.rotate(keys[i : i + 1], deltas[i : i + 1])
         assert torch.equal(together[i : i + 1], alone)
 
 

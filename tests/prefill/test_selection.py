@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores agree with a dense softmax; the choice is deterministic and the same on every rank."""
+"""The choice of tokens is deterministic and the same on every rank."""
 
-import math
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from vllm_segreuse.prefill import selection
-from vllm_segreuse.prefill.selection import attention_mass, choose_top_k
+from vllm_segreuse.prefill.selection import choose_top_k
 
 
 @dataclass
@@ -42,52 +41,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     group = Group()
     monkeypatch.setattr(selection, "get_tp_group", lambda: group)
     return group
-
-
-def dense_mass(
-    queries: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Query by query and head by head, in float64."""
-    num_tokens, kv_heads, _ = keys.shape
-    groups = queries.shape[1] // kv_heads
-    mass = torch.zeros(num_tokens, dtype=torch.float64)
-    for query, position in zip(queries.double(), positions.tolist(), strict=True):
-        for head in range(queries.shape[1]):
-            seen = keys[: position + 1, head // groups].double()
-            mass[: position + 1] += torch.softmax(seen @ query[head] * scale, dim=0)
-    return mass
-
-
-@pytest.mark.parametrize("block", [1 << 24, 4000, 1], ids=["one block", "blocks", "one by one"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-def test_scores_are_those_of_a_dense_softmax(
-    heads: int, kv_heads: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selection, "_SCORE_ELEMENTS", block)
-    num_tokens, size = 150, 16
-    positions = torch.tensor([0, 1, 2, 40, 41, 77, 100, 148, 149])
-    queries, keys = torch.randn(9, heads, size), torch.randn(num_tokens, kv_heads, size)
-    scale = 1 / math.sqrt(size)
-    mass = attention_mass(queries, positions, keys, scale)
-    assert mass.dtype == torch.float32
-    expected = dense_mass(queries, positions, keys, scale)
-    torch.testing.assert_close(mass.double(), expected, atol=1e-5, rtol=1e-5)
-    assert float(mass.sum()) == pytest.approx(len(positions) * heads, rel=1e-5)
-
-
-def test_no_query_pays_attention_to_the_future() -> None:
-    keys = torch.randn(50, 2, 8)
-    mass = attention_mass(torch.randn(3, 4, 8), torch.tensor([3, 10, 30]), keys, 1.0)
-    assert (mass[31:] == 0).all()
-    assert (mass[:31] > 0).all()
-
-
-def test_large_logits_and_low_precision() -> None:
-    queries, keys = 100 * torch.randn(4, 2, 8), torch.randn(20, 2, 8)
-    positions = torch.arange(16, 20)
-    mass = attention_mass(queries.bfloat16(), positions, keys.bfloat16(), 1.0)
-    expected = dense_mass(queries.bfloat16(), positions, keys.bfloat16(), 1.0)
-    torch.testing.assert_close(mass.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_largest_are_chosen_in_order_of_position(group: Group) -> None:

@@ -2,19 +2,20 @@
 """Align: copy donor KV to its new slots, keys rotated by the position difference, values as they
 are.
 
-All plans of a step are aligned together, layer by layer; in a layer every source is read before any
-destination is written, so overlapping sources and destinations are safe.
+All plans of a step are aligned together. In a layer every source is read before any destination is
+written where they share a page, so overlapping sources and destinations are safe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_segreuse.cache.plan import ReusePlan
-from vllm_segreuse.kernels.pages import PageLayout, flat_pages
+from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, flat_pages
 from vllm_segreuse.prefill.rope import DeltaRope
 
 
@@ -65,7 +66,7 @@ class Aligner:
         attention: vLLM `Attention` layers, in layer order, KV caches bound.
         layouts: proven page layout of each.
         ropes: rotation of each; None where keys carry no position (NoPE).
-        block_size: tokens per page.
+        kernel: `align` of `kernels/`.
     """
 
     def __init__(
@@ -73,47 +74,75 @@ class Aligner:
         attention: list[torch.nn.Module],
         layouts: list[PageLayout],
         ropes: list[DeltaRope | None],
-        block_size: int,
+        kernel: Callable[..., None],
     ) -> None:
-        self._attention = attention
-        self._layouts = layouts
-        self._ropes = ropes
-        self._block_size = block_size
+        self._kernel = kernel
+        self._block_size = layouts[0].keys.shape[1]
+        self._groups: list[_Group] = []
+        for index, (layer, layout, rope) in enumerate(zip(attention, layouts, ropes, strict=True)):
+            pages = flat_pages(layer.kv_cache)
+            for group in self._groups:
+                if group.takes(pages, layout, rope):
+                    group.pages.append(pages)
+                    group.layers.append(index)
+                    break
+            else:
+                self._groups.append(_Group(layout, rope, [pages], [index]))
 
     def align(self, copies: TokenCopies, first_layer: int = 0) -> None:
         """Carry the copies out at layers `first_layer` and later."""
         if not len(copies):
             return
-        # Whole pages are gathered (one memcpy each) and unpacked at once; picking single tokens out
-        # of tiled pages would be a strided read per element.
-        blocks, page_of = torch.unique(copies.source_slots // self._block_size, return_inverse=True)
-        rows = page_of * self._block_size + copies.source_slots % self._block_size
-        tables: list[tuple[DeltaRope, tuple[torch.Tensor, torch.Tensor]]] = []
-        for index in range(first_layer, len(self._attention)):
-            layer, layout, rope = self._attention[index], self._layouts[index], self._ropes[index]
-            pages = flat_pages(layer.kv_cache)[blocks]
-            keys = layout.keys.tokens(pages)[rows]
-            values = layout.values.tokens(pages)[rows]
-            if rope is not None:
-                keys = rope.rotate(keys, *_shared_tables(tables, rope, copies.deltas))
-            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, copies.target_slots)
+        # A plan has few distinct differences: one per segment.
+        distinct, angles = torch.unique(copies.deltas, return_inverse=True)
+        read, written = (
+            torch.unique(slots // self._block_size)
+            for slots in (copies.source_slots, copies.target_slots)
+        )
+        overlapping = bool(torch.isin(read, written).any())
+        for group in self._groups:
+            pages = [
+                pages
+                for index, pages in zip(group.layers, group.pages, strict=True)
+                if index >= first_layer
+            ]
+            if pages:
+                cos, sin = group.tables(distinct)
+                moves = Moves(
+                    copies.source_slots, copies.target_slots, angles, cos, sin, overlapping
+                )
+                self._kernel(pages, group.parts, moves)
 
-    def read_keys(self, layer_index: int, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Keys of positions `[0, num_tokens)` of a block table: `[num_tokens, heads, size]`."""
-        used = -(-num_tokens // self._block_size)
-        pages = flat_pages(self._attention[layer_index].kv_cache)[block_ids[:used].long()]
-        return self._layouts[layer_index].keys.tokens(pages)[:num_tokens]
 
+@dataclass
+class _Group:
+    """Layers that are aligned by one call of the kernel."""
 
-def _shared_tables(
-    tables: list[tuple[DeltaRope, tuple[torch.Tensor, torch.Tensor]]],
-    rope: DeltaRope,
-    deltas: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, computed once for all layers that rotate alike."""
-    for known, table in tables:
-        if known.same_as(rope):
-            return table
-    table = rope.tables(deltas)
-    tables.append((rope, table))
-    return table
+    layout: PageLayout
+    rope: DeltaRope | None
+    pages: list[torch.Tensor]
+    layers: list[int]
+
+    def takes(self, pages: torch.Tensor, layout: PageLayout, rope: DeltaRope | None) -> bool:
+        """Whether a layer with these may join."""
+        own = self.pages[0]
+        same_rope = (
+            self.rope is rope if self.rope is None or rope is None else self.rope.same_as(rope)
+        )
+        return (
+            same_rope
+            and layout == self.layout
+            and (pages.dtype, pages.stride(), pages.device) == (own.dtype, own.stride(), own.device)
+        )
+
+    @property
+    def parts(self) -> list[Part]:
+        rotation = None if self.rope is None else self.rope.rotation
+        return [Part(self.layout.keys, rotation), Part(self.layout.values, None)]
+
+    def tables(self, deltas: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines by delta; of no columns where nothing turns."""
+        if self.rope is None:
+            nothing = torch.zeros(len(deltas), 0, device=deltas.device)
+            return nothing, nothing
+        return self.rope.tables(deltas)

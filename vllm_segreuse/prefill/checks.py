@@ -18,9 +18,11 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.cache.plan import Recipe, ReusePlan
-from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.kernels import dispatch
+from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill import rope
-from vllm_segreuse.prefill.align import Aligner
+from vllm_segreuse.prefill.align import Aligner, TokenCopies
+from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.fast_norms import fast_norms
 from vllm_segreuse.prefill.kv_layout import LayoutError, discover_layout
@@ -41,10 +43,12 @@ class Runtime:
         prefill: the sparse pass.
         max_deviation: how far the KV of the sparse pass was from that of the model's own forward,
             relative to its norm, at the worst layer.
+        kernels: which kernels the pass runs.
     """
 
     prefill: SparsePrefill
     max_deviation: float
+    kernels: str
 
 
 def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Runtime:
@@ -67,16 +71,18 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         )
         proof = _Proof(stack, rows, block_size, kv_cache_config.num_blocks, vllm_config)
         ropes = proof.ropes()
-        aligner = Aligner(stack.attention, layouts, ropes, block_size)
+        kernels = dispatch.choose(first.kv_cache.device, first.kv_cache.dtype, layouts[0])
+        aligner = Aligner(stack.attention, layouts, ropes, kernels.align)
         prefill = SparsePrefill(
             stack,
+            layouts,
             aligner,
-            rows,
-            block_size,
+            PassAttention(rows, stack.attention, layouts, kernels.sparse_attention),
+            kernels.token_scores,
             vllm_config.scheduler_config.max_num_batched_tokens,
-            first.kv_cache.device,
         )
-        return Runtime(prefill, proof.sparse_pass(prefill))
+        proof.moves(aligner, layouts, ropes)
+        return Runtime(prefill, proof.sparse_pass(prefill), kernels.description)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}; serve this model without --segreuse") from error
 
@@ -211,6 +217,40 @@ class _Proof:
         with fast_norms(), self._rows.forward_context(tokens, blocks[None]):
             self._stack.forward(tokens.token_ids, positions + distance)
 
+    def moves(
+        self, aligner: Aligner, layouts: list[PageLayout], ropes: list[DeltaRope | None]
+    ) -> None:
+        """The kernel that moves tokens must do what the proven rotation says, at every layer.
+
+        Moves the scratch tokens one slot on, so that the copy crosses pages.
+        """
+        size, count = self._block_size, self._count - 1
+        device = self._stack.attention[0].kv_cache.device
+        tokens = torch.arange(count, device=device)
+
+        def slots(blocks: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
+            table = torch.from_numpy(blocks).to(device).long()
+            return table[positions // size] * size + positions % size
+
+        # Some stay, some move back: one call carries all kinds.
+        distances = torch.tensor([self._distance, 0, -7], device=device)[tokens // 50 % 3]
+        source, target = slots(self._own, tokens), slots(self._copy, tokens + 1)
+        aligner.align(TokenCopies(source, target, distances))
+        for layer, layout, delta_rope in zip(self._stack.attention, layouts, ropes, strict=True):
+            pages = flat_pages(layer.kv_cache)
+            for part, rotation in ((layout.keys, delta_rope), (layout.values, None)):
+                before, after = (
+                    part.tokens(pages[blocks.tolist()])[first : first + count]
+                    for blocks, first in ((self._own, 0), (self._copy, 1))
+                )
+                expected = before if rotation is None else rotation.rotate(before, distances)
+                error = float((after.float() - expected.float()).norm() / expected.float().norm())
+                if not error <= torch.finfo(before.dtype).eps:
+                    raise UnsupportedModelError(
+                        f"{layer.layer_name}: moved keys or values are not where and what they "
+                        f"should be (off by {error:.2g} of their norm)"
+                    )
+
     def sparse_pass(self, prefill: SparsePrefill) -> float:
         """Plans that reuse every other stretch unmoved must reproduce the KV of the full forward.
 
@@ -222,9 +262,16 @@ class _Proof:
         """
         count, size = self._count, self._block_size
         positions = np.arange(count)
-        reused = (positions // 7) % 2 == 1
         worst = 0.0
-        for dense_layers, top_k in ((0, 0), (0, 9), (1, 9), (len(self._stack), 0)):
+        # Short stretches are scattered queries, long ones are rows (`attention.py`).
+        for stretch, dense_layers, top_k in (
+            (7, 0, 0),
+            (20, 0, 0),
+            (7, 0, 9),
+            (7, 1, 9),
+            (7, len(self._stack), 0),
+        ):
+            reused = (positions // stretch) % 2 == 1
             recipe = Recipe(~reused, dense_layers, top_k, probes=~reused)
             for block in self._copy:
                 for layer in self._stack.attention:
@@ -275,7 +322,7 @@ def _prove_rotation(
     expected = key = key.view(-1, layer.num_kv_heads, layer.head_size)
     if delta_rope is not None:
         deltas = torch.full((len(key),), distance, device=key.device)
-        expected = delta_rope.rotate(key, *delta_rope.tables(deltas))
+        expected = delta_rope.rotate(key, deltas)
     error = float((expected.float() - shifted.view_as(key).float()).norm() / key.float().norm())
     # The model rounds its cosines to its dtype; a wrong rotation is off by about 1.
     if not error < 16 * max(torch.finfo(key.dtype).eps, 2.0**-16):

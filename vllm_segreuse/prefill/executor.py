@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,11 +12,13 @@ import numpy as np
 import torch
 
 from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill.align import Aligner, token_copies
+from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.fast_norms import fast_norms
 from vllm_segreuse.prefill.layers import DecoderStack, LayerState
-from vllm_segreuse.prefill.rows import RowBuilder, TokenTable
-from vllm_segreuse.prefill.selection import attention_mass, choose_top_k
+from vllm_segreuse.prefill.rows import TokenTable
+from vllm_segreuse.prefill.selection import choose_top_k
 
 
 @dataclass
@@ -63,28 +66,30 @@ class SparsePrefill:
 
     Args:
         stack: the model's decoder layers.
+        layouts: page layout of each layer.
         aligner: copies and rotates KV.
-        rows: builds the pass's attention metadata.
-        block_size: tokens per KV block.
+        attention: how the pass's queries attend.
+        token_scores: the kernel that scores reused tokens.
         max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
-        device: where the model lives.
     """
 
     def __init__(
         self,
         stack: DecoderStack,
+        layouts: list[PageLayout],
         aligner: Aligner,
-        rows: RowBuilder,
-        block_size: int,
+        attention: PassAttention,
+        token_scores: Callable[..., torch.Tensor],
         max_wave_tokens: int,
-        device: torch.device,
     ) -> None:
         self._stack = stack
+        self._layouts = layouts
         self._aligner = aligner
-        self._rows = rows
-        self._block_size = block_size
+        self._attention = attention
+        self._token_scores = token_scores
+        self._block_size = layouts[0].keys.shape[1]
         self._max_wave_tokens = max_wave_tokens
-        self._device = device
+        self._device = stack.attention[0].kv_cache.device
 
     @torch.inference_mode()
     def run(self, plans: list[ReusePlan]) -> PassTimes:
@@ -145,13 +150,21 @@ class SparsePrefill:
         self, batch: _Batch, layer: int, probed: torch.Tensor, queries: torch.Tensor
     ) -> torch.Tensor:
         """Flat indices of the reused tokens to recompute, ascending."""
-        scale = self._stack.attention[layer].impl.scale
+        attention = self._stack.attention[layer]
+        pages, keys = flat_pages(attention.kv_cache), self._layouts[layer].keys
         scores, firsts = [], batch.bounds[:-1].tolist()
         for row, (plan, first) in enumerate(zip(batch.plans, firsts, strict=True)):
             probes = torch.from_numpy(plan.recipe.probes).to(self._device).nonzero().flatten()
             where = torch.searchsorted(probed, probes + first)
-            keys = self._aligner.read_keys(layer, batch.block_tables[row], plan.stop)
-            mass = attention_mass(queries[where], probes + plan.start, keys, scale)
+            mass = self._token_scores(
+                queries[where],
+                probes + plan.start,
+                pages,
+                keys,
+                batch.block_tables[row],
+                plan.stop,
+                attention.impl.scale,
+            )
             candidates = ~batch.always[first : first + plan.num_tokens]
             scores.append(mass[plan.start :].masked_fill(~candidates, float("-inf")))
         chosen = choose_top_k(scores, [plan.recipe.top_k for plan in batch.plans])
@@ -172,7 +185,7 @@ class SparsePrefill:
         for begin in range(0, len(tokens), self._max_wave_tokens):
             part = slice(begin, begin + self._max_wave_tokens)
             wave = tokens.take(part)
-            with self._rows.forward_context(wave, batch.block_tables):
+            with self._attention.forward_context(wave, batch.block_tables):
                 if state is None:
                     inputs = self._stack.embed(wave.token_ids, wave.positions)
                 else:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_segreuse.kernels import reference
+from vllm_segreuse.kernels.pages import Rotation
+
 
 class RopeError(RuntimeError):
     """A layer's rotary embedding is not a rotation by the position difference."""
@@ -34,39 +37,25 @@ class DeltaRope:
     rotary_dim: int
     neox: bool
 
+    @property
+    def rotation(self) -> Rotation:
+        """The channels that turn, as the kernels take them."""
+        return Rotation(self.rotary_dim, self.neox)
+
     def tables(self, deltas: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of each token's rotation, float32 `[tokens, 1, rotary_dim / 2]`.
+        """Cosine and sine of rotations, float32 `[deltas, rotary_dim / 2]`.
 
         Args:
-            deltas: new position minus donor position, int64 `[tokens]`.
+            deltas: new position minus donor position, int64 `[deltas]`.
         """
-        # A plan has few distinct differences (one per segment): evaluate each once, in float64,
-        # since delta * w exceeds what float32 resolves for long prompts.
-        distinct, where = torch.unique(deltas, return_inverse=True)
-        angles = distinct.double()[:, None] * self.frequencies.to(deltas.device)[None]
-        cos, sin = angles.cos().float(), angles.sin().float()
-        return cos[where].unsqueeze(1), sin[where].unsqueeze(1)
+        # In float64, since delta * w exceeds what float32 resolves for long prompts.
+        angles = deltas.double()[:, None] * self.frequencies.to(deltas.device)[None]
+        return angles.cos().float(), angles.sin().float()
 
-    def rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate keys `[tokens, heads, head_size]` in float32; the result has the keys' dtype."""
-        turned = keys.float()
-        rotated = turned[..., : self.rotary_dim]
-        if self.neox:
-            first, second = rotated.chunk(2, dim=-1)
-        else:
-            first, second = rotated[..., ::2], rotated[..., 1::2]
-        new_first = first * cos - second * sin
-        new_second = second * cos + first * sin
-        out = torch.empty_like(keys)
-        half = self.rotary_dim // 2
-        if self.neox:
-            out[..., :half] = new_first
-            out[..., half : self.rotary_dim] = new_second
-        else:
-            out[..., : self.rotary_dim : 2] = new_first
-            out[..., 1 : self.rotary_dim : 2] = new_second
-        out[..., self.rotary_dim :] = keys[..., self.rotary_dim :]
-        return out
+    def rotate(self, keys: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+        """Keys `[tokens, heads, head_size]`, each moved by its own delta; in float32, rounded once
+        to the keys' dtype."""
+        return reference.rotate(keys, self.rotation, *self.tables(deltas))
 
     def same_as(self, other: DeltaRope) -> bool:
         """Whether two layers may share their tables."""
@@ -141,7 +130,7 @@ def _prove(rotary: torch.nn.Module, table: torch.Tensor, delta_rope: DeltaRope, 
     except Exception as error:
         raise RopeError(f"{name}: {type(rotary).__name__} cannot be called ({error})") from error
     shape = (len(old), 2, rotary.head_size)
-    moved = delta_rope.rotate(at_old.view(shape), *delta_rope.tables(new - old))
+    moved = delta_rope.rotate(at_old.view(shape), new - old)
     # The module multiplies position by frequency in float32: its own angle error grows with both.
     angle_error = (old.maximum(new) * delta_rope.frequencies.abs().max()).float() * 2.0**-22
     tolerance = (1e-5 + 4 * angle_error)[:, None, None] * at_new.view(shape).abs().amax()

@@ -55,6 +55,25 @@ def row_starts(tokens: TokenTable) -> torch.Tensor:
     return starts
 
 
+@contextmanager
+def pass_context(
+    vllm_config: VllmConfig, layer_names: list[str], metadata: Any, tokens: TokenTable
+) -> Iterator[None]:
+    """vLLM's forward context for an eager pass over these tokens, with one metadata for all
+    layers."""
+    with set_forward_context(
+        dict.fromkeys(layer_names, metadata),
+        vllm_config,
+        num_tokens=len(tokens),
+        slot_mapping=dict.fromkeys(layer_names, tokens.slots),
+        skip_compiled=True,
+    ):
+        # Otherwise mixture-of-experts layers are told apart by counting calls per context (vLLM
+        # forward_context.py), and a pass over part of the layers would pick wrong experts.
+        get_forward_context().all_moe_layers = None
+        yield
+
+
 class RowBuilder:
     """Builds attention metadata for the pass with builders of its own.
 
@@ -65,8 +84,8 @@ class RowBuilder:
     def __init__(
         self, vllm_config: VllmConfig, layer_names: list[str], kv_cache_spec: Any, backend: Any
     ) -> None:
-        self._vllm_config = vllm_config
-        self._layer_names = layer_names
+        self.vllm_config = vllm_config
+        self.layer_names = layer_names
         device = torch.device(vllm_config.device_config.device)
         self._builder = backend.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -78,19 +97,8 @@ class RowBuilder:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
         """
-        common = self._common_metadata(tokens, block_tables)
-        metadata = self._builder.build(0, common)
-        with set_forward_context(
-            dict.fromkeys(self._layer_names, metadata),
-            self._vllm_config,
-            num_tokens=len(tokens),
-            slot_mapping=dict.fromkeys(self._layer_names, common.slot_mapping),
-            skip_compiled=True,
-        ):
-            # Otherwise mixture-of-experts layers are told apart by counting calls per context
-            # (vLLM forward_context.py), and a pass over part of the layers would pick wrong
-            # experts.
-            get_forward_context().all_moe_layers = None
+        metadata = self._builder.build(0, self._common_metadata(tokens, block_tables))
+        with pass_context(self.vllm_config, self.layer_names, metadata, tokens):
             yield
 
     @staticmethod

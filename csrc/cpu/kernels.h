@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU library exports: the C functions that kernels/cpu.py calls, with its structures. One
+// library is built per instruction set (vectors.h), and the best one the machine has is loaded.
+#pragma once
+
+#include <cstdint>
+
+#include "../segreuse/address.h"
+#include "../segreuse/rotate.h"
+
+namespace segreuse::cpu {
+
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat8E4M3, kFloat8E5M2 };
+
+// Consecutive tokens that lie in one page at either end and turn by one angle.
+struct Run {
+  int64_t source, target;  // slots
+  int64_t length, angle;   // tokens; row of the tables
+};
+
+// One half of a page.
+struct Part {
+  TiledStrides strides;
+  Rotation rotation;
+};
+
+struct AlignArgs {
+  void* const* pages;  // of each layer
+  int64_t layers, page_stride;  // in elements
+  const Part* parts;
+  int64_t num_parts;
+  const Run* runs;
+  int64_t num_runs, block_size;
+  const float* cos;  // [angles, pairs]
+  const float* sin;
+  int64_t pairs;
+  void* scratch;  // null, or room for the tokens of one layer: all parts, all channels
+  const int64_t* scratch_at;  // of each run, in tokens
+  DType dtype;
+};
+
+// Queries of one or more requests against the pages of one layer.
+struct AttentionArgs {
+  void* out;          // [queries, heads, head_size]
+  const void* query;  // the same
+  const void* pages;
+  int64_t page_stride;  // in elements
+  TiledStrides keys, values;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  const int64_t* request;
+  const int64_t* positions;
+  int64_t queries, heads;
+  float scale;
+  DType dtype;  // of queries, output and cache
+};
+
+struct ScoreArgs {
+  float* scores;  // [tokens]
+  const void* query;
+  const void* pages;
+  int64_t page_stride;
+  TiledStrides keys;
+  const int32_t* block_ids;
+  const int64_t* positions;
+  int64_t queries, heads, tokens;
+  float scale;
+  DType dtype;  // of queries, output and cache
+};
+
+}  // namespace segreuse::cpu
+
+#define SEGREUSE_EXPORT extern "C" __attribute__((visibility("default")))
+
+SEGREUSE_EXPORT void segreuse_align(const segreuse::cpu::AlignArgs* args);
+SEGREUSE_EXPORT void segreuse_attention(const segreuse::cpu::AttentionArgs* args);
+SEGREUSE_EXPORT void segreuse_scores(const segreuse::cpu::ScoreArgs* args);

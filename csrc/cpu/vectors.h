@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of floats in the compiler's own notation, so that one source serves every instruction
+// set, and the two things done with them: products of small matrices, and powers of two.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace segreuse::cpu {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRows = 12;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kRows = 6;
+#else
+constexpr int kLanes = 4, kRows = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+inline Floats load(const float* from) {
+  Floats value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+// `yes` where the condition holds, `no` elsewhere.
+inline Floats select(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
+
+// c[kHeight x kWidth vectors] = (kAdd ? c : 0) + a * b, over `depth`. All row-major; the sums stay
+// in registers.
+template <int kHeight, int kWidth, bool kAdd>
+inline void multiply_block(const float* a, int64_t lda, const float* b, int64_t ldb, int depth,
+                           float* c, int64_t ldc) {
+  Floats sum[kHeight][kWidth];
+  for (int r = 0; r < kHeight; ++r)
+    for (int w = 0; w < kWidth; ++w) sum[r][w] = kAdd ? load(c + r * ldc + w * kLanes) : Floats{};
+  for (int k = 0; k < depth; ++k) {
+    Floats row[kWidth];
+    for (int w = 0; w < kWidth; ++w) row[w] = load(b + k * ldb + w * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kHeight; ++r)
+#pragma GCC unroll 4
+      for (int w = 0; w < kWidth; ++w) sum[r][w] += a[r * lda + k] * row[w];
+  }
+  for (int r = 0; r < kHeight; ++r)
+    for (int w = 0; w < kWidth; ++w) store(c + r * ldc + w * kLanes, sum[r][w]);
+}
+
+// c[rows x columns] = (kAdd ? c : 0) + a * b; columns are a multiple of kLanes.
+template <bool kAdd>
+inline void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, int depth, float* c,
+                     int64_t ldc, int rows, int columns) {
+  for (int column = 0; column < columns;) {
+    const bool two = columns - column >= 2 * kLanes;
+    for (int r = 0; r < rows;) {
+      const float* from = a + r * lda;
+      float* to = c + r * ldc + column;
+      const int left = rows - r;
+      const auto block = [&](auto height) {
+        constexpr int kHeight = decltype(height)::value;
+        if (two)
+          multiply_block<kHeight, 2, kAdd>(from, lda, b + column, ldb, depth, to, ldc);
+        else
+          multiply_block<kHeight, 1, kAdd>(from, lda, b + column, ldb, depth, to, ldc);
+        r += kHeight;
+      };
+      if (left >= kRows)
+        block(std::integral_constant<int, kRows>{});
+      else if (left >= 4)
+        block(std::integral_constant<int, 4>{});
+      else
+        block(std::integral_constant<int, 1>{});
+    }
+    column += two ? 2 * kLanes : kLanes;
+  }
+}
+
+// 2 to the power of x <= 0, relative error below 2e-7; 0 below the range of normal numbers.
+inline Floats power_of_two(Floats x) {
+  const Floats shift = Floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats lowest = Floats{} - 126.0f;
+  const Ints vanishes = x < lowest;
+  const Floats bounded = select(vanishes, lowest, x);
+  const Floats rounded = bounded + shift;
+  const Floats f = bounded - (rounded - shift);  // in [-1/2, 1/2]
+  // Taylor series of 2^f.
+  Floats value = Floats{} + 1.540353e-4f;
+  value = value * f + 1.333356e-3f;
+  value = value * f + 9.618129e-3f;
+  value = value * f + 5.5504109e-2f;
+  value = value * f + 2.4022651e-1f;
+  value = value * f + 6.9314718e-1f;
+  value = value * f + 1.0f;
+  Ints bits, exponent;
+  std::memcpy(&bits, &value, sizeof bits);
+  std::memcpy(&exponent, &rounded, sizeof exponent);
+  bits += exponent << 23;  // the shift's own bits fall off at the upper end
+  std::memcpy(&value, &bits, sizeof value);
+  return select(vanishes, Floats{}, value);
+}
+
+inline float largest(Floats value) {
+  float result = value[0];
+  for (int i = 1; i < kLanes; ++i) result = value[i] > result ? value[i] : result;
+  return result;
+}
+
+inline float total(Floats value) {
+  float result = 0;
+  for (int i = 0; i < kLanes; ++i) result += value[i];
+  return result;
+}
+
+}  // namespace segreuse::cpu

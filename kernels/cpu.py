@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels in C++ for CPUs (csrc/cpu/), called through their C interface.
+
+The library knows nothing of torch: it is built once, for any torch version, wherever there is a C++
+compiler. Its structures are those of csrc/cpu/kernels.h, field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
+
+_DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+_LIBRARIES = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
+_VECTOR = 16  # head sizes of attention and scores are multiples of the widest vector
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in (
+            *("heads", "block_size", "channels", "offset", "head"),
+            *("token_tile", "token_hi", "token_lo"),
+            *("channel_tile", "channel_hi", "channel_lo"),
+        )
+    ]
+
+    @classmethod
+    def of(cls, strides: TiledStrides) -> _Strides:
+        return cls(
+            *strides.shape,
+            strides.offset,
+            strides.head,
+            *(strides.token_tile, strides.token_hi, strides.token_lo),
+            *(strides.channel_tile, strides.channel_hi, strides.channel_lo),
+        )
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [
+        ("strides", _Strides),
+        *((name, ctypes.c_int32) for name in ("dim", "neox", "first")),
+    ]
+
+    @classmethod
+    def of(cls, part: Part) -> _Part:
+        turn = part.rotation
+        rotation = (turn.dim, turn.neox, turn.first) if turn else (0, 0, 0)
+        return cls(_Strides.of(part.strides), *rotation)
+
+
+class _AlignArgs(ctypes.Structure):
+    _fields_ = [
+        ("pages", ctypes.c_void_p),
+        ("layers", ctypes.c_int64),
+        ("page_stride", ctypes.c_int64),
+        ("parts", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("runs", ctypes.c_void_p),
+        ("num_runs", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("pairs", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_at", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+class _AttentionArgs(ctypes.Structure):
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("keys", _Strides),
+        ("values", _Strides),
+        ("block_tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("request", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("queries", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+class _ScoreArgs(ctypes.Structure):
+    _fields_ = [
+        ("scores", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("keys", _Strides),
+        ("block_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("queries", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+def unavailable() -> str | None:
+    """Why this machine cannot run the C++ kernels, or None if it can."""
+    try:
+        _library()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def instruction_set() -> str:
+    """What the loaded library was compiled for: "avx512", "avx2" or "baseline"."""
+    return Path(_library()._name).stem.removeprefix("_cpu_")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The library for the widest instruction set that both build and machine have."""
+    folder = Path(__file__).parent
+    names = _LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ("baseline",))
+    for name in names:
+        path = folder / f"_cpu_{name}.so"
+        if path.exists():
+            library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL)
+            for function in ("segreuse_align", "segreuse_attention", "segreuse_scores"):
+                getattr(library, function).argtypes = [ctypes.c_void_p]
+                getattr(library, function).restype = None
+            return library
+    raise OSError(
+        f"no _cpu_*.so in {folder}: the C++ kernels were not built (no compiler at installation)"
+    )
+
+
+def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+    """See `reference.align`: the same numbers, bit for bit."""
+    if not len(moves):
+        return
+    first, block_size = pages[0], parts[0].strides.shape[1]
+    if any(p.dtype != first.dtype or p.stride() != first.stride() for p in pages):
+        raise ValueError("layers of one call must have pages of one dtype and one stride")
+    runs = _runs(moves, [part.strides for part in parts])
+    pointers = (ctypes.c_void_p * len(pages))(*(p.data_ptr() for p in pages))
+    c_parts = (_Part * len(parts))(*(_Part.of(part) for part in parts))
+    scratch, scratch_at = None, None
+    if moves.overlapping:
+        width = sum(part.strides.shape[0] * part.strides.shape[2] for part in parts)
+        scratch = torch.empty(len(moves) * width * first.element_size(), dtype=torch.uint8)
+        scratch_at = np.cumsum(runs[:, 2]) - runs[:, 2]
+    _call(
+        "segreuse_align",
+        _AlignArgs(
+            ctypes.addressof(pointers),
+            len(pages),
+            first.stride(0),
+            ctypes.addressof(c_parts),
+            len(parts),
+            runs.ctypes.data,
+            len(runs),
+            block_size,
+            _contiguous(moves.cos).data_ptr(),
+            _contiguous(moves.sin).data_ptr(),
+            moves.cos.shape[1],
+            None if scratch is None else scratch.data_ptr(),
+            None if scratch_at is None else scratch_at.ctypes.data,
+            _DTYPES[first.dtype],
+        ),
+    )
+
+
+def _runs(moves: Moves, strides: list[TiledStrides]) -> np.ndarray:
+    """Tokens that follow each other inside a page at either end, int64 `[runs, 4]`: source, target,
+    length, angle."""
+    block_size = strides[0].shape[1]
+    source, target, angle = (t.numpy() for t in (moves.sources, moves.targets, moves.angles))
+    begins = np.ones(len(source), dtype=np.bool_)
+    begins[1:] = (
+        (source[1:] != source[:-1] + 1)
+        | (target[1:] != target[:-1] + 1)
+        | (angle[1:] != angle[:-1])
+        | (source[1:] % block_size == 0)
+        | (target[1:] % block_size == 0)
+    )
+    first = begins.nonzero()[0]
+    length = np.diff(first, append=len(source))
+    return np.ascontiguousarray(np.stack([source[first], target[first], length, angle[first]], 1))
+
+
+def supports_attention(keys: TiledStrides, dtype: torch.dtype) -> bool:
+    """Whether `sparse_attention` and `token_scores` take pages of this shape and dtype."""
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return keys.shape[2] % _VECTOR == 0 and dtype in floats
+
+
+def sparse_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    values: TiledStrides,
+    block_tables: torch.Tensor,
+    request: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+) -> None:
+    """See `reference.sparse_attention`; computes in float32."""
+    if not query.shape[0]:
+        return
+    _check(query, pages, keys)
+    if not out.is_contiguous() or out.dtype != query.dtype or out.shape != query.shape:
+        raise ValueError(f"out must be contiguous and like the queries {tuple(query.shape)}")
+    query, tables = _contiguous(query), _contiguous(block_tables)
+    _call(
+        "segreuse_attention",
+        _AttentionArgs(
+            out.data_ptr(),
+            query.data_ptr(),
+            pages.data_ptr(),
+            pages.stride(0),
+            _Strides.of(keys),
+            _Strides.of(values),
+            tables.data_ptr(),
+            tables.stride(0),
+            request.data_ptr(),
+            positions.data_ptr(),
+            query.shape[0],
+            query.shape[1],
+            scale,
+            _DTYPES[pages.dtype],
+        ),
+    )
+
+
+def token_scores(
+    query: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    block_ids: torch.Tensor,
+    num_tokens: int,
+    scale: float,
+) -> torch.Tensor:
+    """See `reference.token_scores`; the same in every run, whatever the number of threads."""
+    scores = torch.zeros(num_tokens, dtype=torch.float32)
+    if not query.shape[0]:
+        return scores
+    _check(query, pages, keys)
+    query, blocks = _contiguous(query), block_ids.to(torch.int32).contiguous()
+    # No query sees a key behind its own position: what lies behind the last one stays 0.
+    seen = min(num_tokens, int(positions[-1]) + 1)
+    _call(
+        "segreuse_scores",
+        _ScoreArgs(
+            scores.data_ptr(),
+            query.data_ptr(),
+            pages.data_ptr(),
+            pages.stride(0),
+            _Strides.of(keys),
+            blocks.data_ptr(),
+            positions.data_ptr(),
+            query.shape[0],
+            query.shape[1],
+            seen,
+            scale,
+            _DTYPES[pages.dtype],
+        ),
+    )
+    return scores
+
+
+def _check(query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides) -> None:
+    if not supports_attention(keys, pages.dtype) or query.dtype != pages.dtype:
+        raise ValueError(
+            f"queries {query.dtype} on pages {pages.dtype} of head size {keys.shape[2]}: the C++ "
+            f"kernel takes float32, bfloat16 or float16 for both, and multiples of {_VECTOR}"
+        )
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _call(function: str, args: Any) -> None:
+    getattr(_library(), function)(ctypes.byref(args))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the native kernels beside their Python bindings; everything else is in pyproject.toml.
+
+What the machine can compile is built: C++ where there is a compiler, CUDA where there is nvcc too.
+A build that fails is reported and left out, never the installation: torch or Triton then does the
+same work, and the server says so when it starts.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+CSRC = Path("csrc")
+# One library per instruction set: linked into one, the linker would merge inline functions that
+# were compiled for another machine.
+CPU_LEVELS = {
+    "baseline": [],
+    "avx2": ["-march=x86-64-v3"],
+    "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+}
+CUDA_ARCHITECTURES = ("80", "89", "90")
+
+
+class NativeKernel(Extension):
+    """A shared library with a C interface; `commands(output, temporary)` make it."""
+
+    def __init__(self, name: str, sources: list[Path], headers: list[Path]) -> None:
+        super().__init__(
+            f"vllm_segreuse.kernels.{name}",
+            [str(path) for path in sources],
+            depends=[str(path) for path in headers],
+            optional=True,
+        )
+
+    def commands(self, output: Path, temporary: Path) -> list[list[str]]:
+        raise NotImplementedError
+
+
+class CpuKernels(NativeKernel):
+    """csrc/cpu for one instruction set."""
+
+    def __init__(self, level: str) -> None:
+        headers = [*CSRC.glob("cpu/*.h"), *CSRC.glob("segreuse/*.h")]
+        super().__init__(f"_cpu_{level}", sorted(CSRC.glob("cpu/*.cpp")), headers)
+        self._flags = CPU_LEVELS[level]
+
+    def commands(self, output: Path, temporary: Path) -> list[list[str]]:
+        compiler = os.environ.get("CXX", "c++")
+        common = [
+            *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden"),
+            *("-fno-math-errno", "-Wall", "-Wextra"),
+            # GCC 12 takes its own intrinsics' undefined operands for uninitialised variables.
+            "-Wno-maybe-uninitialized",
+            *self._flags,
+        ]
+        made, objects = [], []
+        for source in self.sources:
+            target = str(temporary / f"{self.name}.{Path(source).stem}.o")
+            # Rotations agree with plain torch bit for bit; sums of products may be fused.
+            exact = ["-ffp-contract=off"] if Path(source).stem == "align" else []
+            made.append([compiler, *common, *exact, "-c", source, "-o", target])
+            objects.append(target)
+        return [*made, [compiler, "-shared", "-fopenmp", *objects, "-o", str(output)]]
+
+
+class KernelBuilder(build_ext):
+    """Runs the kernels' own commands, and carries on without a kernel that does not build."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # No Python module: loaded by name, for any Python version.
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, extension: NativeKernel) -> None:
+        output = Path(self.get_ext_fullpath(extension.name))
+        temporary = Path(self.build_temp)
+        for folder in (output.parent, temporary):
+            folder.mkdir(parents=True, exist_ok=True)
+        output.unlink(missing_ok=True)
+        try:
+            for command in extension.commands(output, temporary):
+                subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stderr", None) or str(error)
+            print(f"vllm-segreuse: {extension.name} is left out: {why[-2000:]}", file=sys.stderr)
+
+
+def kernels() -> list[NativeKernel]:
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return [CpuKernels(level) for level in CPU_LEVELS if on_x86 or level == "baseline"]
+
+
+setup(ext_modules=kernels(), cmdclass={"build_ext": KernelBuilder})

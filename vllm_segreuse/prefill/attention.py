@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the pass's queries attend: in rows of the stock backend, or scattered, by a kernel of ours.
+
+Long runs of neighbouring queries are what the stock kernels are made for. Scattered ones would be
+rows of one token each, and each would read the whole context alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_segreuse.compat.attention_impl import replaced_forward
+from vllm_segreuse.kernels.pages import PageLayout, flat_pages
+from vllm_segreuse.prefill.rows import RowBuilder, TokenTable, pass_context, row_starts
+
+_LONG_RUN = 16
+"""Tokens per run, on average, from which on rows are at least as fast (`bench kernels`)."""
+
+
+@dataclass(frozen=True)
+class ScatteredQueries:
+    """Attention metadata of the sparse-query kernel, in the place of a backend's own."""
+
+    block_tables: torch.Tensor
+    request: torch.Tensor
+    positions: torch.Tensor
+
+
+class PassAttention:
+    """The attention of a model's layers, during a pass.
+
+    Args:
+        rows: builds rows of the stock backend.
+        attention: vLLM `Attention` layers, in layer order.
+        layouts: page layout of each.
+        kernel: `sparse_attention` of `kernels/`, or None where rows must do.
+    """
+
+    def __init__(
+        self,
+        rows: RowBuilder,
+        attention: list[torch.nn.Module],
+        layouts: list[PageLayout],
+        kernel: Callable[..., None] | None,
+    ) -> None:
+        self._rows = rows
+        self._layers = {id(layer): layout for layer, layout in zip(attention, layouts, strict=True)}
+        self._impls = [layer.impl for layer in attention]
+        self._kernel = kernel
+
+    @contextmanager
+    def forward_context(self, tokens: TokenTable, block_tables: torch.Tensor) -> Iterator[None]:
+        """Forward context in which the model's attention layers compute these tokens, eagerly.
+
+        Args:
+            tokens: the active tokens.
+            block_tables: int32 `[requests, blocks]`.
+        """
+        if self._kernel is None or len(tokens) >= _LONG_RUN * int(row_starts(tokens).sum()):
+            with self._rows.forward_context(tokens, block_tables):
+                yield
+            return
+        queries = ScatteredQueries(block_tables, tokens.request, tokens.positions)
+        with (
+            replaced_forward(self._impls, self._attend),
+            pass_context(self._rows.vllm_config, self._rows.layer_names, queries, tokens),
+        ):
+            yield
+
+    def _attend(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        queries: ScatteredQueries,
+        output: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        assert self._kernel is not None
+        layout = self._layers[id(layer)]
+        self._kernel(
+            output,
+            query,
+            flat_pages(kv_cache),
+            layout.keys,
+            layout.values,
+            queries.block_tables,
+            queries.request,
+            queries.positions,
+            layer.impl.scale,
+        )
+        return output
