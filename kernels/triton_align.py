@@ -20,7 +20,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import element
 
-_TILE_ELEMENTS = 4096  # that a program holds at once: 32 in each of its 128 threads
+# A program holds this many elements at once, 32 in each of its 128 threads; but not fewer tokens
+# than let threads have whole vectors of 16 bytes of the few channels that turn in MLA.
+_TILE_ELEMENTS = 4096
+_MIN_TILE_TOKENS = 16
 _SCRATCH_BYTES = 1 << 28  # bound on staged tokens; a call with more goes a few layers at a time
 
 # How elements are stored, and how many mantissa bits fp8 has (0: not fp8). fp8 is taken apart and
@@ -45,11 +48,19 @@ class Transfer:
 
 
 class _End(NamedTuple):
-    """Where tokens come from or go to: address of each layer, slots, elements from page to page."""
+    """Where tokens come from or go to.
+
+    Attributes:
+        bases: address of each layer, int64.
+        slots: of each token, int64.
+        page_stride: elements from page to page.
+        alignment: bytes, of every base.
+    """
 
     bases: torch.Tensor
     slots: torch.Tensor
     page_stride: int
+    alignment: int
 
 
 def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
@@ -70,20 +81,19 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     if not len(moves) or not pages:
         return
     _check(pages, parts, moves)
+    dtype = pages[0].dtype
     if not moves.overlapping:
         transfers = tuple(Transfer(part.strides, part.strides, part.rotation) for part in parts)
-        cache = _addresses(pages), pages[0].stride(0)
-        source, target = (_End(cache[0], s, cache[1]) for s in (moves.sources, moves.targets))
-        _launch(transfers, pages[0], moves, source, target)
+        source, target = (_in_cache(pages, slots) for slots in (moves.sources, moves.targets))
+        _launch(transfers, dtype, moves, source, target)
         return
     # A scratch row is a page of one token, so both launches are the same kernel.
     rows = _row_strides(parts)
     row_elements = sum(heads * channels for heads, _, channels in (row.shape for row in rows))
-    layer_bytes = len(moves) * row_elements * pages[0].itemsize
+    layer_bytes = triton.cdiv(len(moves) * row_elements * dtype.itemsize, 16) * 16
     layers_at_once = min(len(pages), max(1, _SCRATCH_BYTES // layer_bytes))
     device = pages[0].device
     scratch = torch.empty(layers_at_once * layer_bytes, dtype=torch.uint8, device=device)
-    begin = scratch.data_ptr()
     numbers = torch.arange(len(moves), device=device)
     inward = tuple(
         Transfer(part.strides, row, part.rotation) for part, row in zip(parts, rows, strict=True)
@@ -93,11 +103,10 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     )
     for first in range(0, len(pages), layers_at_once):
         layers = pages[first : first + layers_at_once]
-        bases, stride = _addresses(layers), layers[0].stride(0)
-        ends = torch.arange(len(layers), device=device) * layer_bytes + begin
-        staged = _End(ends, numbers, row_elements)
-        _launch(inward, layers[0], moves, _End(bases, moves.sources, stride), staged)
-        _launch(outward, layers[0], moves, staged, _End(bases, moves.targets, stride))
+        bases = torch.arange(len(layers), device=device) * layer_bytes + scratch.data_ptr()
+        staged = _End(bases, numbers, row_elements, 16)
+        _launch(inward, dtype, moves, _in_cache(layers, moves.sources), staged)
+        _launch(outward, dtype, moves, staged, _in_cache(layers, moves.targets))
 
 
 def _check(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
@@ -111,6 +120,20 @@ def _check(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -
                 f"pages of layer {number} are {layer.dtype} with strides {layer.stride()}, those "
                 f"of layer 0 {first.dtype} with {first.stride()}; pass flat pages, and layers "
                 "that differ in calls of their own"
+            )
+    for name in ("sources", "targets", "angles", "cos", "sin"):
+        tensor = getattr(moves, name)
+        expected = torch.float32 if name in ("cos", "sin") else torch.int64
+        if (
+            tensor.dtype != expected
+            or tensor.device != first.device
+            or not tensor.is_contiguous()
+            or (expected == torch.int64 and tensor.shape != (len(moves),))
+        ):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} with strides "
+                f"{tensor.stride()}; pass {expected}, contiguous, on {first.device}, and slots "
+                "and angles for each token"
             )
     for part in parts:
         if part.strides.shape[:2] != parts[0].strides.shape[:2]:
@@ -134,8 +157,15 @@ def _row_strides(parts: Sequence[Part]) -> list[TiledStrides]:
     return rows
 
 
-def _addresses(pages: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _on_device(tuple(layer.data_ptr() for layer in pages), pages[0].device)
+def _in_cache(pages: Sequence[torch.Tensor], slots: torch.Tensor) -> _End:
+    addresses = tuple(layer.data_ptr() for layer in pages)
+    aligned = all(address % 16 == 0 for address in addresses)
+    return _End(
+        _on_device(addresses, pages[0].device),
+        slots,
+        pages[0].stride(0),
+        16 if aligned else pages[0].itemsize,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -146,19 +176,19 @@ def _on_device(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor
 
 def _launch(
     transfers: tuple[Transfer, ...],
-    pages: torch.Tensor,
+    dtype: torch.dtype,
     moves: Moves,
     source: _End,
     target: _End,
 ) -> None:
-    stored, fp8_bits = _STORED[pages.dtype]
+    stored, fp8_bits = _STORED[dtype]
     heads = transfers[0].source.shape[0]
     widest = max(transfer.source.shape[2] for transfer in transfers)
-    block_tokens = max(1, _TILE_ELEMENTS // triton.next_power_of_2(widest))
+    block_tokens = max(_MIN_TILE_TOKENS, _TILE_ELEMENTS // triton.next_power_of_2(widest))
     # Tokens first: only that dimension of a grid may exceed 65535.
     _move[(triton.cdiv(len(moves), block_tokens), source.bases.numel(), heads)](
-        *source,
-        *target,
+        *source[:3],
+        *target[:3],
         moves.angles,
         moves.cos,
         moves.sin,
@@ -166,8 +196,10 @@ def _launch(
         TRANSFERS=transfers,
         STORED=stored,
         FP8_BITS=fp8_bits,
-        ALIGNMENT=16 if pages.data_ptr() % 16 == 0 else pages.itemsize,
+        SOURCE_ALIGNMENT=source.alignment,
+        TARGET_ALIGNMENT=target.alignment,
         BLOCK_TOKENS=block_tokens,
+        enable_fp_fusion=False,  # products are rounded as torch rounds them: equal to the last bit
     )
 
 
@@ -186,7 +218,8 @@ def _move(
     TRANSFERS: tl.constexpr,
     STORED: tl.constexpr,
     FP8_BITS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    SOURCE_ALIGNMENT: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
     """Grid: tiles of tokens, layers, heads."""
@@ -199,8 +232,8 @@ def _move(
     source = tl.load(source_bases + layer).to(tl.pointer_type(STORED))
     target = tl.load(target_bases + layer).to(tl.pointer_type(STORED))
     # The compiler sees the alignment of arguments, not that of what is read from memory.
-    source = tl.multiple_of(source, ALIGNMENT)
-    target = tl.multiple_of(target, ALIGNMENT)
+    source = tl.multiple_of(source, SOURCE_ALIGNMENT)
+    target = tl.multiple_of(target, TARGET_ALIGNMENT)
     for part in tl.static_range(len(TRANSFERS)):
         _move_part(
             source,

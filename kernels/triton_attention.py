@@ -225,6 +225,7 @@ def sparse_attention(
         STEP=tuning.keys,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
+        enable_fp_fusion=True,
     )
     if splits > 1:
         _join[(queries, heads)](
@@ -237,6 +238,7 @@ def sparse_attention(
             heads,
             CHANNELS=out.shape[2],
             SPLITS=splits,
+            enable_fp_fusion=True,
         )
 
 

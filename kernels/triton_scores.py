@@ -86,6 +86,7 @@ def token_scores(
         "STEP": tuning.keys,
         "num_warps": tuning.warps,
         "num_stages": tuning.stages,
+        "enable_fp_fusion": True,
     }
 
     shares = splits or splits_to_fill(row_tiles * kv_heads, num_tokens, device)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton `sparse_attention` is as exact as torch, and reads nothing that it may not see."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.align_cases import Shape, channel_tiles, hnd, nhd, shape_of
+from tests.kernels.triton_cases import Batch, assert_close, make_batch
+from tests.kernels.triton_running import DEVICE, require_triton
+from tests.prefill.pages import LAYOUTS
+from vllm_segreuse.kernels import reference
+
+require_triton()
+
+from vllm_segreuse.kernels.triton_attention import (  # noqa: E402
+    Schedule,
+    Tuning,
+    plan,
+    sparse_attention,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def run(
+    batch: Batch, shape: Shape, splits: int | None = None, tuning: Tuning | None = None
+) -> torch.Tensor:
+    """What the kernel gives; NaN where it writes nothing."""
+    keys, values = shape.keys, shape.values
+    assert values is not None
+    out = torch.full_like(batch.query, float("nan"))
+    places = batch.block_tables, batch.request, batch.positions
+    schedule = None
+    if splits is not None or tuning is not None:
+        schedule = plan(batch.query, keys, *places, splits=splits, tuning=tuning)
+    sparse_attention(
+        out, batch.query, batch.pages, keys, values, *places, batch.scale, schedule=schedule
+    )
+    return out
+
+
+def check(
+    batch: Batch, shape: Shape, splits: int | None = None, tuning: Tuning | None = None
+) -> None:
+    assert_close(
+        run(batch, shape, splits, tuning),
+        expected(batch, shape),
+        in_plain_torch(batch, shape),
+        batch.query.dtype,
+    )
+
+
+def expected(batch: Batch, shape: Shape) -> torch.Tensor:
+    """The reference, in float32."""
+    out = torch.empty_like(batch.query, dtype=torch.float32)
+    assert shape.values is not None
+    reference.sparse_attention(
+        out,
+        batch.query.float(),
+        batch.pages.float(),
+        shape.keys,
+        shape.values,
+        batch.block_tables,
+        batch.request,
+        batch.positions,
+        batch.scale,
+    )
+    return out
+
+
+def in_plain_torch(batch: Batch, shape: Shape) -> torch.Tensor:
+    """Every step in the dtype of the queries."""
+    out = torch.empty_like(batch.query)
+    assert shape.values is not None
+    heads, size, _ = shape.keys.shape
+    for i, (row, place) in enumerate(
+        zip(batch.request.tolist(), batch.positions.tolist(), strict=True)
+    ):
+        pages = batch.pages[batch.block_tables[row, : place // size + 1].long()]
+        key, value = (
+            part.tokens(pages)[: place + 1].transpose(0, 1) for part in (shape.keys, shape.values)
+        )
+        query = batch.query[i].view(heads, -1, key.shape[2])
+        weights = (query @ key.transpose(1, 2) * batch.scale).softmax(-1)
+        out[i] = (weights @ value).flatten(0, 1)
+    return out
+
+
+SCATTERED = [[0, 3, 40, 41, 130], [], [70], [*range(60, 70), 200]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("group", "head_size"), [(1, 32), (3, 80), (4, 256)])
+def test_dtypes_groups_and_head_sizes(
+    dtype: torch.dtype, splits: int, group: int, head_size: int
+) -> None:
+    shape = nhd(1, 16, head_size)
+    check(make_batch(shape, group, SCATTERED, dtype), shape, splits)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name: str) -> None:
+    shape = shape_of(name)
+    check(make_batch(shape, 2, [[5, 63, 64], [80]], torch.bfloat16), shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [hnd(3, 8, 64), nhd(2, 24, 48), channel_tiles(2, 16, 64, 16)], ids=["8", "24", "tiles"]
+)
+def test_pages(shape: Shape) -> None:
+    check(make_batch(shape, 2, [[7, 8, 24, 90], [23]], torch.float16), shape)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("place", [0, 15, 16, 31, 32, 33, 63, 64, 65])
+def test_edges_of_pages_and_steps(place: int, splits: int) -> None:
+    """Steps of 32 keys: one query alone, and with others before and behind."""
+    shape = nhd(1, 16, 32)
+    tuning = Tuning(16, 32, 4, 2)
+    check(make_batch(shape, 2, [[place]], torch.bfloat16), shape, splits, tuning)
+    others = sorted({0, place, place + 1, 97})
+    check(make_batch(shape, 2, [others], torch.bfloat16), shape, splits, tuning)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 11])
+def test_queries_need_not_fill_their_tiles(count: int) -> None:
+    """Five queries in groups of three heads fit in a tile of 16 rows."""
+    shape = hnd(2, 16, 32)
+    places = list(range(20, 20 + count))
+    batch = make_batch(shape, 3, [places, places[:2]], torch.float32)
+    check(batch, shape, tuning=Tuning(16, 16, 4, 2))
+
+
+def test_more_splits_than_keys() -> None:
+    shape = nhd(2, 16, 32)
+    check(make_batch(shape, 2, [[0], [1, 17]], torch.float16), shape, splits=8)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [[3, 70], [130]], torch.float32)
+    batch = replace(batch, query=1000 * batch.query)
+    for splits in (1, 2):
+        check(batch, shape, splits)
+
+
+def test_views_are_read_and_written_in_place() -> None:
+    """Queries inside packed rows of queries, keys and values; pages inside a larger cache."""
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [[3, 20], [40]], torch.bfloat16)
+    packed = torch.randn(3, 3, 6, 32, device=DEVICE).bfloat16()
+    packed[:, 1, :4] = batch.query
+    cache = torch.randn(len(batch.pages), 3, batch.pages.shape[1], device=DEVICE).bfloat16()
+    cache[:, 1] = batch.pages
+    out = torch.full((3, 9, 32), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    assert shape.values is not None
+    sparse_attention(
+        out[:, 2:6],
+        packed[:, 1, :4],
+        cache[:, 1],
+        shape.keys,
+        shape.values,
+        batch.block_tables,
+        batch.request,
+        batch.positions,
+        batch.scale,
+    )
+    assert torch.equal(out[:, 2:6], run(batch, shape))
+    assert (out[:, :2] == 7).all()
+    assert (out[:, 6:] == 7).all()
+
+
+def test_a_schedule_serves_all_layers() -> None:
+    shape = nhd(2, 16, 32)
+    first = make_batch(shape, 2, [[3, 20, 60], [40]], torch.float16)
+    places = first.block_tables, first.request, first.positions
+    schedule = plan(first.query, shape.keys, *places)
+    assert shape.values is not None
+    for layer in (first, replace(first, query=2 * first.query, pages=-first.pages)):
+        out = torch.empty_like(layer.query)
+        inputs = layer.query, layer.pages, shape.keys, shape.values
+        sparse_attention(out, *inputs, *places, layer.scale, schedule=schedule)
+        assert torch.equal(out, run(layer, shape))
+        assert_close(out, expected(layer, shape), in_plain_torch(layer, shape), out.dtype)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sets(st.integers(0, 300), max_size=40), min_size=1, max_size=6),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([16, 64]),
+)
+def test_tiles_are_the_queries_of_one_request_each(
+    places: list[set[int]], group: int, rows: int
+) -> None:
+    counts = torch.tensor([len(chosen) for chosen in places])
+    request = torch.repeat_interleave(torch.arange(len(places)), counts)
+    positions = torch.tensor([p for chosen in places for p in sorted(chosen)], dtype=torch.int64)
+    if not len(positions):
+        return
+    query = torch.empty(len(positions), 2 * group, 32)
+    tables = torch.zeros(len(places), 20, dtype=torch.int32)
+    arguments = [x.to(DEVICE) for x in (tables, request, positions)]
+    keys = nhd(2, 16, 32).keys
+    schedule = plan(query.to(DEVICE), keys, *arguments, tuning=Tuning(rows, 16, 4, 2))
+    covered, ends = [], []
+    for first, count, row in schedule.tiles.tolist():
+        assert 0 <= count <= rows // group
+        assert request[first : first + count].eq(row).all()
+        covered += range(first, first + count)
+        ends += [int(positions[first + count - 1])] if count else []
+    assert sorted(covered) == list(range(len(positions)))
+    assert ends == sorted(ends, reverse=True)
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_random_batches(data: st.DataObject) -> None:
+    make = data.draw(st.sampled_from([nhd, hnd]))
+    shape = make(data.draw(st.integers(1, 2)), data.draw(st.sampled_from([8, 16])), 32)
+    places = data.draw(
+        st.lists(st.sets(st.integers(0, 150), max_size=8), min_size=1, max_size=3).filter(any)
+    )
+    group, splits = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    batch = make_batch(shape, group, [sorted(chosen) for chosen in places], torch.float32)
+    check(batch, shape, splits, Tuning(16, 16, 4, 2))
+
+
+def test_no_queries() -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [[0]], torch.float32)
+    none = replace(
+        batch, query=batch.query[:0], request=batch.request[:0], positions=batch.positions[:0]
+    )
+    assert run(none, shape).shape == (0, 4, 32)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [[3, 20]], torch.float16)
+    places = batch.block_tables, batch.request, batch.positions
+    schedule = plan(batch.query, shape.keys, *places)
+    with pytest.raises(ValueError, match=r"queries are torch.float16 and pages torch.float32"):
+        run(replace(batch, pages=batch.pages.float()), shape)
+    with pytest.raises(ValueError, match="3 query heads over 2 KV heads"):
+        run(replace(batch, query=batch.query[:, :3]), shape)
+    with pytest.raises(ValueError, match="queries have 16 channels and keys 32"):
+        run(replace(batch, query=batch.query[..., :16]), shape)
+    with pytest.raises(ValueError, match="the last of each must be 1"):
+        run(replace(batch, block_tables=torch.cat([batch.block_tables] * 2)[:, ::2]), shape)
+    with pytest.raises(ValueError, match="tiles of 16 rows cannot hold 32 heads"):
+        plan(batch.query.repeat(1, 16, 1), shape.keys, *places, tuning=Tuning(16, 16, 4, 2))
+    assert shape.values is not None
+    rest = (batch.pages, shape.keys, shape.values, *places, batch.scale)
+    with pytest.raises(ValueError, match=r"out has shape \(1, 4, 32\)"):
+        sparse_attention(batch.query[:1].clone(), batch.query, *rest)
+    longer = Schedule(schedule.tiles, 3, 2, 1, schedule.tuning)
+    with pytest.raises(ValueError, match="the schedule is for 3 queries in groups of 2 heads"):
+        sparse_attention(torch.empty_like(batch.query), batch.query, *rest, schedule=longer)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels compile for Ampere and Hopper without a GPU: the interpreter forgives what
+the compiler does not. What they compile to fits the GPU and uses its wide paths."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.align_cases import hnd, make_cache, make_moves, mla, nhd, parts_of
+from tests.kernels.triton_running import INTERPRETING
+from vllm_segreuse.kernels.pages import Rotation
+
+if INTERPRETING:
+    pytest.skip("the interpreter is on, nothing is compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+triton_compiling = pytest.importorskip("tests.kernels.triton_compiling")
+if not triton_compiling.can_compile():
+    pytest.skip("triton has no NVIDIA backend or no ptxas here", allow_module_level=True)
+
+from vllm_segreuse.kernels import (  # noqa: E402
+    triton_align,
+    triton_attention,
+    triton_scores,
+)
+
+KIB = 1024
+SHARED_BYTES = {80: 99 * KIB, 90: 227 * KIB}  # the former of sm_86 and sm_89, which run such code
+BOTH = pytest.mark.parametrize("arch", [80, 90], ids=["sm_80", "sm_90"])
+
+
+class Kernels:
+    """All kernels replaced by their compilation for one architecture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
+        self._by_name: dict[str, Any] = {}
+        for module, name in (
+            (triton_align, "_move"),
+            (triton_attention, "_attend"),
+            (triton_attention, "_join"),
+            (triton_scores, "_row_sums"),
+            (triton_scores, "_column_sums"),
+        ):
+            compiled = triton_compiling.Compiled(getattr(module, name), arch)
+            monkeypatch.setattr(module, name, compiled)
+            self._by_name[name] = compiled
+
+    def launches(self, name: str) -> list[Any]:
+        return self._by_name[name].results
+
+
+@pytest.fixture
+def kernels(arch: int, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return Kernels(monkeypatch, arch)
+
+
+def widths(ptx: str, what: str) -> set[str]:
+    """Of accesses to global memory, as PTX writes them: `v4.b32` is 16 bytes."""
+    return set(re.findall(rf"\b{what}\.global\.(\S+)", ptx))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+def test_align_moves_16_bytes_at_a_time(kernels: Kernels, dtype: torch.dtype, neox: bool) -> None:
+    shape = nhd(8, 16, 128)
+    pages = make_cache(shape.page_elements, 4, dtype, num_layers=2)
+    for overlapping in (False, True):
+        moves = make_moves(4, 16, 20, 64, overlapping)
+        triton_align.align(pages.layers, parts_of(shape, Rotation(128, neox)), moves)
+    launches = kernels.launches("_move")
+    assert len(launches) == 1 + 2
+    for compiled in launches:
+        assert widths(compiled.asm["ptx"], "st") == {"v4.b32"}
+        assert compiled.metadata.shared <= 4 * KIB
+        assert "fma" not in compiled.asm["ptx"]
+
+
+@BOTH
+def test_align_of_pages_that_are_not_aligned_is_not_wide(kernels: Kernels) -> None:
+    """A wide access to an address that is not a multiple of its width would fail."""
+    shape = nhd(8, 16, 128)
+    parts = parts_of(shape, Rotation(64, True))
+    for gap, start in ((16, 3), (3, 16)):
+        pages = make_cache(shape.page_elements, 4, torch.bfloat16, 1, gap, start)
+        triton_align.align(pages.layers, parts, make_moves(4, 16, 20, 32, False))
+    for compiled in kernels.launches("_move"):
+        assert widths(compiled.asm["ptx"], "st") == {"b16"}
+
+
+@BOTH
+def test_align_of_latents(kernels: Kernels) -> None:
+    shape = mla(512, 64)
+    pages = make_cache(shape.page_elements, 4, torch.bfloat16, num_layers=2)
+    rotated = parts_of(shape, Rotation(64, False, 512))
+    triton_align.align(pages.layers, rotated, make_moves(4, 16, 20, 32, False))
+    assert widths(kernels.launches("_move")[0].asm["ptx"], "st") == {"v4.b32"}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "splits"),
+    [
+        (128, torch.bfloat16, 4),
+        (256, torch.float16, 1),
+        (128, torch.float32, 4),
+    ],
+)
+def test_attention_and_scores(
+    kernels: Kernels, arch: int, head_size: int, dtype: torch.dtype, splits: int
+) -> None:
+    shape = hnd(8, 16, head_size)
+    pages = torch.zeros(4, shape.page_elements, dtype=dtype)
+    query = torch.zeros(64, 32, head_size, dtype=dtype)
+    positions = torch.arange(64)
+    tables, request = torch.zeros(2, 40, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
+    places = tables, request, positions
+    schedule = triton_attention.plan(query, shape.keys, *places, splits=splits)
+    assert shape.values is not None
+    triton_attention.sparse_attention(
+        query, query, pages, shape.keys, shape.values, *places, 1.0, schedule=schedule
+    )
+    triton_scores.token_scores(query, positions, pages, shape.keys, tables[0], 600, 1.0)
+    [attend] = kernels.launches("_attend")
+    assert len(kernels.launches("_join")) == (splits > 1)
+    for compiled in (attend, *kernels.launches("_row_sums"), *kernels.launches("_column_sums")):
+        ptx = compiled.asm["ptx"]
+        assert compiled.metadata.shared <= SHARED_BYTES[arch]
+        if dtype != torch.float32:
+            assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
+            # The loads of later steps are under way, 16 bytes at a time.
+            assert "cp.async.cg.shared.global" in ptx
+    assert len(kernels.launches("_row_sums")) == len(kernels.launches("_column_sums")) == 1

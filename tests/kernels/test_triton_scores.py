@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton `token_scores` is as exact as torch, reads nothing that it may not see, and gives the
+same every time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.align_cases import Shape, channel_tiles, hnd, nhd, shape_of
+from tests.kernels.triton_cases import Batch, assert_close, make_batch
+from tests.kernels.triton_running import require_triton
+from tests.prefill.pages import LAYOUTS
+from vllm_segreuse.kernels import reference
+
+require_triton()
+
+from vllm_segreuse.kernels.triton_attention import Tuning  # noqa: E402
+from vllm_segreuse.kernels.triton_scores import token_scores  # noqa: E402
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PLACES = [0, 3, 40, 41, *range(60, 70), 130]
+SMALL = Tuning(16, 16, 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def run(
+    batch: Batch,
+    shape: Shape,
+    num_tokens: int,
+    splits: int | None = None,
+    tuning: Tuning | None = None,
+) -> torch.Tensor:
+    inputs = batch.query, batch.positions, batch.pages, shape.keys, batch.block_tables[0]
+    return token_scores(*inputs, num_tokens, batch.scale, splits=splits, tuning=tuning)
+
+
+def check(
+    batch: Batch,
+    shape: Shape,
+    num_tokens: int,
+    splits: int | None = None,
+    tuning: Tuning | None = None,
+) -> None:
+    mass = run(batch, shape, num_tokens, splits, tuning)
+    table = batch.block_tables[0]
+    expected = reference.token_scores(
+        batch.query.float(),
+        batch.positions,
+        batch.pages.float(),
+        shape.keys,
+        table,
+        num_tokens,
+        batch.scale,
+    )
+    plain = in_plain_torch(batch, shape, num_tokens)
+    assert mass.dtype == torch.float32
+    assert_close(mass, expected, plain, batch.query.dtype)
+    # Every row of weights sums to one.
+    assert mass.sum().item() == pytest.approx(batch.query.shape[:2].numel(), rel=1e-5)
+
+
+def in_plain_torch(batch: Batch, shape: Shape, num_tokens: int) -> torch.Tensor:
+    """Every step in the dtype of the queries."""
+    heads, size, channels = shape.keys.shape
+    pages = batch.pages[batch.block_tables[0, : -(-num_tokens // size)].long()]
+    key = shape.keys.tokens(pages)[:num_tokens].permute(1, 2, 0)
+    query = batch.query.view(len(batch.query), heads, -1, channels).transpose(0, 1)
+    logits = query.flatten(1, 2) @ key * batch.scale
+    tokens = torch.arange(num_tokens, device=key.device)
+    hidden = tokens > batch.positions.repeat_interleave(query.shape[2])[:, None]
+    return logits.masked_fill(hidden, float("-inf")).softmax(-1).sum((0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("group", "head_size"), [(1, 32), (3, 80), (4, 256)])
+def test_dtypes_groups_and_head_sizes(
+    dtype: torch.dtype, splits: int, group: int, head_size: int
+) -> None:
+    shape = nhd(2, 16, head_size)
+    check(make_batch(shape, group, [PLACES], dtype), shape, 131, splits)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name: str) -> None:
+    shape = shape_of(name)
+    check(make_batch(shape, 2, [[5, 63, 64, 80]], torch.bfloat16), shape, 81)
+
+
+@pytest.mark.parametrize(
+    "shape", [hnd(3, 8, 64), nhd(2, 24, 48), channel_tiles(2, 16, 64, 16)], ids=["8", "24", "tiles"]
+)
+def test_pages(shape: Shape) -> None:
+    check(make_batch(shape, 2, [[7, 8, 24, 90]], torch.float16), shape, 91)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("place", [0, 15, 16, 31, 32, 33])
+def test_edges_of_pages_and_steps(place: int, splits: int) -> None:
+    shape = nhd(1, 16, 32)
+    check(make_batch(shape, 2, [[place]], torch.bfloat16), shape, place + 1, splits, SMALL)
+    others = sorted({0, place, place + 1, 50})
+    check(make_batch(shape, 2, [others], torch.bfloat16), shape, 51, splits, SMALL)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 11])
+def test_queries_need_not_fill_their_tiles(count: int) -> None:
+    """Five queries in groups of three heads fit in a tile of 16 rows."""
+    shape = hnd(2, 16, 32)
+    batch = make_batch(shape, 3, [list(range(20, 20 + count))], torch.float32)
+    check(batch, shape, 20 + count, tuning=SMALL)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 64, 130])
+def test_keys_beyond_those_asked_for_do_not_count(num_tokens: int) -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [PLACES], torch.float32)
+    for splits in (1, 2):
+        check(batch, shape, num_tokens, splits)
+
+
+def test_keys_that_no_query_sees_have_no_score() -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [[3, 20, 90]], torch.float32)
+    early = replace(batch, query=batch.query[:2], positions=batch.positions[:2])
+    mass = run(early, shape, 91, tuning=SMALL)
+    assert (mass[:21] > 0).all()
+    assert (mass[21:] == 0).all()
+
+
+def test_large_logits_do_not_overflow() -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [[3, 70]], torch.float16)
+    batch = replace(batch, query=100 * batch.query)
+    check(batch, shape, 71, 2)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_same_every_time(splits: int) -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [PLACES], torch.bfloat16)
+    assert torch.equal(run(batch, shape, 131, splits), run(batch, shape, 131, splits))
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_random_queries(data: st.DataObject) -> None:
+    make = data.draw(st.sampled_from([nhd, hnd]))
+    shape = make(data.draw(st.integers(1, 2)), data.draw(st.sampled_from([8, 16])), 32)
+    places = sorted(data.draw(st.sets(st.integers(0, 120), min_size=1, max_size=12)))
+    num_tokens = data.draw(st.integers(1, places[-1] + 1))
+    group, splits = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    batch = make_batch(shape, group, [places], torch.float32)
+    check(batch, shape, num_tokens, splits, SMALL)
+
+
+def test_nothing_to_score() -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [[3]], torch.float32)
+    none = replace(batch, query=batch.query[:0], positions=batch.positions[:0])
+    assert torch.equal(run(none, shape, 4).cpu(), torch.zeros(4))
+    assert run(batch, shape, 0).shape == (0,)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    shape = nhd(2, 16, 32)
+    batch = make_batch(shape, 2, [[3, 20]], torch.float16)
+    with pytest.raises(ValueError, match=r"queries are torch.float16 and pages torch.float32"):
+        run(replace(batch, pages=batch.pages.float()), shape, 21)
+    with pytest.raises(ValueError, match="3 query heads over 2 KV heads"):
+        run(replace(batch, query=batch.query[:, :3]), shape, 21)
+    many = replace(batch, query=batch.query.repeat(1, 16, 1))
+    with pytest.raises(ValueError, match="tiles of 16 rows cannot hold 32 heads"):
+        run(many, shape, 21, tuning=SMALL)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged caches and queries for the Triton kernels, and how far from the truth they may be."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.kernels.align_cases import Shape
+from tests.kernels.triton_running import DEVICE
+
+
+@dataclass
+class Batch:
+    """Queries of several requests over one layer's cache, on the device of the tests.
+
+    What the queries may not see is NaN, so that it shows wherever it is read.
+
+    Attributes:
+        query: `[queries, heads, head_size]`.
+        pages: `[num_blocks, page_elements]`.
+        block_tables: int32 `[requests, blocks]`; blocks that are not needed do not exist.
+        request, positions: int64 `[queries]`.
+        scale: softmax scale.
+    """
+
+    query: torch.Tensor
+    pages: torch.Tensor
+    block_tables: torch.Tensor
+    request: torch.Tensor
+    positions: torch.Tensor
+    scale: float
+
+
+def make_batch(shape: Shape, group: int, positions: list[list[int]], dtype: torch.dtype) -> Batch:
+    """Random numbers for queries at the given positions of each request."""
+    heads, block_size, head_size = shape.keys.shape
+    filled = [max(places, default=-1) + 1 for places in positions]
+    widest = max(-(-count // block_size) for count in filled) + 1
+    used = sum(-(-count // block_size) for count in filled)
+    ids = iter(torch.randperm(used + 2).tolist())
+    pages = torch.full((used + 2, shape.page_elements), float("nan"), dtype=dtype)
+    tables = torch.full((len(filled), widest), 1 << 30, dtype=torch.int32)
+    for row, count in enumerate(filled):
+        for block in range(-(-count // block_size)):
+            tables[row, block] = page = next(ids)
+            tokens = min(block_size, count - block * block_size)
+            for part in (shape.keys, shape.values):
+                assert part is not None
+                view = part.view(pages[page : page + 1]).permute(0, 2, 3, 1, 4, 5)[0]
+                numbers = torch.randn(block_size, *view.shape[2:]).to(dtype)
+                numbers[tokens:] = float("nan")
+                view.copy_(numbers.view_as(view))
+    request = [row for row, places in enumerate(positions) for _ in places]
+    return Batch(
+        torch.randn(len(request), heads * group, head_size).to(dtype).to(DEVICE),
+        pages.to(DEVICE),
+        tables.to(DEVICE),
+        torch.tensor(request, device=DEVICE),
+        torch.tensor([place for places in positions for place in places], device=DEVICE),
+        head_size**-0.5,
+    )
+
+
+def assert_close(
+    found: torch.Tensor, expected: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """At most twice as far from what float32 gives as torch in the same dtype.
+
+    Args:
+        found: what the kernel gave.
+        expected: the reference, in float32.
+        plain: the same in torch, with every step in `dtype`.
+        dtype: of queries and pages.
+    """
+    assert not found.isnan().any()
+    error = (found.float() - expected).abs().max()
+    # float32 is as exact as the truth it is compared with: what sums in another order may differ.
+    rounding = 32 * torch.finfo(torch.float32).eps * expected.abs().max()
+    allowed = rounding if dtype == torch.float32 else 2 * (plain.float() - expected).abs().max()
+    assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
