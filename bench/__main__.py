@@ -13,6 +13,7 @@ from bench import harness
 SUITES = {
     "ttft": "time to the first token: full prefill against segment reuse",
     "lookup": "finding segments among 100,000 and 1,000,000 indexed blocks",
+    "kernels": "alignment, sparse-query attention and token scores by themselves",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ _DTYPES = {
     torch.float8_e5m2: 4,
 }
 _LIBRARIES = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
+_TILE = 32  # tokens of a run at most; kTile of csrc/cpu/align.cpp
 _VECTOR = 16  # head sizes of attention and scores are multiples of the widest vector
 
 
@@ -158,7 +160,7 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     first, block_size = pages[0], parts[0].strides.shape[1]
     if any(p.dtype != first.dtype or p.stride() != first.stride() for p in pages):
         raise ValueError("layers of one call must have pages of one dtype and one stride")
-    runs = _runs(moves, [part.strides for part in parts])
+    runs = _runs(moves, block_size)
     pointers = (ctypes.c_void_p * len(pages))(*(p.data_ptr() for p in pages))
     c_parts = (_Part * len(parts))(*(_Part.of(part) for part in parts))
     scratch, scratch_at = None, None
@@ -187,18 +189,18 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     )
 
 
-def _runs(moves: Moves, strides: list[TiledStrides]) -> np.ndarray:
-    """Tokens that follow each other inside a page at either end, int64 `[runs, 4]`: source, target,
-    length, angle."""
-    block_size = strides[0].shape[1]
+def _runs(moves: Moves, block_size: int) -> np.ndarray:
+    """Tokens that follow each other inside a tile of a page at either end, int64 `[runs, 4]`:
+    source, target, length, angle."""
+    tile = math.gcd(_TILE, block_size)
     source, target, angle = (t.numpy() for t in (moves.sources, moves.targets, moves.angles))
     begins = np.ones(len(source), dtype=np.bool_)
     begins[1:] = (
         (source[1:] != source[:-1] + 1)
         | (target[1:] != target[:-1] + 1)
         | (angle[1:] != angle[:-1])
-        | (source[1:] % block_size == 0)
-        | (target[1:] % block_size == 0)
+        | (source[1:] % tile == 0)
+        | (target[1:] % tile == 0)
     )
     first = begins.nonzero()[0]
     length = np.diff(first, append=len(source))

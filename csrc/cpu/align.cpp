@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX512BW__)
@@ -35,64 +36,91 @@ inline void turn_tokens(const Code<Format>* first, const Code<Format>* second,
   }
 }
 
-#if defined(__AVX512BW__)
-// 32 numbers as two vectors of floats, and back: rounds to nearest even, as BFloat16::encode does.
-struct Floats32 {
-  __m512 low, high;
+constexpr int kTile = 32;  // tokens that vLLM's CPU backend keeps side by side
+
+// Up to two runs that fill one tile of a target page: documents move to odd offsets, so that most
+// tiles are put together from two.
+struct Stretch {
+  Run first, second;  // `second` follows `first` in the target; its length may be 0
 };
 
-inline Floats32 widen(__m512i codes) {
-  const auto half = [](__m256i part) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16));
-  };
-  return {half(_mm512_castsi512_si256(codes)), half(_mm512_extracti64x4_epi64(codes, 1))};
-}
+#if defined(__AVX512BW__)
+// Where the 32 elements of a target tile come from, for two tiles of the source side by side.
+struct Lanes {
+  __m512i index;
+  __mmask32 written;
 
-inline __m256i narrow(__m512 value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-  const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
-}
+  explicit Lanes(const Stretch& stretch) {
+    uint16_t from[kTile] = {};
+    written = 0;
+    const auto place = [&](const Run& run, int tile) {
+      for (int i = 0; i < run.length; ++i) {
+        const int lane = static_cast<int>((run.target + i) % kTile);
+        from[lane] = static_cast<uint16_t>(tile * kTile + (run.source + i) % kTile);
+        written |= __mmask32{1} << lane;
+      }
+    };
+    place(stretch.first, 0);
+    place(stretch.second, 1);
+    index = _mm512_loadu_si512(from);
+  }
 
-inline __m512i narrow(Floats32 value) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow(value.low)), narrow(value.high), 1);
-}
+  __m512i gather(const uint16_t* first, const uint16_t* second) const {
+    return _mm512_permutex2var_epi16(_mm512_loadu_si512(first), index, _mm512_loadu_si512(second));
+  }
+
+  void store(uint16_t* to, __m512i value) const {
+    if (written == 0xffffffffu)
+      _mm512_storeu_si512(to, value);
+    else
+      _mm512_mask_storeu_epi16(to, written, value);
+  }
+};
+
+// The elements at even and at odd places as floats: in place, without moving them between lanes.
+template <class Format>
+struct Halves;
 
 template <>
-inline void turn_tokens<BFloat16>(const uint16_t* first, const uint16_t* second,
-                                  uint16_t* out_first, uint16_t* out_second, int count, int step,
-                                  float cos, float sin) {
-  if (step != 1) {
-    for (int i = 0; i < count * step; i += step) {
-      float a = BFloat16::decode(first[i]), b = BFloat16::decode(second[i]);
-      turn(a, b, cos, sin);
-      out_first[i] = BFloat16::encode(a);
-      out_second[i] = BFloat16::encode(b);
-    }
-    return;
+struct Halves<BFloat16> {
+  static __m512 even(__m512i codes) { return _mm512_castsi512_ps(_mm512_slli_epi32(codes, 16)); }
+  static __m512 odd(__m512i codes) {
+    return _mm512_castsi512_ps(_mm512_and_si512(codes, _mm512_set1_epi32(~0xffff)));
   }
+  // Rounded to nearest even, in the upper half of each lane.
+  static __m512i rounded(__m512 value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum =
+        _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(sum, nan, _mm512_set1_epi32(0x7fc00000));
+  }
+  static __m512i join(__m512 even, __m512 odd) {
+    return _mm512_mask_mov_epi16(_mm512_srli_epi32(rounded(even), 16), 0xaaaaaaaau, rounded(odd));
+  }
+};
+
+// Turn 32 pairs by one angle.
+template <class Format>
+inline void turn_lanes(__m512i& first, __m512i& second, float cos, float sin) {
+  using Parts = Halves<Format>;
   const __m512 c = _mm512_set1_ps(cos), s = _mm512_set1_ps(sin);
-  for (int i = 0; i < count; i += 32) {
-    const __mmask32 mask = count - i >= 32 ? ~0u : (1u << (count - i)) - 1;
-    const Floats32 a = widen(_mm512_maskz_loadu_epi16(mask, first + i));
-    const Floats32 b = widen(_mm512_maskz_loadu_epi16(mask, second + i));
-    const auto turned_first = [&](__m512 x, __m512 y) {
-      return _mm512_sub_ps(_mm512_mul_ps(x, c), _mm512_mul_ps(y, s));
-    };
-    const auto turned_second = [&](__m512 x, __m512 y) {
-      return _mm512_add_ps(_mm512_mul_ps(y, c), _mm512_mul_ps(x, s));
-    };
-    _mm512_mask_storeu_epi16(
-        out_first + i, mask,
-        narrow(Floats32{turned_first(a.low, b.low), turned_first(a.high, b.high)}));
-    _mm512_mask_storeu_epi16(
-        out_second + i, mask,
-        narrow(Floats32{turned_second(a.low, b.low), turned_second(a.high, b.high)}));
-  }
+  const auto turned = [&](__m512 x, __m512 y) {
+    return _mm512_sub_ps(_mm512_mul_ps(x, c), _mm512_mul_ps(y, s));
+  };
+  const auto partner = [&](__m512 x, __m512 y) {
+    return _mm512_add_ps(_mm512_mul_ps(y, c), _mm512_mul_ps(x, s));
+  };
+  const __m512 even_x = Parts::even(first), odd_x = Parts::odd(first);
+  const __m512 even_y = Parts::even(second), odd_y = Parts::odd(second);
+  first = Parts::join(turned(even_x, even_y), turned(odd_x, odd_y));
+  second = Parts::join(partner(even_x, even_y), partner(odd_x, odd_y));
 }
+#else
+struct Lanes {
+  explicit Lanes(const Stretch&) {}
+};
 #endif
 
 // One head of one half of a page: where its channels lie, and which of them turn.
@@ -103,9 +131,37 @@ class HeadMover {
     for (int c = 0; c < strides_.channels; ++c) at_.push_back(strides_.of_channel(head, c));
     // Many tokens in a row, or many channels: whichever gives the longer vectors.
     by_tokens_ = strides_.token_tile >= 8 && strides_.token_lo < strides_.channels;
-    unit_channels_ = strides_.in_vectors_of(1) && strides_.channel_lo == 1 &&
-                     strides_.channel_tile == strides_.channels;
+    unit_channels_ = strides_.channel_lo == 1 && strides_.channel_tile == strides_.channels;
+    by_lanes_ = kHasLanes && strides_.token_tile == kTile && strides_.token_lo == 1;
   }
+
+  // A stretch of one page; `pages` is block 0, pages lie `page_stride` apart.
+  void move(const Stretch& stretch, const Lanes& lanes, Code<Format>* pages, int64_t page_stride,
+            int block_size, const float* cos, const float* sin) const {
+    const auto page = [&](int64_t slot) { return pages + slot / block_size * page_stride; };
+    const auto offset = [&](int64_t slot) { return static_cast<int>(slot % block_size); };
+    if constexpr (kHasLanes) {
+      if (by_lanes_) {
+        const auto tile = [&](int64_t slot) {
+          return page(slot) + strides_.of_token(offset(slot) / kTile * kTile);
+        };
+        const Run& first = stretch.first;
+        const Run& second = stretch.second.length ? stretch.second : first;
+        by_lanes(lanes, tile(first.source), tile(second.source), tile(first.target), cos, sin);
+        return;
+      }
+    }
+    for (const Run& run : {stretch.first, stretch.second})
+      move(page(run.source), offset(run.source), page(run.target), offset(run.target),
+           static_cast<int>(run.length), cos, sin);
+  }
+
+ private:
+#if defined(__AVX512BW__)
+  static constexpr bool kHasLanes = std::is_same_v<Format, BFloat16>;
+#else
+  static constexpr bool kHasLanes = false;
+#endif
 
   // `count` tokens from offset `from` of a page to offset `to` of another.
   void move(const Code<Format>* source, int from, Code<Format>* target, int to, int count,
@@ -123,7 +179,27 @@ class HeadMover {
     }
   }
 
- private:
+  template <class AnyLanes>
+  void by_lanes(const AnyLanes& lanes, const Code<Format>* first, const Code<Format>* second,
+                Code<Format>* to, const float* cos, const float* sin) const {
+#if defined(__AVX512BW__)
+    for (int c = 0; c < strides_.channels; ++c) {
+      if (rotation_.dim && c == rotation_.first) c += rotation_.dim;
+      if (c >= strides_.channels) break;
+      lanes.store(to + at_[c], lanes.gather(first + at_[c], second + at_[c]));
+    }
+    for (int pair = 0; pair < rotation_.dim / 2; ++pair) {
+      int other;
+      const int one = partner(pair, &other);
+      __m512i x = lanes.gather(first + at_[one], second + at_[one]);
+      __m512i y = lanes.gather(first + at_[other], second + at_[other]);
+      turn_lanes<Format>(x, y, cos[pair], sin[pair]);
+      lanes.store(to + at_[one], x);
+      lanes.store(to + at_[other], y);
+    }
+#endif
+  }
+
   int partner(int pair, int* second) const {
     const int half = rotation_.dim / 2;
     *second = rotation_.first + (rotation_.neox ? half + pair : 2 * pair + 1);
@@ -193,26 +269,41 @@ class HeadMover {
   const TiledStrides& strides_;
   const Rotation& rotation_;
   std::vector<int32_t> at_;
-  bool by_tokens_, unit_channels_;
+  bool by_tokens_, unit_channels_, by_lanes_;
 };
+
+// Runs in pairs, where two share a tile of a target page and an angle.
+std::vector<Stretch> paired(const AlignArgs& args) {
+  std::vector<Stretch> stretches;
+  for (int64_t r = 0; r < args.num_runs; ++r) {
+    Stretch stretch{args.runs[r], {}};
+    if (r + 1 < args.num_runs) {
+      const Run& next = args.runs[r + 1];
+      if (next.target == stretch.first.target + stretch.first.length && next.target % kTile &&
+          next.angle == stretch.first.angle)
+        stretch.second = args.runs[++r];
+    }
+    stretches.push_back(stretch);
+  }
+  return stretches;
+}
 
 template <class Format>
 void direct(const AlignArgs& args) {
   std::vector<HeadMover<Format>> movers;
   for (int p = 0; p < args.num_parts; ++p)
     for (int h = 0; h < args.parts[p].strides.heads; ++h) movers.emplace_back(args.parts[p], h);
-  const int64_t pairs = args.pairs, block = args.block_size;
+  const std::vector<Stretch> stretches = paired(args);
+  const auto count = static_cast<int64_t>(stretches.size());
 #pragma omp parallel for collapse(2) schedule(static)
   for (int64_t layer = 0; layer < args.layers; ++layer) {
-    for (int64_t r = 0; r < args.num_runs; ++r) {
-      const Run& run = args.runs[r];
-      auto* pages = static_cast<Code<Format>*>(args.pages[layer]);
-      const auto* source = pages + run.source / block * args.page_stride;
-      auto* target = pages + run.target / block * args.page_stride;
+    for (int64_t i = 0; i < count; ++i) {
+      const Stretch& stretch = stretches[i];
+      const Lanes lanes(stretch);
+      const int64_t angle = stretch.first.angle * args.pairs;
       for (const auto& mover : movers)
-        mover.move(source, static_cast<int>(run.source % block), target,
-                   static_cast<int>(run.target % block), static_cast<int>(run.length),
-                   args.cos + run.angle * pairs, args.sin + run.angle * pairs);
+        mover.move(stretch, lanes, static_cast<Code<Format>*>(args.pages[layer]), args.page_stride,
+                   static_cast<int>(args.block_size), args.cos + angle, args.sin + angle);
     }
   }
 }

@@ -12,7 +12,8 @@ namespace segreuse::cpu {
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat8E4M3, kFloat8E5M2 };
 
-// Consecutive tokens that lie in one page at either end and turn by one angle.
+// Consecutive tokens that turn by one angle and lie, at either end, in one stretch of a page that no
+// multiple of 32 tokens, and no page boundary, divides.
 struct Run {
   int64_t source, target;  // slots
   int64_t length, angle;   // tokens; row of the tables

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels by themselves: alignment against memcpy, attention against a dense kernel, scores.
+
+Alignment moves 1,024 to 16,384 tokens of all layers to odd offsets of other pages. Every repeat
+works elsewhere in a pool that no cache holds, and so does the plain copy of as many bytes it is
+compared with. Attention: 10 % of the positions of a context, random or in short runs, against the dense
+kernel's floating-point operations per second, and against one-token rows of that kernel. Scores: a
+question's queries over the context. What is compared takes turns.
+
+On CPU: pages and dense kernel are vLLM's own, in the 8-layer benchmark's shape. On a GPU: NHD pages
+in the shape of Qwen3-8B; the dense kernel is torch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench import harness
+from bench.server import cpu_environment
+from vllm_segreuse.kernels import dispatch, reference
+from vllm_segreuse.kernels.dispatch import Kernels
+from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, Rotation, TiledStrides
+
+Action = Callable[[], Any]
+
+SHARE = 0.1
+"""Of a context's positions that scattered queries take."""
+QUESTION = 101
+"""Queries that score: the new tokens of the `ttft` suite's prompts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured on one kind of device."""
+
+    device: torch.device
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    align_tokens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    pool_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token at one layer, in bfloat16."""
+        return 2 * 2 * self.kv_heads * self.head_size
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_size**-0.5)
+
+
+CPU = Case(torch.device("cpu"), 8, 4, 2, 32, 32, (1024, 8192, 16384), (8192, 32768), 1 << 30)
+GPU = Case(torch.device("cuda"), 36, 32, 8, 128, 16, (1024, 16384), (16384, 65536), 12 << 30)
+
+
+def run(quick: bool) -> harness.SuiteResult:
+    """Measure on the GPU if torch sees one, else on the CPU."""
+    for name, value in cpu_environment().items():
+        os.environ.setdefault(name, value)
+    case = GPU if torch.cuda.is_available() else CPU
+    repeats = 5 if quick else 21
+    backend = _GpuBackend(case) if case is GPU else _CpuBackend(case)
+    kernels = dispatch.choose(case.device, torch.bfloat16, backend.layout)
+    rows = _align(case, kernels, backend.layout, repeats)
+    for context in case.contexts[: 1 if quick else None]:
+        rows += _attention(case, kernels, backend, context, repeats)
+        rows += _scores(case, kernels, backend, context, repeats)
+    for row in rows:
+        row["kernels"] = kernels.description
+    return {"rows": rows, "summary": _summary(case, rows)}
+
+
+def _summary(case: Case, rows: list[harness.Row]) -> dict[str, float]:
+    def ms(kernel: str, what: str, size: int) -> float:
+        [row] = [r for r in rows if (r["kernel"], r["what"], r["size"]) == (kernel, what, size)]
+        return float(row["median_ms"])
+
+    tokens, context = case.align_tokens[1], case.contexts[0]
+    return {
+        "align_ms": ms("align", "ours", tokens),
+        "align_share_of_memcpy": ms("align", "memcpy", tokens) / ms("align", "ours", tokens),
+        "align_speedup_over_torch": ms("align", "torch", tokens) / ms("align", "ours", tokens),
+        "attention_share_of_dense": (
+            ms("attention", "dense", context)
+            / ms("attention", "ours, random", context)
+            * _seen(context, _scattered(context))
+            / _seen(context, torch.arange(context))
+        ),
+        "attention_speedup_over_rows": (
+            ms("attention", "rows, random", context) / ms("attention", "ours, random", context)
+        ),
+        "scores_speedup_over_torch": (
+            ms("scores", "torch", context) / ms("scores", "ours", context)
+        ),
+    }
+
+
+def _align(case: Case, kernels: Kernels, layout: PageLayout, repeats: int) -> list[harness.Row]:
+    page = case.block_size * case.token_bytes // 2  # elements
+    blocks = case.pool_bytes // case.layers // (2 * page)
+    pool = [
+        torch.zeros(blocks, page, dtype=torch.bfloat16, device=case.device)
+        for _ in range(case.layers)
+    ]
+    for pages in pool:
+        pages.normal_()
+    parts = [Part(layout.keys, Rotation(case.head_size, True)), Part(layout.values, None)]
+    rows = []
+    for tokens in case.align_tokens:
+        used = tokens // case.block_size + 1
+        places = _Places(blocks, used)
+
+        def ours(used: int = used, tokens: int = tokens, places: Any = places) -> None:
+            kernels.align(pool, parts, _moves(case, places.next(), tokens))
+
+        def plain(used: int = used, tokens: int = tokens, places: Any = places) -> None:
+            reference.align(pool, parts, _moves(case, places.next(), tokens))
+
+        def memcpy(used: int = used, tokens: int = tokens, places: Any = places) -> None:
+            source, target = places.next()
+            for pages in pool:
+                pages[target : target + used - 1].copy_(pages[source : source + used - 1])
+
+        moved = 2 * tokens * case.token_bytes * case.layers  # read and written
+        for what, median_ms in _medians(
+            case.device, {"ours": ours, "memcpy": memcpy, "torch": plain}, repeats
+        ).items():
+            rows.append(_row("align", what, tokens, median_ms, gb_per_s=moved / median_ms / 1e6))
+    return rows
+
+
+class _Places:
+    """Pairs of stretches of blocks that do not meet, elsewhere in the pool each time."""
+
+    def __init__(self, blocks: int, used: int) -> None:
+        self._count = blocks // (2 * used)
+        self._used, self._turn = used, 0
+        if self._count < 4:
+            raise harness.BenchError(f"a pool of {blocks} blocks is too small for {used} at a time")
+
+    def next(self) -> tuple[int, int]:
+        first = self._turn % self._count * 2 * self._used
+        self._turn += 1
+        return first, first + self._used
+
+
+def _moves(case: Case, place: tuple[int, int], tokens: int) -> Moves:
+    """Four documents that move to odd offsets, by distances of their own."""
+    device, (source, target) = case.device, place
+    index = torch.arange(tokens, device=device)
+    document = index * 4 // tokens
+    deltas = torch.tensor([5.0, 2085.0, -4109.0, 37.0], device=device)
+    half = case.head_size // 2
+    frequencies = 1e6 ** (-torch.arange(half, device=device) / half)
+    turns = deltas[:, None] * frequencies
+    return Moves(
+        source * case.block_size + index,
+        target * case.block_size + index + 5,
+        document,
+        turns.cos(),
+        turns.sin(),
+        overlapping=False,
+    )
+
+
+def _scattered(context: int) -> torch.Tensor:
+    """Random positions, ascending."""
+    generator = torch.Generator().manual_seed(context)
+    return torch.randperm(context, generator=generator)[: int(SHARE * context)].sort().values
+
+
+def _runs(context: int, length: int) -> torch.Tensor:
+    """As many positions, in runs."""
+    count = int(SHARE * context) // length
+    generator = torch.Generator().manual_seed(context)
+    firsts = torch.randperm(context // length, generator=generator)[:count].sort().values
+    return (firsts[:, None] * length + torch.arange(length)).flatten()
+
+
+def _seen(context: int, positions: torch.Tensor) -> int:
+    """Pairs of query and key."""
+    return int((positions + 1).sum())
+
+
+def _attention(
+    case: Case, kernels: Kernels, backend: Any, context: int, repeats: int
+) -> list[harness.Row]:
+    def queries(positions: torch.Tensor) -> torch.Tensor:
+        size = (len(positions), case.heads, case.head_size)
+        return torch.randn(size, device=case.device).to(torch.bfloat16)
+
+    actions: dict[str, Action] = {}
+    flops: dict[str, float] = {}
+
+    def add(what: str, positions: torch.Tensor, make: Callable[..., Action]) -> None:
+        actions[what] = make(queries(positions), positions.to(case.device), context)
+        flops[what] = 4.0 * case.heads * case.head_size * _seen(context, positions)
+
+    def ours(query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
+        assert kernels.sparse_attention is not None
+        kernel, out = kernels.sparse_attention, torch.empty_like(query)
+        table = backend.block_table(context)[None]
+        request = torch.zeros_like(positions)
+        layout = backend.layout
+        return lambda: kernel(
+            out,
+            query,
+            backend.pages,
+            layout.keys,
+            layout.values,
+            table,
+            request,
+            positions,
+            case.scale,
+        )
+
+    add("dense", torch.arange(context), backend.dense)
+    sparse = {"random": _scattered(context)}
+    sparse |= {f"runs of {n}": _runs(context, n) for n in (4, 16, 64)}
+    for name, positions in sparse.items():
+        add(f"rows, {name}", positions, backend.rows)
+        if kernels.sparse_attention is not None:
+            add(f"ours, {name}", positions, ours)
+    if kernels.sparse_attention is not None:
+        add("ours, dense", torch.arange(context), ours)
+    return [
+        _row("attention", what, context, median_ms, gflop_per_s=flops[what] / median_ms / 1e6)
+        for what, median_ms in _medians(case.device, actions, max(3, repeats // 3)).items()
+    ]
+
+
+def _scores(
+    case: Case, kernels: Kernels, backend: Any, context: int, repeats: int
+) -> list[harness.Row]:
+    positions = torch.arange(context - QUESTION, context, device=case.device)
+    query = torch.randn(QUESTION, case.heads, case.head_size, device=case.device)
+    args = (
+        query.to(torch.bfloat16),
+        positions,
+        backend.pages,
+        backend.layout.keys,
+        backend.block_table(context),
+        context,
+        case.scale,
+    )
+    medians = _medians(
+        case.device,
+        {
+            "ours": lambda: kernels.token_scores(*args),
+            "torch": lambda: reference.token_scores(*args),
+        },
+        repeats,
+    )
+    return [_row("scores", what, context, median_ms) for what, median_ms in medians.items()]
+
+
+def _row(kernel: str, what: str, size: int, median_ms: float, **more: float) -> harness.Row:
+    return {"kernel": kernel, "what": what, "size": size, "median_ms": median_ms, **more}
+
+
+def _medians(device: torch.device, actions: dict[str, Action], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each action; they take turns, in an order that changes."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in harness.progress(range(repeats + 1), "kernels"):
+        for name in harness.rotated(list(actions), turn):
+            elapsed = _milliseconds(device, actions[name])
+            if turn > 0:  # the first round warms up
+                times[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _milliseconds(device: torch.device, action: Action) -> float:
+    if device.type == "cpu":
+        started = time.perf_counter()
+        action()
+        return (time.perf_counter() - started) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    action()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+class _Layer(torch.nn.Module):
+    """What `discover_layout` needs of a vLLM attention layer of the CPU backend."""
+
+    def __init__(self, case: Case, blocks: int) -> None:
+        from vllm.v1.attention.backends import cpu_attn
+
+        super().__init__()
+        self.layer_name = "bench"
+        self.num_kv_heads, self.head_size = case.kv_heads, case.head_size
+        self.kv_cache_torch_dtype = torch.bfloat16
+        self.kv_cache = torch.zeros(
+            blocks, case.kv_heads, case.block_size, 2 * case.head_size, dtype=torch.bfloat16
+        )
+        self.isa = cpu_attn._get_attn_isa(torch.bfloat16, case.block_size, case.head_size, "auto")
+
+    @property
+    def impl(self) -> _Layer:
+        return self
+
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks, heads, size, _ = self.kv_cache.shape
+        key, value = self.kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
+        return key, value
+
+    def do_kv_cache_update(
+        self, _: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: torch.Tensor
+    ) -> None:
+        from vllm import _custom_ops as ops
+
+        ops.cpu_attn_reshape_and_cache(
+            key,
+            value,
+            *self.halves(),
+            slots,
+            self.isa,
+            k_scale=1.0,
+            v_scale=1.0,
+            kv_cache_dtype="auto",
+        )
+
+
+class _CpuBackend:
+    """vLLM's CPU attention, on pages it packed itself."""
+
+    def __init__(self, case: Case) -> None:
+        from vllm_segreuse.prefill.kv_layout import discover_layout
+
+        self._case = case
+        blocks = max(case.contexts) // case.block_size + 2
+        self._layer = _Layer(case, blocks)
+        self.layout = discover_layout(self._layer, case.block_size)
+        slots = torch.arange(blocks * case.block_size)
+        size = (len(slots), case.kv_heads, case.head_size)
+        key, value = (torch.randn(size).to(torch.bfloat16) for _ in range(2))
+        self._layer.do_kv_cache_update(None, key, value, None, slots)
+        self.pages = self._layer.kv_cache.flatten(1)
+        generator = torch.Generator().manual_seed(0)
+        self._blocks = (torch.randperm(blocks - 1, generator=generator) + 1).int()
+
+    def block_table(self, context: int) -> torch.Tensor:
+        """Blocks of a context, in an order of its own."""
+        return self._blocks[: context // self._case.block_size]
+
+    def dense(self, query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
+        """The whole context as one row."""
+        return self._attention(query, [0, context], [context], context)
+
+    def rows(self, query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
+        """A row per run of neighbours."""
+        starts = torch.ones(len(positions), dtype=torch.bool)
+        starts[1:] = positions[1:] != positions[:-1] + 1
+        bounds = [*starts.nonzero().flatten().tolist(), len(positions)]
+        lengths = [int(positions[end - 1]) + 1 for end in bounds[1:]]
+        return self._attention(query, bounds, lengths, context)
+
+    def _attention(
+        self, query: torch.Tensor, bounds: list[int], lengths: list[int], context: int
+    ) -> Action:
+        from vllm import _custom_ops as ops
+
+        case, out = self._case, torch.empty_like(query)
+        starts, seen = torch.tensor(bounds).int(), torch.tensor(lengths).int()
+        table = self.block_table(context)[None].expand(len(lengths), -1).contiguous()
+        metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(lengths),
+            num_heads=case.heads,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_size,
+            seq_lens=seen,
+            dtype=torch.bfloat16,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self._layer.isa,
+            enable_kv_split=True,
+            dynamic_causal=None,
+            kv_cache_dtype="auto",
+        )
+        key, value = self._layer.halves()
+        return lambda: ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=key,
+            value_cache=value,
+            output=out,
+            query_start_loc=starts,
+            seq_lens=seen,
+            scale=case.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=table,
+            softcap=0,
+            scheduler_metadata=metadata,
+            s_aux=None,
+            dynamic_causal=None,
+            k_scale=1.0,
+            v_scale=1.0,
+            kv_cache_dtype="auto",
+        )
+
+
+class _GpuBackend:
+    """NHD pages, and torch's dense attention on the same keys and values."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        shape = (case.kv_heads, case.block_size, case.head_size)
+        row = case.kv_heads * case.head_size
+        half = case.block_size * row
+        rest = (case.head_size, case.block_size, 0, row, case.head_size, 0, 1)
+        self.layout = PageLayout(TiledStrides(shape, 0, *rest), TiledStrides(shape, half, *rest))
+        blocks = max(case.contexts) // case.block_size
+        size = (blocks, 2 * half)
+        self.pages = torch.randn(size, dtype=torch.bfloat16, device=case.device)
+        self._blocks = torch.randperm(blocks, device=case.device).int()
+
+    def block_table(self, context: int) -> torch.Tensor:
+        """Blocks of a context, in an order of its own."""
+        return self._blocks[: context // self._case.block_size]
+
+    def _keys_and_values(self, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pages = self.pages[self.block_table(context).long()]
+        key, value = (
+            part.tokens(pages).transpose(0, 1)[None].contiguous()
+            for part in (self.layout.keys, self.layout.values)
+        )
+        return key, value
+
+    def dense(self, query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
+        """Causal attention of the whole context."""
+        key, value = self._keys_and_values(context)
+        queries = query.transpose(0, 1)[None].contiguous()
+        return lambda: torch.nn.functional.scaled_dot_product_attention(
+            queries, key, value, is_causal=True, scale=self._case.scale, enable_gqa=True
+        )
+
+    def rows(self, query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
+        """One query after the other is what rows of one token cost; here as a batch of them, each
+        reading its own context, for as many as memory allows."""
+        key, value = self._keys_and_values(context)
+        some = torch.linspace(0, len(positions) - 1, 64, device=query.device).long()
+        queries, ends = query[some], (positions[some] + 1).tolist()
+
+        def each() -> None:
+            for one, end in zip(queries, ends, strict=True):
+                torch.nn.functional.scaled_dot_product_attention(
+                    one[None, :, None],
+                    key[:, :, :end],
+                    value[:, :, :end],
+                    scale=self._case.scale,
+                    enable_gqa=True,
+                )
+
+        return each
