@@ -8,6 +8,7 @@ same work, and the server says so when it starts.
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ CPU_LEVELS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
-CUDA_ARCHITECTURES = ("80", "89", "90")
+CUDA_ARCHITECTURES = ("80", "89", "90")  # the last also as PTX, for what comes after it
 
 
 class NativeKernel(Extension):
@@ -68,6 +69,27 @@ class CpuKernels(NativeKernel):
         return [*made, [compiler, "-shared", "-fopenmp", *objects, "-o", str(output)]]
 
 
+class CudaKernels(NativeKernel):
+    """csrc/cuda for every architecture; the runtime is linked in."""
+
+    def __init__(self) -> None:
+        super().__init__("_cuda", [CSRC / "cuda" / "align.cu"], [*CSRC.glob("segreuse/*.h")])
+
+    def commands(self, output: Path, temporary: Path) -> list[list[str]]:
+        newest = CUDA_ARCHITECTURES[-1]
+        code = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in CUDA_ARCHITECTURES]
+        return [
+            [
+                *("nvcc", "-std=c++17", "-O3", "-shared", "-cudart=static"),
+                *("-Xcompiler=-fPIC,-fvisibility=hidden", "-Xlinker=--exclude-libs=ALL"),
+                *code,
+                f"-gencode=arch=compute_{newest},code=compute_{newest}",
+                *self.sources,
+                *("-o", str(output)),
+            ]
+        ]
+
+
 class KernelBuilder(build_ext):
     """Runs the kernels' own commands, and carries on without a kernel that does not build."""
 
@@ -89,9 +111,21 @@ class KernelBuilder(build_ext):
             print(f"vllm-segreuse: {extension.name} is left out: {why[-2000:]}", file=sys.stderr)
 
 
+def wants_cuda() -> bool:
+    """With nvcc, unless the torch that is installed is known to have no use for it."""
+    if shutil.which("nvcc") is None:
+        return False
+    try:
+        import torch
+    except ImportError:  # an isolated build does not see it
+        return True
+    return torch.version.cuda is not None
+
+
 def kernels() -> list[NativeKernel]:
     on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return [CpuKernels(level) for level in CPU_LEVELS if on_x86 or level == "baseline"]
+    levels = [level for level in CPU_LEVELS if on_x86 or level == "baseline"]
+    return [*map(CpuKernels, levels), *([CudaKernels()] if wants_cuda() else [])]
 
 
 setup(ext_modules=kernels(), cmdclass={"build_ext": KernelBuilder})

@@ -53,7 +53,7 @@ class _Call(ctypes.Structure):
 
 
 @functools.cache
-def available() -> str | None:
+def unavailable() -> str | None:
     """Why the CUDA kernels cannot run here, in one sentence; None if they can."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch sees no CUDA device"
@@ -76,7 +76,7 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
         ValueError: if the tensors do not fit the description, the parts or each other.
         RuntimeError: if the kernels cannot run here, or a launch failed.
     """
-    reason = available()
+    reason = unavailable()
     if reason is not None:
         raise RuntimeError(f"the CUDA kernels cannot run: {reason}")
     if not pages:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from vllm_segreuse.kernels import cpu, reference
+from vllm_segreuse.kernels import cpu, cuda, reference
 from vllm_segreuse.kernels.pages import PageLayout
 
 
@@ -17,22 +19,22 @@ class Kernels:
     """The kernels in use; signatures as in `reference.py`.
 
     Attributes:
-        sparse_attention: None where the attention backend's own kernel, on one row per run of
-            queries, is the best there is.
+        sparse_attention: None where rows of the attention backend's own kernel must do.
+        plan_attention: `plan(query, keys, block_tables, request, positions)` prepares what
+            `sparse_attention` takes as `schedule`, once for all layers; None where it needs none.
         description: which they are, and why better ones are not used.
     """
 
     align: Callable[..., None]
     token_scores: Callable[..., torch.Tensor]
     sparse_attention: Callable[..., None] | None
+    plan_attention: Callable[..., Any] | None
     description: str
 
 
 def choose(device: torch.device, dtype: torch.dtype, layout: PageLayout) -> Kernels:
     """The kernels for pages of one device, dtype and layout."""
-    if device.type == "cpu":
-        return _for_cpu(dtype, layout)
-    return _for_gpu(dtype)
+    return _for_cpu(dtype, layout) if device.type == "cpu" else _for_gpu(dtype, layout)
 
 
 def _for_cpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
@@ -41,23 +43,47 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
         return _plain(missing)
     name = f"C++ ({cpu.instruction_set()})"
     if not cpu.supports_attention(layout.keys, dtype):
-        return Kernels(
-            cpu.align,
-            reference.token_scores,
-            None,
-            f"align: {name}; attention: vLLM's, by rows; scores: torch "
-            f"({dtype}, head size {layout.keys.shape[2]})",
-        )
+        why = f"head size {layout.keys.shape[2]} in {dtype}"
+        return _without_attention(cpu.align, name, why)
     return Kernels(
         cpu.align,
         cpu.token_scores,
         cpu.sparse_attention,
-        f"align, attention, scores: {name}",
+        None,
+        f"alignment, attention and scores by {name}",
     )
 
 
-def _for_gpu(dtype: torch.dtype) -> Kernels:
-    return _plain(f"no kernels for {dtype} on this device yet")
+def _for_gpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
+    try:
+        triton_align, attention, scores = (
+            importlib.import_module(f"vllm_segreuse.kernels.triton_{name}")
+            for name in ("align", "attention", "scores")
+        )
+    except ImportError as error:
+        return _plain(f"no Triton: {error}")
+    missing = cuda.unavailable()
+    align = triton_align.align if missing else cuda.align
+    name = f"Triton ({missing})" if missing else "CUDA C++"
+    if dtype not in attention.DTYPES or not 16 <= layout.keys.shape[2] <= 256:
+        return _without_attention(align, name, f"head size {layout.keys.shape[2]} in {dtype}")
+    return Kernels(
+        align,
+        scores.token_scores,
+        attention.sparse_attention,
+        attention.plan,
+        f"alignment by {name}, attention and scores by Triton",
+    )
+
+
+def _without_attention(align: Callable[..., None], name: str, why: str) -> Kernels:
+    return Kernels(
+        align,
+        reference.token_scores,
+        None,
+        None,
+        f"alignment by {name}, attention by rows of vLLM's kernel and scores by torch ({why})",
+    )
 
 
 def _plain(why: str) -> Kernels:
@@ -65,5 +91,6 @@ def _plain(why: str) -> Kernels:
         reference.align,
         reference.token_scores,
         None,
-        f"align, scores: torch; attention: vLLM's, by rows ({why})",
+        None,
+        f"alignment and scores by torch, attention by rows of vLLM's kernel ({why})",
     )

@@ -163,7 +163,7 @@ def _row_sums(
         )  # fmt: skip
 
     at = (split.to(tl.int64) * num_queries + index) * kv_heads * GROUP + head
-    stored = (first + row // GROUP <= last) & (row < per_tile * GROUP)
+    stored = first + row // GROUP <= last
     tl.store(lse + at, highest + tl.log2(total), mask=stored)
 
 

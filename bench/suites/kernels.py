@@ -3,9 +3,9 @@
 
 Alignment moves 1,024 to 16,384 tokens of all layers to odd offsets of other pages. Every repeat
 works elsewhere in a pool that no cache holds, and so does the plain copy of as many bytes it is
-compared with. Attention: 10 % of the positions of a context, random or in short runs, against the dense
-kernel's floating-point operations per second, and against one-token rows of that kernel. Scores: a
-question's queries over the context. What is compared takes turns.
+compared with. Attention: 10 % of the positions of a context, random or in short runs, against the
+dense kernel's floating-point operations per second, and against one-token rows of that kernel.
+Scores: a question's queries over the context. What is compared takes turns.
 
 On CPU: pages and dense kernel are vLLM's own, in the 8-layer benchmark's shape. On a GPU: NHD pages
 in the shape of Qwen3-8B; the dense kernel is torch's scaled_dot_product_attention.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot be proven is refused at start-up, in one sentence (FAILURE_CASES 10, 34)."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_10_a_wrong_rotation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _tables(rope: Any, deltas: Any) -> Any:
     angles = deltas.double()[:, None] * rope.frequencies[None]
-    return angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+    return angles.cos().float(), angles.sin().float()
 
 
 def test_10_a_pass_that_sees_the_future_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +62,32 @@ def test_10_a_pass_that_sees_the_future_is_found(monkeypatch: pytest.MonkeyPatch
         return starts
 
     monkeypatch.setattr(rows, "row_starts", one_row_per_request)
+    with pytest.raises(RuntimeError, match="does not reproduce"), engine("llama"):
+        pass
+
+
+def test_10_a_kernel_that_turns_the_wrong_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_segreuse.kernels import cpu
+
+    align = cpu.align
+    monkeypatch.setattr(
+        cpu,
+        "align",
+        lambda pages, parts, moves: align(pages, parts, dataclasses.replace(moves, sin=-moves.sin)),
+    )
+    with pytest.raises(RuntimeError, match="moved keys or values are not"), engine("llama"):
+        pass
+
+
+def test_10_a_kernel_that_sees_the_future_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_segreuse.kernels import cpu
+
+    attend = cpu.sparse_attention
+    monkeypatch.setattr(
+        cpu,
+        "sparse_attention",
+        lambda *args: attend(*args[:-2], args[-2] + 1, args[-1]),
+    )
     with pytest.raises(RuntimeError, match="does not reproduce"), engine("llama"):
         pass
 

@@ -45,7 +45,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
     return cuda.open_library(path)
 
 
-@pytest.fixture(params=["host"] if cuda.available() else ["host", "cuda"])
+@pytest.fixture(params=["host"] if cuda.unavailable() else ["host", "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
     return {"host": "cpu", "cuda": "cuda"}[request.param]
 
@@ -291,13 +291,13 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 
 
 def test_pages_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "available", lambda: None)
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
     with pytest.raises(ValueError, match="pages are on cpu"):
         cuda.align(*good_call())
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "available", lambda: "there is no GPU")
+    monkeypatch.setattr(cuda, "unavailable", lambda: "there is no GPU")
     with pytest.raises(RuntimeError, match="cannot run: there is no GPU"):
         cuda.align(*good_call())
 

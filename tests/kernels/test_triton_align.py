@@ -72,6 +72,19 @@ def test_every_dtype(dtype: torch.dtype, neox: bool, scale: float) -> None:
     assert_agrees(align, pages, parts, moves, DEVICE)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_ties_are_rounded_to_even(dtype: torch.dtype) -> None:
+    """Sixteenths of short numbers often lie halfway between two of them."""
+    shape = nhd(2, 16, 32)
+    pages = make_cache(shape.page_elements, 8, dtype)
+    if dtype.itemsize > 1:
+        pages.memory.copy_(torch.randint(-(1 << 12), 1 << 12, pages.memory.shape))
+    moves = make_moves(8, 16, 64, 16, overlapping=False)
+    cos, sin = (torch.randint(-16, 17, (7, 16)) / 16 for _ in range(2))
+    moves = dataclasses.replace(moves, cos=cos, sin=sin)
+    assert_agrees(align, pages, parts_of(shape, Rotation(32, True)), moves, DEVICE)
+
+
 @pytest.mark.parametrize("shift", [0, 1, -1, 15, 17, 100_003])
 @pytest.mark.parametrize("rotation", [Rotation(32, True), Rotation(32, False)], ids=str)
 def test_turns_by_the_distance(shift: int, rotation: Rotation) -> None:

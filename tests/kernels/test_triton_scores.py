@@ -110,6 +110,13 @@ def test_edges_of_pages_and_steps(place: int, splits: int) -> None:
     check(make_batch(shape, 2, [others], torch.bfloat16), shape, 51, splits, SMALL)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_every_position_in_a_tile_of_its_own(splits: int) -> None:
+    """Wherever a tile needs a mask, it alone does."""
+    shape = nhd(1, 16, 32)
+    check(make_batch(shape, 16, [list(range(50))], torch.bfloat16), shape, 50, splits, SMALL)
+
+
 @pytest.mark.parametrize("count", [1, 4, 5, 6, 11])
 def test_queries_need_not_fill_their_tiles(count: int) -> None:
     """Five queries in groups of three heads fit in a tile of 16 rows."""

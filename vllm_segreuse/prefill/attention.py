@@ -7,7 +7,7 @@ rows of one token each, and each would read the whole context alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_segreuse.compat.attention_impl import replaced_forward
+from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill.rows import RowBuilder, TokenTable, pass_context, row_starts
 
@@ -22,13 +23,17 @@ _LONG_RUN = 16
 """Tokens per run, on average, from which on rows are at least as fast (`bench kernels`)."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScatteredQueries:
-    """Attention metadata of the sparse-query kernel, in the place of a backend's own."""
+    """Attention metadata of the sparse-query kernel, in the place of a backend's own.
+
+    `schedule` is made by the first layer, for all of them.
+    """
 
     block_tables: torch.Tensor
     request: torch.Tensor
     positions: torch.Tensor
+    schedule: Any = None
 
 
 class PassAttention:
@@ -38,7 +43,7 @@ class PassAttention:
         rows: builds rows of the stock backend.
         attention: vLLM `Attention` layers, in layer order.
         layouts: page layout of each.
-        kernel: `sparse_attention` of `kernels/`, or None where rows must do.
+        kernels: the kernels in use.
     """
 
     def __init__(
@@ -46,12 +51,12 @@ class PassAttention:
         rows: RowBuilder,
         attention: list[torch.nn.Module],
         layouts: list[PageLayout],
-        kernel: Callable[..., None] | None,
+        kernels: Kernels,
     ) -> None:
         self._rows = rows
         self._layers = {id(layer): layout for layer, layout in zip(attention, layouts, strict=True)}
         self._impls = [layer.impl for layer in attention]
-        self._kernel = kernel
+        self._kernels = kernels
 
     @contextmanager
     def forward_context(self, tokens: TokenTable, block_tables: torch.Tensor) -> Iterator[None]:
@@ -61,7 +66,9 @@ class PassAttention:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
         """
-        if self._kernel is None or len(tokens) >= _LONG_RUN * int(row_starts(tokens).sum()):
+        if self._kernels.sparse_attention is None or len(tokens) >= _LONG_RUN * int(
+            row_starts(tokens).sum()
+        ):
             with self._rows.forward_context(tokens, block_tables):
                 yield
             return
@@ -84,17 +91,22 @@ class PassAttention:
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        assert self._kernel is not None
+        assert self._kernels.sparse_attention is not None
         layout = self._layers[id(layer)]
-        self._kernel(
+        where = (queries.block_tables, queries.request, queries.positions)
+        prepared = {}
+        if self._kernels.plan_attention is not None:
+            if queries.schedule is None:
+                queries.schedule = self._kernels.plan_attention(query, layout.keys, *where)
+            prepared["schedule"] = queries.schedule
+        self._kernels.sparse_attention(
             output,
             query,
             flat_pages(kv_cache),
             layout.keys,
             layout.values,
-            queries.block_tables,
-            queries.request,
-            queries.positions,
+            *where,
             layer.impl.scale,
+            **prepared,
         )
         return output

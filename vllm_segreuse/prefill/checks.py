@@ -77,7 +77,7 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             stack,
             layouts,
             aligner,
-            PassAttention(rows, stack.attention, layouts, kernels.sparse_attention),
+            PassAttention(rows, stack.attention, layouts, kernels),
             kernels.token_scores,
             vllm_config.scheduler_config.max_num_batched_tokens,
         )

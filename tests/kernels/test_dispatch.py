@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fastest kernels that work are chosen, and what is chosen is said."""
+
+import pytest
+import torch
+
+from vllm_segreuse.kernels import cpu, cuda, dispatch, reference
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def layout(head_size: int) -> PageLayout:
+    strides = TiledStrides((1, 32, head_size), 0, 0, 32, 0, head_size, head_size, 0, 1)
+    return PageLayout(strides, strides)
+
+
+def test_a_cpu_runs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
+    chosen = dispatch.choose(CPU, torch.bfloat16, layout(64))
+    assert (chosen.align, chosen.sparse_attention, chosen.token_scores) == (
+        cpu.align,
+        cpu.sparse_attention,
+        cpu.token_scores,
+    )
+    assert chosen.description == "alignment, attention and scores by C++ (avx2)"
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(24, torch.float32), (64, torch.float8_e5m2)])
+def test_what_the_library_cannot_do_is_left_to_others(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
+    chosen = dispatch.choose(CPU, dtype, layout(size))
+    assert (chosen.align, chosen.sparse_attention) == (cpu.align, None)
+    assert f"head size {size} in {dtype}" in chosen.description
+
+
+def test_without_the_library_torch_does_it_and_the_reason_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: "it was not built")
+    chosen = dispatch.choose(CPU, torch.bfloat16, layout(64))
+    assert (chosen.align, chosen.sparse_attention) == (reference.align, None)
+    assert chosen.description.endswith("(it was not built)")
+
+
+@pytest.mark.parametrize("missing", [None, "built without nvcc"])
+def test_a_gpu_runs_cuda_or_triton(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_align = pytest.importorskip("vllm_segreuse.kernels.triton_align", exc_type=ImportError)
+    from vllm_segreuse.kernels import triton_attention
+
+    monkeypatch.setattr(cuda, "unavailable", lambda: missing)
+    chosen = dispatch.choose(GPU, torch.bfloat16, layout(128))
+    assert chosen.align is (triton_align.align if missing else cuda.align)
+    assert chosen.sparse_attention is triton_attention.sparse_attention
+    assert chosen.plan_attention is triton_attention.plan
+    assert (missing or "CUDA C++") in chosen.description
+
+
+def test_a_gpu_without_triton_runs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(f"no module {name}")
+
+    monkeypatch.setattr(dispatch.importlib, "import_module", fail)
+    chosen = dispatch.choose(GPU, torch.bfloat16, layout(128))
+    assert (chosen.align, chosen.sparse_attention) == (reference.align, None)
+    assert "no Triton" in chosen.description

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs go to the backend in rows, scattered queries to the kernel, and nothing stays replaced."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.prefill.pages import BLOCK_SIZE, make_layer
+from vllm_segreuse.compat.attention_impl import replaced_forward
+from vllm_segreuse.kernels.dispatch import Kernels
+from vllm_segreuse.prefill import attention as attention_module
+from vllm_segreuse.prefill.attention import PassAttention, ScatteredQueries
+from vllm_segreuse.prefill.kv_layout import discover_layout
+from vllm_segreuse.prefill.rows import TokenTable
+
+TABLES = torch.arange(6, dtype=torch.int32).view(2, 3)
+
+
+class Impl:
+    scale = 0.5
+
+    def forward(self, *_: Any, **__: Any) -> str:
+        return "stock"
+
+
+class World:
+    """Two layers, a log of what computed them, and kernels that only log."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel: bool, plans: bool) -> None:
+        self.log: list[str] = []
+        self.metadata: Any = None
+        self.scheduled: list[Any] = []
+        pages = [make_layer("HND") for _ in range(2)]
+        self.layers = [SimpleNamespace(impl=Impl(), kv_cache=p.kv_cache) for p in pages]
+        kernels = Kernels(
+            align=lambda *_: None,
+            token_scores=lambda *_: torch.empty(0),
+            sparse_attention=self._attend if kernel else None,
+            plan_attention=self._plan if plans else None,
+            description="",
+        )
+        monkeypatch.setattr(attention_module, "pass_context", self._context)
+        rows = SimpleNamespace(vllm_config=None, layer_names=["a", "b"], forward_context=self._rows)
+        layouts = [discover_layout(p, BLOCK_SIZE) for p in pages]
+        self.subject = PassAttention(rows, self.layers, layouts, kernels)  # type: ignore[arg-type]
+
+    @contextmanager
+    def _context(self, config: Any, names: Any, metadata: Any, tokens: Any) -> Iterator[None]:
+        self.metadata = metadata
+        yield
+
+    @contextmanager
+    def _rows(self, tokens: TokenTable, tables: torch.Tensor) -> Iterator[None]:
+        self.log.append("rows")
+        yield
+
+    def _attend(self, out: torch.Tensor, query: torch.Tensor, *args: Any, **more: Any) -> None:
+        self.log.append("kernel")
+        *_, tables, _, positions, scale = args
+        assert torch.equal(tables, TABLES)
+        assert scale == Impl.scale
+        self.scheduled.append(more)
+        out.copy_(query + positions[:, None, None])
+
+    def _plan(self, *_: Any) -> str:
+        self.log.append("plan")
+        return "the plan"
+
+
+def tokens(*positions: int) -> TokenTable:
+    where = torch.tensor(positions)
+    return TokenTable(where, where, torch.zeros_like(where), where)
+
+
+@pytest.mark.parametrize(
+    ("positions", "kernel", "expected"),
+    [
+        ([1, 5, 9], True, "kernel"),
+        ([1, 5, 9], False, "rows"),
+        (list(range(16)), True, "rows"),
+        (list(range(15)), True, "kernel"),
+        ([*range(20), *range(30, 42)], True, "rows"),
+        ([*range(20), *range(30, 41)], True, "kernel"),
+    ],
+)
+def test_long_runs_are_rows(
+    positions: list[int], kernel: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, kernel, plans=False)
+    with world.subject.forward_context(tokens(*positions), TABLES):
+        query = torch.randn(len(positions), 4, 32)
+        out = torch.empty_like(query)
+        for layer in world.layers:
+            result = layer.impl.forward(
+                layer, query, None, None, layer.kv_cache, world.metadata, out
+            )
+            if expected == "rows":
+                assert result == "stock"
+            else:
+                assert torch.equal(out, query + torch.tensor(positions)[:, None, None])
+    assert world.log == (["rows"] if expected == "rows" else ["kernel"] * 2)
+
+
+def test_the_schedule_is_made_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, kernel=True, plans=True)
+    for _ in range(2):
+        with world.subject.forward_context(tokens(1, 3), TABLES):
+            assert isinstance(world.metadata, ScatteredQueries)
+            query = torch.randn(2, 4, 32)
+            for layer in world.layers:
+                out = torch.empty_like(query)
+                layer.impl.forward(layer, query, None, None, layer.kv_cache, world.metadata, out)
+    assert world.log == ["plan", "kernel", "kernel"] * 2
+    assert world.scheduled == [{"schedule": "the plan"}] * 4
+
+
+def test_an_error_in_the_pass_leaves_the_layers_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, kernel=True, plans=False)
+    with (
+        pytest.raises(RuntimeError, match="in the pass"),
+        world.subject.forward_context(tokens(1, 3), TABLES),
+    ):
+        raise RuntimeError("in the pass")
+    assert [layer.impl.forward() for layer in world.layers] == ["stock"] * 2
+    assert all("forward" not in vars(layer.impl) for layer in world.layers)
+
+
+def test_a_backend_without_forward_fails_loudly() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"object.forward, which this vLLM does not have"),
+        replaced_forward([object()], lambda: None),
+    ):
+        pass
