@@ -11,7 +11,8 @@
 
 "Enabled" is known when an engine's configuration is made, before any engine process starts. Forked
 children inherit the patches; spawned ones find `_MARKER` in their environment. `block_pool` and
-`triton_dispatcher` have no place here: they come with the connector's scheduler half.
+`triton_dispatcher` have no place here: they come with the connector's scheduler half. Nor has
+`attention_impl`, which replaces something for the time of a pass only.
 """
 
 import importlib
