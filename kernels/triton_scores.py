@@ -16,9 +16,9 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from vllm_segreuse.kernels.pages import TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
-from vllm_segreuse.kernels.triton_attention import (
+from vllm_segreuse.kernels.triton_attention import check_inputs
+from vllm_segreuse.kernels.triton_schedule import (
     Tuning,
-    check_inputs,
     default_tuning,
     heads_per_kv_head,
     splits_to_fill,

@@ -109,8 +109,8 @@ def test_turns_by_the_distance(shift: int, rotation: Rotation) -> None:
             assert torch.equal(new[moves.targets], old[moves.sources])
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 65])
-@pytest.mark.parametrize("scratch_bytes", [1, 3 * 33 * 256, 1 << 28])
+@pytest.mark.parametrize("tokens", [1, 32, 33, 65])
+@pytest.mark.parametrize("scratch_bytes", [1, 3 * 33 * 256])
 def test_any_number_of_tokens_and_layers_at_a_time(
     tokens: int, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,7 @@ def test_offsets_beyond_32_bits_are_reached() -> None:
     assert_same(found, expected)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.data())
 def test_random_plans(data: st.DataObject) -> None:
     heads, block_size = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([8, 16, 24]))

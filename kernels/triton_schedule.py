@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the Triton attention kernels divide their work: tiles, splits, and sizes of programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+
+from vllm_segreuse.kernels.pages import TiledStrides
+
+_MAX_SPLITS = 32
+_MIN_KEYS_PER_SPLIT = 256
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes of one program.
+
+    Attributes:
+        rows: queries times heads per KV head, a power of two from 16.
+        keys: tokens per step, a power of two from 16.
+        warps: of 32 threads.
+        stages: loads in flight, in steps.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which tile computes which queries; the same for all layers of a pass.
+
+    Attributes:
+        tiles: int32 `[tiles, 3]`: first query, number of queries (0 for tiles that are not
+            needed) and row of the block tables; those with most keys first.
+        queries: how many there are.
+        group: query heads per KV head.
+        splits: among how many programs the keys of a tile are divided.
+        tuning: sizes of one program.
+    """
+
+    tiles: torch.Tensor
+    queries: int
+    group: int
+    splits: int
+    tuning: Tuning
+
+
+def default_tuning(dtype: torch.dtype, head_size: int, queries: int, group: int) -> Tuning:
+    """Sizes that fit registers and shared memory from sm_80 on (99 KiB is the least).
+
+    Args:
+        dtype: of queries and pages.
+        head_size: channels.
+        queries: how many a tile can have.
+        group: query heads per KV head.
+    """
+    wide = head_size > 128
+    wanted = triton.next_power_of_2(max(16, queries * group))
+    least = triton.next_power_of_2(group)
+    if dtype == torch.float32:  # no tensor cores: a step's products are held in registers
+        rows = max(least, min(32, wanted))
+        return Tuning(rows, 16, 8 if rows >= 32 else 4, 2)
+    rows = max(least, min(64 if wide else 128, wanted))
+    return Tuning(rows, 32 if wide else 64, 8 if rows >= 128 else 4, 3)
+
+
+def plan(
+    query: torch.Tensor,
+    keys: TiledStrides,
+    block_tables: torch.Tensor,
+    request: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    splits: int | None = None,
+    tuning: Tuning | None = None,
+) -> Schedule:
+    """The schedule of a pass. Computed on the device; the host does not wait for it.
+
+    Args:
+        query: the queries of any layer; only shape, dtype and device matter.
+        keys: how they lie in a page; only the shape matters.
+        block_tables, request, positions: see `sparse_attention`.
+        splits: instead of what fills the machine.
+        tuning: instead of `default_tuning`.
+
+    Raises:
+        ValueError: heads that cannot be grouped, or tiles too small for a group.
+    """
+    queries, heads, head_size = query.shape
+    kv_heads, block_size, _ = keys.shape
+    group = heads_per_kv_head(heads, kv_heads)
+    requests = block_tables.shape[0]
+    device = query.device
+    if tuning is None:
+        tuning = default_tuning(query.dtype, head_size, triton.cdiv(queries, requests), group)
+    if tuning.rows < group:
+        raise ValueError(f"tiles of {tuning.rows} rows cannot hold {group} heads; give more rows")
+    per_tile = tuning.rows // group
+    # How many tiles there are is known on the device only; this many are enough in any case.
+    most = min(queries, queries // per_tile + requests)
+    if splits is None:
+        splits = splits_to_fill(most * kv_heads, block_tables.shape[1] * block_size, device)
+    begins = torch.searchsorted(request, torch.arange(requests + 1, device=device))
+    needed = (begins.diff() + per_tile - 1) // per_tile
+    ends = needed.cumsum(0)
+    number = torch.arange(most, device=device)
+    row = torch.searchsorted(ends, number, right=True).clamp_(max=requests - 1)
+    first = begins[row] + (number - ends[row] + needed[row]) * per_tile
+    count = (begins[row + 1] - first).clamp_(0, per_tile)
+    first = first.clamp_(max=queries - 1)
+    last = positions[(first + count - 1).clamp_(min=0)].masked_fill_(count == 0, -1)
+    tiles = torch.stack([first, count, row], dim=1)[last.argsort(descending=True)]
+    return Schedule(tiles.int(), queries, group, splits, tuning)
+
+
+def heads_per_kv_head(heads: int, kv_heads: int) -> int:
+    """Raises ValueError where heads cannot be grouped, or a group is too large for a tile."""
+    if heads % kv_heads or heads // kv_heads > 128:
+        raise ValueError(
+            f"{heads} query heads over {kv_heads} KV heads; it must be a multiple, at most 128-fold"
+        )
+    return heads // kv_heads
+
+
+def splits_to_fill(programs: int, keys: int, device: torch.device) -> int:
+    """Among how many programs to divide `keys`, so that each multiprocessor gets two of them."""
+    if device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = 1 if programs >= processors else triton.cdiv(2 * processors, max(1, programs))
+    return max(1, min(wanted, keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))
