@@ -203,7 +203,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # or it would be compiled for several kinds of them
 def _move(
     source_bases,
     source_slots,

@@ -91,11 +91,12 @@ def sparse_attention(
         pages.stride(0),
         block_tables.stride(0),
         queries,
+        splits,
         scale * math.log2(math.e),
         KEYS=keys,
         VALUES=values,
         GROUP=schedule.group,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         ROWS=tuning.rows,
         STEP=tuning.keys,
         num_warps=tuning.warps,
@@ -111,8 +112,9 @@ def sparse_attention(
             out.stride(1),
             queries,
             heads,
+            splits,
             CHANNELS=out.shape[2],
-            SPLITS=splits,
+            MAX_SPLITS=triton.next_power_of_2(splits),
             enable_fp_fusion=True,
         )
 
@@ -138,7 +140,8 @@ def check_inputs(
         )
 
 
-@triton.jit
+# Numbers that change from pass to pass are not compiled in, not even as multiples of 16.
+@triton.jit(do_not_specialize=["table_stride", "num_queries", "splits"])
 def _attend(
     out,
     lse,
@@ -154,15 +157,16 @@ def _attend(
     page_stride,
     table_stride,
     num_queries,
+    splits,
     scale_log2,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Grid: tiles x KV heads, splits. With splits, `out` and `lse` get what `_join` joins."""
+    """Grid: tiles x KV heads, splits. With `SPLIT`, `out` and `lse` get what `_join` joins."""
     kv_heads: tl.constexpr = KEYS.shape[0]
     tile = tl.program_id(0) // kv_heads
     kv_head = tl.program_id(0) % kv_heads
@@ -185,7 +189,7 @@ def _attend(
 
     seen_by_all = tl.load(positions + first).to(tl.int32) + 1
     end = tl.load(positions + first + count - 1).to(tl.int32) + 1
-    share = tl.cdiv(tl.cdiv(end, STEP), SPLITS)
+    share = tl.cdiv(tl.cdiv(end, STEP), splits)
     begin = split * share * STEP
     stop = tl.minimum(begin + share * STEP, end)
     masked_from = tl.maximum(begin, tl.minimum(seen_by_all, stop) // STEP * STEP)
@@ -213,7 +217,7 @@ def _attend(
     at = (out_row * out_query_stride + head * out_head_stride)[:, None] + channel
     valid = stored[:, None] & (channel < VALUES.shape[2])
     tl.store(out + at, summed.to(out.dtype.element_ty), mask=valid)
-    if SPLITS > 1:
+    if SPLIT:
         tl.store(lse + out_row * kv_heads * GROUP + head, highest + tl.log2(total), mask=stored)
 
 
@@ -258,7 +262,7 @@ def _step(
     return summed, total, new_highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "splits"])
 def _join(
     out,
     parts,  # float32 [splits, queries, heads, channels]
@@ -267,19 +271,20 @@ def _join(
     out_head_stride,
     num_queries,
     num_heads,
+    splits,
     CHANNELS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     """Average the splits, each weighted by its sum of exponentials. Grid: queries, heads."""
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split = tl.arange(0, triton.next_power_of_2(SPLITS))
+    split = tl.arange(0, MAX_SPLITS)
     channel = tl.arange(0, triton.next_power_of_2(CHANNELS))
     row = (split * num_queries + query) * num_heads + head
-    logs = tl.load(lse + row, mask=split < SPLITS, other=float("-inf"))
+    logs = tl.load(lse + row, mask=split < splits, other=float("-inf"))
     weights = tl.exp2(logs - tl.max(logs, axis=0))
     weights = weights / tl.sum(weights, axis=0)
     at = row[:, None] * CHANNELS + channel[None, :]
-    valid = (split < SPLITS)[:, None] & (channel < CHANNELS)[None, :]
+    valid = (split < splits)[:, None] & (channel < CHANNELS)[None, :]
     values = tl.load(parts + at, mask=valid, other=0.0)
     joined = tl.sum(values * weights[:, None], axis=0)
     at_out = query * out_query_stride + head * out_head_stride + channel

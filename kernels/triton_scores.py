@@ -91,7 +91,7 @@ def token_scores(
 
     shares = splits or splits_to_fill(row_tiles * kv_heads, num_tokens, device)
     lse = torch.empty(shares, queries, heads, device=device)
-    _row_sums[(row_tiles * kv_heads, shares)](lse, *inputs, *numbers, SPLITS=shares, **sizes)
+    _row_sums[(row_tiles * kv_heads, shares)](lse, *inputs, *numbers, shares, **sizes)
     if shares > 1:
         highest = lse.amax(0)
         lse = highest + torch.exp2(lse - highest).sum(0).log2()
@@ -103,12 +103,13 @@ def token_scores(
     every = torch.searchsorted(positions, begins[1:] - 1)
     mass = torch.empty(shares * kv_heads, num_tokens, device=device)
     _column_sums[(key_tiles * kv_heads, shares)](
-        mass, lse, some, every, *inputs, *numbers, SPLITS=shares, **sizes
+        mass, lse, some, every, *inputs, *numbers, shares, **sizes
     )
     return mass.sum(0)
 
 
-@triton.jit
+# Numbers that change from call to call are not compiled in, not even as multiples of 16.
+@triton.jit(do_not_specialize=["num_queries", "num_tokens", "splits"])
 def _row_sums(
     lse,  # float32 [splits, queries, heads], base 2, written
     query,
@@ -121,11 +122,11 @@ def _row_sums(
     num_queries,
     num_tokens,
     scale_log2,
+    splits,
     KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """Grid: tiles of queries x KV heads, splits of the keys."""
     kv_heads: tl.constexpr = KEYS.shape[0]
@@ -145,7 +146,7 @@ def _row_sums(
 
     seen_by_all = tl.load(positions + first).to(tl.int32) + 1
     end = tl.minimum(tl.load(positions + last).to(tl.int32) + 1, num_tokens)
-    share = tl.cdiv(tl.cdiv(end, STEP), SPLITS)
+    share = tl.cdiv(tl.cdiv(end, STEP), splits)
     begin = split * share * STEP
     stop = tl.minimum(begin + share * STEP, end)
     masked_from = tl.maximum(begin, tl.minimum(seen_by_all, stop) // STEP * STEP)
@@ -217,7 +218,7 @@ def _add_keys(
     return total, new_highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "num_tokens", "splits"])
 def _column_sums(
     mass,  # float32 [splits x KV heads, tokens], written
     lse,  # float32 [queries, heads], base 2
@@ -233,11 +234,11 @@ def _column_sums(
     num_queries,
     num_tokens,
     scale_log2,
+    splits,
     KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """Grid: tiles of keys x KV heads, splits of the queries."""
     kv_heads: tl.constexpr = KEYS.shape[0]
@@ -254,7 +255,7 @@ def _column_sums(
 
     first = tl.load(some + tile).to(tl.int32)
     masked = tl.cdiv(tl.load(every + tile).to(tl.int32) - first, per_tile)
-    share = tl.cdiv(tl.cdiv(num_queries - first, per_tile), SPLITS)
+    share = tl.cdiv(tl.cdiv(num_queries - first, per_tile), splits)
     begin = first + split * share * per_tile
     stop = tl.minimum(begin + share * per_tile, num_queries)
     unmasked_from = tl.maximum(begin, tl.minimum(first + masked * per_tile, stop))

@@ -50,6 +50,9 @@ class Kernels:
     def launches(self, name: str) -> list[Any]:
         return self._by_name[name].results
 
+    def variants(self, name: str) -> int:
+        return len(self._by_name[name].variants)
+
 
 @pytest.fixture
 def kernels(arch: int, monkeypatch: pytest.MonkeyPatch) -> Kernels:
@@ -134,3 +137,27 @@ def test_attention_and_scores_use_tensor_cores(
             assert ("wgmma.mma_async" if whole_warp_groups else "mma.sync") in ptx
             # The loads of later steps are under way, 16 bytes at a time.
             assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.parametrize("arch", [90], ids=["sm_90"])
+def test_one_compilation_serves_every_pass(kernels: Kernels) -> None:
+    """A request must not wait for the compiler because it has a token more than the last one."""
+    shape = hnd(2, 16, 64)
+    parts = parts_of(shape, Rotation(64, True))
+    cache = make_cache(shape.page_elements, 8, torch.bfloat16, num_layers=2).layers
+    assert shape.values is not None
+    for queries, requests, blocks, splits in ((127, 1, 7, 3), (128, 2, 16, 4), (256, 1, 1, 4)):
+        triton_align.align(cache, parts, make_moves(8, 16, queries // 4, 32, False))
+        query = torch.zeros(queries, 8, 64, dtype=torch.bfloat16)
+        tables = torch.zeros(requests, blocks, dtype=torch.int32)
+        request, positions = torch.zeros(queries, dtype=torch.int64), torch.arange(queries)
+        places = tables, request, positions
+        schedule = triton_schedule.plan(query, shape.keys, *places, splits=splits)
+        keys, values = shape.keys, shape.values
+        triton_attention.sparse_attention(
+            query, query, cache[0], keys, values, *places, 1.0, schedule=schedule
+        )
+        inputs = query, positions, cache[0], keys, tables[0], queries
+        triton_scores.token_scores(*inputs, 1.0, splits=splits)
+    for name in ("_move", "_attend", "_join", "_row_sums", "_column_sums"):
+        assert kernels.variants(name) == 1, name

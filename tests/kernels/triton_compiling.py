@@ -18,6 +18,7 @@ class Compiled:
 
     Attributes:
         results: what the launches were compiled to.
+        variants: what a launch is recognised by; launches with the same share a compilation.
     """
 
     def __init__(self, kernel: Any, arch: int) -> None:
@@ -26,6 +27,7 @@ class Compiled:
         self._backend = make_backend(self._target)
         self._bind = create_function_from_signature(kernel.signature, kernel.params, self._backend)
         self.results: list[Any] = []
+        self.variants: set[str] = set()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         assert all(size > 0 for size in grid)
@@ -33,7 +35,7 @@ class Compiled:
 
     def _launch(self, *args: Any, **kwargs: Any) -> None:
         bound, specialization, given = self._bind(*args, **kwargs)
-        compute_cache_key({}, specialization, given)
+        self.variants.add(compute_cache_key({}, specialization, given))
         options, signature, constants, attributes = self._kernel._pack_args(
             self._backend, kwargs, bound, specialization, given
         )
