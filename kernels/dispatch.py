@@ -56,9 +56,9 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
 
 def _for_gpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
     try:
-        triton_align, attention, scores = (
+        triton_align, attention, schedule, scores = (
             importlib.import_module(f"vllm_segreuse.kernels.triton_{name}")
-            for name in ("align", "attention", "scores")
+            for name in ("align", "attention", "schedule", "scores")
         )
     except ImportError as error:
         return _plain(f"no Triton: {error}")
@@ -71,7 +71,7 @@ def _for_gpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
         align,
         scores.token_scores,
         attention.sparse_attention,
-        attention.plan,
+        schedule.plan,
         f"alignment by {name}, attention and scores by Triton",
     )
 

@@ -18,8 +18,8 @@
 namespace segreuse::cpu {
 namespace {
 
-constexpr int kChunk = 64;     // keys per step of the online softmax
-constexpr int kTileRows = 72;  // queries times heads of a group
+constexpr int kChunk = 128;     // keys per step of the online softmax
+constexpr int kTileRows = 108;  // queries times heads of a group
 constexpr float kLog2E = 1.44269504f, kNever = -std::numeric_limits<float>::infinity();
 
 // Half-precision conversions that the compiler can vectorise, unlike the portable ones.
@@ -134,26 +134,48 @@ inline void hide(float* row, int visible) {
   for (int i = std::max(visible, 0); i < kChunk; ++i) row[i] = kNever;
 }
 
-// One step of the online softmax for a row: logits become weights. Returns what the row's earlier
-// sums are to be multiplied by.
-inline float soften(float* row, float& peak, float& sum) {
-  Floats high = load(row);
-  for (int i = kLanes; i < kChunk; i += kLanes) {
-    const Floats next = load(row + i);
-    high = select(next > high, next, high);
+// The online softmax of a tile's rows: peaks, and sums of weights, lane by lane.
+class Softmax {
+ public:
+  explicit Softmax(int64_t rows) : peak_(rows), sums_(rows * kLanes) {}
+
+  void reset() {
+    std::fill(peak_.begin(), peak_.end(), kNever);
+    std::fill(sums_.begin(), sums_.end(), 0.0f);
   }
-  const float before = peak;
-  peak = std::max(peak, largest(high));
-  Floats weights{};
-  for (int i = 0; i < kChunk; i += kLanes) {
-    const Floats weight = power_of_two(load(row + i) - peak);
-    store(row + i, weight);
-    weights += weight;
+
+  // Logits of a chunk become weights. Returns what the row's earlier results are to be multiplied
+  // by.
+  float step(int64_t row, float* logits) {
+    Floats high = load(logits);
+    for (int i = kLanes; i < kChunk; i += kLanes) {
+      const Floats next = load(logits + i);
+      high = select(next > high, next, high);
+    }
+    const float before = peak_[row], after = std::max(before, largest(high));
+    Floats weights{};
+    for (int i = 0; i < kChunk; i += kLanes) {
+      const Floats weight = power_of_two(load(logits + i) - after);
+      store(logits + i, weight);
+      weights += weight;
+    }
+    float* sums = &sums_[row * kLanes];
+    if (before == after) {
+      store(sums, load(sums) + weights);
+      return 1.0f;
+    }
+    const float shrink = std::exp2(before - after);
+    store(sums, load(sums) * shrink + weights);
+    peak_[row] = after;
+    return shrink;
   }
-  const float shrink = before == peak ? 1.0f : std::exp2(before - peak);
-  sum = sum * shrink + total(weights);
-  return shrink;
-}
+
+  float sum(int64_t row) const { return total(load(&sums_[row * kLanes])); }
+  float peak(int64_t row) const { return peak_[row]; }
+
+ private:
+  std::vector<float> peak_, sums_;
+};
 
 // Walk a tile's keys: logits of every row that sees any of a chunk, masked.
 // visit(first row, rows, first key, keys, logits).
@@ -201,7 +223,8 @@ void attend(const AttentionArgs& args) {
 #pragma omp parallel
   {
     std::vector<float> queries(rows * head_size), sums(rows * head_size), logits(rows * kChunk),
-        key_chunk(head_size * kChunk), value_chunk(head_size * kChunk), peak(rows), weight(rows);
+        key_chunk(head_size * kChunk), value_chunk(head_size * kChunk);
+    Softmax softmax(rows);
 #pragma omp for schedule(dynamic)
     for (size_t index = 0; index < tiles.size(); ++index) {
       const Tile& tile = tiles[index];
@@ -212,14 +235,13 @@ void attend(const AttentionArgs& args) {
       read_queries<Format>(args.query, args.heads, head_size, group, tile, args.scale,
                            queries.data());
       std::fill(sums.begin(), sums.end(), 0.0f);
-      std::fill(peak.begin(), peak.end(), kNever);
-      std::fill(weight.begin(), weight.end(), 0.0f);
+      softmax.reset();
       for_each_chunk(
           keys, args.positions + tile.first, group, tile.count, head_size, queries.data(),
           key_chunk.data(), logits.data(),
           [&](int row, int active, int64_t first, int seen, float* chunk) {
             for (int r = 0; r < active; ++r) {
-              const float shrink = soften(chunk + r * kChunk, peak[row + r], weight[row + r]);
+              const float shrink = softmax.step(row + r, chunk + r * kChunk);
               float* sum = &sums[int64_t{row + r} * head_size];
               if (shrink != 1.0f)
                 for (int c = 0; c < head_size; ++c) sum[c] *= shrink;
@@ -233,7 +255,7 @@ void attend(const AttentionArgs& args) {
         auto* to = out + ((tile.first + q) * args.heads + int64_t{tile.head} * group) * head_size;
         for (int g = 0; g < group; ++g) {
           const float* sum = &sums[(q * group + g) * head_size];
-          const float inverse = 1.0f / weight[q * group + g];
+          const float inverse = 1.0f / softmax.sum(q * group + g);
           for (int c = 0; c < head_size; ++c)
             to[g * head_size + c] = Format::encode(sum[c] * inverse);
         }
@@ -255,8 +277,9 @@ void score(const ScoreArgs& args) {
   const int64_t chunks = (args.tokens + kChunk - 1) / kChunk;
 #pragma omp parallel
   {
-    std::vector<float> logits(rows * kChunk), key_chunk(head_size * kChunk), peak(rows),
-        weight(rows), columns(kChunk);
+    std::vector<float> logits(rows * kChunk), key_chunk(head_size * kChunk),
+        columns(kChunk);
+    Softmax softmax(rows);
     // The logarithm of each row's sum of exponentials.
 #pragma omp for schedule(dynamic)
     for (size_t t = 0; t < tiles.size(); ++t) {
@@ -265,16 +288,15 @@ void score(const ScoreArgs& args) {
       read_queries<Format>(args.query, args.heads, head_size, group, tile, args.scale, own);
       const HeadReader<Format> keys(args.pages, args.page_stride, args.block_ids, args.keys,
                                     tile.head);
-      std::fill(peak.begin(), peak.end(), kNever);
-      std::fill(weight.begin(), weight.end(), 0.0f);
+      softmax.reset();
       for_each_chunk(keys, args.positions + tile.first, group, tile.count, head_size, own,
                      key_chunk.data(), logits.data(),
                      [&](int row, int active, int64_t, int, float* chunk) {
                        for (int r = 0; r < active; ++r)
-                         soften(chunk + r * kChunk, peak[row + r], weight[row + r]);
+                         softmax.step(row + r, chunk + r * kChunk);
                      });
       for (int64_t r = 0; r < tile.count * group; ++r)
-        level[t * rows + r] = peak[r] + std::log2(weight[r]);
+        level[t * rows + r] = softmax.peak(r) + std::log2(softmax.sum(r));
     }
     // Then the weights again, chunk by chunk, each summed by one thread in a fixed order.
 #pragma omp for schedule(dynamic)

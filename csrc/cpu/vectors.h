@@ -103,16 +103,31 @@ inline Floats power_of_two(Floats x) {
   return select(vanishes, Floats{}, value);
 }
 
-inline float largest(Floats value) {
-  float result = value[0];
-  for (int i = 1; i < kLanes; ++i) result = value[i] > result ? value[i] : result;
-  return result;
+// Every lane's partner, `kDistance` lanes away.
+template <int kDistance>
+inline Floats partners(Floats value) {
+  Ints lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i ^ kDistance;
+  return __builtin_shuffle(value, lanes);
 }
 
+template <int kDistance = kLanes / 2>
+inline float largest(Floats value) {
+  const Floats other = partners<kDistance>(value);
+  value = select(other > value, other, value);
+  if constexpr (kDistance > 1)
+    return largest<kDistance / 2>(value);
+  else
+    return value[0];
+}
+
+template <int kDistance = kLanes / 2>
 inline float total(Floats value) {
-  float result = 0;
-  for (int i = 0; i < kLanes; ++i) result += value[i];
-  return result;
+  value += partners<kDistance>(value);
+  if constexpr (kDistance > 1)
+    return total<kDistance / 2>(value);
+  else
+    return value[0];
 }
 
 }  // namespace segreuse::cpu

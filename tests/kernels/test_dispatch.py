@@ -50,13 +50,13 @@ def test_without_the_library_torch_does_it_and_the_reason_is_given(
 @pytest.mark.parametrize("missing", [None, "built without nvcc"])
 def test_a_gpu_runs_cuda_or_triton(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     triton_align = pytest.importorskip("vllm_segreuse.kernels.triton_align", exc_type=ImportError)
-    from vllm_segreuse.kernels import triton_attention
+    from vllm_segreuse.kernels import triton_attention, triton_schedule
 
     monkeypatch.setattr(cuda, "unavailable", lambda: missing)
     chosen = dispatch.choose(GPU, torch.bfloat16, layout(128))
     assert chosen.align is (triton_align.align if missing else cuda.align)
     assert chosen.sparse_attention is triton_attention.sparse_attention
-    assert chosen.plan_attention is triton_attention.plan
+    assert chosen.plan_attention is triton_schedule.plan
     assert (missing or "CUDA C++") in chosen.description
 
 
