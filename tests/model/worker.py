@@ -95,7 +95,7 @@ class Worker:
         self.copied_tokens = 0
         self._identities = identities
         self._requests: dict[str, Running] = {}
-        self._steps = 0
+        self.num_steps = 0
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """One step: plans, then the forward.
@@ -103,7 +103,7 @@ class Worker:
         Raises:
             AssertionError: something reads what it must not read.
         """
-        self._steps += 1
+        self.num_steps += 1
         starts = self._update_requests(step)
         ids = list(step.num_scheduled_tokens)
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens
@@ -256,7 +256,7 @@ class Worker:
         self, plan: ReusePlan, request: Running, token: np.ndarray, position: np.ndarray
     ) -> None:
         candidates = np.flatnonzero(plan.reused & ~plan.recipe.always)
-        rng = np.random.default_rng(self._steps)
+        rng = np.random.default_rng(self.num_steps)
         chosen = rng.permutation(candidates)[: plan.recipe.top_k]
         computed = plan.recipe.always.copy()
         computed[chosen] = True

@@ -117,7 +117,7 @@ class World:
         self.named: dict[bytes, list[int]] = {}
         """Histories of the tokens of each block that vLLM ever hashed."""
         self.lost_namespaces = 0
-        self.num_finished = self.num_preemptions = self.num_reused = 0
+        self.num_finished = self.num_preemptions = self.num_plans = 0
         self._histories: dict[str, list[int]] = {}
         self._ids, self._new_tokens, self._clock = count(), count(1000), count()
 
@@ -125,7 +125,7 @@ class World:
 
     def add(self, ask: Ask) -> Request:
         """A request arrives."""
-        tokens = ask.tokens if ask.tokens is not None else self._prompt(ask.parts)
+        tokens = ask.tokens if ask.tokens is not None else self.prompt(ask.parts)
         tokens = tokens[: MAX_TOKENS - ask.max_tokens]
         extra = dict(ask.options)
         if ask.keys is not None:
@@ -162,7 +162,7 @@ class World:
     def schedule(self) -> SchedulerOutput:
         """A step leaves; the worker runs it at once, since nothing overtakes it on the device."""
         step = self.scheduler.schedule()
-        self.num_reused += len(step.kv_connector_metadata.plans)
+        self.num_plans += len(step.kv_connector_metadata.plans)
         self.num_preemptions += len(step.preempted_req_ids or ())
         self.under_way.append((step, self.worker.run(step)))
         return step
@@ -181,7 +181,7 @@ class World:
         """One turn of the engine: as many steps as may be under way leave, one comes back."""
         while self.may_schedule:
             self.schedule()
-            self.check()
+            self.check(thorough=False)
         self.complete()
 
     def abort(self, request: Request) -> None:
@@ -220,11 +220,25 @@ class World:
         """Requests that have not ended."""
         return list(self.scheduler.requests.values())
 
+    def prompt(self, parts: list[tuple[int, int, int]]) -> list[int]:
+        """Tokens of a prompt's parts; new text is new each time."""
+        tokens: list[int] = []
+        for document, first, new in parts:
+            tokens += DOCUMENTS[document][first:]
+            tokens += [next(self._new_tokens) for _ in range(new)]
+        return tokens or [next(self._new_tokens)]
+
     # What must hold.
 
-    def check(self) -> None:
-        """AssertionError with what is wrong; true between any two events."""
+    def check(self, thorough: bool = True) -> None:
+        """AssertionError with what is wrong; may be called between any two events.
+
+        Args:
+            thorough: also walk all links of the index.
+        """
         invariants.check(self)
+        if thorough:
+            self.pool.index.check_integrity()
 
     def drain(self) -> None:
         """Everything ends, in a bounded number of steps, and leaves nothing behind."""
@@ -242,13 +256,6 @@ class World:
         assert not starving, f"requests starve: {starving}"
         self.check()
         invariants.check_idle(self)
-
-    def _prompt(self, parts: list[tuple[int, int, int]]) -> list[int]:
-        tokens: list[int] = []
-        for document, first, new in parts:
-            tokens += DOCUMENTS[document][first:]
-            tokens += [next(self._new_tokens) for _ in range(new)]
-        return tokens or [next(self._new_tokens)]
 
     def _note_names(self) -> None:
         for request_id, request in self.scheduler.requests.items():
