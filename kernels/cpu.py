@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
@@ -28,7 +26,6 @@ _DTYPES = {
     torch.float8_e5m2: 4,
 }
 _LIBRARIES = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
-_TILE = 32  # tokens of a run at most; kTile of csrc/cpu/align.cpp
 _VECTOR = 16  # head sizes of attention and scores are multiples of the widest vector
 
 
@@ -73,14 +70,15 @@ class _AlignArgs(ctypes.Structure):
         ("page_stride", ctypes.c_int64),
         ("parts", ctypes.c_void_p),
         ("num_parts", ctypes.c_int64),
-        ("runs", ctypes.c_void_p),
-        ("num_runs", ctypes.c_int64),
+        ("sources", ctypes.c_void_p),
+        ("targets", ctypes.c_void_p),
+        ("angles", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
         ("pairs", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
-        ("scratch_at", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
     ]
 
@@ -144,6 +142,7 @@ def _library() -> ctypes.CDLL:
         path = folder / f"_cpu_{name}.so"
         if path.exists():
             library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL)
+            _check_age(library, path)
             for function in ("segreuse_align", "segreuse_attention", "segreuse_scores"):
                 getattr(library, function).argtypes = [ctypes.c_void_p]
                 getattr(library, function).restype = None
@@ -153,6 +152,18 @@ def _library() -> ctypes.CDLL:
     )
 
 
+def _check_age(library: ctypes.CDLL, path: Path) -> None:
+    """Raises OSError for a library that was left behind by an older build."""
+    expected = [ctypes.sizeof(args) for args in (_AlignArgs, _AttentionArgs, _ScoreArgs)]
+    found = (ctypes.c_int64 * 3)()
+    try:
+        library.segreuse_sizes(found)
+    except AttributeError:
+        found[0] = -1
+    if list(found) != expected:
+        raise OSError(f"{path} is of another version of the sources: install the package again")
+
+
 def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
     """See `reference.align`: the same numbers, bit for bit."""
     if not len(moves):
@@ -160,14 +171,15 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     first, block_size = pages[0], parts[0].strides.shape[1]
     if any(p.dtype != first.dtype or p.stride() != first.stride() for p in pages):
         raise ValueError("layers of one call must have pages of one dtype and one stride")
-    runs = _runs(moves, block_size)
+    slots = [_contiguous(t) for t in (moves.sources, moves.targets, moves.angles)]
+    if any(t.dtype != torch.int64 for t in slots):
+        raise ValueError(f"slots and angles must be int64, not {[t.dtype for t in slots]}")
     pointers = (ctypes.c_void_p * len(pages))(*(p.data_ptr() for p in pages))
     c_parts = (_Part * len(parts))(*(_Part.of(part) for part in parts))
-    scratch, scratch_at = None, None
+    scratch = None
     if moves.overlapping:
         width = sum(part.strides.shape[0] * part.strides.shape[2] for part in parts)
         scratch = torch.empty(len(moves) * width * first.element_size(), dtype=torch.uint8)
-        scratch_at = np.cumsum(runs[:, 2]) - runs[:, 2]
     _call(
         "segreuse_align",
         _AlignArgs(
@@ -176,35 +188,18 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
             first.stride(0),
             ctypes.addressof(c_parts),
             len(parts),
-            runs.ctypes.data,
-            len(runs),
+            slots[0].data_ptr(),
+            slots[1].data_ptr(),
+            slots[2].data_ptr(),
+            len(moves),
             block_size,
             _contiguous(moves.cos).data_ptr(),
             _contiguous(moves.sin).data_ptr(),
             moves.cos.shape[1],
             None if scratch is None else scratch.data_ptr(),
-            None if scratch_at is None else scratch_at.ctypes.data,
             _DTYPES[first.dtype],
         ),
     )
-
-
-def _runs(moves: Moves, block_size: int) -> np.ndarray:
-    """Tokens that follow each other inside a tile of a page at either end, int64 `[runs, 4]`:
-    source, target, length, angle."""
-    tile = math.gcd(_TILE, block_size)
-    source, target, angle = (t.numpy() for t in (moves.sources, moves.targets, moves.angles))
-    begins = np.ones(len(source), dtype=np.bool_)
-    begins[1:] = (
-        (source[1:] != source[:-1] + 1)
-        | (target[1:] != target[:-1] + 1)
-        | (angle[1:] != angle[:-1])
-        | (source[1:] % tile == 0)
-        | (target[1:] % tile == 0)
-    )
-    first = begins.nonzero()[0]
-    length = np.diff(first, append=len(source))
-    return np.ascontiguousarray(np.stack([source[first], target[first], length, angle[first]], 1))
 
 
 def supports_attention(keys: TiledStrides, dtype: torch.dtype) -> bool:

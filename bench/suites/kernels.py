@@ -3,9 +3,10 @@
 
 Alignment moves 1,024 to 16,384 tokens of all layers to odd offsets of other pages. Every repeat
 works elsewhere in a pool that no cache holds, and so does the plain copy of as many bytes it is
-compared with. Attention: 10 % of the positions of a context, random or in short runs, against the
-dense kernel's floating-point operations per second, and against one-token rows of that kernel.
-Scores: a question's queries over the context. What is compared takes turns.
+compared with; both several times in a row, so that neither leaves its writes for the other to wait
+for. Attention: 10 % of the positions of a context, random or in short runs, against the dense
+kernel's floating-point operations per second, and against one-token rows of that kernel. Scores: a
+question's queries over the context. What is compared takes turns.
 
 On CPU: pages and dense kernel are vLLM's own, in the 8-layer benchmark's shape. On a GPU: NHD pages
 in the shape of Qwen3-8B; the dense kernel is torch's scaled_dot_product_attention.
@@ -13,6 +14,7 @@ in the shape of Qwen3-8B; the dense kernel is torch's scaled_dot_product_attenti
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -119,40 +121,34 @@ def _align(case: Case, kernels: Kernels, layout: PageLayout, repeats: int) -> li
     rows = []
     for tokens in case.align_tokens:
         used = tokens // case.block_size + 1
-        places = _Places(blocks, used)
+        places = _places(blocks, used)
+        moves = itertools.cycle([_moves(case, place, tokens) for place in places])
+        turns = itertools.cycle(places)
 
-        def ours(used: int = used, tokens: int = tokens, places: Any = places) -> None:
-            kernels.align(pool, parts, _moves(case, places.next(), tokens))
+        def ours(moves: Any = moves) -> None:
+            kernels.align(pool, parts, next(moves))
 
-        def plain(used: int = used, tokens: int = tokens, places: Any = places) -> None:
-            reference.align(pool, parts, _moves(case, places.next(), tokens))
+        def plain(moves: Any = moves) -> None:
+            reference.align(pool, parts, next(moves))
 
-        def memcpy(used: int = used, tokens: int = tokens, places: Any = places) -> None:
-            source, target = places.next()
+        def memcpy(used: int = used, turns: Any = turns) -> None:
+            source, target = next(turns)
             for pages in pool:
                 pages[target : target + used - 1].copy_(pages[source : source + used - 1])
 
         moved = 2 * tokens * case.token_bytes * case.layers  # read and written
-        for what, median_ms in _medians(
-            case.device, {"ours": ours, "memcpy": memcpy, "torch": plain}, repeats
-        ).items():
+        actions: dict[str, Action] = {"ours": ours, "memcpy": memcpy, "torch": plain}
+        for what, median_ms in _medians(case.device, actions, repeats, burst=4).items():
             rows.append(_row("align", what, tokens, median_ms, gb_per_s=moved / median_ms / 1e6))
     return rows
 
 
-class _Places:
-    """Pairs of stretches of blocks that do not meet, elsewhere in the pool each time."""
-
-    def __init__(self, blocks: int, used: int) -> None:
-        self._count = blocks // (2 * used)
-        self._used, self._turn = used, 0
-        if self._count < 4:
-            raise harness.BenchError(f"a pool of {blocks} blocks is too small for {used} at a time")
-
-    def next(self) -> tuple[int, int]:
-        first = self._turn % self._count * 2 * self._used
-        self._turn += 1
-        return first, first + self._used
+def _places(blocks: int, used: int) -> list[tuple[int, int]]:
+    """Pairs of stretches of blocks that do not meet."""
+    count = blocks // (2 * used)
+    if count < 8:
+        raise harness.BenchError(f"a pool of {blocks} blocks is too small for {used} at a time")
+    return [(2 * used * i, 2 * used * i + used) for i in range(count)]
 
 
 def _moves(case: Case, place: tuple[int, int], tokens: int) -> Moves:
@@ -269,14 +265,21 @@ def _row(kernel: str, what: str, size: int, median_ms: float, **more: float) -> 
     return {"kernel": kernel, "what": what, "size": size, "median_ms": median_ms, **more}
 
 
-def _medians(device: torch.device, actions: dict[str, Action], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each action; they take turns, in an order that changes."""
+def _medians(
+    device: torch.device, actions: dict[str, Action], repeats: int, burst: int = 1
+) -> dict[str, float]:
+    """Median milliseconds of each action; they take turns, in an order that changes.
+
+    Args:
+        burst: how often an action runs when it is its turn. Bandwidth is one of a steady state: the
+            first of a burst is not counted, since it writes into caches that another action left.
+    """
     times: dict[str, list[float]] = {name: [] for name in actions}
     for turn in harness.progress(range(repeats + 1), "kernels"):
         for name in harness.rotated(list(actions), turn):
-            elapsed = _milliseconds(device, actions[name])
+            elapsed = [_milliseconds(device, actions[name]) for _ in range(burst)]
             if turn > 0:  # the first round warms up
-                times[name].append(elapsed)
+                times[name] += elapsed[burst > 1 :]
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -38,11 +38,60 @@ inline void turn_tokens(const Code<Format>* first, const Code<Format>* second,
 
 constexpr int kTile = 32;  // tokens that vLLM's CPU backend keeps side by side
 
-// Up to two runs that fill one tile of a target page: documents move to odd offsets, so that most
-// tiles are put together from two.
-struct Stretch {
-  Run first, second;  // `second` follows `first` in the target; its length may be 0
+// Tokens that follow each other inside a tile of a page at either end, and turn by one angle.
+struct Run {
+  int64_t source, target;  // slots of the first
+  int64_t length, angle;
+  int64_t before;  // tokens that come first
 };
+
+std::vector<Run> runs_of(const AlignArgs& args) {
+  const int64_t tile = args.block_size % kTile ? args.block_size : kTile;
+  std::vector<Run> runs;
+  for (int64_t i = 0; i < args.tokens; ++i) {
+    const int64_t source = args.sources[i], target = args.targets[i], angle = args.angles[i];
+    if (!runs.empty()) {
+      Run& last = runs.back();
+      if (source == last.source + last.length && target == last.target + last.length &&
+          angle == last.angle && source % tile && target % tile) {
+        ++last.length;
+        continue;
+      }
+    }
+    runs.push_back({source, target, 1, angle, i});
+  }
+  return runs;
+}
+
+// A run, with its slots taken apart once for all layers.
+struct Span {
+  int64_t source = 0, target = 0;       // first elements of its pages
+  int from = 0, to = 0, length = 0;  // tokens
+
+  Span() = default;
+  Span(const Run& run, int64_t block_size, int64_t page_stride)
+      : source(run.source / block_size * page_stride),
+        target(run.target / block_size * page_stride),
+        from(static_cast<int>(run.source % block_size)),
+        to(static_cast<int>(run.target % block_size)),
+        length(static_cast<int>(run.length)) {}
+};
+
+// Copies past the caches where whole lines are written: there is more of it than they hold, and a
+// line that is overwritten need not be read first. `direct` ends with a fence.
+inline bool is_line(const void* address) { return reinterpret_cast<uintptr_t>(address) % 64 == 0; }
+
+inline void copy_past_caches(void* to, const void* from, size_t bytes) {
+#if defined(__AVX512F__)
+  if (is_line(to) && bytes % 64 == 0) {
+    for (size_t i = 0; i < bytes; i += 64)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i),
+                          _mm512_loadu_si512(static_cast<const char*>(from) + i));
+    return;
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
 
 #if defined(__AVX512BW__)
 // Where the 32 elements of a target tile come from, for two tiles of the source side by side.
@@ -50,18 +99,17 @@ struct Lanes {
   __m512i index;
   __mmask32 written;
 
-  explicit Lanes(const Stretch& stretch) {
+  Lanes(const Span& first, const Span& second) : written(0) {
     uint16_t from[kTile] = {};
-    written = 0;
-    const auto place = [&](const Run& run, int tile) {
-      for (int i = 0; i < run.length; ++i) {
-        const int lane = static_cast<int>((run.target + i) % kTile);
-        from[lane] = static_cast<uint16_t>(tile * kTile + (run.source + i) % kTile);
+    const auto place = [&](const Span& span, int tile) {
+      for (int i = 0; i < span.length; ++i) {
+        const int lane = (span.to + i) % kTile;
+        from[lane] = static_cast<uint16_t>(tile * kTile + (span.from + i) % kTile);
         written |= __mmask32{1} << lane;
       }
     };
-    place(stretch.first, 0);
-    place(stretch.second, 1);
+    place(first, 0);
+    place(second, 1);
     index = _mm512_loadu_si512(from);
   }
 
@@ -70,8 +118,8 @@ struct Lanes {
   }
 
   void store(uint16_t* to, __m512i value) const {
-    if (written == 0xffffffffu)
-      _mm512_storeu_si512(to, value);
+    if (written == 0xffffffffu && is_line(to))
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value);
     else
       _mm512_mask_storeu_epi16(to, written, value);
   }
@@ -119,9 +167,17 @@ inline void turn_lanes(__m512i& first, __m512i& second, float cos, float sin) {
 }
 #else
 struct Lanes {
-  explicit Lanes(const Stretch&) {}
+  Lanes(const Span&, const Span&) {}
 };
 #endif
+
+// Up to two runs that fill one tile of a target page: documents move to odd offsets, so that most
+// tiles are put together from two.
+struct Stretch {
+  Span first, second;  // `second` follows `first` in the target; its length may be 0
+  int64_t angle;
+  Lanes lanes;
+};
 
 // One head of one half of a page: where its channels lie, and which of them turn.
 template <class Format>
@@ -135,25 +191,24 @@ class HeadMover {
     by_lanes_ = kHasLanes && strides_.token_tile == kTile && strides_.token_lo == 1;
   }
 
-  // A stretch of one page; `pages` is block 0, pages lie `page_stride` apart.
-  void move(const Stretch& stretch, const Lanes& lanes, Code<Format>* pages, int64_t page_stride,
-            int block_size, const float* cos, const float* sin) const {
-    const auto page = [&](int64_t slot) { return pages + slot / block_size * page_stride; };
-    const auto offset = [&](int64_t slot) { return static_cast<int>(slot % block_size); };
+  bool operator<(const HeadMover& other) const { return at_[0] < other.at_[0]; }
+
+  // A stretch; `pages` is block 0.
+  void move(const Stretch& stretch, Code<Format>* pages, const float* cos, const float* sin) const {
+    const Span& first = stretch.first;
     if constexpr (kHasLanes) {
       if (by_lanes_) {
-        const auto tile = [&](int64_t slot) {
-          return page(slot) + strides_.of_token(offset(slot) / kTile * kTile);
+        const auto tile = [&](int64_t page, int token) {
+          return pages + page + strides_.of_token(token / kTile * kTile);
         };
-        const Run& first = stretch.first;
-        const Run& second = stretch.second.length ? stretch.second : first;
-        by_lanes(lanes, tile(first.source), tile(second.source), tile(first.target), cos, sin);
+        const Span& second = stretch.second.length ? stretch.second : first;
+        by_lanes(stretch.lanes, tile(first.source, first.from), tile(second.source, second.from),
+                 tile(first.target, first.to), cos, sin);
         return;
       }
     }
-    for (const Run& run : {stretch.first, stretch.second})
-      move(page(run.source), offset(run.source), page(run.target), offset(run.target),
-           static_cast<int>(run.length), cos, sin);
+    for (const Span& span : {first, stretch.second})
+      move(pages + span.source, span.from, pages + span.target, span.to, span.length, cos, sin);
   }
 
  private:
@@ -227,10 +282,11 @@ class HeadMover {
     const int channels = strides_.channels, step = strides_.token_lo;
     if (unit_channels_ && !rotation_.dim) {
       if (step == channels) {  // the head's tokens lie one behind the other
-        std::memcpy(t + at_[0], s + at_[0], sizeof(Code<Format>) * channels * count);
+        copy_past_caches(t + at_[0], s + at_[0], sizeof(Code<Format>) * channels * count);
       } else {
         for (int i = 0; i < count; ++i)
-          std::memcpy(t + at_[0] + i * step, s + at_[0] + i * step, sizeof(Code<Format>) * channels);
+          copy_past_caches(t + at_[0] + i * step, s + at_[0] + i * step,
+                           sizeof(Code<Format>) * channels);
       }
       return;
     }
@@ -266,24 +322,28 @@ class HeadMover {
     }
   }
 
-  const TiledStrides& strides_;
-  const Rotation& rotation_;
+  TiledStrides strides_;
+  Rotation rotation_;
   std::vector<int32_t> at_;
   bool by_tokens_, unit_channels_, by_lanes_;
 };
 
 // Runs in pairs, where two share a tile of a target page and an angle.
 std::vector<Stretch> paired(const AlignArgs& args) {
+  const std::vector<Run> runs = runs_of(args);
   std::vector<Stretch> stretches;
-  for (int64_t r = 0; r < args.num_runs; ++r) {
-    Stretch stretch{args.runs[r], {}};
-    if (r + 1 < args.num_runs) {
-      const Run& next = args.runs[r + 1];
-      if (next.target == stretch.first.target + stretch.first.length && next.target % kTile &&
-          next.angle == stretch.first.angle)
-        stretch.second = args.runs[++r];
+  for (size_t r = 0; r < runs.size(); ++r) {
+    const Run& run = runs[r];
+    const Span first(run, args.block_size, args.page_stride);
+    Span second;
+    if (r + 1 < runs.size()) {
+      const Run& next = runs[r + 1];
+      if (next.target == run.target + run.length && next.target % kTile && next.angle == run.angle) {
+        second = Span(next, args.block_size, args.page_stride);
+        ++r;
+      }
     }
-    stretches.push_back(stretch);
+    stretches.push_back({first, second, run.angle * args.pairs, Lanes(first, second)});
   }
   return stretches;
 }
@@ -293,18 +353,24 @@ void direct(const AlignArgs& args) {
   std::vector<HeadMover<Format>> movers;
   for (int p = 0; p < args.num_parts; ++p)
     for (int h = 0; h < args.parts[p].strides.heads; ++h) movers.emplace_back(args.parts[p], h);
+  // A page from its beginning to its end.
+  std::sort(movers.begin(), movers.end());
   const std::vector<Stretch> stretches = paired(args);
   const auto count = static_cast<int64_t>(stretches.size());
-#pragma omp parallel for collapse(2) schedule(static)
-  for (int64_t layer = 0; layer < args.layers; ++layer) {
-    for (int64_t i = 0; i < count; ++i) {
-      const Stretch& stretch = stretches[i];
-      const Lanes lanes(stretch);
-      const int64_t angle = stretch.first.angle * args.pairs;
-      for (const auto& mover : movers)
-        mover.move(stretch, lanes, static_cast<Code<Format>*>(args.pages[layer]), args.page_stride,
-                   static_cast<int>(args.block_size), args.cos + angle, args.sin + angle);
+#pragma omp parallel
+  {
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t layer = 0; layer < args.layers; ++layer) {
+      for (int64_t i = 0; i < count; ++i) {
+        const Stretch& stretch = stretches[i];
+        for (const auto& mover : movers)
+          mover.move(stretch, static_cast<Code<Format>*>(args.pages[layer]),
+                     args.cos + stretch.angle, args.sin + stretch.angle);
+      }
     }
+#if defined(__AVX512F__)
+    _mm_sfence();
+#endif
   }
 }
 
@@ -317,8 +383,9 @@ void staged(const AlignArgs& args) {
   for (int p = 0; p < args.num_parts; ++p)
     width += int64_t{args.parts[p].strides.heads} * args.parts[p].strides.channels;
   auto* scratch = static_cast<Code<Format>*>(args.scratch);
-  const auto elements = [&](const Run& run, int64_t at, auto&& visit) {
-    Code<Format>* aside = scratch + at * width;
+  const std::vector<Run> runs = runs_of(args);
+  const auto elements = [&](const Run& run, auto&& visit) {
+    Code<Format>* aside = scratch + run.before * width;
     for (int p = 0; p < args.num_parts; ++p) {
       const TiledStrides& strides = args.parts[p].strides;
       for (int h = 0; h < strides.heads; ++h)
@@ -331,20 +398,20 @@ void staged(const AlignArgs& args) {
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
-      for (int64_t r = 0; r < args.num_runs; ++r) {
-        const Run& run = args.runs[r];
+      for (size_t r = 0; r < runs.size(); ++r) {
+        const Run& run = runs[r];
         const auto* source = pages + run.source / block * args.page_stride;
         const int offset = static_cast<int>(run.source % block);
         const int length = static_cast<int>(run.length);
         const float* cos = args.cos + run.angle * pairs;
         const float* sin = args.sin + run.angle * pairs;
-        elements(run, args.scratch_at[r],
+        elements(run,
                  [&](const TiledStrides& strides, int h, int c, Code<Format>* aside) {
                    for (int i = 0; i < length; ++i)
                      aside[i] = source[strides.address(h, offset + i, c)];
                  });
         // The rows of a pair's channels, put aside, are vectors of tokens.
-        Code<Format>* head = scratch + args.scratch_at[r] * width;
+        Code<Format>* head = scratch + run.before * width;
         for (int p = 0; p < args.num_parts; ++p) {
           const Part& part = args.parts[p];
           const int half = part.rotation.dim / 2;
@@ -360,11 +427,11 @@ void staged(const AlignArgs& args) {
         }
       }
 #pragma omp for schedule(static)
-      for (int64_t r = 0; r < args.num_runs; ++r) {
-        const Run& run = args.runs[r];
+      for (size_t r = 0; r < runs.size(); ++r) {
+        const Run& run = runs[r];
         auto* target = pages + run.target / block * args.page_stride;
         const int offset = static_cast<int>(run.target % block);
-        elements(run, args.scratch_at[r],
+        elements(run,
                  [&](const TiledStrides& strides, int h, int c, Code<Format>* aside) {
                    for (int i = 0; i < run.length; ++i)
                      target[strides.address(h, offset + i, c)] = aside[i];
@@ -385,6 +452,12 @@ void align(const AlignArgs& args) {
 }  // namespace
 
 }  // namespace segreuse::cpu
+
+void segreuse_sizes(int64_t* sizes) {
+  sizes[0] = sizeof(segreuse::cpu::AlignArgs);
+  sizes[1] = sizeof(segreuse::cpu::AttentionArgs);
+  sizes[2] = sizeof(segreuse::cpu::ScoreArgs);
+}
 
 void segreuse_align(const segreuse::cpu::AlignArgs* args) {
   using namespace segreuse;

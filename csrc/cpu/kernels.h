@@ -12,13 +12,6 @@ namespace segreuse::cpu {
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat8E4M3, kFloat8E5M2 };
 
-// Consecutive tokens that turn by one angle and lie, at either end, in one stretch of a page that no
-// multiple of 32 tokens, and no page boundary, divides.
-struct Run {
-  int64_t source, target;  // slots
-  int64_t length, angle;   // tokens; row of the tables
-};
-
 // One half of a page.
 struct Part {
   TiledStrides strides;
@@ -30,13 +23,14 @@ struct AlignArgs {
   int64_t layers, page_stride;  // in elements
   const Part* parts;
   int64_t num_parts;
-  const Run* runs;
-  int64_t num_runs, block_size;
+  const int64_t* sources;  // slots, of each token
+  const int64_t* targets;
+  const int64_t* angles;  // rows of the tables
+  int64_t tokens, block_size;
   const float* cos;  // [angles, pairs]
   const float* sin;
   int64_t pairs;
   void* scratch;  // null, or room for the tokens of one layer: all parts, all channels
-  const int64_t* scratch_at;  // of each run, in tokens
   DType dtype;
 };
 
@@ -73,6 +67,8 @@ struct ScoreArgs {
 
 #define SEGREUSE_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Of the three structures, in bytes: whether the library is as old as who calls it.
+SEGREUSE_EXPORT void segreuse_sizes(int64_t* sizes);
 SEGREUSE_EXPORT void segreuse_align(const segreuse::cpu::AlignArgs* args);
 SEGREUSE_EXPORT void segreuse_attention(const segreuse::cpu::AttentionArgs* args);
 SEGREUSE_EXPORT void segreuse_scores(const segreuse::cpu::ScoreArgs* args);

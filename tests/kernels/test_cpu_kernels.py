@@ -3,7 +3,9 @@
 
 import itertools
 import math
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -276,5 +278,22 @@ def test_without_a_library_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
     cpu._library.cache_clear()
     try:
         assert "no compiler at installation" in str(cpu.unavailable())
+    finally:
+        cpu._library.cache_clear()
+
+
+def test_a_library_of_another_version_is_not_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "old.cpp"
+    source.write_text('extern "C" void segreuse_sizes(long* sizes) { sizes[0] = 8; }')
+    library = tmp_path / "_cpu_baseline.so"
+    done = subprocess.run(["c++", "-shared", "-fPIC", source, "-o", library], check=False)
+    if done.returncode:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    cpu._library.cache_clear()
+    try:
+        assert "install the package again" in str(cpu.unavailable())
     finally:
         cpu._library.cache_clear()

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+
+import pytest
+import torch
+
+from bench.harness import BenchError
+from bench.suites import kernels
+from vllm_segreuse.kernels import dispatch, reference
+
+SMALL = dataclasses.replace(
+    kernels.CPU, layers=2, align_tokens=(64, 128), contexts=(256,), pool_bytes=1 << 22
+)
+
+
+def test_places_do_not_meet() -> None:
+    places = kernels._places(blocks=100, used=6)
+    blocks = [b for pair in places for first in pair for b in range(first, first + 6)]
+    assert len(blocks) == len(set(blocks))
+    assert max(blocks) < 100
+    with pytest.raises(BenchError, match="pool of 90 blocks is too small for 6"):
+        kernels._places(blocks=90, used=6)
+
+
+def test_moves_end_inside_their_place() -> None:
+    moves = kernels._moves(SMALL, (10, 20), 128)
+    assert moves.targets.min() // 32 == 20
+    assert moves.targets.max() // 32 == 24  # five places on: one block more than tokens fill
+    assert (moves.targets - moves.sources == 10 * 32 + 5).all()
+
+
+def test_scattered_positions_are_a_tenth_in_order() -> None:
+    for positions in (kernels._scattered(1000), kernels._runs(1000, 4)):
+        assert len(positions) == 100
+        assert (positions[1:] > positions[:-1]).all()
+    steps = kernels._runs(1024, 16).view(-1, 16).diff(dim=1)
+    assert (steps == 1).all()
+
+
+def test_what_is_compared_computes_the_same() -> None:
+    """vLLM's dense kernel, its rows, and ours, on pages that vLLM packed."""
+    backend = kernels._CpuBackend(SMALL)
+    chosen = dispatch.choose(SMALL.device, torch.bfloat16, backend.layout)
+    context, positions = 256, kernels._runs(256, 4)
+    query = torch.randn(len(positions), SMALL.heads, SMALL.head_size).bfloat16()
+    expected = torch.empty_like(query)
+    table, request = backend.block_table(context)[None], torch.zeros_like(positions)
+    layout = backend.layout
+    args = (backend.pages, layout.keys, layout.values, table, request, positions, SMALL.scale)
+    reference.sparse_attention(expected, query, *args)
+    if chosen.sparse_attention is not None:
+        out = torch.empty_like(query)
+        chosen.sparse_attention(out, query, *args)
+        torch.testing.assert_close(out, expected, atol=0.02, rtol=0)
+    rows = torch.empty_like(query)
+    backend._attention = keeping(backend, rows)  # type: ignore[method-assign]
+    backend.rows(query, positions, context)()
+    torch.testing.assert_close(rows, expected, atol=0.02, rtol=0)
+
+
+def keeping(backend: kernels._CpuBackend, out: torch.Tensor):  # type: ignore[no-untyped-def]
+    """The backend's own attention, with an output that can be looked at."""
+    attention = backend._attention
+
+    def run(query: torch.Tensor, *args: object):  # type: ignore[no-untyped-def]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty_like", lambda _: out)
+            return attention(query, *args)  # type: ignore[arg-type]
+
+    return run
+
+
+def test_the_summary_names_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "CPU", SMALL)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = kernels.run(quick=True)
+    assert set(result["summary"]) == {
+        "align_ms",
+        "align_share_of_memcpy",
+        "align_speedup_over_torch",
+        "attention_share_of_dense",
+        "attention_speedup_over_rows",
+        "scores_speedup_over_torch",
+    }
+    assert all(value > 0 for value in result["summary"].values())
+    assert {row["kernels"] for row in result["rows"]} == {
+        dispatch.choose(SMALL.device, torch.bfloat16, kernels._CpuBackend(SMALL).layout).description
+    }
