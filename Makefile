@@ -5,7 +5,7 @@ SUITE ?= ttft
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo bench lint format clean
+.PHONY: help setup test stress demo bench lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,6 +15,9 @@ setup: ## make the environment: .venv in the repository root (quick when it is u
 
 test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
 	@$(VENV)/python -m pytest $(ARGS)
+
+stress: setup ## the models of tests/model at length: make stress ARGS="--operations 1000000 --seeds 10000"
+	@nice $(VENV)/python -m tests.model.stress $(ARGS)
 
 demo: setup ## start the real server on a small model and show reuse on real text
 	@$(VENV)/python -m bench.demo $(ARGS)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 from hypothesis import note
@@ -14,8 +15,8 @@ from vllm.v1.core.sched.interface import PauseState
 from tests.model.faults import SITES, Faults
 from tests.model.world import DOCUMENTS, Ask, Setup, World
 
-operations = 0
-"""Events of all machines of this process, for the summary of long runs."""
+totals: Counter[str] = Counter()
+"""What all machines of this process did, for the summary of long runs."""
 
 SETUPS = st.builds(
     Setup,
@@ -150,8 +151,6 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def everything_holds(self) -> None:
-        global operations
-        operations += 1
         self.world.check()
 
     def teardown(self) -> None:
@@ -161,3 +160,6 @@ class Machine(RuleBasedStateMachine):
         self.faults.disarm()
         note("drain")
         world.drain()
+        totals.update(world.counts)
+        totals.update({f"fault: {site}": n for site, n in self.faults.raised.items()})
+        totals.update({"engines": 1, "copied tokens": world.worker.copied_tokens})

@@ -114,14 +114,10 @@ class _Run:
 
     def _count(self) -> None:
         world, counts = self._world, self.result.counts
-        counts["requests"] = len(world.identities)
-        counts["steps"] = world.worker.num_steps
-        counts["finished"] = world.num_finished
-        counts["preemptions"] = world.num_preemptions
-        counts["plans"] = world.num_plans
+        counts.clear()
+        counts.update(world.counts)
         counts["copied tokens"] = world.worker.copied_tokens
-        for site, number in self._faults.raised.items():
-            counts[f"fault: {site}"] = number
+        counts.update({f"fault: {site}": n for site, n in self._faults.raised.items()})
 
     # Events. What they return goes into the digest.
 
@@ -155,7 +151,7 @@ class _Run:
         if not self._world.under_way:
             return "nothing"
         self._world.complete()
-        return f"{self._world.num_finished} finished"
+        return f"{self._world.counts['finished']} finished"
 
     def _abort(self, times: int = 1) -> str:
         if not self._world.live:

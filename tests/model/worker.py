@@ -149,16 +149,18 @@ class Worker:
                 request.blocks += new_blocks[0]
         for request in self._requests.values():
             self.histories.of(request.identity, request.tokens, request.history)
+        for request_id, start in starts.items():
+            self._meet(self._requests[request_id], start)
         return starts
 
     def _meet(self, request: Running, computed: int) -> None:
         """A prefix hit: its blocks are known to this request's namespace from now on.
 
-        Not before its turn in the step: a block of the hit may be written by a request before it.
+        Told twice: before the step's plans, which may read them, and when it is the request's turn,
+        since a block of the hit may have been written by another request of the same step.
         """
         for block in request.blocks[: computed // self.block_size if request.is_new else 0]:
             self.known_to[block].add(request.identity)
-        request.is_new = False
 
     def _write(self, request: Running, start: int, stop: int) -> np.ndarray:
         """Tags of `[start, stop)` are about to be written; returns the slots."""
@@ -216,7 +218,6 @@ class Worker:
         tokens = request.tokens[plan.start : plan.stop]
         assert plan.token_ids.tolist() == tokens, f"{name}: a plan of other tokens"
         assert plan.start % self.block_size == 0, f"{name}: prefix hits are full blocks"
-        self._meet(request, plan.start)
         self._check_context(name, request, plan.start, exact_until=plan.start)
         reused, always = plan.reused, plan.recipe.always
         assert (reused | always).all(), f"{name}: tokens nobody supplies"
@@ -273,6 +274,7 @@ class Worker:
     def _forward(self, name: str, start: int, count: int) -> list[int]:
         request = self._requests[name]
         self._meet(request, start)
+        request.is_new = False
         stop = start + count
         assert len(request.tokens) >= stop, f"{name}: tokens up to {stop} are not known yet"
         until = start if request.exact_until is None else request.exact_until

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -117,7 +117,8 @@ class World:
         self.named: dict[bytes, list[int]] = {}
         """Histories of the tokens of each block that vLLM ever hashed."""
         self.lost_namespaces = 0
-        self.num_finished = self.num_preemptions = self.num_plans = 0
+        self.counts: Counter[str] = Counter()
+        """Events ("events"), and what came of them."""
         self._histories: dict[str, list[int]] = {}
         self._ids, self._new_tokens, self._clock = count(), count(1000), count()
 
@@ -125,6 +126,7 @@ class World:
 
     def add(self, ask: Ask) -> Request:
         """A request arrives."""
+        self.counts.update(events=1, requests=1)
         tokens = ask.tokens if ask.tokens is not None else self.prompt(ask.parts)
         tokens = tokens[: MAX_TOKENS - ask.max_tokens]
         extra = dict(ask.options)
@@ -162,13 +164,14 @@ class World:
     def schedule(self) -> SchedulerOutput:
         """A step leaves; the worker runs it at once, since nothing overtakes it on the device."""
         step = self.scheduler.schedule()
-        self.num_plans += len(step.kv_connector_metadata.plans)
-        self.num_preemptions += len(step.preempted_req_ids or ())
+        plans, preempted = step.kv_connector_metadata.plans, step.preempted_req_ids or ()
+        self.counts.update(events=1, steps=1, plans=len(plans), preemptions=len(preempted))
         self.under_way.append((step, self.worker.run(step)))
         return step
 
     def complete(self) -> None:
         """The oldest step under way comes back."""
+        self.counts["events"] += 1
         step, result = self.under_way.popleft()
         live = dict(self.scheduler.requests)
         outputs = self.scheduler.update_from_output(step, result)
@@ -186,11 +189,13 @@ class World:
 
     def abort(self, request: Request) -> None:
         """The client has gone."""
+        self.counts.update(events=1, aborts=1)
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
         self._histories.pop(request.request_id, None)
 
     def reset(self, preempt: bool) -> bool:
         """Forget the cache, as a weight update, sleep or an administrator demands."""
+        self.counts["events"] += 1
         if preempt:
             self.release()
         done = self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
@@ -200,18 +205,22 @@ class World:
 
     def switch(self, on: bool) -> None:
         """The kill switch."""
+        self.counts["events"] += 1
         self.scheduler.connector.set_enabled(on)
 
     def pause(self, state: PauseState) -> None:
         """vLLM's own pause."""
+        self.counts["events"] += 1
         self.scheduler.set_pause_state(state)
 
     def hold(self, blocks: int) -> None:
         """Somebody else takes free blocks."""
+        self.counts["events"] += 1
         self.held += self.pool.get_new_blocks(min(blocks, self.pool.get_num_free_blocks()))
 
     def release(self) -> None:
         """Whoever took blocks gives them back."""
+        self.counts["events"] += 1
         self.pool.free_blocks(reversed(self.held))
         self.held = []
 
@@ -269,7 +278,7 @@ class World:
                 self.named[request.block_hashes[i]] = known[i * SIZE : (i + 1) * SIZE]
 
     def _ended(self, request: Request, answer: dict[str, Any] | None) -> None:
-        self.num_finished += 1
+        self.counts["finished"] += 1
         self._histories.pop(request.request_id)
         self.finished.append(request)
         if self.identities[request.request_id][0].keys is None:

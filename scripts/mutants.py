@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes out what keeps reuse safe, one piece at a time, and sees whether the quick tests notice.
+
+    python scripts/mutants.py                 all mutants, each against both suites
+    python scripts/mutants.py --only pin      those whose name contains "pin"
+
+Works on a temporary copy of the sources. Exit status 1 if a mutant survives both suites, 2 if the
+copy does not pass unchanged or a patch no longer fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+COPIED = ("vllm_segreuse", "kernels", "bench", "tests", "pyproject.toml")
+SUITES = {
+    "unit": ("tests/cache", "tests/test_scheduler.py", "tests/prefill/test_selection.py"),
+    "model": ("tests/model",),
+}
+TIMEOUT_S = 600.0
+
+PLANNER = "vllm_segreuse/cache/planner.py"
+MATCHER = "vllm_segreuse/cache/matcher.py"
+LOOKUP = "vllm_segreuse/cache/lookup.py"
+LINKS = "vllm_segreuse/cache/links.py"
+INDEX = "vllm_segreuse/cache/index.py"
+NAMESPACE = "vllm_segreuse/cache/namespace.py"
+POOL = "vllm_segreuse/compat/block_pool.py"
+SCHEDULER = "vllm_segreuse/scheduler.py"
+SELECTION = "vllm_segreuse/prefill/selection.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A safeguard taken out: (file, text that occurs there once, what stands there instead)."""
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+
+
+MUTANTS = [
+    Mutant(
+        "donors are not pinned",
+        (
+            (POOL, "        self.touch([self.blocks[i] for i in block_ids])\n", "        pass\n"),
+            (
+                POOL,
+                "        self.free_blocks([self.blocks[i] for i in block_ids])\n",
+                "        pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "pins of plans without blocks are kept",
+        (
+            (
+                PLANNER,
+                "        for request_id in list(self._pending):\n"
+                "            self._drop(request_id)\n",
+                "        self._pending.clear()\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a request asked twice keeps both pins",
+        (
+            (
+                PLANNER,
+                "        self._drop(tracked.request_id)\n        tracked.plan, tracked.start",
+                "        tracked.plan, tracked.start",
+            ),
+        ),
+    ),
+    Mutant(
+        "tokens are not compared in lookups",
+        (
+            (
+                LOOKUP,
+                "            and _is_equal(block_tokens, nodes[entry].block, tokens, window)\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "tokens are not compared while growing to the left",
+        (
+            (
+                MATCHER,
+                "block_tokens[block, block_size - 1 - length] == tokens[end - 1 - length]\n",
+                "block_tokens[block, 0] >= 0\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "the salt is not in the namespace",
+        ((NAMESPACE, '_field(b"S", salt)', '_field(b"S", ())'),),
+    ),
+    Mutant(
+        "only the first extra key is in the namespace",
+        ((NAMESPACE, '_field(b"K", extra_keys)', '_field(b"K", extra_keys[:1])'),),
+    ),
+    Mutant(
+        "the adapter is not in the namespace",
+        ((NAMESPACE, '_field(b"L", lora or ())', '_field(b"L", ())'),),
+    ),
+    Mutant(
+        "the index does not tell namespaces apart",
+        (
+            (LOOKUP, "            and nodes[entry].namespace == namespace\n", ""),
+            (INDEX, "np.uint64((namespace * _GOLDEN) % 2**64)", "np.uint64(_GOLDEN)"),
+        ),
+    ),
+    Mutant(
+        "a namespace gives its id back while its blocks live",
+        (
+            (
+                NAMESPACE,
+                "if not self._references[namespace] and not self._is_indexed(namespace):",
+                "if not self._references[namespace]:",
+            ),
+        ),
+    ),
+    Mutant(
+        "approximate blocks get exact names",
+        (
+            (
+                POOL,
+                "                num_cached_blocks, min(num_full_blocks, "
+                "tracked.plan.start // block_size)\n",
+                "                num_cached_blocks, num_full_blocks\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "the block at a plan's start gets an exact name",
+        ((POOL, "tracked.plan.start // block_size)", "tracked.plan.start // block_size + 1)"),),
+    ),
+    Mutant(
+        "blocks of this very step donate",
+        (
+            (
+                MATCHER,
+                "nodes[entry].born != step and nodes[entry].depth <= max_depth",
+                "nodes[entry].depth <= max_depth",
+            ),
+        ),
+    ),
+    Mutant(
+        "a plan stands behind a prefix of this very step",
+        ((PLANNER, "        if state.fresh:\n", "        if False:\n"),),
+    ),
+    Mutant(
+        "blocks freed in the step that named them donate",
+        (
+            (
+                POOL,
+                "if block.block_id in self._fresh and block.ref_cnt == 1:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        "evicted blocks stay indexed",
+        (
+            (
+                POOL,
+                "        self.index.remove(block.block_id)\n        return super()",
+                "        return super()",
+            ),
+        ),
+    ),
+    Mutant(
+        "a reset leaves the index",
+        ((POOL, "            self.index.clear()\n", ""),),
+    ),
+    Mutant(
+        "copied tokens donate",
+        (
+            (
+                PLANNER,
+                "np.where(whole & (depth <= self._max_depth), depth, -1)",
+                "whole * 0 + depth",
+            ),
+        ),
+    ),
+    Mutant(
+        "provenance has no bound",
+        (
+            (
+                PLANNER,
+                "np.where(whole & (depth <= self._max_depth), depth, -1)",
+                "np.where(whole, depth, -1)",
+            ),
+            (
+                MATCHER,
+                "nodes[entry].born != step and nodes[entry].depth <= max_depth",
+                "nodes[entry].born != step",
+            ),
+        ),
+    ),
+    Mutant(
+        "a plan that an error left behind is reported",
+        (
+            (
+                PLANNER,
+                "        if self._pending.pop(tracked.request_id, None) is None:\n"
+                "            tracked.plan = None",
+                "        if self._pending.pop(tracked.request_id, None) is None:\n            pass",
+            ),
+        ),
+    ),
+    Mutant(
+        "a preempted request is planned with its old tokens",
+        (
+            (
+                SCHEDULER,
+                "        if request.num_tokens != len(tracked.tokens):\n",
+                "        if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "admission stays closed",
+        ((PLANNER, "        self._closed = False\n        self._index", "        self._index"),),
+    ),
+    Mutant(
+        "an error of ours reaches vLLM",
+        (
+            (
+                SCHEDULER,
+                "            except Exception:\n",
+                "            except ZeroDivisionError:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "donors are rotated from their block's position",
+        (
+            (
+                MATCHER,
+                "piece[POSITION] = nodes[entry].position + offset",
+                "piece[POSITION] = nodes[entry].position",
+            ),
+        ),
+    ),
+    Mutant(
+        "removed blocks keep their children",
+        (
+            (
+                LINKS,
+                "        _unlink_family(nodes, entry)\n        _unlink_group",
+                "        _unlink_group",
+            ),
+        ),
+    ),
+    Mutant(
+        "TP ranks choose for themselves",
+        ((SELECTION, "        together = group.broadcast(together, src=0)\n", "        pass\n"),),
+    ),
+]
+
+
+class CannotRunError(Exception):
+    """The mutants say nothing: a patch does not fit, or the sources fail unchanged."""
+
+
+def copy_sources(repository: Path, to: Path) -> None:
+    """Sources with the machine code numba has cached beside them; links stay links."""
+    ignore = shutil.ignore_patterns("*.pyc", ".hypothesis", "results")
+    for name in COPIED:
+        source = repository / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy2(source, to / name)
+
+
+def apply(mutant: Mutant, root: Path) -> None:
+    """Patch the copy.
+
+    Raises:
+        CannotRunError: a text does not occur exactly once.
+    """
+    for name, old, new in mutant.edits:
+        path = root / name
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise CannotRunError(
+                f"{mutant.name}: {old!r} occurs {text.count(old)} times in {name}, not once; "
+                "bring the mutant up to date"
+            )
+        path.write_text(text.replace(old, new))
+
+
+def notices(root: Path, tests: tuple[str, ...]) -> bool:
+    """Whether a suite fails on the copy; one that hangs has failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["--hypothesis-seed=0", *tests]
+    environment = dict(os.environ, PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE="1")
+    where = [sys.executable, "-c", "import vllm_segreuse; print(vllm_segreuse.__file__)"]
+    found = subprocess.run(where, cwd=root, env=environment, capture_output=True, text=True)
+    if not found.stdout.startswith(str(root)):
+        raise CannotRunError(f"the tests would run {found.stdout.strip()}, not the copy in {root}")
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    if done.returncode not in (0, 1):  # 1: tests failed; others: pytest itself did
+        raise CannotRunError(done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:])
+    return done.returncode == 1
+
+
+def run(sources: Path, mutant: Mutant | None) -> dict[str, bool]:
+    """Which suites notice a mutant; None: the sources as they are."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
+        root = Path(directory).resolve()
+        copy_sources(sources, root)
+        if mutant is not None:
+            apply(mutant, root)
+        return {suite: notices(root, tests) for suite, tests in SUITES.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name contains it")
+    options = parser.parse_args(arguments)
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    if not chosen:
+        print(f"no mutant is named {options.only!r}; there are: {[m.name for m in MUTANTS]}")
+        return 2
+    survivors = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        sources = Path(directory)  # what is edited meanwhile must not come between
+        copy_sources(REPOSITORY, sources)
+        try:
+            if any(run(sources, None).values()):
+                raise CannotRunError("the sources fail unchanged: mend them first")
+            for mutant in chosen:
+                began = time.monotonic()
+                killers = [suite for suite, noticed in run(sources, mutant).items() if noticed]
+                verdict = f"killed by {', '.join(killers)}" if killers else "SURVIVED"
+                took = f"{time.monotonic() - began:4.0f} s"
+                print(f"{mutant.name:55} {verdict:22} {took}", flush=True)
+                survivors += [] if killers else [mutant.name]
+        except CannotRunError as error:
+            print(error)
+            return 2
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed")
+    return int(bool(survivors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
