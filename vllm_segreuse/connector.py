@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import CacheHitSource
     from vllm.v1.request import Request
 
-    from vllm_segreuse.prefill.executor import PassTimes, SparsePrefill
+    from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
     from vllm_segreuse.scheduler import SchedulerSide
 
 logger = init_logger("vllm.segreuse")
@@ -162,13 +162,18 @@ class SegReuseConnector(KVConnectorBase_V1):
         # The attention layers of our own pass must not call a connector's per-layer hooks.
         self.clear_connector_metadata()
         try:
-            times = self._run(metadata.plans)
+            report = self._run(metadata.plans)
         finally:
             self.bind_connector_metadata(metadata)
-        self._stats.observe("align", times.align_s)
-        self._stats.observe("sparse_pass", times.sparse_s)
+        self._stats.observe("align", report.align_s)
+        self._stats.observe("sparse_pass", report.sparse_s)
+        if report.not_finite:
+            self._stats.count_repeated(len(report.not_finite))
+            logger.warning(
+                "segment reuse met NaN or infinity; computed in full: %s", report.not_finite
+            )
 
-    def _run(self, plans: list[ReusePlan]) -> PassTimes:
+    def _run(self, plans: list[ReusePlan]) -> PassReport:
         """Carry the plans out; if that fails, compute their tokens without reuse.
 
         With several ranks there is no second try: the others may already wait in a collective of

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import drain, submit
@@ -42,12 +43,14 @@ ELSEWHERE = [
 WORKING = {
     "prefill.executor.token_copies": SHIFT,
     "prefill.executor._Batch": SHIFT,
-    "prefill.rope.DeltaRope.rotate": SHIFT,
-    "prefill.rows.row_starts": SHIFT,
+    "prefill.rope.DeltaRope.tables": SHIFT,
+    "prefill.attention.row_starts": SHIFT,
+    "kernels.cpu._call": SHIFT,
     "prefill.layers.DecoderStack.embed": SHIFT,
     "prefill.layers.DecoderStack.run": SHIFT,
     "prefill.layers.DecoderStack.write_kv": SHIFT,
-    "prefill.executor.attention_mass": SELECTED,
+    "prefill.attention.PassAttention._attend": SELECTED,
+    "prefill.executor.SparsePrefill._select": SELECTED,
     "prefill.executor.choose_top_k": SELECTED,
 }
 
@@ -190,6 +193,34 @@ def test_27_an_error_in_the_pass_computes_its_plans_in_full(
     (logged,) = errors()
     assert "unlucky" in logged
     assert "OnPurposeError" in logged
+    check_alive(reusing, prompt)
+
+
+@pytest.mark.parametrize("options", [SHIFT, SELECTED], ids=["shift", "selected"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_30_a_spoilt_donor_is_not_reused(
+    reusing: Engine,
+    prompt: list[int],
+    reference: Answer,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    value: float,
+) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    aligner = get_kv_transfer_group()._prefill._aligner
+    align = aligner._kernel
+
+    def spoil(pages: list[torch.Tensor], parts: Any, moves: Any) -> None:
+        align(pages, parts, moves)
+        block = int(moves.targets[0]) // parts[0].strides.shape[1]
+        parts[1].strides.view(pages[0][block][None]).fill_(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aligner, "_kernel", spoil)
+        answer = ask_named(reusing, "spoilt", prompt, options)
+    assert_same(answer, reference, NOISE)
+    assert "computed in full: ['spoilt']" in caplog.text
     check_alive(reusing, prompt)
 
 

@@ -23,6 +23,7 @@ def filled() -> SegReuseStats:
     stats.count_request("bypassed", "too_few_reused_tokens")
     stats.observe("match", 0.001)
     stats.observe("match", 0.003)
+    stats.count_repeated(3)
     return stats
 
 
@@ -79,6 +80,7 @@ def test_aggregate_adds() -> None:
         "tokens": {"prefix": 64, "reused": 2000, "recomputed": 200, "new": 14},
         "requests": {"reused": {"": 2}, "bypassed": {"too_few_reused_tokens": 4}},
         "seconds": {"match": [0.001, 0.003, 0.001, 0.003]},
+        "repeated": 6,
     }
 
 
@@ -109,6 +111,7 @@ def test_prometheus_shows_what_was_counted(
             f"vllm:segreuse_{name}", {"model_name": "m", "engine": "1", **labels}
         )
 
+    assert value("not_finite_total") == 6
     assert value("tokens_total", kind="reused") == 2000
     assert value("tokens_total", kind="prefix") == 64
     assert value("requests_total", outcome="reused", reason="") == 2

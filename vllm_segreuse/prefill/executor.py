@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -22,11 +22,17 @@ from vllm_segreuse.prefill.selection import choose_top_k
 
 
 @dataclass
-class PassTimes:
-    """Seconds of one step's pass."""
+class PassReport:
+    """What one step's pass took, and the requests that had to be computed in full.
+
+    Attributes:
+        align_s, sparse_s: seconds.
+        not_finite: requests whose pass met NaN or infinity.
+    """
 
     align_s: float = 0.0
     sparse_s: float = 0.0
+    not_finite: list[str] = field(default_factory=list)
 
 
 class _Batch:
@@ -92,43 +98,65 @@ class SparsePrefill:
         self._device = stack.attention[0].kv_cache.device
 
     @torch.inference_mode()
-    def run(self, plans: list[ReusePlan]) -> PassTimes:
-        """Fill the KV of `[start, stop)` of every plan; plans with one program share passes."""
-        times = PassTimes()
+    def run(self, plans: list[ReusePlan]) -> PassReport:
+        """Fill the KV of `[start, stop)` of every plan; plans with one program share passes.
+
+        A plan whose hidden states are not finite is computed again, in full: what it reused may be
+        the reason. Tensor-parallel ranks hold the same hidden states, so they agree on it.
+        """
+        report = PassReport()
 
         def program(plan: ReusePlan) -> tuple[int, bool]:
             return plan.recipe.dense_layers, plan.recipe.top_k > 0
 
         with fast_norms():
+            spoilt: list[ReusePlan] = []
             for _, group in groupby(sorted(plans, key=program), key=program):
-                self._run_program(list(group), times)
-        return times
+                spoilt += self._run_program(list(group), report)
+            if spoilt:
+                report.not_finite = [plan.request_id for plan in spoilt]
+                self._run_program([plan.in_full() for plan in spoilt], report)
+        return report
 
-    def _run_program(self, plans: list[ReusePlan], times: PassTimes) -> None:
+    def _run_program(self, plans: list[ReusePlan], report: PassReport) -> list[ReusePlan]:
+        """Run plans of one program; returns those whose hidden states are not finite."""
         started = time.perf_counter()
         dense_layers = plans[0].recipe.dense_layers
         copies = token_copies(plans, self._block_size, self._device, skip_always=True)
         self._aligner.align(copies, first_layer=dense_layers)
         aligned = time.perf_counter()
         batch = _Batch(plans, self._block_size, self._device)
-        if plans[0].recipe.top_k:
-            self._compute_selected(batch, dense_layers)
-        else:
-            self._compute_fixed(batch, dense_layers)
-        times.align_s += aligned - started
-        times.sparse_s += time.perf_counter() - aligned
+        compute = self._compute_selected if plans[0].recipe.top_k else self._compute_fixed
+        active, state = compute(batch, dense_layers)
+        spoilt = [] if state is None else _not_finite(batch, active, state)
+        report.align_s += aligned - started
+        report.sparse_s += time.perf_counter() - aligned
+        return spoilt
 
-    def _compute_fixed(self, batch: _Batch, dense_layers: int) -> None:
-        """No choice to make: the active tokens of every layer are known."""
+    def _compute_fixed(
+        self, batch: _Batch, dense_layers: int
+    ) -> tuple[torch.Tensor, LayerState | None]:
+        """No choice to make: the active tokens of every layer are known.
+
+        Returns:
+            Flat indices of the tokens computed last, and what entered their last layer.
+        """
         active = batch.always.nonzero().flatten()
         state = None
         if dense_layers:
             state = self._layers(0, dense_layers, batch.tokens, None, batch).take(active)
         if len(active):
-            self._layers(dense_layers, len(self._stack), batch.tokens.take(active), state, batch)
+            active_tokens = batch.tokens.take(active)
+            state = self._layers(dense_layers, len(self._stack), active_tokens, state, batch)
+        return active, state
 
-    def _compute_selected(self, batch: _Batch, dense_layers: int) -> None:
-        """SparseX, algorithm 1: dense up to the boundary, score there, sparse from there on."""
+    def _compute_selected(
+        self, batch: _Batch, dense_layers: int
+    ) -> tuple[torch.Tensor, LayerState | None]:
+        """SparseX, algorithm 1: dense up to the boundary, score there, sparse from there on.
+
+        Returns: as `_compute_fixed`.
+        """
         boundary = max(dense_layers, 1)
         always = batch.always.nonzero().flatten()
         probed = torch.arange(len(batch.tokens), device=self._device) if dense_layers else always
@@ -144,7 +172,8 @@ class SparsePrefill:
             late = self._layers(0, boundary, batch.tokens.take(chosen), None, batch)
             order = torch.cat([always, chosen]).argsort()
             state = LayerState.concatenate([state, late]).take(order)
-        self._layers(boundary, len(self._stack), batch.tokens.take(active), state, batch)
+        state = self._layers(boundary, len(self._stack), batch.tokens.take(active), state, batch)
+        return active, state
 
     def _select(
         self, batch: _Batch, layer: int, probed: torch.Tensor, queries: torch.Tensor
@@ -175,8 +204,8 @@ class SparsePrefill:
     ) -> LayerState:
         """Run layers `[first, last)`, wave by wave in order of position.
 
-        Of the model's last layer only keys and values are computed: its output is nobody's input,
-        so what is returned then is of no use.
+        Of the model's last layer only keys and values are computed: its output is nobody's input.
+        What is returned then is what entered it.
         """
         if first == last and state is not None:
             return state
@@ -195,3 +224,14 @@ class SparsePrefill:
                     self._stack.write_kv(whole, wave.positions, wave.slots, output)
                 outputs.append(output)
         return LayerState.concatenate(outputs)
+
+
+def _not_finite(batch: _Batch, active: torch.Tensor, state: LayerState) -> list[ReusePlan]:
+    """The plans with NaN or infinity in the given states of their active tokens."""
+    finite = state.hidden_states.isfinite().all(-1)
+    if state.residual is not None:
+        finite &= state.residual.isfinite().all(-1)
+    if bool(finite.all()):
+        return []
+    rows = batch.tokens.request[active[~finite]].unique().tolist()
+    return [batch.plans[row] for row in rows]

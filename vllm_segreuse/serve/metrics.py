@@ -36,15 +36,16 @@ _BUCKETS_S = (
 )
 
 
-def _no_data() -> dict[str, dict[str, Any]]:
-    return {"tokens": {}, "requests": {}, "seconds": {}}
+def _no_data() -> dict[str, Any]:
+    return {"tokens": {}, "requests": {}, "seconds": {}, "repeated": 0}
 
 
 @dataclass
 class SegReuseStats(KVConnectorStats):
     """What happened since the last report; merges with `aggregate`, starts over with `reset`.
 
-    `data` holds `tokens` {kind: n}, `requests` {outcome: {reason: n}}, `seconds` {timing: [s]}.
+    `data` holds `tokens` {kind: n}, `requests` {outcome: {reason: n}}, `seconds` {timing: [s]}, and
+    `repeated` n.
     An instance made from the `data` of another process is equal to the original.
     """
 
@@ -70,6 +71,10 @@ class SegReuseStats(KVConnectorStats):
             raise ValueError(f"unknown timing {timing!r}; known are {', '.join(TIMINGS)}")
         self.data["seconds"].setdefault(timing, []).append(seconds)
 
+    def count_repeated(self, n: int) -> None:
+        """Adds passes that were computed again in full, because they met NaN or infinity."""
+        self.data["repeated"] += n
+
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
@@ -91,6 +96,7 @@ class SegReuseStats(KVConnectorStats):
             mine = self.data["requests"].setdefault(outcome, {})
             for reason, n in reasons.items():
                 mine[reason] = mine.get(reason, 0) + n
+        self.count_repeated(other.data["repeated"])
         for timing, values in other.data["seconds"].items():
             self.data["seconds"].setdefault(timing, []).extend(values)
         return self
@@ -143,6 +149,12 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             )
             for timing, documentation in TIMINGS.items()
         }
+        self._repeated = counter(
+            name="vllm:segreuse_not_finite_total",
+            documentation="Passes that met NaN or infinity and were computed again in full; each "
+            "worker counts its own.",
+            labelnames=labelnames,
+        )
         for engine in per_engine_labelvalues:
             self._touch(engine)
 
@@ -152,6 +164,7 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         for kind in TOKEN_KINDS:
             self._tokens.labels(*labels, kind)
         self._requests.labels(*labels, "reused", "")
+        self._repeated.labels(*labels)
         for metric in self._seconds.values():
             metric.labels(*labels)
 
@@ -162,6 +175,7 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         for outcome, reasons in transfer_stats_data["requests"].items():
             for reason, n in reasons.items():
                 self._requests.labels(*labels, outcome, reason).inc(n)
+        self._repeated.labels(*labels).inc(transfer_stats_data["repeated"])
         for timing, values in transfer_stats_data["seconds"].items():
             _observe_all(self._seconds[timing].labels(*labels), values)
 
