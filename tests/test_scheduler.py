@@ -191,8 +191,24 @@ def test_a_block_freed_in_the_step_that_named_it_does_not_donate() -> None:
     blocks = world.pool.get_new_blocks(8)
     world.pool.cache_full_blocks(request, blocks, 0, 8, SIZE, 0)
     assert len(world.pool.index) == 8
+    assert world.pool.get_cached_block(request.block_hashes[0], [0]) is not None
     world.pool.free_blocks(reversed(blocks))
     assert len(world.pool.index) == 0
+    assert all(world.pool.get_cached_block(name, [0]) is None for name in request.block_hashes)
+
+
+def test_a_block_named_by_the_output_of_a_step_keeps_its_name() -> None:
+    """With asynchronous scheduling: the step that computes it has left by then."""
+    world = World()
+    request = world.add(DOCUMENT)
+    world.side.match(request, 0)
+    blocks = world.pool.get_new_blocks(8)
+    world.side.take_plans()
+    request.num_computed_tokens = len(DOCUMENT)
+    world.pool.cache_full_blocks(request, blocks, 0, 8, SIZE, 0)
+    world.pool.free_blocks(reversed(blocks))
+    assert len(world.pool.index) == 8
+    assert world.pool.get_cached_block(request.block_hashes[7], [0]) == [blocks[7]]
 
 
 def test_evicted_blocks_leave_the_index() -> None:

@@ -27,6 +27,9 @@ SITES = ("add", "match", "recipe", "prefix", "pin", "insert", "missing", "count"
 """Places in the scheduler's half: within `add`, `match`, `_account` and `finished`, and where
 blocks are named."""
 
+OTHERS = ("allocation", "planned", "pass")
+"""An allocation is refused, or that of a request with a plan; the worker's pass fails."""
+
 
 class Faults:
     """Arms one error at a time; the place that is reached next raises it."""
@@ -34,7 +37,7 @@ class Faults:
     def __init__(self, world: World) -> None:
         logging.getLogger("vllm.segreuse").addFilter(_silence)
         self.armed: set[str] = set()
-        self.raised: dict[str, int] = dict.fromkeys((*SITES, "allocation", "pass"), 0)
+        self.raised: dict[str, int] = dict.fromkeys((*SITES, *OTHERS), 0)
         self._world = world
         side, pool = world.side, world.pool
         self._wrap(side._planner, "add", "add", before=False)
@@ -47,12 +50,16 @@ class Faults:
         self._wrap(world.side._stats, "count_tokens", "count")
         self._wrap(side._namespaces, "release", "release", before=False)
         allocate = world.manager.allocate_slots
-        world.manager.allocate_slots = lambda *args, **kwargs: (
-            None if self._strikes("allocation") else allocate(*args, **kwargs)
-        )
+
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            planned = kwargs.get("num_external_computed_tokens", 0) > 0
+            refused = self._strikes("allocation") or (planned and self._strikes("planned"))
+            return None if refused else allocate(*args, **kwargs)
+
+        world.manager.allocate_slots = refusing
 
     def arm(self, site: str) -> None:
-        """The next call of `site` fails: one of `SITES`, "allocation" (refused) or "pass"."""
+        """The next call of `site` fails: one of `SITES` or of `OTHERS`."""
         if site == "pass":
             self._world.worker.fail_next_pass = True
             self.raised["pass"] += 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.model.faults import SITES, Faults
+from tests.model.faults import OTHERS, SITES, Faults
 from tests.model.world import DOCUMENTS, Ask, Setup, World
 
 totals: Counter[str] = Counter()
@@ -25,6 +25,7 @@ SETUPS = st.builds(
     priority=st.booleans(),
     max_step_tokens=st.sampled_from([10, 24, 48]),
     max_running=st.sampled_from([2, 6]),
+    long_prompt_tokens=st.sampled_from([0, 9]),
     whole_prompts=st.booleans(),
     watermark=st.sampled_from([0.0, 0.1]),
     max_depth=st.sampled_from([4, 1, 0]),
@@ -145,7 +146,7 @@ class Machine(RuleBasedStateMachine):
             case _:
                 world.pause(PauseState[what])
 
-    @rule(site=st.sampled_from([*SITES, "allocation", "allocation", "pass"]))
+    @rule(site=st.sampled_from([*SITES, *OTHERS, "planned"]))
     def fail(self, site: str) -> None:
         self.faults.arm(site)
 

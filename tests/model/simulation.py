@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.model.faults import SITES, Faults
+from tests.model.faults import OTHERS, SITES, Faults
 from tests.model.world import DOCUMENTS, Ask, Setup, World
 
 REQUESTS = 300
@@ -182,7 +182,7 @@ class _Run:
         return request.request_id
 
     def _fault(self) -> str:
-        site = self._random.choice([*SITES, "allocation", "allocation", "pass"])
+        site = self._random.choice([*SITES, *OTHERS, "planned"])
         self._faults.arm(site)
         return site
 
@@ -220,6 +220,7 @@ class _Run:
             priority=choose([False, True]),
             max_step_tokens=choose([10, 24, 48, 96]),
             max_running=choose([2, 4, 8]),
+            long_prompt_tokens=choose([0, 0, 9]),
             whole_prompts=choose([True, True, False]),
             watermark=choose([0.0, 0.05]),
             max_depth=choose([4, 4, 1, 0]),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.model import simulation
-from tests.model.faults import SITES
+from tests.model.faults import OTHERS, SITES
 from tests.model.simulation import SimulationError, simulate
 
 
@@ -16,7 +16,12 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
     for seed in range(12):
         seen += simulate(seed, requests=120).counts
     # A run that reuses nothing, or meets no fault, would prove nothing.
-    for what in ("plans", "preemptions", "finished", *(f"fault: {site}" for site in SITES)):
+    for what in (
+        "plans",
+        "preemptions",
+        "finished",
+        *(f"fault: {site}" for site in (*SITES, *OTHERS)),
+    ):
         assert seen[what] > 0, f"no {what} in {seen}"
     assert seen["plans"] > 0.1 * seen["requests"], f"hardly any reuse: {seen}"
 

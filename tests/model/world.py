@@ -64,6 +64,7 @@ class Setup:
         in_flight: steps under way at most. 1 is vLLM's plain scheduler; more is its asynchronous
             one, which runs 2 in a server.
         max_step_tokens: of vLLM's steps, and of our plans in one step.
+        long_prompt_tokens: of one request in one step, if there are others; 0: any number.
         whole_prompts: admit a prompt only if there is room for all of it (vLLM's default).
     """
 
@@ -72,6 +73,7 @@ class Setup:
     priority: bool = False
     max_step_tokens: int = 48
     max_running: int = 6
+    long_prompt_tokens: int = 0
     whole_prompts: bool = True
     watermark: float = 0.0
     max_depth: int = 4
@@ -328,6 +330,7 @@ def _scheduler(setup: Setup) -> Any:
     scheduling.max_num_seqs = setup.max_running
     scheduling.scheduler_reserve_full_isl = setup.whole_prompts
     scheduling.watermark = setup.watermark
+    scheduling.long_prefill_token_threshold = setup.long_prompt_tokens
     scheduling.async_scheduling = setup.in_flight > 1
     layers = FullAttentionSpec(block_size=SIZE, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     kind = AsyncScheduler if setup.in_flight > 1 else Scheduler

@@ -137,7 +137,9 @@ class SegmentBlockPool(BlockPool):
             self._insert_block_hash(
                 make_block_hash_with_group_id(name, kv_cache_group_id), block, num_tokens=block_size
             )
-        self._fresh.update(b.block_id for b in blocks[num_cached_blocks:num_full_blocks])
+        if num_full_blocks * block_size > request.num_computed_tokens:
+            # Named by a step that is being scheduled, not by the output of one that has left.
+            self._fresh.update(b.block_id for b in blocks[num_cached_blocks:num_full_blocks])
         if tracked is not None and tracked.donates:
             try:
                 self._index_blocks(tracked, request, blocks, num_cached_blocks, num_full_blocks)
@@ -183,12 +185,16 @@ class SegmentBlockPool(BlockPool):
             )
 
     def free_blocks(self, ordered_blocks: Any) -> None:
-        """A block freed in the step that named it was never computed: it must not donate."""
+        """A block freed in the step that named it was never computed: it loses its names.
+
+        vLLM itself keeps the exact one: with priorities and `long_prefill_token_threshold` a
+        request can be preempted in the step that has scheduled it, and would then resume on it.
+        """
         ordered_blocks = list(ordered_blocks)
         if self._fresh:
             for block in ordered_blocks:
                 if block.block_id in self._fresh and block.ref_cnt == 1:
-                    self.index.remove(block.block_id)
+                    self._emit_block_removed_events(self._remove_cached_block_hashes(block))
         super().free_blocks(ordered_blocks)
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
