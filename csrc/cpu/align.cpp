@@ -188,6 +188,8 @@ class HeadMover {
     // Many tokens in a row, or many channels: whichever gives the longer vectors.
     by_tokens_ = strides_.token_tile >= 8 && strides_.token_lo < strides_.channels;
     unit_channels_ = strides_.channel_lo == 1 && strides_.channel_tile == strides_.channels;
+    dense_ = unit_channels_ && !rotation_.dim && strides_.token_lo == strides_.channels &&
+             strides_.token_tile == strides_.block_size;
     by_lanes_ = kHasLanes && strides_.token_tile == kTile && strides_.token_lo == 1;
   }
 
@@ -199,13 +201,20 @@ class HeadMover {
     if constexpr (kHasLanes) {
       if (by_lanes_) {
         const auto tile = [&](int64_t page, int token) {
-          return pages + page + strides_.of_token(token / kTile * kTile);
+          return pages + page + token / kTile * strides_.token_hi;
         };
         const Span& second = stretch.second.length ? stretch.second : first;
         by_lanes(stretch.lanes, tile(first.source, first.from), tile(second.source, second.from),
                  tile(first.target, first.to), cos, sin);
         return;
       }
+    }
+    if (dense_) {
+      for (const Span* span : {&first, &stretch.second})
+        copy_past_caches(pages + span->target + at_[0] + span->to * strides_.channels,
+                         pages + span->source + at_[0] + span->from * strides_.channels,
+                         sizeof(Code<Format>) * strides_.channels * span->length);
+      return;
     }
     for (const Span& span : {first, stretch.second})
       move(pages + span.source, span.from, pages + span.target, span.to, span.length, cos, sin);
@@ -281,13 +290,9 @@ class HeadMover {
                    const float* sin) const {
     const int channels = strides_.channels, step = strides_.token_lo;
     if (unit_channels_ && !rotation_.dim) {
-      if (step == channels) {  // the head's tokens lie one behind the other
-        copy_past_caches(t + at_[0], s + at_[0], sizeof(Code<Format>) * channels * count);
-      } else {
-        for (int i = 0; i < count; ++i)
-          copy_past_caches(t + at_[0] + i * step, s + at_[0] + i * step,
-                           sizeof(Code<Format>) * channels);
-      }
+      for (int i = 0; i < count; ++i)
+        copy_past_caches(t + at_[0] + i * step, s + at_[0] + i * step,
+                         sizeof(Code<Format>) * channels);
       return;
     }
     const int last = rotation_.first + rotation_.dim, half = rotation_.dim / 2;
@@ -326,6 +331,7 @@ class HeadMover {
   Rotation rotation_;
   std::vector<int32_t> at_;
   bool by_tokens_, unit_channels_, by_lanes_;
+  bool dense_;  // tokens of a head lie one behind the other, and only move
 };
 
 // Runs in pairs, where two share a tile of a target page and an angle.
@@ -356,6 +362,10 @@ void direct(const AlignArgs& args) {
   // A page from its beginning to its end.
   std::sort(movers.begin(), movers.end());
   const std::vector<Stretch> stretches = paired(args);
+  int64_t ahead = 0;  // elements to fetch before their turn: a page, but not more than L1 holds
+  for (int p = 0; p < args.num_parts; ++p)
+    ahead += args.block_size * args.parts[p].strides.heads * args.parts[p].strides.channels;
+  ahead = std::min<int64_t>(ahead, 16384 / sizeof(Code<Format>));
   const auto count = static_cast<int64_t>(stretches.size());
 #pragma omp parallel
   {
@@ -363,6 +373,13 @@ void direct(const AlignArgs& args) {
     for (int64_t layer = 0; layer < args.layers; ++layer) {
       for (int64_t i = 0; i < count; ++i) {
         const Stretch& stretch = stretches[i];
+        if (i + 1 < count) {
+          // The machine's own prefetching ends with a page of memory.
+          const Stretch& next = stretches[i + 1];
+          const auto* page = static_cast<const Code<Format>*>(args.pages[layer]) +
+                             (next.second.length ? next.second : next.first).source;
+          for (int64_t at = 0; at < ahead; at += 64 / sizeof(*page)) __builtin_prefetch(page + at);
+        }
         for (const auto& mover : movers)
           mover.move(stretch, static_cast<Code<Format>*>(args.pages[layer]),
                      args.cos + stretch.angle, args.sin + stretch.angle);
