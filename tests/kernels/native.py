@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiling csrc/ for tests: CUDA sources and shared headers as plain C++, or with nvcc."""
 
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,19 +10,8 @@ import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
-# What the package's build uses too.
-NVCC_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-shared",
-    "-cudart=static",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
-    "-Xlinker=--exclude-libs=ALL",
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_89,code=sm_89",
-    "-gencode=arch=compute_90,code=sm_90",
-    "-gencode=arch=compute_90,code=compute_90",
-)
+NVCC_FLAGS: tuple[str, ...] = runpy.run_path(str(CSRC.parent / "setup.py"))["NVCC_FLAGS"]
+"""Those of the package's own build."""
 
 
 def compile_host(source: Path, library: Path) -> None:
