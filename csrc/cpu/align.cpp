@@ -23,6 +23,15 @@ namespace {
 template <class Format>
 using Code = typename Format::Code;
 
+// The two channels of a pair.
+struct Pair {
+  int first, second;
+
+  Pair(const Rotation& rotation, int pair)
+      : first(rotation.first + (rotation.neox ? pair : 2 * pair)),
+        second(first + (rotation.neox ? rotation.dim / 2 : 1)) {}
+};
+
 // Turn `count` pairs with one angle; elements lie `step` apart.
 template <class Format>
 inline void turn_tokens(const Code<Format>* first, const Code<Format>* second,
@@ -253,21 +262,15 @@ class HeadMover {
       lanes.store(to + at_[c], lanes.gather(first + at_[c], second + at_[c]));
     }
     for (int pair = 0; pair < rotation_.dim / 2; ++pair) {
-      int other;
-      const int one = partner(pair, &other);
-      __m512i x = lanes.gather(first + at_[one], second + at_[one]);
-      __m512i y = lanes.gather(first + at_[other], second + at_[other]);
+      const Pair channels(rotation_, pair);
+      const int one = at_[channels.first], other = at_[channels.second];
+      __m512i x = lanes.gather(first + one, second + one);
+      __m512i y = lanes.gather(first + other, second + other);
       turn_lanes<Format>(x, y, cos[pair], sin[pair]);
-      lanes.store(to + at_[one], x);
-      lanes.store(to + at_[other], y);
+      lanes.store(to + one, x);
+      lanes.store(to + other, y);
     }
 #endif
-  }
-
-  int partner(int pair, int* second) const {
-    const int half = rotation_.dim / 2;
-    *second = rotation_.first + (rotation_.neox ? half + pair : 2 * pair + 1);
-    return rotation_.first + (rotation_.neox ? pair : 2 * pair);
   }
 
   void by_tokens(const Code<Format>* s, Code<Format>* t, int count, const float* cos,
@@ -279,10 +282,10 @@ class HeadMover {
       copy(s + at_[c], t + at_[c], count, step);
     }
     for (int pair = 0; pair < rotation_.dim / 2; ++pair) {
-      int second;
-      const int first = partner(pair, &second);
-      turn_tokens<Format>(s + at_[first], s + at_[second], t + at_[first], t + at_[second], count,
-                          step, cos[pair], sin[pair]);
+      const Pair channels(rotation_, pair);
+      const int first = at_[channels.first], second = at_[channels.second];
+      turn_tokens<Format>(s + first, s + second, t + first, t + second, count, step, cos[pair],
+                          sin[pair]);
     }
   }
 
@@ -311,10 +314,9 @@ class HeadMover {
         continue;
       }
       for (int p = 0; p < half; ++p) {
-        int second;
-        const int first = partner(p, &second);
-        turn_tokens<Format>(s + at_[first], s + at_[second], t + at_[first], t + at_[second], 1, 1,
-                            cos[p], sin[p]);
+        const Pair pair(rotation_, p);
+        const int first = at_[pair.first], second = at_[pair.second];
+        turn_tokens<Format>(s + first, s + second, t + first, t + second, 1, 1, cos[p], sin[p]);
       }
     }
   }
@@ -434,10 +436,9 @@ void staged(const AlignArgs& args) {
           const int half = part.rotation.dim / 2;
           for (int h = 0; h < part.strides.heads; ++h, head += part.strides.channels * run.length) {
             for (int pair = 0; pair < half; ++pair) {
-              const int first = part.rotation.first + (part.rotation.neox ? pair : 2 * pair);
-              const int second = first + (part.rotation.neox ? half : 1);
-              Code<Format>* a = head + first * run.length;
-              Code<Format>* b = head + second * run.length;
+              const Pair channels(part.rotation, pair);
+              Code<Format>* a = head + channels.first * run.length;
+              Code<Format>* b = head + channels.second * run.length;
               turn_tokens<Format>(a, b, a, b, length, 1, cos[pair], sin[pair]);
             }
           }
