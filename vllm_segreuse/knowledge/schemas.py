@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routes of knowledge bases take and answer, for server and clients alike.
+
+Neither vLLM nor FastAPI is imported. A body that does not fit raises pydantic's `ValidationError`;
+the server answers it with HTTP 400 and an `ErrorAnswer`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from datetime import datetime
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+PREFIX = "/plugins/segreuse/v1"
+"""Path before those of all routes."""
+
+MAX_NAME_CHARS = 128
+MAX_ID_BYTES = 512
+MAX_KEY_BYTES = 256
+MAX_METADATA_BYTES = 16 * 1024
+MAX_PREAMBLE_CHARS = 100_000
+MAX_DOCUMENTS = 1000
+"""Documents in one request; also the largest page."""
+
+Status = Literal["cold", "warming", "warm", "failed"]
+"""`warm`: its KV is in GPU memory; `cold`: it is not, and `warm` brings it back; `warming`: it
+waits for its turn or is being computed; `failed`: it cannot be served, see `error`."""
+
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
+
+
+def _name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError(
+            f"must be 1 to {MAX_NAME_CHARS} letters, digits, '.', '_' and '-', "
+            "and begin with a letter or digit"
+        )
+    return value
+
+
+def _plain_text(limit_bytes: int) -> AfterValidator:
+    def check(value: str) -> str:
+        # A character takes at least one byte: long strings are refused before anything walks them.
+        if (
+            not 1 <= len(value) <= limit_bytes
+            or any(unicodedata.category(char) in ("Cc", "Cs") for char in value)
+            or len(value.encode()) > limit_bytes
+        ):
+            raise ValueError(
+                f"must be 1 to {limit_bytes} bytes of UTF-8 without control characters"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+def _path_safe(value: str) -> str:
+    if {".", ".."} & set(value.split("/")):
+        raise ValueError("must have no '.' or '..' between slashes: URLs drop them")
+    return value
+
+
+def _encodable(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must hold no lone surrogates") from None
+    return value
+
+
+def _small(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    except ValueError as error:
+        raise ValueError(f"must be JSON: {error}") from None
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"must be at most {MAX_METADATA_BYTES} bytes of JSON, not {size}")
+    return value
+
+
+BaseName = Annotated[str, AfterValidator(_name)]
+DocumentId = Annotated[str, _plain_text(MAX_ID_BYTES), AfterValidator(_path_safe)]
+ExtraKey = Annotated[str, _plain_text(MAX_KEY_BYTES)]
+Metadata = Annotated[dict[str, JsonValue], AfterValidator(_small)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_encodable)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class CreateBase(_Request):
+    """Body of `POST /knowledge-bases`."""
+
+    name: BaseName
+    extra_key: ExtraKey | None = None
+    """Requests that name it as their `extra_keys` reuse the documents; None: the base's name."""
+    preamble: Annotated[Text, Field(max_length=MAX_PREAMBLE_CHARS)] | None = None
+    """Text before every document while it is computed; None: only the tokens that every sequence
+    of this model starts with."""
+    metadata: Metadata = {}
+
+
+class NewDocument(_Request):
+    """One document to add: text or token ids."""
+
+    id: DocumentId
+    text: Text | None = None
+    token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    metadata: Metadata = {}
+
+    @model_validator(mode="after")
+    def _one_content(self) -> Self:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError("needs either text or token_ids")
+        return self
+
+
+class AddDocuments(_Request):
+    """Body of `POST /knowledge-bases/{name}/documents`."""
+
+    documents: Annotated[list[NewDocument], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    wait: bool = False
+    """Answer when all of them are warm or have failed (200), not when they are stored (202)."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        seen: set[str] = set()
+        for document in self.documents:
+            if document.id in seen:
+                raise ValueError(f"two documents have the id {document.id!r}")
+            seen.add(document.id)
+        return self
+
+
+class WarmDocuments(_Request):
+    """Body of `POST /knowledge-bases/{name}/warm`."""
+
+    ids: Annotated[list[DocumentId], Field(max_length=MAX_DOCUMENTS)] | None = None
+    """None: all documents of the base."""
+    wait: bool = False
+
+
+class Counts(BaseModel):
+    """Number of documents by status."""
+
+    warm: int = 0
+    cold: int = 0
+    warming: int = 0
+    failed: int = 0
+
+
+class KnowledgeBase(BaseModel):
+    """A knowledge base, and how much of it is in GPU memory."""
+
+    name: str
+    extra_key: str
+    preamble: str | None
+    metadata: dict[str, Any]
+    created_at: datetime
+    documents: Counts
+    tokens: int
+    """Of all documents, without preambles."""
+    blocks: int
+    """KV blocks that its warm documents hold; what two documents share counts once."""
+    hits: int
+
+
+class Document(BaseModel):
+    """A document, and whether its KV is in GPU memory."""
+
+    id: str
+    base: str
+    status: Status
+    tokens: int
+    blocks: int
+    """KV blocks it holds if it is warm, and will take if it is not."""
+    hits: int
+    """Requests that reused it, over all restarts."""
+    references: int
+    """Who holds it now: documents with the same text in the same namespace (itself included), and
+    running requests. 0 unless it is warm."""
+    last_used: datetime | None
+    error: str | None
+    metadata: dict[str, Any]
+
+
+class BlockCounts(BaseModel):
+    """KV blocks of the engine.
+
+    Attributes:
+        total: all blocks of vLLM's pool.
+        frozen: held by warm documents.
+        promised: all documents together take as many when all are warm.
+        limit: most that documents may be promised.
+        free: neither frozen nor held by a request. Those may hold cached KV all the same.
+        block_size: tokens per block.
+    """
+
+    total: int
+    frozen: int
+    promised: int
+    limit: int
+    free: int
+    block_size: int
+
+
+class Stats(BaseModel):
+    """All knowledge bases together."""
+
+    blocks: BlockCounts
+    bases: int
+    documents: Counts
+    hits: int
+    given_back: int
+    """Times a document was given back under memory pressure, since the engine started."""
+
+
+Item = TypeVar("Item")
+
+
+class Page(BaseModel, Generic[Item]):
+    """Part of a list, in the order of names or ids.
+
+    Attributes:
+        next: pass it as `after` to get the next part; None: this was the last.
+    """
+
+    data: list[Item]
+    next: str | None = None
+
+
+class Documents(BaseModel):
+    """The documents that a request was about, in its order."""
+
+    data: list[Document]
+
+
+class Error(BaseModel):
+    """What was wrong.
+
+    Attributes:
+        type: one word for programs: `invalid_request`, `unauthorized`, `forbidden`, `not_found`,
+            `method_not_allowed`, `conflict`, `too_large`, `insufficient_storage`, `unavailable`.
+        message: one sentence for people.
+        param: the field it is about, such as `documents.3.text`.
+    """
+
+    type: str
+    message: str
+    param: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """Body of every answer from 400 on."""
+
+    error: Error
