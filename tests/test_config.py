@@ -37,7 +37,7 @@ def test_config_is_frozen() -> None:
         CONFIG.policy = "shift"  # type: ignore[misc]
 
 
-def test_unknown_key_is_named_with_the_allowed_ones() -> None:
+def test_06_unknown_key_is_named_with_the_allowed_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         SegReuseConfig.from_options({"polcy": "shift"}, source="server.yaml")
     assert "server.yaml" in str(caught.value)
@@ -73,7 +73,9 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("option", "value"), BAD_OPTIONS, ids=short_repr)
-def test_bad_value_is_refused_for_the_server_and_for_a_request(option: str, value: object) -> None:
+def test_06_bad_value_is_refused_for_the_server_and_for_a_request(
+    option: str, value: object
+) -> None:
     with pytest.raises(ConfigError) as server:
         SegReuseConfig.from_options({option: value})
     with pytest.raises(RequestError) as request:
@@ -122,7 +124,7 @@ def test_request_options_lie_over_the_servers() -> None:
     assert parse_request({}, server).extra_keys is None
 
 
-def test_unknown_request_option_is_named_with_the_allowed_ones() -> None:
+def test_06_unknown_request_option_is_named_with_the_allowed_ones() -> None:
     with pytest.raises(RequestError) as caught:
         parse_request({"segreuse_ratio": 0.1}, CONFIG)
     assert "'segreuse_ratio'" in str(caught.value)
@@ -169,7 +171,7 @@ def test_keys_of_others_are_left_alone() -> None:
     ],
     ids=short_repr,
 )
-def test_bad_extra_keys_are_refused(value: object) -> None:
+def test_01_02_03_bad_extra_keys_are_refused(value: object) -> None:
     with pytest.raises(RequestError) as caught:
         parse_request({"extra_keys": value}, CONFIG)
     assert caught.value.option == "extra_keys"
@@ -191,7 +193,7 @@ def test_a_string_means_a_list_of_it() -> None:
     )
 
 
-def test_composite_keys_and_spellings_stay_distinct() -> None:
+def test_04_05_composite_keys_and_spellings_stay_distinct() -> None:
     def keys(value: object) -> tuple[str, ...] | None:
         return parse_request({"extra_keys": value}, CONFIG).extra_keys
 

@@ -82,7 +82,7 @@ def run(script: str, **env: str) -> Any:
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
-def test_installed_but_not_enabled_changes_only_the_arguments() -> None:
+def test_33_installed_but_not_enabled_changes_only_the_arguments() -> None:
     difference = run(SNAPSHOT)
     assert difference["size"] > 10_000, "the snapshot has to see vLLM"
     engine_args = "vllm.engine.arg_utils.EngineArgs"
@@ -95,6 +95,6 @@ def test_installed_but_not_enabled_changes_only_the_arguments() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_engine_processes_are_patched_only_below_an_enabled_parent(enabled: bool) -> None:
+def test_33_engine_processes_are_patched_only_below_an_enabled_parent(enabled: bool) -> None:
     child = run(CHILD, VLLM_SEGREUSE_ENABLED="1" if enabled else "0")
     assert child == {"switch": enabled, "runner": enabled}

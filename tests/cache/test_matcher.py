@@ -229,7 +229,9 @@ def share(index: SegmentIndex, model: Model, namespace: int, which: int) -> None
     max_depth=st.integers(0, 2),
     fresh=st.booleans(),
 )
-def test_matches_are_right_complete_and_maximal(colliding, scenario, namespace, max_depth, fresh):
+def test_08_matches_are_right_complete_and_maximal(
+    colliding, scenario, namespace, max_depth, fresh
+):
     size, operations, prompt, start, stop = scenario
     with pytest.MonkeyPatch.context() as patch:
         if colliding:
@@ -264,7 +266,7 @@ def seeded(seed):
 
 
 @given(scenario=scenarios())
-def test_the_hash_changes_nothing_but_speed(scenario):
+def test_08_the_hash_changes_nothing_but_speed(scenario):
     size, operations, prompt, start, stop = scenario
     results = []
     for seed in (None, 1, 2):
@@ -280,7 +282,7 @@ def test_the_hash_changes_nothing_but_speed(scenario):
 
 
 @given(scenario=scenarios())
-def test_other_namespaces_change_nothing(scenario):
+def test_09_other_namespaces_change_nothing(scenario):
     """What namespace 0 finds is what it would find if the others did not share its blocks."""
     size, operations, prompt, start, stop = scenario
     shared, _ = play(size, operations)
@@ -309,14 +311,14 @@ def spell(text: str) -> list[int]:
     return [LETTERS[letter] for letter in text]
 
 
-def test_a_segment_at_an_odd_offset_grows_across_block_borders():
+def test_12_a_segment_at_an_odd_offset_grows_across_block_borders():
     index = build((spell("xxabcdefghijzz.."), {"first_position": 40}))
     matches = match(index, 0, spell("...abcdefghij.."))
     assert matches.pieces.tolist() == [[3, 2, 0, 2, 42], [5, 4, 1, 0, 44], [9, 4, 2, 0, 48]]
     assert matches[1:] == (10, 1, 0)
 
 
-def test_the_same_segment_twice_is_found_twice():
+def test_12_the_same_segment_twice_is_found_twice():
     index = build((spell("abcdefgh"), {}))
     matches = match(index, 0, spell("abcdefgh.abcdefgh"))
     assert matches.pieces[:, 2].tolist() == [0, 1, 0, 1]
@@ -330,14 +332,14 @@ def test_a_window_that_begins_before_the_range_serves_what_lies_inside():
     assert matches.pieces.tolist() == [[1, 2, 0, 1, 9]]
 
 
-def test_the_run_that_continues_is_preferred():
+def test_12_the_run_that_continues_is_preferred():
     # "efgh" exists twice; the shallower, lower id would win if the run did not continue.
     index = build((spell("efgh"), {}), (spell("abcdefgh"), {"depths": 1}))
     matches = match(index, 0, spell("abcdefgh"))
     assert matches.pieces[:, 2].tolist() == [1, 2]
 
 
-def test_then_the_longest_equal_left_context():
+def test_12_then_the_longest_equal_left_context():
     index = build(
         (spell("zzzzefgh"), {}),
         (spell("zzcdefgh"), {"depths": 1}),
@@ -348,7 +350,7 @@ def test_then_the_longest_equal_left_context():
     assert matches.max_depth == 1
 
 
-def test_then_the_lower_depth_then_the_lower_id():
+def test_12_then_the_lower_depth_then_the_lower_id():
     deep, shallow = {"depths": 2}, {"depths": 1}
     index = build(*((spell("abcd"), options) for options in (deep, shallow, shallow)))
     assert match(index, 0, spell("abcd")).pieces[0, 2] == 1
@@ -379,7 +381,7 @@ def test_other_namespaces_and_deeper_blocks_are_misses(options):
     assert match(index, 0, spell("abcd"), max_depth=2).num_tokens == 0
 
 
-def test_a_fresh_block_is_a_miss_until_the_next_step():
+def test_22_a_fresh_block_is_a_miss_until_the_next_step():
     index = SegmentIndex(4, 4)
     index.insert(0, np.array([2], np.int32), np.array(spell("abcd"), np.int32), 0)
     assert match(index, 0, spell("abcd")).num_tokens == 0
@@ -421,7 +423,7 @@ def test_a_prompt_of_one_token_repeated_ends_quickly():
 
 
 @pytest.mark.parametrize("length", [0, 1, 3])
-def test_a_prompt_shorter_than_a_block_matches_nothing(length):
+def test_11_a_prompt_shorter_than_a_block_matches_nothing(length):
     index = build((spell("abcd"), {}))
     assert match(index, 0, spell("abcd")[:length])[1:] == (0, 0, 0)
 

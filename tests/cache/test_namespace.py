@@ -20,7 +20,7 @@ fields = st.tuples(
 
 
 @given(fields, fields)
-def test_keys_are_equal_exactly_if_every_field_is(one, other):
+def test_05_keys_are_equal_exactly_if_every_field_is(one, other):
     assert (namespace_key(*one) == namespace_key(*other)) == (one == other)
 
 
@@ -36,16 +36,16 @@ def test_keys_are_equal_exactly_if_every_field_is(one, other):
         ((("a",), None, None, ("x",)), (("a", "x"), None, None, ())),
     ],
 )
-def test_lookalikes_differ(one, other):
+def test_05_09_lookalikes_differ(one, other):
     assert namespace_key(*one) != namespace_key(*other)
 
 
-def test_composed_and_decomposed_spellings_are_distinct():
+def test_04_composed_and_decomposed_spellings_are_distinct():
     spellings = [unicodedata.normalize(form, "é") for form in ("NFC", "NFD")]
     assert len({namespace_key((s,), None, None, ()) for s in spellings}) == 2
 
 
-def test_a_lone_surrogate_is_an_error():
+def test_03_a_lone_surrogate_is_an_error():
     with pytest.raises(ValueError, match="surrogates"):
         namespace_key(("\ud800",), None, None, ())
 

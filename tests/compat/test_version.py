@@ -8,13 +8,13 @@ from vllm_segreuse.compat.version import UnsupportedVersionError, require_suppor
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.1rc1", "0.32.0+cpu"])
-def test_supported(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_31_supported(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     require_supported_vllm()
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.3.2", "1.32.0", "dev"])
-def test_other_versions_are_refused_in_one_sentence(
+def test_31_other_versions_are_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", version)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Approximate KV never passes for exact (FAILURE_CASES 29), and exact KV is never lost to it."""
+"""Approximate KV never passes for exact (failure cases 29), and exact KV is never lost to it."""
 
 import random
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def reusing(plain_answers: dict[str, list]) -> Iterator[Engine]:
         running.check_idle()
 
 
-def test_plain_requests_after_approximate_ones_are_bit_identical(
+def test_29_plain_requests_after_approximate_ones_are_bit_identical(
     reusing: Engine, plain_answers: dict[str, list]
 ) -> None:
     prompts = plain_answers["prompts"]
@@ -55,7 +55,7 @@ def test_plain_requests_after_approximate_ones_are_bit_identical(
             assert answer.logprobs == reference.logprobs
 
 
-def test_decoding_behind_reused_kv_leaves_no_exact_name(reusing: Engine) -> None:
+def test_29_decoding_behind_reused_kv_leaves_no_exact_name(reusing: Engine) -> None:
     text = Prompts(reusing.vocab_size, seed=8)
     document = text.tokens(256)
     reusing.ask(document, options=NAMESPACE, max_tokens=1)

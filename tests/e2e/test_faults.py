@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors inside of segment reuse cost a request its reuse, never the engine (FAILURE_CASES 27)."""
+"""Errors inside of segment reuse cost a request its reuse, never the engine (failure cases 27)."""
 
 import pkgutil
 from collections.abc import Callable, Iterator

@@ -97,14 +97,14 @@ def test_options_in_vllm_xargs_count(server: Server) -> None:
     assert report["recomputed_tokens"] == 0
 
 
-def test_without_extra_keys_there_is_no_reuse_and_no_report(server: Server) -> None:
+def test_07_without_extra_keys_there_is_no_reuse_and_no_report(server: Server) -> None:
     body = completion(shuffled(), extra_keys=None)
     answer = server.post("/v1/completions", body).raise_for_status().json()
     assert answer["kv_transfer_params"] is None
     assert not answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_other_keys_are_another_namespace(server: Server) -> None:
+def test_09_other_keys_are_another_namespace(server: Server) -> None:
     for keys in ("other", ["do", "cs"], ["docs", "x"]):
         body = completion(shuffled(), extra_keys=keys)
         answer = server.post("/v1/completions", body).raise_for_status().json()
@@ -186,7 +186,7 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_values_are_400_with_the_options_name(
+def test_01_06_bad_values_are_400_with_the_options_name(
     server: Server, endpoint: str, stream: bool
 ) -> None:
     prompt = {
@@ -205,7 +205,7 @@ def test_bad_values_are_400_with_the_options_name(
         assert len(error["message"]) < 500
 
 
-def test_not_a_number_is_400(server: Server) -> None:
+def test_01_not_a_number_is_400(server: Server) -> None:
     nan = float("nan")
     for bad in ({"extra_keys": nan}, {"vllm_xargs": {"segreuse_recompute_ratio": nan}}):
         response = server.post("/v1/completions", {"model": "m", "prompt": "a", **bad})
@@ -216,7 +216,7 @@ def test_not_a_number_is_400(server: Server) -> None:
 @pytest.mark.parametrize(
     "keys", [["k"] * 10**6, [[]] * 10**6, "x" * 2**20], ids=["10^6 keys", "10^6 lists", "1 MB"]
 )
-def test_huge_values_are_refused_with_a_short_message(
+def test_02_huge_values_are_refused_with_a_short_message(
     server: Server, keys: Any, in_xargs: bool
 ) -> None:
     bad = {"vllm_xargs": {"extra_keys": keys}} if in_xargs else {"extra_keys": keys}
@@ -226,7 +226,7 @@ def test_huge_values_are_refused_with_a_short_message(
     assert len(response.text) < 1000
 
 
-def test_other_endpoints_refuse_bad_values_too(server: Server) -> None:
+def test_01_06_other_endpoints_refuse_bad_values_too(server: Server) -> None:
     conversation = [{"role": "user", "content": "a"}]
     for endpoint, body in (
         ("/v1/chat/completions/batch", {"messages": [conversation], "extra_keys": 5}),
@@ -309,7 +309,7 @@ def test_kill_switch(server: Server) -> None:
     assert reused() > 0
 
 
-def test_kill_switch_wants_its_token(server: Server) -> None:
+def test_32_kill_switch_wants_its_token(server: Server) -> None:
     wrong = {"Authorization": "Bearer wrong"}
     assert server.post(f"{SWITCH}/disable").status_code == 401
     assert server.post(f"{SWITCH}/disable", headers=wrong).status_code == 403

@@ -86,7 +86,7 @@ def test_kv_offloading_beside_it_is_refused_in_one_sentence() -> None:
     assert "Traceback" not in log
 
 
-def test_server_without_the_flag_is_vllms_own() -> None:
+def test_33_server_without_the_flag_is_vllms_own() -> None:
     with Server(
         make_model("llama"), env={"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN}, stock=True
     ) as server:

@@ -6,7 +6,7 @@ from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Prompts, engine
 SHIFT = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 16}
 
 
-def test_kv_events_show_exact_blocks_only() -> None:
+def test_29_kv_events_show_exact_blocks_only() -> None:
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small block pools: preemption, eviction, exhaustion, aborts (FAILURE_CASES 19 to 23, 29)."""
+"""Small block pools: preemption, eviction, exhaustion, aborts (failure cases 19 to 23, 29)."""
 
 import random
 from collections import Counter

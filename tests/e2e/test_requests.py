@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kinds of requests reuse, through the real engine; numbers are FAILURE_CASES rows."""
+"""What kinds of requests reuse, through the real engine; numbers are rows of docs/failure_cases.md."""
 
 from collections.abc import Iterator
 
@@ -231,7 +231,7 @@ def test_ended_requests_give_their_namespaces_back(reusing: Engine, text: Prompt
     assert all(count == 0 for count in namespaces._references)
 
 
-def test_reset_empties_the_index(reusing: Engine, text: Prompts) -> None:
+def test_26_reset_empties_the_index(reusing: Engine, text: Prompts) -> None:
     document = text.tokens(256)
     ingest(reusing, document)
     assert len(reusing.pool.index) == 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: ngram works beside reuse, draft models are refused (FAILURE_CASES 18)."""
+"""Speculative decoding: ngram works beside reuse, draft models are refused (failure cases 18)."""
 
 import numpy as np
 import pytest

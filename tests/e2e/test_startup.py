@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be proven is refused at start-up, in one sentence (FAILURE_CASES 10, 34)."""
+"""What cannot be proven is refused at start-up, in one sentence (failure cases 10, 34)."""
 
 import dataclasses
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks answer as one does, and choose the same tokens to recompute (FAILURE_CASES 28).
+"""Two ranks answer as one does, and choose the same tokens to recompute (failure cases 28).
 
 The two ranks live in processes of their own; as a script, this file is the engine above them:
     python -m tests.e2e.test_tensor_parallel ANSWERS.json

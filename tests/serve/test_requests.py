@@ -132,7 +132,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 @endpoints
 @pytest.mark.parametrize(("named", "options"), BAD, ids=[str(bad)[:60] for _, bad in BAD])
-def test_bad_option_is_400_by_name(
+def test_01_02_06_bad_option_is_400_by_name(
     client: TestClient, endpoint: str, named: str, options: dict[str, Any]
 ) -> None:
     response = client.post(endpoint, json={**KINDS[endpoint][1], **options})
@@ -143,7 +143,7 @@ def test_bad_option_is_400_by_name(
     assert len(error["message"]) < 400
 
 
-def test_lone_surrogate_is_400(client: TestClient) -> None:
+def test_03_lone_surrogate_is_400(client: TestClient) -> None:
     content = b'{"prompt": "hello", "extra_keys": "\\ud800"}'
     headers = {"Content-Type": "application/json"}
     response = client.post("/v1/completions", content=content, headers=headers)

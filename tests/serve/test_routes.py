@@ -62,19 +62,19 @@ def test_switch_and_status(client: TestClient, engine: Engine) -> None:
 @pytest.mark.parametrize(
     "headers", [{}, {"Authorization": "Basic abc"}, {"Authorization": "Bearer "}]
 )
-def test_no_token_is_401(client: TestClient, engine: Engine, headers: dict[str, str]) -> None:
+def test_32_no_token_is_401(client: TestClient, engine: Engine, headers: dict[str, str]) -> None:
     for method, path in (("GET", STATUS), ("POST", ENABLE), ("POST", DISABLE)):
         assert client.request(method, path, headers=headers).status_code == 401
     assert engine.calls == []
 
 
 @pytest.mark.parametrize("token", ["wrong", TOKEN + "x", TOKEN[:-1], "x" * 10_000, "\xff"])
-def test_wrong_token_is_403(client: TestClient, engine: Engine, token: str) -> None:
+def test_32_wrong_token_is_403(client: TestClient, engine: Engine, token: str) -> None:
     assert client.post(DISABLE, headers=bearer(token)).status_code == 403
     assert engine.calls == []
 
 
-def test_wrong_method_is_405_and_odd_path_404(client: TestClient, engine: Engine) -> None:
+def test_32_wrong_method_is_405_and_odd_path_404(client: TestClient, engine: Engine) -> None:
     headers = bearer(TOKEN)
     assert client.get(DISABLE, headers=headers).status_code == 405
     assert client.delete(STATUS, headers=headers).status_code == 405
@@ -83,19 +83,19 @@ def test_wrong_method_is_405_and_odd_path_404(client: TestClient, engine: Engine
     assert engine.calls == []
 
 
-def test_large_body_is_413(client: TestClient, engine: Engine) -> None:
+def test_32_large_body_is_413(client: TestClient, engine: Engine) -> None:
     body = b"x" * (MAX_BODY_BYTES + 1)
     assert client.post(DISABLE, headers=bearer(TOKEN), content=body).status_code == 413
     assert engine.calls == []
     assert client.post(DISABLE, headers=bearer(TOKEN), content=b"{}").status_code == 200
 
 
-def test_large_body_without_token_is_not_read(client: TestClient) -> None:
+def test_32_large_body_without_token_is_not_read(client: TestClient) -> None:
     assert client.post(DISABLE, content=b"x" * 10**6).status_code == 401
 
 
 @pytest.mark.parametrize("token", [None, ""])
-def test_no_routes_without_a_configured_token(
+def test_32_no_routes_without_a_configured_token(
     monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
     monkeypatch.delenv(ADMIN_TOKEN_ENV, raising=False)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every case of docs/failure_cases.md has a test named after its number, or a reason why not."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+CASES = TESTS.parent / "docs" / "failure_cases.md"
+
+
+def cases() -> dict[int, str]:
+    """Why each case has no test; empty where it has to have one."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in CASES.read_text().splitlines()
+        if re.match(r"\| \d", line)
+    ]
+    assert all(len(row) == 4 and row[1] and row[2] for row in rows)
+    numbers = [int(row[0]) for row in rows]
+    assert numbers == list(range(1, len(rows) + 1))
+    return {number: row[3] for number, row in zip(numbers, rows, strict=True)}
+
+
+def cases_tested() -> dict[int, list[str]]:
+    """Names of the tests that say which case they are about."""
+    found = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                numbers = re.match(r"test_((?:\d\d_)+)", node.name)
+                for number in numbers[1].split("_")[:-1] if numbers else ():
+                    found[int(number)].append(f"{path.relative_to(TESTS)}::{node.name}")
+    return found
+
+
+def test_every_case_has_a_test_or_a_reason() -> None:
+    tested = cases_tested()
+    for number, reason in cases().items():
+        assert (number in tested) != bool(reason), (number, reason, tested.get(number))
+
+
+def test_every_number_is_a_case() -> None:
+    assert cases_tested().keys() <= cases().keys()
