@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import CacheHitSource
     from vllm.v1.request import Request
 
-    from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
+    from vllm_segreuse.prefill.executor import SparsePrefill
     from vllm_segreuse.scheduler import SchedulerSide
 
 logger = init_logger("vllm.segreuse")
@@ -155,6 +155,8 @@ class SegReuseConnector(KVConnectorBase_V1):
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        from vllm_segreuse.prefill.contained import run_contained
+
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, SegReuseMetadata)
         if not metadata.plans:
@@ -162,7 +164,7 @@ class SegReuseConnector(KVConnectorBase_V1):
         # The attention layers of our own pass must not call a connector's per-layer hooks.
         self.clear_connector_metadata()
         try:
-            report = self._run(metadata.plans)
+            report = run_contained(self._prefill, metadata.plans)
         finally:
             self.bind_connector_metadata(metadata)
         self._stats.observe("align", report.align_s)
@@ -172,22 +174,6 @@ class SegReuseConnector(KVConnectorBase_V1):
             logger.warning(
                 "segment reuse met NaN or infinity; computed in full: %s", report.not_finite
             )
-
-    def _run(self, plans: list[ReusePlan]) -> PassReport:
-        """Carry the plans out; if that fails, compute their tokens without reuse.
-
-        With several ranks there is no second try: the others may already wait in a collective of
-        the first, so the engine stops with the reason instead.
-        """
-        try:
-            return self._prefill.run(plans)
-        except Exception:
-            if self._vllm_config.parallel_config.tensor_parallel_size > 1:
-                raise
-            logger.exception(
-                "segment reuse failed; computing in full: %s", [p.request_id for p in plans]
-            )
-            return self._prefill.run([plan.in_full() for plan in plans])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the forward starts."""

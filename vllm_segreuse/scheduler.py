@@ -151,19 +151,13 @@ class SchedulerSide:
         )
         return self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
 
+    @_contained(otherwise=None)
     def allocated(self, request: Request, block_ids: list[int]) -> None:
         """vLLM allocated the request's blocks: it runs in this step."""
         tracked = self._planner.get(request.request_id)
         if tracked is None:
             return
-        # Not contained: vLLM counts on the plan's tokens from here on.
         report = self._planner.allocated(tracked, block_ids)
-        self._account(request, tracked, report, block_ids)
-
-    @_contained(otherwise=None)
-    def _account(
-        self, request: Request, tracked: TrackedRequest, report: Report, block_ids: list[int]
-    ) -> None:
         hit_blocks = block_ids[: report.prefix_tokens // self._block_size]
         self._pool.index_prefix(tracked, request, hit_blocks)
         if request.num_preemptions:
@@ -178,6 +172,7 @@ class SchedulerSide:
                 num_external_cached_tokens=report.reused_tokens - report.recomputed_tokens,
             )
 
+    @_contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:
         """Tokens of the request's plan that are not computed."""
         tracked = self._planner.get(request.request_id)

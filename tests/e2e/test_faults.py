@@ -38,7 +38,14 @@ ELSEWHERE = [
     "cache.planner.Planner.add",
     "compat.block_pool.SegmentBlockPool.index_prefix",
     "scheduler.SchedulerSide._count",
+    "cache.planner.Report",
     "cache.planner.Planner.remove",
+]
+# What serves all requests at once.
+SHARED = [
+    "cache.index.SegmentIndex.begin_step",
+    "cache.index.SegmentIndex.remove",
+    "cache.index.SegmentIndex.clear",
 ]
 # What runs in a worker, and for whom.
 WORKING = {
@@ -176,6 +183,40 @@ def test_27_an_error_elsewhere_leaves_answer_and_engine_alone(
     assert "unlucky" in logged
     break_function.mend()
     check_alive(reusing, prompt)
+
+
+@pytest.mark.parametrize("broken", SHARED)
+def test_27_an_error_over_what_all_share_stops_reuse_until_a_reset(
+    reusing: Engine,
+    prompt: list[int],
+    reference: Answer,
+    break_function: Break,
+    errors: Callable[[], list[str]],
+    broken: str,
+) -> None:
+    calls = break_function(broken, times=1)
+    last = reusing.ask(prompt, options=EVERYTHING)[0]
+    assert_same(last, reference, NOISE)
+    if not calls:
+        reusing.reset() if broken.endswith("clear") else evict_all(reusing)
+    assert len(calls) == 1
+    answer = reusing.ask(prompt, options=SHIFT)[0]
+    assert answer.report["bypass_reason"] == "error"
+    assert_same(answer, reference, NOISE)
+    (logged,) = errors()
+    assert "off until the prefix cache is reset" in logged
+    assert len(calls) == 1
+    break_function.mend()
+    reusing.reset()
+    documents, _ = documents_and_prompt(reusing)
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    check_alive(reusing, prompt)
+
+
+def evict_all(running: Engine) -> None:
+    """Somebody needs every block."""
+    pool = running.pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
 
 
 @pytest.mark.parametrize("broken", WORKING)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks answer as one does, and choose the same tokens to recompute (failure cases 28).
+"""Two ranks answer as one does, and fail as one (failure cases 27 and 28).
 
 The two ranks live in processes of their own; as a script, this file is the engine above them:
     python -m tests.e2e.test_tensor_parallel ANSWERS.json
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,17 +32,23 @@ WAYS = {
 }
 EVERYTHING = [way for way in WAYS if way.startswith("everything")]
 NOISE = 2e-3  # of float32
+PREPARING = "prefill.executor.token_copies"
+COMPUTING = "prefill.layers.DecoderStack.run"
 
 pytestmark = pytest.mark.skipif(
     len(CORES) < 2, reason=f"tensor parallelism needs 2 CPUs, one per rank; there is {len(CORES)}"
 )
 
 
-def ask_every_way(running: Engine) -> dict[str, list[Answer]]:
-    """Two prompts of the same documents, together; documents exact each time."""
+def documents_and_prompts(running: Engine) -> tuple[list[list[int]], list[list[int]]]:
     text = Prompts(running.vocab_size, seed=31)
     documents = [text.tokens(300), text.tokens(200)]
-    prompts = [text.around(documents[1], documents[0]), text.around(documents[0])]
+    return documents, [text.around(documents[1], documents[0]), text.around(documents[0])]
+
+
+def ask_every_way(running: Engine) -> dict[str, list[Answer]]:
+    """Two prompts of the same documents, together; documents exact each time."""
+    documents, prompts = documents_and_prompts(running)
     found = {}
     for way, options in WAYS.items():
         running.reset()
@@ -51,12 +58,38 @@ def ask_every_way(running: Engine) -> dict[str, list[Answer]]:
     return found
 
 
+class Breaking:
+    """What vLLM adds to its workers (`worker_extension_cls`)."""
+
+    def break_on_rank(self, rank: int, name: str) -> None:
+        """Let a function of ours raise on one rank, the first time only."""
+        if self.rank == rank:  # type: ignore[attr-defined]
+            patch = pytest.MonkeyPatch()
+
+            def raising(*args: Any, **kwargs: Any) -> Any:
+                patch.undo()
+                raise ArithmeticError(f"on purpose, in {name} on rank {rank}")
+
+            patch.setattr(f"vllm_segreuse.{name}", raising)
+
+
 def tensor_parallel_engine(answers: Path) -> None:
-    """Write the answers of an engine of two ranks, one core each."""
-    with engine("qwen3", dtype="float32", tensor_parallel_size=2) as running:
+    """Write the answers of an engine of two ranks, one core each; then break it for good."""
+    extension = f"{MODULE}.{Breaking.__name__}"
+    with engine(
+        "qwen3", dtype="float32", tensor_parallel_size=2, worker_extension_cls=extension
+    ) as running:
         found = ask_every_way(running)
-    plain = {way: [dataclasses.asdict(a) for a in given] for way, given in found.items()}
-    answers.write_text(json.dumps(plain))
+        documents, prompts = documents_and_prompts(running)
+        for rank in (0, 1):
+            running.reset()
+            running.ask(*documents, options=NAMESPACE, max_tokens=1)
+            running.llm.collective_rpc("break_on_rank", args=(rank, PREPARING))
+            found[f"broken {rank}"] = running.ask(*prompts, options=WAYS["shift"])
+        plain = {way: [dataclasses.asdict(a) for a in given] for way, given in found.items()}
+        answers.write_text(json.dumps(plain))
+        running.llm.collective_rpc("break_on_rank", args=(1, COMPUTING))
+        running.ask(*prompts, options=WAYS["shift"])
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +99,8 @@ def one_rank() -> dict[str, list[Answer]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Answer]], str]:
+    """Answers of two ranks, and all that the script wrote until its engine was broken."""
     path = tmp_path_factory.mktemp("tensor_parallel") / "answers.json"
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[1]}"}
     done = subprocess.run(
@@ -76,10 +110,16 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=540,
     )
     assert path.exists(), done.stdout[-6000:]
-    return {way: [_answer(a) for a in found] for way, found in json.loads(path.read_text()).items()}
+    answers = json.loads(path.read_text()).items()
+    return {way: [_answer(a) for a in found] for way, found in answers}, done.stdout
+
+
+@pytest.fixture(scope="module")
+def two_ranks(script: tuple[dict[str, list[Answer]], str]) -> dict[str, list[Answer]]:
+    return script[0]
 
 
 def _answer(fields: dict) -> Answer:
@@ -103,6 +143,27 @@ def test_28_two_ranks_answer_as_one(
     for two, one in zip(two_ranks[way], one_rank[way], strict=True):
         assert two.report == one.report
         assert_same(two, one, NOISE)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_27_an_error_before_the_ranks_met_computes_in_full(
+    rank: int, script: tuple[dict[str, list[Answer]], str], one_rank: dict[str, list[Answer]]
+) -> None:
+    answers, log = script
+    for broken, plain in zip(answers[f"broken {rank}"], one_rank["plain"], strict=True):
+        assert broken.report["reused_tokens"]
+        assert_same(broken, plain, NOISE)
+    assert f"on purpose, in {PREPARING} on rank {rank}" in log
+
+
+def test_27_an_error_after_that_stops_the_engine_with_its_reason(
+    script: tuple[dict[str, list[Answer]], str],
+) -> None:
+    """On the rank whose errors vLLM does not hear of; a script that hung had no log to show."""
+    _, log = script
+    assert "segment reuse failed between tensor-parallel ranks" in log
+    assert f"on purpose, in {COMPUTING} on rank 1" in log
+    assert "died unexpectedly" in log
 
 
 def test_the_comparison_can_fail(one_rank: dict[str, list[Answer]]) -> None:

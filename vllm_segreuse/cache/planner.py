@@ -16,6 +16,7 @@ read. Plans whose allocation failed are dropped by `take_plans` and made anew wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -26,6 +27,8 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
 from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan, reused_mask
 from vllm_segreuse.cache.rolling_hash import window_hashes
+
+logger = logging.getLogger("vllm.segreuse")
 
 _LOOKUPS_PER_STEP = 16  # at about 0.5 ms each for a long prompt
 
@@ -140,6 +143,7 @@ class Planner:
         on_match: Callable[[float], None],
     ) -> None:
         self.enabled = True
+        self.broken = False
         self._index = index
         self._pins = pins
         self._max_step_tokens = max_step_tokens
@@ -183,6 +187,17 @@ class Planner:
         if tracked is not None:
             tracked.bypass = tracked.reason = "error"
             tracked.donates = False
+
+    def break_down(self, where: str) -> None:
+        """An error occurred over what all requests share; call it where the error is handled.
+
+        Nothing is reused until everything was forgotten. Plans that vLLM has allocated blocks for
+        are still carried out.
+        """
+        self.broken = True
+        logger.exception(
+            "segment reuse failed in %s, and is off until the prefix cache is reset", where
+        )
 
     def decide(
         self,
@@ -237,14 +252,19 @@ class Planner:
         return stop - start
 
     def allocated(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> Report:
-        """vLLM gave the request its block table: it runs in this step, with its plan or without."""
+        """vLLM gave the request its block table: it runs in this step, with its plan or without.
+
+        vLLM counts on the plan from here on, so it is handed over before anything can fail.
+        """
         if self._pending.pop(tracked.request_id, None) is None:
             tracked.plan = None  # of an earlier admission; an error kept it from being replaced
-        plan, start, prompt = tracked.plan, tracked.start, len(tracked.tokens)
+        plan = tracked.plan
+        if plan is not None:
+            plan.block_ids = np.asarray(block_ids, dtype=np.int32)
+            self._ready.append(tracked)
+        start, prompt = tracked.start, len(tracked.tokens)
         if plan is None:
             return Report(start, 0, 0, prompt - start, 0, tracked.reason or "no_match")
-        plan.block_ids = np.asarray(block_ids, dtype=np.int32)
-        self._ready.append(tracked)
         return Report(
             start,
             plan.num_reused,
@@ -256,16 +276,21 @@ class Planner:
 
     def take_plans(self) -> list[ReusePlan]:
         """End of the scheduling step: the plans to carry out. Nothing stays pinned."""
+        plans = [t.plan for t in self._ready if t.plan is not None]
+        self._ready, self._closed = [], False
+        try:
+            self._end_step(plans)
+        except Exception:
+            self.break_down("the end of a step")
+        return plans
+
+    def _end_step(self, plans: list[ReusePlan]) -> None:
         for request_id in list(self._pending):
             self._drop(request_id)
-        plans = [t.plan for t in self._ready if t.plan is not None]
         for plan in plans:
             self._pins.unpin(plan.donor_blocks)
-        self._ready = []
         self._step_tokens = self._step_lookups = 0
-        self._closed = False
         self._index.begin_step()
-        return plans
 
     def donor_depths(self, tracked: TrackedRequest, first_block: int, count: int) -> IntArray:
         """Provenance depth of consecutive blocks of a request; -1 where a block may not donate.
@@ -291,6 +316,8 @@ class Planner:
     def _bypass_reason(self, tracked: TrackedRequest, available: int) -> str | None:
         if tracked.bypass is not None:
             return tracked.bypass
+        if self.broken:
+            return "error"
         if not self.enabled:
             return "disabled"
         if available < max(tracked.min_reused_tokens, self._index.block_size):

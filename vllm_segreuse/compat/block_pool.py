@@ -140,7 +140,7 @@ class SegmentBlockPool(BlockPool):
         if num_full_blocks * block_size > request.num_computed_tokens:
             # Named by a step that is being scheduled, not by the output of one that has left.
             self._fresh.update(b.block_id for b in blocks[num_cached_blocks:num_full_blocks])
-        if tracked is not None and tracked.donates:
+        if tracked is not None and tracked.donates and not self.planner.broken:
             try:
                 self._index_blocks(tracked, request, blocks, num_cached_blocks, num_full_blocks)
             except Exception:
@@ -149,7 +149,7 @@ class SegmentBlockPool(BlockPool):
 
     def index_prefix(self, tracked: TrackedRequest, request: Request, block_ids: list[int]) -> None:
         """Let a request's prefix hit donate in its own namespace, whoever computed it."""
-        if not tracked.donates:
+        if not tracked.donates or self.planner.broken:
             return
         missing = self.index.missing(tracked.namespace, np.asarray(block_ids, np.int32))
         if len(missing):
@@ -198,7 +198,11 @@ class SegmentBlockPool(BlockPool):
         super().free_blocks(ordered_blocks)
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
-        self.index.remove(block.block_id)
+        if not self.planner.broken:
+            try:
+                self.index.remove(block.block_id)
+            except Exception:
+                self.planner.break_down("the removal of a block")
         return super()._remove_cached_block_hashes(block)
 
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
@@ -210,6 +214,10 @@ class SegmentBlockPool(BlockPool):
         """Forget everything: exact names and segments alike."""
         done = super().reset_prefix_cache()
         if done:
-            self.index.clear()
             self._fresh.clear()
+            try:
+                self.index.clear()
+                self.planner.broken = False
+            except Exception:
+                self.planner.break_down("a reset")
         return done

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -26,13 +26,13 @@ class PassReport:
     """What one step's pass took, and the requests that had to be computed in full.
 
     Attributes:
-        align_s, sparse_s: seconds.
+        align_s, sparse_s: seconds of both halves.
         not_finite: requests whose pass met NaN or infinity.
     """
 
-    align_s: float = 0.0
-    sparse_s: float = 0.0
-    not_finite: list[str] = field(default_factory=list)
+    align_s: float
+    sparse_s: float
+    not_finite: list[str]
 
 
 class _Batch:
@@ -67,6 +67,18 @@ class _Batch:
         self.block_tables = tensor(tables)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Plans that are laid out and aligned, by program.
+
+    Attributes:
+        seconds: what that took.
+    """
+
+    batches: list[_Batch]
+    seconds: float
+
+
 class SparsePrefill:
     """Runs plans on the loaded model.
 
@@ -97,41 +109,50 @@ class SparsePrefill:
         self._max_wave_tokens = max_wave_tokens
         self._device = stack.attention[0].kv_cache.device
 
-    @torch.inference_mode()
     def run(self, plans: list[ReusePlan]) -> PassReport:
-        """Fill the KV of `[start, stop)` of every plan; plans with one program share passes.
+        """Fill the KV of `[start, stop)` of every plan; plans with one program share passes."""
+        return self.compute(self.prepare(plans))
 
-        A plan whose hidden states are not finite is computed again, in full: what it reused may be
-        the reason. Tensor-parallel ranks hold the same hidden states, so they agree on it.
-        """
-        report = PassReport()
+    @torch.inference_mode()
+    def prepare(self, plans: list[ReusePlan]) -> Prepared:
+        """All that needs no other tensor-parallel rank: lay the plans out, and align them."""
+        started = time.perf_counter()
 
         def program(plan: ReusePlan) -> tuple[int, bool]:
             return plan.recipe.dense_layers, plan.recipe.top_k > 0
 
-        with fast_norms():
-            spoilt: list[ReusePlan] = []
-            for _, group in groupby(sorted(plans, key=program), key=program):
-                spoilt += self._run_program(list(group), report)
-            if spoilt:
-                report.not_finite = [plan.request_id for plan in spoilt]
-                self._run_program([plan.in_full() for plan in spoilt], report)
-        return report
+        groups = [list(group) for _, group in groupby(sorted(plans, key=program), key=program)]
+        batches = [_Batch(group, self._block_size, self._device) for group in groups]
+        for group in groups:
+            copies = token_copies(group, self._block_size, self._device, skip_always=True)
+            self._aligner.align(copies, first_layer=group[0].recipe.dense_layers)
+        return Prepared(batches, time.perf_counter() - started)
 
-    def _run_program(self, plans: list[ReusePlan], report: PassReport) -> list[ReusePlan]:
-        """Run plans of one program; returns those whose hidden states are not finite."""
+    @torch.inference_mode()
+    def compute(self, prepared: Prepared) -> PassReport:
+        """Compute what prepared plans leave to be computed.
+
+        A plan whose hidden states are not finite is computed again, in full: what it reused may be
+        the reason. Tensor-parallel ranks hold the same hidden states, so they agree on it.
+        """
         started = time.perf_counter()
-        dense_layers = plans[0].recipe.dense_layers
-        copies = token_copies(plans, self._block_size, self._device, skip_always=True)
-        self._aligner.align(copies, first_layer=dense_layers)
-        aligned = time.perf_counter()
-        batch = _Batch(plans, self._block_size, self._device)
-        compute = self._compute_selected if plans[0].recipe.top_k else self._compute_fixed
-        active, state = compute(batch, dense_layers)
-        spoilt = [] if state is None else _not_finite(batch, active, state)
-        report.align_s += aligned - started
-        report.sparse_s += time.perf_counter() - aligned
-        return spoilt
+        with fast_norms():
+            spoilt = [plan for batch in prepared.batches for plan in self._compute(batch)]
+            if spoilt:
+                in_full = [plan.in_full() for plan in spoilt]
+                self._compute(_Batch(in_full, self._block_size, self._device))
+        return PassReport(
+            align_s=prepared.seconds,
+            sparse_s=time.perf_counter() - started,
+            not_finite=[plan.request_id for plan in spoilt],
+        )
+
+    def _compute(self, batch: _Batch) -> list[ReusePlan]:
+        """Run plans of one program; returns those whose hidden states are not finite."""
+        recipe = batch.plans[0].recipe
+        compute = self._compute_selected if recipe.top_k else self._compute_fixed
+        active, state = compute(batch, recipe.dense_layers)
+        return [] if state is None else _not_finite(batch, active, state)
 
     def _compute_fixed(
         self, batch: _Batch, dense_layers: int
