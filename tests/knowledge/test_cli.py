@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-segreuse kb` as people and scripts meet it: output, exit codes, texts of errors."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.knowledge.fake_server import TOKEN, FakeServer
+from vllm_segreuse.knowledge import cli, show
+from vllm_segreuse.knowledge.client import KnowledgeClient
+from vllm_segreuse.serve.cli import main as vllm_segreuse
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv(cli.URL_ENV, server.url)
+    monkeypatch.setenv(cli.TOKEN_ENV, TOKEN)
+    monkeypatch.setattr(cli, "POLL_S", 0)
+    return lambda *arguments, **options: CliRunner().invoke(
+        cli.app, [str(a) for a in arguments], **options
+    )
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.md").write_text("alpha beta gamma")
+    (folder / "sub" / "b.txt").write_text("one two")
+    (folder / "c.jsonl").write_text('{"text": "x y"}\n{"text": "z", "id": "last"}\n')
+    return folder
+
+
+def test_from_nothing_to_a_warm_base_and_back(run: Run, docs: Path) -> None:
+    created = run("create", "py", "--extra-key", "docs")
+    assert created.output == 'py: requests with extra_keys ["docs"] reuse its documents\n'
+    added = run("add", "py", docs)
+    assert (added.exit_code, added.output) == (0, "py: 4 documents, 8 tokens (4 warm)\n")
+    [row] = json.loads(run("ls", "--json").output)
+    assert (row["name"], row["documents"]["warm"], row["tokens"]) == ("py", 4, 8)
+    listed = json.loads(run("ls", "py", "--json").output)
+    assert [d["id"] for d in listed] == ["a.md", "c.jsonl#1", "last", "sub/b.txt"]
+    assert "docs" in run("ls").output
+    assert "sub/b.txt" in run("ls", "py").output
+    assert run("rm", "py", "sub/b.txt", "last").exit_code == 0
+    assert [d["id"] for d in json.loads(run("ls", "py", "--json").output)] == ["a.md", "c.jsonl#1"]
+    assert run("rm", "py", "--yes").exit_code == 0
+    assert json.loads(run("ls", "--json").output) == []
+
+
+def test_adding_again_replaces_what_changed(run: Run, docs: Path, server: FakeServer) -> None:
+    run("create", "py")
+    run("add", "py", docs)
+    (docs / "a.md").write_text("alpha")
+    added = json.loads(run("add", "py", docs, "--no-wait", "--json").output)
+    assert added["problems"] == []
+    states = {d["id"]: (d["status"], d["tokens"]) for d in added["documents"]}
+    assert states.pop("a.md") == ("warming", 1)
+    assert {status for status, _ in states.values()} == {"warm"}
+
+
+def test_a_bad_file_does_not_stop_the_others(run: Run, docs: Path) -> None:
+    run("create", "py")
+    (docs / "bad.txt").write_bytes(b"\xff\xfe")
+    (docs / "fails.md").write_text("FAIL")
+    (docs / "second.jsonl").write_text('{"text": "x", "id": "last"}\n{"text": "y"}\n')
+    added = run("add", "py", docs, "--json")
+    assert added.exit_code == 1
+    answer = json.loads(added.stdout)
+    assert [d["id"] for d in answer["documents"]] == [
+        "a.md", "c.jsonl#1", "fails.md", "last", "second.jsonl#2", "sub/b.txt",
+    ]  # fmt: skip
+    assert answer["problems"] == [
+        f"{docs}/bad.txt is not UTF-8 (byte 0): convert it first",
+        f"{docs}/second.jsonl: the id 'last' is taken by {docs}/c.jsonl",
+        "fails.md: too long for this model",
+    ]
+    assert added.stderr.splitlines() == [f"vllm-segreuse kb: {p}" for p in answer["problems"]]
+
+
+def test_an_id_that_no_server_takes_is_a_problem_of_its_file(run: Run, tmp_path: Path) -> None:
+    run("create", "py")
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": "x", "id": "long" * 999}) + '\n{"text": "y", "id": "ok"}')
+    added = run("add", "py", file)
+    assert added.exit_code == 1
+    assert added.stdout == "py: 1 document, 1 tokens (1 warm)\n"
+    assert f"{file}: id: must be 1 to 512 bytes" in added.stderr
+    assert len(added.stderr) < 400
+
+
+def test_warm_computes_what_is_cold(run: Run, docs: Path, server: FakeServer) -> None:
+    run("create", "py")
+    run("add", "py", docs)
+    for document in server.documents["py"].values():
+        document.status = "cold"
+    assert run("warm", "py", "a.md").output == "py: 1 document, 3 tokens (1 warm)\n"
+    assert (
+        run("warm", "py", "--no-wait").output == "py: 4 documents, 8 tokens (1 warm, 3 warming)\n"
+    )
+    server.texts["py", "last"] = "FAIL"
+    failed = run("warm", "py")
+    assert failed.exit_code == 1
+    assert "last: too long for this model" in failed.stderr
+
+
+def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
+    run("create", "py")
+    run("add", "py", docs)
+    assert json.loads(run("stats", "--json").output)["documents"]["warm"] == 4
+    text = run("stats").output
+    assert "250  of 1,000 (25.0%) are frozen; 16 tokens each" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "complaint"),
+    [
+        (["ls", "nothing"], 1, "there is no knowledge base 'nothing'"),
+        (["add", "py", "no-such-file.txt"], 1, "no-such-file.txt does not exist"),
+        (["add", "nothing", "x.txt"], 1, "there is no knowledge base 'nothing'"),
+        (["create", "py", "--extra-key", "other"], 1, "'py' exists and is different"),
+        (["rm", "py", "nothing"], 1, "'py' has no document 'nothing'"),
+        (["ls", "--token", "wrong"], 1, "this is not the admin token"),
+        (["ls", "--url", "http://127.0.0.1:9"], 3, "cannot be reached"),
+        (["ls", "--url", "localhost:8000"], 2, "must begin with http"),
+        (["create", "a b"], 2, "must be 1 to 128 letters"),
+        (["rm", "py", ".."], 2, "must have no"),
+        (["rm", "py"], 2, "needs --yes"),
+        (["lss"], 2, "No such command"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_one_sentence(
+    run: Run, arguments: list[str], status: int, complaint: str
+) -> None:
+    run("create", "py")
+    result = run(*arguments)
+    assert result.exit_code == status
+    # The boxes of usage errors break lines.
+    assert complaint in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_nothing_is_read_before_the_base_is_there(run: Run, docs: Path) -> None:
+    (docs / "a.md").chmod(0)
+    assert "there is no knowledge base" in run("add", "py", docs).stderr
+
+
+def test_a_full_pool_says_so_and_keeps_what_was_stored(
+    run: Run, tmp_path: Path, server: FakeServer
+) -> None:
+    server.room_documents = 100
+    run("create", "py")
+    file = tmp_path / "many.jsonl"
+    file.write_text('{"text": "x"}\n' * 150)
+    added = run("add", "py", file)
+    assert added.exit_code == 1
+    assert added.stderr == "vllm-segreuse kb: there is room for 0 more blocks\n"
+    assert len(server.documents["py"]) == 100
+
+
+def test_without_a_token_the_option_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cli.TOKEN_ENV)
+    result = run("ls")
+    assert result.exit_code == 2
+    assert "Missing option '--token'" in result.stderr
+
+
+def test_a_token_is_never_shown(run: Run) -> None:
+    assert TOKEN not in run("ls", "--help").output
+    assert TOKEN not in run("ls", "nothing").output
+
+
+def test_removing_a_base_asks_a_person(
+    run: Run, client: KnowledgeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.create("py")
+    monkeypatch.setattr(cli, "_is_terminal", lambda: True)
+    assert run("rm", "py", input="n\n").exit_code == 1
+    assert client.base("py").name == "py"
+    assert run("rm", "py", input="y\n").exit_code == 0
+    assert list(client.bases()) == []
+
+
+def test_the_environment_names_what_the_server_reads() -> None:
+    # Read, not imported: that takes seconds, since vLLM comes with it.
+    routes = Path(cli.__file__).parents[1] / "serve" / "routes.py"
+    assert f'ADMIN_TOKEN_ENV = "{cli.TOKEN_ENV}"' in routes.read_text()
+
+
+def test_it_is_part_of_the_command(
+    run: Run, client: KnowledgeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.create("py")
+    with pytest.raises(SystemExit) as ended:
+        vllm_segreuse(["kb", "ls", "--json"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "py"
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm_segreuse.knowledge.cli")
+    monkeypatch.delattr("vllm_segreuse.knowledge.cli")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'vllm-segreuse\[kb\]'"):
+        vllm_segreuse(["kb", "ls"])
+
+
+def test_times_are_told_in_the_largest_unit(client: KnowledgeClient, run: Run, docs: Path) -> None:
+    client.create("py")
+    run("add", "py", docs)
+    now = datetime.now(UTC)
+    ages = [None, timedelta(seconds=5), timedelta(minutes=61), timedelta(days=3)]
+    rows = [
+        document.model_copy(update={"last_used": None if age is None else now - age})
+        for document, age in zip(client.documents("py"), ages, strict=True)
+    ]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(show.documents(rows, now))
+    text = console.export_text()
+    assert all(age in text for age in ("never", "5 s ago", "1 h ago", "3 d ago"))
