@@ -25,7 +25,7 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
         moves: which tokens go where.
     """
     for layer in pages:
-        moved = [_read(layer, part.strides, moves.sources) for part in parts]
+        moved = [read_tokens(layer, part.strides, moves.sources) for part in parts]
         for part, tokens in zip(parts, moved, strict=True):
             if part.rotation is not None:
                 tokens = rotate(
@@ -149,7 +149,7 @@ def token_scores(
     return mass
 
 
-def _read(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor) -> torch.Tensor:
+def read_tokens(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor) -> torch.Tensor:
     """Tokens `[tokens, heads, head_size]` at the given slots."""
     # Whole pages are gathered (one memcpy each) and unpacked at once; picking single tokens out of
     # tiled pages would be a strided read per element.

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-POLICIES = ("shift", "sparsex")
+POLICIES = ("shift", "epic", "cacheblend", "sparsex", "prophet", "trace")
 """Names of the policies a server or a request may choose."""
 
 EXTRA_KEYS = "extra_keys"

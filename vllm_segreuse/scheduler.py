@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
-from vllm_segreuse.cache.plan import BoolArray, Recipe, ReusePlan
+from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan
 from vllm_segreuse.cache.planner import Planner, Report, TrackedRequest
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
@@ -158,6 +158,8 @@ class SchedulerSide:
         if tracked is None:
             return
         report = self._planner.allocated(tracked, block_ids)
+        if tracked.plan is not None:
+            report = report._replace(computed_share=self._computed_share(tracked.plan))
         hit_blocks = block_ids[: report.prefix_tokens // self._block_size]
         self._pool.index_prefix(tracked, request, hit_blocks)
         if request.num_preemptions:
@@ -215,10 +217,11 @@ class SchedulerSide:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _recipe(self, options: RequestOptions, reused: BoolArray) -> Recipe:
+    def _recipe(self, options: RequestOptions, reused: BoolArray, segments: IntArray) -> Recipe:
         return POLICIES[options.policy](
             Situation(
                 reused=reused,
+                segments=segments,
                 block_size=self._block_size,
                 num_layers=self._num_layers,
                 recompute_ratio=options.recompute_ratio,
@@ -226,6 +229,10 @@ class SchedulerSide:
                 overflow_tokens=options.overflow_tokens,
             )
         )
+
+    def _computed_share(self, plan: ReusePlan) -> float:
+        computed = plan.layer_tokens(self._num_layers) + self._num_layers  # vLLM's own last token
+        return round(computed / ((plan.num_tokens + 1) * self._num_layers), 4)
 
     def _count(self, report: Report) -> None:
         self._stats.count_tokens("prefix", report.prefix_tokens)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_segreuse.cache import planner as planner_module
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.plan import BoolArray, Recipe, ReusePlan
+from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan
 from vllm_segreuse.cache.planner import Planner, PrefixState, Report, TrackedRequest
 
 SIZE = 4  # tokens per block
@@ -48,19 +48,19 @@ class Pins:
         return sorted(self.held.elements())
 
 
-def new_only(reused: BoolArray) -> Recipe:
+def new_only(reused: BoolArray, _: IntArray) -> Recipe:
     return Recipe(~reused, 0, 0, np.zeros_like(reused))
 
 
-def everything(reused: BoolArray) -> Recipe:
+def everything(reused: BoolArray, _: IntArray) -> Recipe:
     return Recipe(np.ones_like(reused), 0, 0, ~reused)
 
 
-def half_by_score(reused: BoolArray) -> Recipe:
+def half_by_score(reused: BoolArray, _: IntArray) -> Recipe:
     return Recipe(~reused, 0, int(reused.sum()) // 2, ~reused)
 
 
-def dense(reused: BoolArray) -> Recipe:
+def dense(reused: BoolArray, _: IntArray) -> Recipe:
     return Recipe(~reused, 1, 1, ~reused)
 
 
@@ -483,7 +483,7 @@ def test_tokens_chosen_by_score_do_not_donate_unless_all_are_chosen(world, docum
     assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
     world.planner.take_plans()
 
-    def all_by_score(reused: BoolArray) -> Recipe:
+    def all_by_score(reused: BoolArray, _: IntArray) -> Recipe:
         return Recipe(~reused, 0, int(reused.sum()), ~reused)
 
     tracked = world.request(prompt, make_recipe=all_by_score)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_segreuse import config
-from vllm_segreuse.cache.plan import Recipe
+from vllm_segreuse.cache.plan import Recipe, Score
 from vllm_segreuse.policies import POLICIES, Situation
 
 TAIL = 64
@@ -32,7 +32,9 @@ def situation(reused: list[bool], **options) -> Situation:
         "dense_layers": 0,
         "overflow_tokens": None,
     }
-    return Situation(reused=np.array(reused, np.bool_), **defaults | options)
+    mask = np.array(reused, np.bool_)
+    starts = np.flatnonzero(mask & ~np.append(False, mask[:-1])).astype(np.int32)
+    return Situation(reused=mask, **{"segments": starts} | defaults | options)
 
 
 def shift(given: Situation) -> Recipe:
@@ -85,8 +87,8 @@ def test_every_recipe_can_be_carried_out(given):
         assert 0 <= recipe.dense_layers <= given.num_layers
         assert recipe.always.shape == recipe.probes.shape == given.reused.shape
         assert recipe.always.dtype == recipe.probes.dtype == np.bool_
-        # Scores need a query, and it must be there when the boundary layer has been computed.
-        assert recipe.probes.any() or not recipe.top_k
+        # Attention needs a query, and it must be there when the boundary layer has been computed.
+        assert recipe.probes.any() or not recipe.top_k or recipe.score is Score.DEVIATION
         assert recipe.always[recipe.probes].all()
     assert (given.reused == before).all()
 

@@ -4,12 +4,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
+
+
+class Score(Enum):
+    """What the `top_k` tokens of a recipe are chosen by."""
+
+    ATTENTION = "the attention that the probes pay them at the boundary layer"
+    DEVIATION = "how far keys and values at the boundary layer are from the reused ones"
+    TRACE = "the attention that the probes, and then the tokens chosen, pay them at every layer"
 
 
 @dataclass(frozen=True)
@@ -22,12 +31,17 @@ class Recipe:
         top_k: reused tokens outside `always` that are recomputed from layer `dense_layers` on,
             chosen by their score once the scores are known.
         probes: bool `[stop - start]`: tokens whose queries give the scores.
+        score: what the choice goes by.
+        rounds: with `Score.TRACE`: rounds in which equal parts of `top_k` are chosen; the tokens
+            chosen in one round are the probes of the next.
     """
 
     always: BoolArray
     dense_layers: int
     top_k: int
     probes: BoolArray
+    score: Score = Score.ATTENTION
+    rounds: int = 1
 
 
 @dataclass
@@ -82,12 +96,41 @@ class ReusePlan:
         none = np.zeros_like(all_tokens)
         return replace(self, recipe=Recipe(all_tokens, dense_layers=0, top_k=0, probes=none))
 
+    def layer_tokens(self, num_layers: int) -> int:
+        """Tokens computed, summed over the layers: the work of the pass.
+
+        A trace computes probes one by one at all layers but the last, and then all together.
+        """
+        recipe = self.recipe
+        always = int(recipe.always.sum())
+        work = recipe.dense_layers * self.num_tokens
+        work += (num_layers - recipe.dense_layers) * (always + recipe.top_k)
+        if recipe.score is Score.TRACE and recipe.top_k:
+            probed = recipe.top_k * (recipe.rounds - 1) // recipe.rounds
+            work += (num_layers - 1) * (int(recipe.probes.sum()) + probed)
+        return work
+
     @property
     def active_tokens(self) -> int:
         """Most tokens any layer of the pass computes."""
         if self.recipe.dense_layers:
             return self.num_tokens
         return int(self.recipe.always.sum()) + self.recipe.top_k
+
+
+def segment_starts(pieces: IntArray, start: int) -> IntArray:
+    """Where, counted from `start`, reused tokens begin that did not follow each other before.
+
+    Args:
+        pieces: see `ReusePlan`.
+        start: first position of the plan.
+    """
+    destination, length, _, _, position = pieces.T
+    follows = np.zeros(len(pieces), dtype=np.bool_)
+    follows[1:] = (destination[:-1] + length[:-1] == destination[1:]) & (
+        destination[:-1] - position[:-1] == destination[1:] - position[1:]
+    )
+    return np.asarray(destination[~follows] - start, dtype=np.int32)
 
 
 def reused_mask(pieces: IntArray, start: int, stop: int) -> BoolArray:

@@ -25,7 +25,14 @@ import numpy as np
 
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
-from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan, reused_mask
+from vllm_segreuse.cache.plan import (
+    BoolArray,
+    IntArray,
+    Recipe,
+    ReusePlan,
+    reused_mask,
+    segment_starts,
+)
 from vllm_segreuse.cache.rolling_hash import window_hashes
 
 logger = logging.getLogger("vllm.segreuse")
@@ -47,7 +54,10 @@ class BlockPins(Protocol):
 
 
 class Report(NamedTuple):
-    """Outcome of one request's admission; prefix + reused + new = prompt."""
+    """Outcome of one request's admission; prefix + reused + new = prompt.
+
+    `computed_share` is the work: what is computed of (token, layer) pairs behind the prefix.
+    """
 
     prefix_tokens: int
     reused_tokens: int
@@ -55,6 +65,7 @@ class Report(NamedTuple):
     new_tokens: int
     matches: int
     bypass_reason: str | None
+    computed_share: float = 1.0
 
 
 class PrefixState(NamedTuple):
@@ -82,7 +93,8 @@ class TrackedRequest:
     Attributes:
         namespace: interned namespace of the index.
         min_reused_tokens: below this many reusable tokens the request runs without reuse.
-        make_recipe: the request's policy with its options bound.
+        make_recipe: the request's policy with its options bound; takes the mask of reused tokens
+            and where segments begin.
         tokens: int32, all tokens known so far.
         policy: name of the policy, for the report.
         bypass: reason why this request never reuses, or None.
@@ -96,7 +108,7 @@ class TrackedRequest:
     request_id: str
     namespace: int
     min_reused_tokens: int
-    make_recipe: Callable[[BoolArray], Recipe]
+    make_recipe: Callable[[BoolArray, IntArray], Recipe]
     tokens: IntArray
     policy: str = ""
     bypass: str | None = None
@@ -343,7 +355,9 @@ class Planner:
 
     @staticmethod
     def _make_plan(tracked: TrackedRequest, matches: Matches, start: int, stop: int) -> ReusePlan:
-        recipe = tracked.make_recipe(reused_mask(matches.pieces, start, stop))
+        recipe = tracked.make_recipe(
+            reused_mask(matches.pieces, start, stop), segment_starts(matches.pieces, start)
+        )
         return ReusePlan(
             request_id=tracked.request_id,
             start=start,

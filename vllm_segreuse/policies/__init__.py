@@ -7,9 +7,16 @@ A policy runs in the scheduler process and is free of torch: it turns what is kn
 
 from __future__ import annotations
 
-from vllm_segreuse.policies import shift, sparsex
+from vllm_segreuse.policies import cacheblend, epic, prophet, shift, sparsex, trace
 from vllm_segreuse.policies.base import Policy, Situation
 
-POLICIES: dict[str, Policy] = {"shift": shift.recipe, "sparsex": sparsex.recipe}
+POLICIES: dict[str, Policy] = {
+    "shift": shift.recipe,
+    "epic": epic.recipe,
+    "cacheblend": cacheblend.recipe,
+    "sparsex": sparsex.recipe,
+    "prophet": prophet.recipe,
+    "trace": trace.recipe,
+}
 
 __all__ = ["POLICIES", "Policy", "Situation"]

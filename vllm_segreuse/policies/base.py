@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_segreuse.cache.plan import BoolArray, Recipe
+from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Situation:
     Attributes:
         reused: bool `[tokens]`: tokens behind the prefix hit whose KV is copied. The prompt's last
             token is not among them: vLLM itself computes that one.
+        segments: where reused segments begin: tokens that did not follow each other before.
         block_size: tokens per KV block.
         num_layers: decoder layers of the model.
         recompute_ratio: share of the reused tokens to choose by score, 0..1.
@@ -24,6 +25,7 @@ class Situation:
     """
 
     reused: BoolArray
+    segments: IntArray
     block_size: int
     num_layers: int
     recompute_ratio: float
@@ -36,6 +38,11 @@ class Situation:
         if 0 < self.dense_layers < 1:
             return min(max(1, round(self.dense_layers * self.num_layers)), self.num_layers)
         return min(int(self.dense_layers), self.num_layers)
+
+    @property
+    def wanted(self) -> int:
+        """Tokens that `recompute_ratio` asks for."""
+        return round(self.recompute_ratio * int(self.reused.sum()))
 
 
 Policy = Callable[[Situation], Recipe]

@@ -36,8 +36,7 @@ def recipe(situation: Situation) -> Recipe:
     if reused[tail].all():
         always[tail] = True
         probes[tail] = True
-    wanted = round(situation.recompute_ratio * int(reused.sum()))
-    top_k = min(wanted, int((~always).sum()))
+    top_k = min(situation.wanted, int((~always).sum()))
     return Recipe(always, situation.num_dense_layers, top_k, probes)
 
 

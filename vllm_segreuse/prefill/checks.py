@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_segreuse.cache.plan import Recipe, ReusePlan
+from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.kernels import dispatch
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill import rope
@@ -27,6 +27,7 @@ from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.fast_norms import fast_norms
 from vllm_segreuse.prefill.kv_layout import LayoutError, discover_layout
 from vllm_segreuse.prefill.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.prefill.programs import Layers
 from vllm_segreuse.prefill.rope import DeltaRope, RopeError
 from vllm_segreuse.prefill.rows import RowBuilder, TokenTable
 from vllm_segreuse.prefill.supported import RefusedError
@@ -73,14 +74,14 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         ropes = proof.ropes()
         kernels = dispatch.choose(first.kv_cache.device, first.kv_cache.dtype, layouts[0])
         aligner = Aligner(stack.attention, layouts, ropes, kernels.align)
-        prefill = SparsePrefill(
+        layers = Layers(
             stack,
             layouts,
-            aligner,
             PassAttention(rows, stack.attention, layouts, kernels),
             kernels.token_scores,
             vllm_config.scheduler_config.max_num_batched_tokens,
         )
+        prefill = SparsePrefill(layers, aligner)
         proof.moves(aligner, layouts, ropes)
         return Runtime(prefill, proof.sparse_pass(prefill), kernels.description)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
@@ -264,15 +265,17 @@ class _Proof:
         positions = np.arange(count)
         worst = 0.0
         # Short stretches are scattered queries, long ones are rows (`attention.py`).
-        for stretch, dense_layers, top_k in (
-            (7, 0, 0),
-            (20, 0, 0),
-            (7, 0, 9),
-            (7, 1, 9),
-            (7, len(self._stack), 0),
+        for stretch, dense_layers, top_k, score in (
+            (7, 0, 0, Score.ATTENTION),
+            (20, 0, 0, Score.ATTENTION),
+            (7, 0, 9, Score.ATTENTION),
+            (7, 1, 9, Score.ATTENTION),
+            (7, len(self._stack), 0, Score.ATTENTION),
+            (7, 1, 9, Score.DEVIATION),
+            (7, 0, 9, Score.TRACE),
         ):
             reused = (positions // stretch) % 2 == 1
-            recipe = Recipe(~reused, dense_layers, top_k, probes=~reused)
+            recipe = Recipe(~reused, dense_layers, top_k, ~reused, score, rounds=2)
             for block in self._copy:
                 for layer in self._stack.attention:
                     flat_pages(layer.kv_cache)[block].zero_()

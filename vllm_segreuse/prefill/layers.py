@@ -37,6 +37,12 @@ class LayerState:
             self.hidden_states[index], None if self.residual is None else self.residual[index]
         )
 
+    def clone(self) -> LayerState:
+        """A copy, for who needs the state once more: layers change theirs in place."""
+        return LayerState(
+            self.hidden_states.clone(), None if self.residual is None else self.residual.clone()
+        )
+
     @staticmethod
     def concatenate(states: list[LayerState]) -> LayerState:
         """Rows of several states, one after the other."""
@@ -139,14 +145,25 @@ class DecoderStack:
         All that a pass needs of the last layer: its output is nobody's input.
         """
         attention = self.attention[index]
+        key, value = self.keys_and_values(index, positions, state)
+        attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
+
+    def keys_and_values(
+        self, index: int, positions: torch.Tensor, state: LayerState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[tokens, heads, head_size]` of a decoder layer; no page is written.
+
+        The state is spent: fused norms change it in place.
+        """
+        attention = self.attention[index]
+        caught: list[torch.Tensor] = []
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = self._attention_signature.bind(*args, **kwargs).arguments
-            key, value = (
+            caught.extend(
                 given[name].view(-1, attention.num_kv_heads, attention.head_size)
                 for name in ("key", "value")
             )
-            attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
             raise _KeysReady
 
         handle = attention.register_forward_pre_hook(stop, with_kwargs=True)
@@ -156,6 +173,8 @@ class DecoderStack:
             pass
         finally:
             handle.remove()
+        key, value = caught
+        return key, value
 
     @contextmanager
     def capture_queries(self, layer_index: int) -> Iterator[list[torch.Tensor]]:

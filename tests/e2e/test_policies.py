@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every policy on the real engine: it computes what its report says, and right when it computes
+everything."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.engine import NAMESPACE, Engine, engine
+from tests.e2e.test_equality import assert_same, prompts_for
+from vllm_segreuse.config import POLICIES
+
+pytestmark = pytest.mark.e2e
+
+EVERYTHING = {"segreuse_recompute_ratio": 1.0}
+
+
+@pytest.fixture(scope="module")
+def reusing() -> Iterator[Engine]:
+    with engine("qwen3", segreuse={"max_provenance_depth": 0}, dtype="float32") as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def forgotten(reusing: Engine) -> None:
+    reusing.reset()
+
+
+def options(policy: str, **more: object) -> dict[str, object]:
+    return NAMESPACE | {"segreuse_policy": policy} | more
+
+
+@pytest.mark.parametrize("policy", ["epic", "cacheblend", "prophet", "trace"])
+def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) -> None:
+    documents, prompts = prompts_for(reusing.vocab_size)
+    reference = reusing.ask(*prompts)
+    reusing.reset()
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    for batch in (prompts[:1], prompts):
+        for ours, theirs in zip(
+            reusing.ask(*batch, options=options(policy, **EVERYTHING)), reference, strict=False
+        ):
+            assert ours.report["recomputed_tokens"] == ours.report["reused_tokens"] > 200
+            assert_same(ours, theirs, noise=2e-3)
+    reusing.check_idle()
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_reported_work_is_the_work_done(
+    reusing: Engine, policy: str, dense_layers: int
+) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    layers = get_kv_transfer_group()._prefill._layers
+    documents, (prompt, *_) = prompts_for(reusing.vocab_size)
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    run, computed = layers.layers, 0
+
+    def counting(first, last, tokens, *rest):
+        nonlocal computed
+        computed += (last - first) * len(tokens)
+        return run(first, last, tokens, *rest)
+
+    layers.layers = counting
+    try:
+        [answer] = reusing.ask(
+            prompt, options=options(policy, segreuse_dense_layers=dense_layers), max_tokens=1
+        )
+    finally:
+        del layers.layers
+    behind = len(prompt) - answer.report["prefix_tokens"]
+    expected = (computed + len(layers)) / (behind * len(layers))
+    assert answer.report["computed_share"] == pytest.approx(expected, abs=1e-4)
+    assert answer.report["computed_share"] < 1

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer programs choose by what they say they choose by, on layers whose numbers are known."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.layers import LayerState
+from vllm_segreuse.prefill.programs import deviating, program_of, traced
+
+SIZE, HEADS, CHANNELS, LAYERS = 16, 2, 8, 3
+TOKENS = 48
+
+
+def half(number: int) -> TiledStrides:
+    """Keys (0) or values (1) of a page `[2, HEADS, SIZE, CHANNELS]`."""
+    head = SIZE * CHANNELS
+    offset = number * HEADS * head
+    return TiledStrides(
+        (HEADS, SIZE, CHANNELS), offset, head, SIZE, head, CHANNELS, CHANNELS, CHANNELS, 1
+    )
+
+
+def plan(new: list[int], top_k: int, score: Score, rounds: int = 1, first: int = 0) -> ReusePlan:
+    """A plan of `TOKENS` tokens of which all but `new` are reused."""
+    always = np.zeros(TOKENS, bool)
+    always[new] = True
+    dense_layers = 1 if score is Score.DEVIATION else 0
+    recipe = Recipe(always, dense_layers, top_k, always.copy(), score, rounds)
+    blocks = np.arange(first, first + TOKENS // SIZE, dtype=np.int32)
+    pieces = np.empty((0, 5), np.int32)
+    return ReusePlan("r", 0, TOKENS, np.zeros(TOKENS, np.int32), pieces, recipe, [], 0, blocks)
+
+
+class Known:
+    """`Layers` whose attention and whose keys and values are given.
+
+    Attributes:
+        attention: flat index of a probe -> flat indices of the tokens it attends to, best first.
+        computed: keys and values of the boundary layer.
+        ran: (first layer, last layer, tokens) of every run.
+    """
+
+    def __init__(self) -> None:
+        layout = PageLayout(half(0), half(1))
+        cache = torch.randn(2 * TOKENS // SIZE, 2, HEADS, SIZE, CHANNELS)
+        self.layouts = [layout] * LAYERS
+        self.attention: dict[int, list[int]] = {}
+        layer = SimpleNamespace(kv_cache=cache)
+        self.stack = SimpleNamespace(
+            attention=[layer] * LAYERS,
+            capture_queries=self._capture,
+            keys_and_values=lambda *_: self.computed,
+        )
+        pages = flat_pages(cache)
+        self.computed = (layout.keys.tokens(pages), layout.values.tokens(pages))
+        self.ran: list[tuple[int, int, list[int]]] = []
+
+    def __len__(self) -> int:
+        return LAYERS
+
+    def layers(self, first: int, last: int, tokens, state, batch) -> LayerState:
+        self.ran.append((first, last, tokens.slots.tolist()))
+        return LayerState(torch.zeros(len(tokens), 4), None)
+
+    def attention_paid(self, batch, layer, probed, queries) -> list[torch.Tensor]:
+        mass = torch.zeros(len(batch.tokens))
+        for probe in probed.tolist():
+            for rank, target in enumerate(self.attention.get(probe, [])):
+                mass[target] += 1 / (1 + rank)
+        return list(batch.split(mass))
+
+    @contextmanager
+    def _capture(self, _: int) -> Iterator[list[torch.Tensor]]:
+        yield [torch.zeros(0, HEADS, CHANNELS)]
+
+
+def batch_of(*plans: ReusePlan) -> Batch:
+    return Batch(list(plans), SIZE, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_segreuse.prefill import selection
+
+    monkeypatch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+
+
+def test_deviation_picks_the_tokens_whose_keys_or_values_moved_most() -> None:
+    layers = Known()
+    keys, values = (part.clone() for part in layers.computed)
+    keys[7] += 1.0
+    values[30] -= 2.0
+    keys[40] += 0.1
+    values[47] += 9.0  # new: it is computed anyway, and must not take a place
+    layers.computed = (keys[:TOKENS], values[:TOKENS])
+    active, _ = deviating(layers, batch_of(plan([46, 47], 2, Score.DEVIATION)))
+    assert active.tolist() == [7, 30, 46, 47]
+    assert layers.ran == [(0, 1, list(range(TOKENS))), (1, LAYERS, [7, 30, 46, 47])]
+
+
+def test_a_trace_follows_the_attention_of_what_it_chose() -> None:
+    layers = Known()
+    layers.attention = {47: [20, 3], 20: [9], 9: [5], 3: [1]}
+    active, _ = traced(layers, batch_of(plan([47], 3, Score.TRACE, rounds=3)))
+    assert active.tolist() == [5, 9, 20, 47]
+    probes = [(0, LAYERS - 1, [token]) for token in (47, 20, 9)]
+    assert layers.ran == [*probes, (0, LAYERS, [5, 9, 20, 47])]
+
+
+def test_one_round_sees_only_what_the_question_attends_to() -> None:
+    layers = Known()
+    layers.attention = {47: [20, 3], 20: [9], 9: [5]}
+    active, _ = traced(layers, batch_of(plan([47], 2, Score.TRACE)))
+    assert active.tolist() == [3, 20, 47]
+
+
+def test_plans_are_traced_side_by_side() -> None:
+    layers = Known()
+    layers.attention = {47: [20], 20: [9], TOKENS + 46: [TOKENS + 4], TOKENS + 4: [TOKENS + 2]}
+    batch = batch_of(
+        plan([47], 2, Score.TRACE, rounds=2), plan([46], 2, Score.TRACE, rounds=2, first=3)
+    )
+    active, _ = traced(layers, batch)
+    assert active.tolist() == [9, 20, 47, TOKENS + 2, TOKENS + 4, TOKENS + 46]
+
+
+def test_a_recipe_without_a_choice_needs_no_score() -> None:
+    for score in Score:
+        assert program_of(plan([47], 0, score).recipe).__name__ == "fixed"
+        assert program_of(plan([47], 1, score).recipe).__name__ != "fixed"

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`epic`: recompute the first tokens of every segment (EPIC's LegoLink, arXiv 2410.15332).
+
+A segment that was computed elsewhere took its own first tokens for the beginning of the text, and
+attends to them as to a sink; computed again, they lose that role. The choice needs no score.
+
+EPIC takes the same small number of tokens of every segment. Here it is `recompute_ratio` of the
+segment's tokens, so that methods can be compared at equal work. Overflow and dense layers are not
+part of the method, and these options have no effect.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_segreuse.cache.plan import Recipe
+from vllm_segreuse.policies.base import Situation
+
+
+def recipe(situation: Situation) -> Recipe:
+    """New tokens, and the beginning of each segment."""
+    reused = situation.reused
+    always = ~reused
+    # A segment ends where the next begins, or where reused tokens end.
+    ends = np.flatnonzero(reused & ~np.append(reused[1:], False)) + 1
+    borders = np.sort(np.concatenate([situation.segments[1:], ends]))
+    for first in situation.segments:
+        length = borders[np.searchsorted(borders, first, side="right")] - first
+        always[first : first + round(situation.recompute_ratio * int(length))] = True
+    return Recipe(always, dense_layers=0, top_k=0, probes=np.zeros_like(reused))

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer programs: which layers run on which tokens, and how tokens are chosen in between.
+
+Each is a loop around one primitive, *run layers [a, b) on these tokens* (`Layers.layers`), and one
+measure, the attention that queries pay to keys of the cache (`Layers.attention_paid`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from vllm_segreuse.cache.plan import Recipe, Score
+from vllm_segreuse.kernels.pages import PageLayout, flat_pages
+from vllm_segreuse.kernels.reference import read_tokens
+from vllm_segreuse.prefill.attention import PassAttention
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.layers import DecoderStack, LayerState
+from vllm_segreuse.prefill.rows import TokenTable
+
+Computed = tuple[torch.Tensor, LayerState | None]
+"""Flat indices of the tokens computed last, and what entered their last layer."""
+
+
+class Layers:
+    """Runs ranges of the model's layers on tokens of a batch.
+
+    Args:
+        stack: the model's decoder layers.
+        layouts: page layout of each layer.
+        attention: how the pass's queries attend.
+        token_scores: the kernel that scores reused tokens.
+        max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
+    """
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        layouts: list[PageLayout],
+        attention: PassAttention,
+        token_scores: Callable[..., torch.Tensor],
+        max_wave_tokens: int,
+    ) -> None:
+        self.stack = stack
+        self.layouts = layouts
+        self._attention = attention
+        self._token_scores = token_scores
+        self._max_wave_tokens = max_wave_tokens
+
+    def __len__(self) -> int:
+        return len(self.stack)
+
+    def layers(
+        self, first: int, last: int, tokens: TokenTable, state: LayerState | None, batch: Batch
+    ) -> LayerState:
+        """Run layers `[first, last)`, wave by wave in order of position.
+
+        Of the model's last layer only keys and values are computed: its output is nobody's input.
+        What is returned then is what entered it.
+        """
+        if first == last and state is not None:
+            return state
+        whole = min(last, len(self.stack) - 1)
+        outputs = []
+        for begin in range(0, len(tokens), self._max_wave_tokens):
+            part = slice(begin, begin + self._max_wave_tokens)
+            wave = tokens.take(part)
+            with self._attention.forward_context(wave, batch.block_tables):
+                if state is None:
+                    inputs = self.stack.embed(wave.token_ids, wave.positions)
+                else:
+                    inputs = state.take(part)
+                output = self.stack.run(first, whole, wave.positions, inputs)
+                if whole < last:
+                    self.stack.write_kv(whole, wave.positions, wave.slots, output)
+                outputs.append(output)
+        return LayerState.concatenate(outputs)
+
+    def attention_paid(
+        self, batch: Batch, layer: int, probed: torch.Tensor, queries: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Attention that queries pay, at one layer, to each token of their plan.
+
+        Args:
+            batch: the plans.
+            layer: whose keys, written by now, are attended to.
+            probed: flat indices of the queries' tokens, ascending.
+            queries: `[probed, heads, head_size]`.
+
+        Returns:
+            float32 `[tokens]` of each plan.
+        """
+        attention = self.stack.attention[layer]
+        pages, keys = flat_pages(attention.kv_cache), self.layouts[layer].keys
+        firsts = torch.searchsorted(probed, torch.from_numpy(batch.bounds).to(probed.device))
+        paid = []
+        for row, plan in enumerate(batch.plans):
+            mine = slice(int(firsts[row]), int(firsts[row + 1]))
+            mass = self._token_scores(
+                queries[mine],
+                probed[mine] - int(batch.bounds[row]) + plan.start,
+                pages,
+                keys,
+                batch.block_tables[row],
+                plan.stop,
+                attention.impl.scale,
+            )
+            paid.append(mass[plan.start :])
+        return paid
+
+
+def program_of(recipe: Recipe) -> Callable[[Layers, Batch], Computed]:
+    """The program that carries out recipes like this one."""
+    if not recipe.top_k:
+        return fixed
+    return {Score.ATTENTION: attended, Score.DEVIATION: deviating, Score.TRACE: traced}[
+        recipe.score
+    ]
+
+
+def fixed(layers: Layers, batch: Batch) -> Computed:
+    """No choice to make: the active tokens of every layer are known."""
+    dense_layers = batch.plans[0].recipe.dense_layers
+    active = batch.always.nonzero().flatten()
+    state = None
+    if dense_layers:
+        state = layers.layers(0, dense_layers, batch.tokens, None, batch).take(active)
+    if len(active):
+        tokens = batch.tokens.take(active)
+        state = layers.layers(dense_layers, len(layers), tokens, state, batch)
+    return active, state
+
+
+def attended(layers: Layers, batch: Batch) -> Computed:
+    """SparseX, algorithm 1: dense up to the boundary, score there, sparse from there on."""
+    dense_layers = batch.plans[0].recipe.dense_layers
+    boundary = max(dense_layers, 1)
+    always = batch.always.nonzero().flatten()
+    probed = torch.arange(len(batch.tokens), device=always.device) if dense_layers else always
+    with layers.stack.capture_queries(boundary - 1) as captured:
+        state = layers.layers(0, boundary, batch.tokens.take(probed), None, batch)
+    wanted = batch.probes[probed]
+    queries = torch.cat(captured)[wanted]
+    scores = layers.attention_paid(batch, boundary - 1, probed[wanted], queries)
+    chosen = batch.choose(_without(batch, scores, batch.always), _top_k(batch))
+    active = torch.cat([always, chosen]).sort().values
+    if dense_layers:
+        state = state.take(active)
+    else:
+        # Keys and values of the first layer depend on the token alone: what the new tokens read
+        # of the chosen ones there was exact already, so these may follow.
+        late = layers.layers(0, boundary, batch.tokens.take(chosen), None, batch)
+        order = torch.cat([always, chosen]).argsort()
+        state = LayerState.concatenate([state, late]).take(order)
+    tokens = batch.tokens.take(active)
+    return active, layers.layers(boundary, len(layers), tokens, state, batch)
+
+
+def deviating(layers: Layers, batch: Batch) -> Computed:
+    """CacheBlend: dense up to the boundary, compare keys and values there with the reused ones."""
+    boundary = batch.plans[0].recipe.dense_layers
+    state = layers.layers(0, boundary, batch.tokens, None, batch)
+    computed = layers.stack.keys_and_values(boundary, batch.tokens.positions, state.clone())
+    pages = flat_pages(layers.stack.attention[boundary].kv_cache)
+    layout = layers.layouts[boundary]
+    distance = torch.zeros(len(batch.tokens), device=pages.device)
+    for new, strides in zip(computed, (layout.keys, layout.values), strict=True):
+        held = read_tokens(pages, strides, batch.tokens.slots)
+        distance += (new.float() - held.float()).square().sum((1, 2))
+    scores = _without(batch, batch.split(distance), batch.always)
+    chosen = batch.choose(scores, _top_k(batch))
+    active = torch.cat([batch.always.nonzero().flatten(), chosen]).sort().values
+    tokens = batch.tokens.take(active)
+    return active, layers.layers(boundary, len(layers), tokens, state.take(active), batch)
+
+
+def traced(layers: Layers, batch: Batch) -> Computed:
+    """Rounds of probes through the layers, each choosing the next; then all of them together."""
+    known, probes = batch.always.clone(), batch.probes
+    rounds = batch.plans[0].recipe.rounds
+    for turn in range(rounds):
+        parts = [k * (turn + 1) // rounds - k * turn // rounds for k in _top_k(batch)]
+        chosen = batch.choose(_traced_scores(layers, batch, probes, known), parts)
+        probes = torch.zeros_like(known)
+        probes[chosen] = True
+        known[chosen] = True
+    active = known.nonzero().flatten()
+    return active, layers.layers(0, len(layers), batch.tokens.take(active), None, batch)
+
+
+def _traced_scores(
+    layers: Layers, batch: Batch, probes: torch.Tensor, known: torch.Tensor
+) -> list[torch.Tensor]:
+    """Attention that probes pay to each token of their plan, summed over all layers but the last,
+    whose queries a pass does not compute."""
+    probed = probes.nonzero().flatten()
+    last = len(layers) - 1
+    with ExitStack() as stack:
+        captured = [stack.enter_context(layers.stack.capture_queries(i)) for i in range(last)]
+        layers.layers(0, last, batch.tokens.take(probed), None, batch)
+    total = torch.zeros(len(batch.tokens), device=probed.device)
+    for layer, queries in enumerate(captured):
+        total += torch.cat(layers.attention_paid(batch, layer, probed, torch.cat(queries)))
+    return _without(batch, batch.split(total), known)
+
+
+def _top_k(batch: Batch) -> list[int]:
+    return [plan.recipe.top_k for plan in batch.plans]
+
+
+def _without(
+    batch: Batch, scores: list[torch.Tensor] | tuple[torch.Tensor, ...], excluded: torch.Tensor
+) -> list[torch.Tensor]:
+    """Scores, minus infinity where a token is no candidate."""
+    return [
+        part.masked_fill(out, float("-inf"))
+        for part, out in zip(scores, batch.split(excluded), strict=True)
+    ]
