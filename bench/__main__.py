@@ -14,6 +14,7 @@ SUITES = {
     "ttft": "time to the first token: full prefill against segment reuse",
     "lookup": "finding segments among 100,000 and 1,000,000 indexed blocks",
     "kernels": "alignment, sparse-query attention and token scores by themselves",
+    "quality": "what each policy loses against full prefill, and what it computes",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
 }
 
@@ -28,9 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--quick", action="store_true", help="a rough answer within 50 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
     args = parser.parse_args(argv)
 
     suite = cast(harness.Suite, importlib.import_module(f"bench.suites.{args.suite}"))
+    if args.html and not hasattr(suite, "write_html"):
+        parser.error(f"{args.suite} writes no page: --html is for quality")
     where = harness.environment() | {"quick": args.quick}
     started = time.monotonic()
     try:
@@ -42,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     harness.report(args.suite, where, result)
     if args.json:
         harness.write_json(args.json, args.suite, where, result)
+    if args.html:
+        suite.write_html(args.html, where, result)  # type: ignore[attr-defined]
     return 0
 
 

@@ -33,8 +33,14 @@ def prepare_environment(kv_space_gib: int) -> None:
 
 
 @contextlib.contextmanager
-def engine(model: Path, *, segreuse: bool, **options: Any) -> Iterator[Any]:
-    """A `vllm.LLM` with prefix caching, with or without segment reuse, gone after the block."""
+def engine(model: Path, *, segreuse: bool | Mapping[str, Any], **options: Any) -> Iterator[Any]:
+    """A `vllm.LLM` with prefix caching, with or without segment reuse, gone after the block.
+
+    Args:
+        model: folder of the model.
+        segreuse: whether segments are reused, or options for it.
+        options: arguments of `LLM`.
+    """
     from vllm import LLM
 
     from vllm_segreuse.compat import triton_dispatcher
@@ -44,7 +50,8 @@ def engine(model: Path, *, segreuse: bool, **options: Any) -> Iterator[Any]:
     if segreuse:
         from vllm_segreuse import kv_transfer_config
 
-        options["kv_transfer_config"] = kv_transfer_config()
+        given = {} if segreuse is True else dict(segreuse)
+        options["kv_transfer_config"] = kv_transfer_config(**given)
     llm = LLM(
         model=str(model),
         enable_prefix_caching=True,

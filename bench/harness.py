@@ -13,7 +13,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar, cast
 
@@ -27,7 +27,7 @@ class SuiteResult(TypedDict):
     """What a suite measured: one row per measurement, and the figures that matter."""
 
     rows: list[Row]
-    summary: dict[str, float]
+    summary: Mapping[str, float | str]
 
 
 class Suite(Protocol):

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each policy loses against full prefill, and what it computes, on the bundled model.
+
+Every example is asked in full and under every policy, on documents that were computed in other
+prompts: differences are paired. `best` is the policy with the highest mean over the four RULER
+tasks; of policies that do not differ from it (paired test, p >= 0.05), the one of least work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+
+from bench import harness
+from bench.harness import Row
+from bench.quality import statistics
+from bench.quality.engine import Arm, Lab, Outcome, divergence, lab_engine
+from bench.quality.tasks import RULER, TASKS, Example, example
+
+PROMPT_TOKENS = 2048
+SEED = 20260601
+
+FULL = Arm("full", None)
+ARMS = (
+    FULL,
+    Arm("shift", {"policy": "shift"}),
+    Arm("epic", {"policy": "epic", "recompute_ratio": 0.15}),
+    Arm("cacheblend", {"policy": "cacheblend", "recompute_ratio": 0.15}),
+    Arm("sparsex", {"policy": "sparsex", "dense_layers": 0, "recompute_ratio": 0.15}),
+    Arm("hybrid", {"policy": "sparsex", "dense_layers": 2, "recompute_ratio": 0.15}),
+    Arm("prophet", {"policy": "prophet", "recompute_ratio": 0.1}),
+    Arm("trace 3 %", {"policy": "trace", "recompute_ratio": 0.03}),
+    Arm("trace 6 %", {"policy": "trace", "recompute_ratio": 0.06}),
+)
+PUBLISHED = ("shift", "epic", "cacheblend", "sparsex", "hybrid", "prophet")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked: tasks, examples of each, and arms."""
+
+    tasks: tuple[str, ...]
+    samples: int
+    arms: tuple[Arm, ...]
+
+
+FULL_LOAD = Load(tuple(TASKS), 250, ARMS)
+QUICK_LOAD = Load(("vt",), 20, tuple(arm for arm in ARMS if arm.name != "prophet"))
+
+Results = dict[str, list[tuple[Example, dict[str, Outcome]]]]
+
+
+def run(quick: bool) -> harness.SuiteResult:
+    """Ask all examples (`quick`: 20 of one task)."""
+    load = QUICK_LOAD if quick else FULL_LOAD
+    with lab_engine() as lab:
+        results = ask_all(lab, load)
+    return {"rows": list(_rows(results, load.arms)), "summary": _summary(results, load)}
+
+
+def ask_all(lab: Lab, load: Load) -> Results:
+    """Outcomes by task; layouts of the prompt vary from plain to interleaved."""
+    results: Results = {task: [] for task in load.tasks}
+    steps = [(task, number) for number in range(load.samples) for task in load.tasks]
+    for task, number in harness.progress(steps, "examples"):
+        # An example depends on its task and number alone: any part of a run can be repeated.
+        rng = Random(f"{SEED} {task} {number}")
+        drawn = example(
+            task,
+            rng,
+            PROMPT_TOKENS,
+            question_first=number % 4 == 3,
+            interleaved=(0.0, 0.0, 0.5, 1.0)[number % 4],
+        )
+        results[task].append((drawn, lab.ask(drawn, list(load.arms))))
+    return results
+
+
+def _rows(results: Results, arms: Sequence[Arm]) -> Iterator[Row]:
+    for task, asked in results.items():
+        for arm in arms:
+            yield _row(task, arm, [outcomes for _, outcomes in asked])
+        by_kind = defaultdict(list)
+        for drawn, outcomes in asked:
+            by_kind[drawn.kind].append(outcomes)
+        if len(by_kind) > 1:
+            for kind in sorted(by_kind):
+                for arm in arms:
+                    yield _row(f"{task}, {kind}", arm, by_kind[kind])
+    if all(task in results for task in RULER):
+        pooled = [outcomes for task in RULER for _, outcomes in results[task]]
+        for arm in arms:
+            yield _row("RULER", arm, pooled)
+
+
+def _row(task: str, arm: Arm, outcomes: list[dict[str, Outcome]]) -> Row:
+    mine = [by_arm[arm.name] for by_arm in outcomes]
+    full = [by_arm[FULL.name] for by_arm in outcomes]
+    scores = [outcome.score for outcome in mine]
+    low, high = statistics.interval(scores)
+    return {
+        "task": task,
+        "policy": arm.name,
+        "samples": len(mine),
+        "accuracy": round(fmean(scores), 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "p_against_full": round(statistics.paired_p([o.score for o in full], scores), 4),
+        "first_token_kl": round(
+            fmean(divergence(a.first, b.first) for a, b in zip(full, mine, strict=True)), 5
+        ),
+        "top1_agreement": round(
+            fmean(_top(a) == _top(b) for a, b in zip(full, mine, strict=True)), 4
+        ),
+        "work": round(fmean(outcome.work for outcome in mine), 4),
+        "ttft_ms": round(median(outcome.ttft_ms for outcome in mine), 2),
+    }
+
+
+def _top(outcome: Outcome) -> int:
+    return max(outcome.first, key=outcome.first.__getitem__)
+
+
+def _summary(results: Results, load: Load) -> dict[str, float | str]:
+    tasks = [task for task in RULER if task in results]
+    asked = [outcomes for task in tasks for _, outcomes in results[task]]
+
+    def scores(arm: str) -> list[float]:
+        return [outcomes[arm].score for outcomes in asked]
+
+    def accuracy(arm: str) -> float:
+        return fmean(fmean(o[arm].score for _, o in results[task]) for task in tasks)
+
+    def work(arm: str) -> float:
+        return fmean(outcomes[arm].work for outcomes in asked)
+
+    names = [arm.name for arm in load.arms if arm is not FULL]
+    top = max(names, key=accuracy)
+    equals = [name for name in names if statistics.paired_p(scores(top), scores(name)) >= 0.05]
+    best = min(equals, key=work)
+    summary: dict[str, float | str] = {"full": round(accuracy(FULL.name), 4)}
+    summary |= {name: round(accuracy(name), 4) for name in names if name in PUBLISHED}
+    summary |= {
+        "best": round(accuracy(best), 4),
+        "best_policy": best,
+        "best_work": round(work(best), 4),
+        "hybrid_work": round(work("hybrid"), 4),
+        "p_best_against_hybrid": round(statistics.paired_p(scores(best), scores("hybrid")), 4),
+        "p_hybrid_against_sparsex": round(
+            statistics.paired_p(scores("hybrid"), scores("sparsex")), 4
+        ),
+        "samples_per_task": load.samples,
+    }
+    return summary
+
+
+def write_html(file: Path, where: dict[str, object], result: harness.SuiteResult) -> None:
+    """The run as one page: tables and plots."""
+    from bench.quality import page
+
+    with lab_engine() as lab:
+        drawn = example("vt", Random(f"{SEED} vt 0"), PROMPT_TOKENS)
+        computed = lab.computed_tokens(drawn, list(ARMS))
+    page.write(file, where, result, drawn, computed)
