@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever separates two requests, neither meets what the other left in the cache.
+
+Every dimension (extra keys, salt, adapter, its version, image, epoch of the model) against every
+way of finding KV, on vLLM's own KV cache manager without a model: who is like the one before finds
+it, who differs in that one dimension does not.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import count, permutations
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.scheduler import SchedulerSide
+from vllm_segreuse.serve.metrics import SegReuseStats
+
+SIZE = 4
+DOCUMENT = [*range(100, 132)]
+NEW_TEXT = [*range(200, 216)]
+
+
+@dataclass(frozen=True)
+class Who:
+    """All that separates one request from another."""
+
+    keys: tuple[str, ...] = ("keys",)
+    salt: str | None = None
+    lora: tuple[str, str] | None = None
+    image: str | None = None
+    epoch: int = 0
+
+
+DIMENSIONS: dict[str, tuple[Who, ...]] = {
+    "extra keys": (Who(), Who(keys=("other",)), Who(keys=("keys", "other"))),
+    "salt": (Who(), Who(salt="salt"), Who(salt="keys")),
+    "adapter": (Who(), Who(lora=("one", "/adapters/1")), Who(lora=("two", "/adapters/1"))),
+    "adapter version": (Who(lora=("one", "/adapters/1")), Who(lora=("one", "/adapters/1-new"))),
+    "image": (Who(), Who(image="a cat"), Who(image="a dog")),
+}
+
+SHARED = {("extra keys", "exact prefix")}
+"""vLLM's prefix cache is everybody's who sends no salt: extra keys name what may be moved."""
+
+NEVER = {("image", "segment"), ("image", "approximate prefix")}
+"""Prompts with images run without reuse."""
+
+
+class Found(NamedTuple):
+    """Tokens that a request did not compute: by vLLM's prefix cache, and by ours."""
+
+    prefix: int
+    reused: int
+
+
+class Cache:
+    """vLLM's KV cache manager with our scheduler's side; no model."""
+
+    def __init__(self) -> None:
+        init_none_hash(sha256)
+        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+        cache_config = KVCacheConfig(
+            num_blocks=256,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        self._manager = KVCacheManager(
+            cache_config, max_model_len=256, scheduler_block_size=SIZE, hash_block_size=SIZE
+        )
+        config: Any = SimpleNamespace(
+            lora_config=None,  # else all would be bypassed: what separates adapters is tested here
+            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4),
+            parallel_config=None,
+            cache_config=SimpleNamespace(block_size=SIZE),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+        )
+        self._side = SchedulerSide(config, SegReuseConfig(), self._manager, SegReuseStats())
+        self._ids = count()
+        self._epoch = 0
+
+    def ask(self, who: Who, tokens: list[int]) -> Found:
+        """One request from its arrival to its end."""
+        if who.epoch != self._epoch:
+            assert self._manager.reset_prefix_cache()  # as vLLM does when the weights change
+            self._epoch = who.epoch
+        request = self._request(who, tokens)
+        self._side.add(request)
+        blocks, hit, *_ = self._manager.get_computed_blocks(request)
+        supplied = self._side.match(request, hit)
+        assert supplied is not None
+        new = len(tokens) - hit - supplied
+        allocated = self._manager.allocate_slots(
+            request, new, hit, blocks, num_external_computed_tokens=supplied
+        )
+        assert allocated is not None
+        table = self._manager.get_block_ids(request.request_id)[0]
+        self._side.allocated(request, table)
+        self._side.take_plans()
+        report = self._side.finished(request)
+        assert report is not None
+        self._manager.free(request)
+        assert hit == report["prefix_tokens"]
+        return Found(hit, report["reused_tokens"])
+
+    def _request(self, who: Who, tokens: list[int]) -> Request:
+        place = PlaceholderRange(offset=0, length=SIZE)
+        options = {
+            "extra_keys": list(who.keys),
+            "segreuse_policy": "shift",
+            "segreuse_min_reused_tokens": SIZE,
+        }
+        return Request(
+            request_id=f"request {next(self._ids)}",
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1, extra_args=options),
+            pooling_params=None,
+            cache_salt=who.salt,
+            lora_request=LoRARequest(who.lora[0], 1, who.lora[1]) if who.lora else None,
+            mm_features=[MultiModalFeatureSpec(None, "image", who.image, place)]
+            if who.image
+            else None,
+            block_hasher=get_request_block_hasher(SIZE, sha256),
+        )
+
+
+def exact_prefix(before: Who, after: Who) -> int:
+    """Tokens of the document that vLLM's own prefix cache gives to the second request."""
+    cache = Cache()
+    cache.ask(before, DOCUMENT)
+    return cache.ask(after, [*DOCUMENT, 8]).prefix
+
+
+def segment(before: Who, after: Who) -> int:
+    """Tokens of the document that the second request reuses elsewhere."""
+    cache = Cache()
+    cache.ask(before, DOCUMENT)
+    found = cache.ask(after, [7, *DOCUMENT, 8])
+    assert found.prefix == 0
+    return found.reused
+
+
+def approximate_prefix(before: Who, after: Who) -> int:
+    """Tokens of a prompt of reused and new text that the same prompt takes from it, in place."""
+    cache = Cache()
+    cache.ask(before, DOCUMENT)
+    prompt = [7, *DOCUMENT, 8, 9, 10, *NEW_TEXT]
+    cache.ask(before, prompt)
+    found = cache.ask(after, [*prompt, 11])
+    assert found.prefix == 0 or before.image  # approximate blocks have no exact name
+    return found.reused
+
+
+KINDS = {
+    "exact prefix": exact_prefix,
+    "segment": segment,
+    "approximate prefix": approximate_prefix,
+}
+ALL = {
+    "exact prefix": len(DOCUMENT),
+    "segment": len(DOCUMENT),
+    "approximate prefix": len(DOCUMENT) + len(NEW_TEXT),
+}
+
+by_kind = pytest.mark.parametrize("kind", KINDS)
+by_dimension = pytest.mark.parametrize("dimension", DIMENSIONS)
+
+
+@by_kind
+@by_dimension
+def test_09_the_same_find_it(dimension: str, kind: str) -> None:
+    for who in DIMENSIONS[dimension]:
+        never = (dimension, kind) in NEVER and who.image
+        assert KINDS[kind](who, who) == (0 if never else ALL[kind])
+
+
+@by_kind
+@by_dimension
+def test_09_others_do_not(dimension: str, kind: str) -> None:
+    for before, after in permutations(DIMENSIONS[dimension], 2):
+        shared = (dimension, kind) in SHARED
+        assert KINDS[kind](before, after) == (ALL[kind] if shared else 0), (before, after)
+
+
+@by_kind
+def test_26_after_a_change_of_the_model_nothing_is_found(kind: str) -> None:
+    for who in {who for group in DIMENSIONS.values() for who in group}:
+        assert KINDS[kind](who, replace(who, epoch=1)) == 0
