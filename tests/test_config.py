@@ -29,6 +29,13 @@ def test_defaults_are_the_documented_ones() -> None:
         "min_reused_tokens": 128,
         "max_provenance_depth": 4,
         "enabled": True,
+        "frozen_share": 0.5,
+        "frozen_pressure": 0.9,
+        "frozen_returns": True,
+        "knowledge_path": None,
+        "knowledge_chunk_tokens": 2048,
+        "knowledge_body_bytes": 16777216,
+        "namespaces": None,
     }
 
 

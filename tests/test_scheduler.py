@@ -13,8 +13,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.scheduler import SchedulerSide
 from vllm_segreuse.serve.metrics import SegReuseStats
@@ -33,13 +34,15 @@ class World:
         self.pool: Any = BlockPool(64, enable_caching=True, hash_block_size=SIZE)
         config: Any = SimpleNamespace(
             lora_config=object() if lora else None,
-            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4),
+            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=64),
             parallel_config=None,
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         )
         manager: Any = SimpleNamespace(block_pool=self.pool, watermark_blocks=0)
         self.side = SchedulerSide(config, SegReuseConfig(), manager, SegReuseStats())
+        self.ends_with: RequestStatus | None = None
+        self.answer: dict[str, Any] | None = None
 
     def add(self, tokens: list[int], options: Any = OPTIONS, **fields: Any) -> Request:
         """A request arrives."""
@@ -66,12 +69,15 @@ class World:
         self.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
         self.side.allocated(request, [b.block_id for b in blocks])
         self.side.take_plans()
+        if self.ends_with is not None:
+            request.status = self.ends_with
+            self.answer = self.side.finished(request, [b.block_id for b in blocks])
         self.pool.free_blocks(reversed(blocks))
         return supplied
 
     def report(self, request: Request) -> dict[str, Any]:
         """The request ends."""
-        report = self.side.finished(request)
+        report = self.side.finished(request, [])
         assert report is not None
         return report
 
@@ -89,7 +95,7 @@ def cached_document(**fields: Any) -> World:
     world = World(lora=fields.pop("lora", False))
     request = world.add(DOCUMENT, **fields)
     world.run(request)
-    world.side.finished(request)
+    world.side.finished(request, [])
     return world
 
 
@@ -150,7 +156,7 @@ def test_15_pooling_requests_are_none_of_ours() -> None:
     request = Request("pooling", PROMPT, None, PoolingParams())
     world.side.add(request)
     assert world.side.match(request, 0) == 0
-    assert world.side.finished(request) is None
+    assert world.side.finished(request, []) is None
 
 
 OTHERS: list[dict[str, Any]] = [
@@ -239,8 +245,8 @@ def test_20_a_request_may_end_at_any_point() -> None:
             world.side.match(request, 0)
         if steps > 1:
             world.side.take_plans()
-        assert world.side.finished(request) is None
-        assert world.side.finished(request) is None
+        assert world.side.finished(request, []) is None
+        assert world.side.finished(request, []) is None
         assert world.pool.get_num_free_blocks() == free
         world.side.take_plans()
     assert not world.side._planner._requests
@@ -298,3 +304,123 @@ def test_requests_are_told_apart_by_their_policy() -> None:
     world.run(request)
     report = world.report(request)
     assert (report["policy"], report["recomputed_tokens"]) == ("sparsex", len(DOCUMENT))
+
+
+# Frozen blocks (21, 24, 26).
+
+CONTEXT = [1, 2, 3, 4, 5]
+
+
+def ingest(
+    world: World,
+    tokens: list[int] = DOCUMENT,
+    name: str = "doc",
+    ends_with: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED,
+) -> Any:
+    """Compute and freeze a document behind CONTEXT, padded to whole blocks."""
+    order = FreezeOrder(name, 0, 1, len(CONTEXT)).encode()
+    prompt = [*CONTEXT, *tokens]
+    prompt += prompt[-1:] * (-len(prompt) % SIZE)
+    world.ends_with = ends_with
+    world.run(world.add(prompt, OPTIONS | {"segreuse_freeze": order}))
+    world.ends_with = None
+    return world.answer
+
+
+def fill_pool(world: World) -> None:
+    """Somebody takes every free block, and gives it back."""
+    blocks = world.pool.get_new_blocks(world.pool.get_num_free_blocks())
+    world.pool.free_blocks(blocks)
+
+
+def test_a_frozen_document_survives_what_evicts_the_rest() -> None:
+    world = World()
+    assert ingest(world)["frozen"] is True
+    fill_pool(world)
+    request = world.add(PROMPT)
+    assert world.run(request) == len(PROMPT) - 1
+    assert world.report(request)["reused_tokens"] == len(DOCUMENT)
+    # 37 tokens are 10 blocks, of which one is context only.
+    assert world.side.frozen()["warm"] == {"doc": [9, 0]}
+
+
+def test_uses_count_requests_that_reuse_it() -> None:
+    world = World()
+    ingest(world)
+    for _ in range(3):
+        world.run(world.add(PROMPT))
+    assert world.side.frozen()["uses"]["doc"][0] == 3
+    assert world.side.frozen()["uses"] == {}, "uses are told once"
+
+
+def test_ingest_reuses_nothing_of_other_prompts() -> None:
+    world = cached_document()
+    assert ingest(world)["bypass_reason"] == "knowledge_base"
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_20_what_was_aborted_is_not_frozen(status: RequestStatus) -> None:
+    world = World()
+    assert ingest(world, ends_with=status)["frozen"] is False
+    assert world.side.frozen()["warm"] == {}
+    assert world.pool.get_num_free_blocks() == 63
+
+
+def test_24_the_longest_request_always_fits_beside_frozen_blocks() -> None:
+    world = World()
+    limit = world.side.frozen()["limit"]
+    assert limit == 31, "half of 63 blocks"
+    for i in range(4):
+        ingest(world, [*range(1000 * i, 1000 * i + 32)], f"doc {i}")
+    assert world.side.frozen()["frozen"] <= limit
+    assert len(world.side.frozen()["warm"]) == 3
+    assert world.pool.get_num_free_blocks() >= 64 // SIZE
+
+
+def test_26_a_reset_lets_frozen_documents_go() -> None:
+    world = World()
+    ingest(world)
+    assert world.pool.reset_prefix_cache()
+    assert world.side.frozen()["warm"] == {}
+    assert not len(world.pool.index)
+    assert world.pool.get_num_free_blocks() == 63
+    assert ingest(world)["frozen"] is True, "it is warm again with one call"
+
+
+def test_26_a_reset_that_cannot_be_leaves_them_frozen() -> None:
+    world = World()
+    ingest(world)
+    held = world.pool.get_new_blocks(1)
+    assert not world.pool.reset_prefix_cache()
+    assert list(world.side.frozen()["warm"]) == ["doc"]
+    world.pool.free_blocks(held)
+
+
+def test_23_frozen_blocks_go_when_a_request_needs_room() -> None:
+    world = World()
+    ingest(world)
+    assert not world.pool.make_room(64), "there are only 63: nothing is given back for nothing"
+    assert world.side.frozen()["frozen"] == 9
+    assert world.pool.make_room(63)
+    assert world.side.frozen()["frozen"] == 0
+
+
+def test_what_was_given_back_is_wanted_when_a_prompt_brings_it() -> None:
+    world = World()
+    ingest(world)
+    world.pool.make_room(63)
+    fill_pool(world)
+    world.run(world.add([7, 8, 9]))
+    assert world.side.frozen()["wanted"] == []
+    world.run(world.add(PROMPT))
+    assert world.side.frozen()["wanted"] == ["doc"]
+
+
+def test_a_frozen_block_that_vllm_invalidates_makes_its_document_cold() -> None:
+    world = World()
+    ingest(world)
+    frozen = next(iter(world.pool.frozen._of_block))
+    world.pool.evict_blocks({frozen})
+    assert world.side.frozen()["warm"] == {}
+    assert world.pool.get_num_free_blocks() == 63
+    world.pool.frozen.check_integrity()

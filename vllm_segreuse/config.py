@@ -7,8 +7,10 @@ Neither torch nor vLLM is imported: the API server, the scheduler and offline ca
 the same code.
 """
 
+import hashlib
 import math
 import os
+import re
 import reprlib
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -32,6 +34,12 @@ EXTRA_KEYS = "extra_keys"
 
 OPTION_PREFIX = "segreuse_"
 """Prefix that sets our per-request options apart from those of others in `extra_args`."""
+
+FREEZE = OPTION_PREFIX + "freeze"
+"""Set by the server itself while it ingests documents; clients may not."""
+
+# Begins the extra keys that are bound to a caller. Clients cannot write it: no control characters.
+_BOUND = "\x01"
 
 MAX_EXTRA_KEYS = 16
 MAX_EXTRA_KEY_BYTES = 256
@@ -132,6 +140,38 @@ def _switch(value: Any) -> Any:
     return value
 
 
+def _inner_share(value: Any) -> float:
+    if not _is_number(value) or not 0 < value <= 1:
+        raise ValueError("must be a number above 0 and up to 1")
+    return float(value)
+
+
+def _path(value: Any) -> Any:
+    if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+        raise ValueError("must be a path, or null")
+    return value
+
+
+def _rights(value: Any) -> Any:
+    """{SHA-256 of an API key in hex: [first extra keys, or "*"]}"""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError("must map the SHA-256 of API keys to lists of extra keys, or be null")
+    for digest, names in value.items():
+        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+            raise ValueError(
+                f"has {short_repr(digest)}, which is no SHA-256 of an API key (64 lower-case hex "
+                'digits): printf %s "$API_KEY" | sha256sum'
+            )
+        if not isinstance(names, list | tuple) or any(_key_fault(name) for name in names):
+            raise ValueError(f'must give {digest[:8]}... a list of extra keys, or ["*"] for all')
+    return {digest: tuple(names) for digest, names in value.items()}
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
 class RequestOptions(BaseModel):
     """How one request is reused. All values are resolved: nothing is left to default."""
 
@@ -168,6 +208,32 @@ class SegReuseConfig(RequestOptions):
 
     enabled: Annotated[bool, BeforeValidator(_switch)] = True
     """Whether reuse is on when the server starts; the kill switch changes it at run time."""
+
+    frozen_share: Annotated[float, BeforeValidator(_ratio)] = 0.5
+    """Most of the KV blocks that knowledge bases may keep, 0..1; 0: none. One request of maximum
+    length always fits beside them."""
+
+    frozen_pressure: Annotated[float, BeforeValidator(_inner_share)] = 0.9
+    """Share of the KV blocks in use (frozen or held by requests) above which documents are given
+    back, those that running requests do not hold first, and of these the longest unused."""
+
+    frozen_returns: Annotated[bool, BeforeValidator(_switch)] = True
+    """Whether a document that was given back is computed again, in its own context, once a prompt
+    brings its text and there is room."""
+
+    knowledge_path: Annotated[str | None, BeforeValidator(_path)] = None
+    """SQLite file that remembers knowledge bases over restarts; None: they are forgotten."""
+
+    knowledge_chunk_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 2048
+    """Longer documents are computed in chunks of as many tokens, each by itself."""
+
+    knowledge_body_bytes: Annotated[int, _count(1024, _MAX_TOKENS)] = 16 * 2**20
+    """Largest body that the routes of knowledge bases take."""
+
+    namespaces: Annotated[dict[str, tuple[str, ...]] | None, BeforeValidator(_rights)] = None
+    """Which extra keys an API key may share, by the SHA-256 of the API key: a request may use
+    `extra_keys` whose first key is listed ("*": all). Under any other name a caller is alone. None:
+    names are shared by all callers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -224,17 +290,25 @@ class ParsedRequest(NamedTuple):
     Attributes:
         extra_keys: the request's namespace, or None: it neither reuses nor donates.
         options: resolved options of the request.
+        freeze: the server's own order to freeze its blocks (`cache.frozen.FreezeOrder.encode`).
     """
 
     extra_keys: tuple[str, ...] | None
     options: RequestOptions
+    freeze: str | None = None
 
 
-def parse_request(extra_args: Mapping[str, Any] | None, config: SegReuseConfig) -> ParsedRequest:
+def parse_request(
+    extra_args: Mapping[str, Any] | None, config: SegReuseConfig, *, trusted: bool = False
+) -> ParsedRequest:
     """Reads and checks what a request says to segment reuse.
 
     Keys of `extra_args` that neither are `extra_keys` nor start with `segreuse_` belong to others
     and are left alone. The cost is bounded whatever the values' size.
+
+    Args:
+        trusted: whether this process has written them, not a client: then an order to freeze, and
+            extra keys that are bound to a caller, are accepted as well.
 
     Raises:
         RequestError: names the option, its value and what is allowed.
@@ -242,9 +316,10 @@ def parse_request(extra_args: Mapping[str, Any] | None, config: SegReuseConfig) 
     if not extra_args:
         return ParsedRequest(None, config.request_defaults())
     own = {key: value for key, value in extra_args.items() if str(key).startswith(OPTION_PREFIX)}
-    extra_keys = parse_extra_keys(extra_args.get(EXTRA_KEYS))
+    freeze = own.pop(FREEZE, None) if trusted else None
+    extra_keys = parse_extra_keys(extra_args.get(EXTRA_KEYS), trusted=trusted)
     if not own:
-        return ParsedRequest(extra_keys, config.request_defaults())
+        return ParsedRequest(extra_keys, config.request_defaults(), freeze)
     fields = {name: getattr(config, name) for name in RequestOptions.model_fields}
     for key, value in own.items():
         name = key.removeprefix(OPTION_PREFIX)
@@ -253,13 +328,32 @@ def parse_request(extra_args: Mapping[str, Any] | None, config: SegReuseConfig) 
             raise RequestError(key, _unknown_text(key, allowed))
         fields[name] = value
     try:
-        return ParsedRequest(extra_keys, RequestOptions.model_validate(fields))
+        return ParsedRequest(extra_keys, RequestOptions.model_validate(fields), freeze)
     except ValidationError as error:
         option, message = _first_error(error)
         raise RequestError(OPTION_PREFIX + option, OPTION_PREFIX + message) from None
 
 
-def parse_extra_keys(value: object) -> tuple[str, ...] | None:
+def bind_extra_keys(
+    extra_keys: tuple[str, ...], api_key: str, rights: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """The namespace that a caller's extra keys stand for, where names are bound to API keys.
+
+    A name that the caller may not share means a namespace of its own, whether or not the name is
+    in use elsewhere: there is no hit, and nothing that tells one from the other.
+
+    Args:
+        api_key: of the caller; "" for none.
+        rights: `SegReuseConfig.namespaces`.
+    """
+    digest = hashlib.sha256(api_key.encode(errors="surrogateescape")).hexdigest()
+    shared = rights.get(digest, ())
+    if extra_keys[0] in shared or "*" in shared:
+        return extra_keys
+    return (_BOUND + digest, *extra_keys)
+
+
+def parse_extra_keys(value: object, *, trusted: bool = False) -> tuple[str, ...] | None:
     """Checks a request's namespace: a string s means `[s]`, a list is ordered and composite.
 
     Strings are taken as they are: NFC and NFD spellings of one text are two namespaces.
@@ -273,6 +367,8 @@ def parse_extra_keys(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     keys = [value] if isinstance(value, str) else value
+    if trusted and isinstance(keys, list | tuple) and keys and str(keys[0]).startswith(_BOUND):
+        return (keys[0], *(parse_extra_keys(keys[1:]) or ()))
     if not isinstance(keys, list | tuple) or not 1 <= len(keys) <= MAX_EXTRA_KEYS:
         held = f" ({len(keys)} keys)" if isinstance(keys, list | tuple) else ""
         raise RequestError(

@@ -91,6 +91,14 @@ class SegReuseConnector(KVConnectorBase_V1):
         """What the status route shows."""
         return self._scheduler.status()
 
+    def frozen(self) -> dict[str, Any]:
+        """What knowledge bases need to know of the frozen pool."""
+        return self._scheduler.frozen()
+
+    def unfreeze(self, entries: list[str]) -> None:
+        """Forget entries of the frozen pool."""
+        self._scheduler.unfreeze(entries)
+
     def on_new_request(self, request: Request) -> None:
         self._scheduler.add(request)
 
@@ -117,7 +125,7 @@ class SegReuseConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        report = self._scheduler.finished(request)
+        report = self._scheduler.finished(request, block_ids)
         return False, None if report is None else {"segreuse": report}
 
     def reset_cache(self) -> bool:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
+from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPool
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
@@ -96,7 +98,16 @@ class SchedulerSide:
             on_match=functools.partial(stats.observe, "match"),
         )
         self._planner.enabled = config.starts_enabled
-        pool.attach(index, self._planner)
+        self._frozen = FrozenPool(
+            pool,
+            self._namespaces,
+            pool.num_gpu_blocks - 1,  # without vLLM's null block
+            _frozen_limit(vllm_config, config, pool.num_gpu_blocks - 1, kv_cache_manager),
+            config.frozen_pressure,
+            config.frozen_returns,
+            clock=time.time,
+        )
+        pool.attach(index, self._planner, self._frozen)
         self._pool = pool
 
     def set_enabled(self, enabled: bool) -> bool:
@@ -112,10 +123,15 @@ class SchedulerSide:
     def add(self, request: Request) -> None:
         """A request arrived; without extra keys it is none of our business."""
         params = request.sampling_params
-        parsed = parse_request(params.extra_args if params else None, self._config)
+        extra_args = params.extra_args if params else None
+        parsed = parse_request(extra_args, self._config, trusted=True)
         if parsed.extra_keys is None:
             return
         bypass, tokens = self._bypass(request), _all_tokens(request)
+        freeze = None if parsed.freeze is None else FreezeOrder.parse(parsed.freeze)
+        if freeze is not None:
+            # What is shared between users must hold nothing of anybody's prompt.
+            bypass = bypass or "knowledge_base"
         lora = request.lora_request
         key = namespace_key(
             parsed.extra_keys,
@@ -123,18 +139,21 @@ class SchedulerSide:
             (lora.lora_name, lora.lora_path) if lora else None,
             tuple(feature.identifier for feature in request.mm_features),
         )
-        self._planner.add(
-            TrackedRequest(
-                request_id=request.request_id,
-                namespace=self._namespaces.intern(key),
-                min_reused_tokens=parsed.options.min_reused_tokens,
-                make_recipe=functools.partial(self._recipe, parsed.options),
-                tokens=tokens,
-                policy=parsed.options.policy,
-                bypass=bypass,
-                donates=bypass not in _NEVER_DONATES,
-            )
+        tracked = TrackedRequest(
+            request_id=request.request_id,
+            namespace=self._namespaces.intern(key),
+            min_reused_tokens=parsed.options.min_reused_tokens,
+            make_recipe=functools.partial(self._recipe, parsed.options),
+            tokens=tokens,
+            policy=parsed.options.policy,
+            bypass=bypass,
+            donates=bypass not in _NEVER_DONATES,
+            freeze=freeze,
         )
+        self._planner.add(tracked)
+        if bypass is None:
+            hashes = functools.partial(tracked.hashes, self._block_size)
+            self._frozen.notice(tracked.namespace, hashes)
 
     @_contained(otherwise=0)
     def match(self, request: Request, num_hit_tokens: int) -> int | None:
@@ -166,6 +185,9 @@ class SchedulerSide:
             return  # counted when it was first admitted, like vLLM's own figures
         tracked.report = report
         self._count(report)
+        if tracked.freeze is None:
+            donors = [] if tracked.plan is None else tracked.plan.donor_blocks
+            self._frozen.used([*hit_blocks, *donors])
         if request.prefill_stats is not None and tracked.plan is not None:
             # The scheduler has noted "everything but the last token": say what was really saved.
             request.prefill_stats.set(
@@ -189,19 +211,60 @@ class SchedulerSide:
         return plans
 
     @_contained(otherwise=None)
-    def finished(self, request: Request) -> dict[str, Any] | None:
-        """The request ended, in whatever way; its report if it was ever admitted."""
+    def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
+        """The request ended, in whatever way; its report if it was ever admitted.
+
+        Args:
+            block_ids: its blocks, which it still holds.
+        """
         tracked = self._planner.remove(request.request_id)
         if tracked is None:
             return None
-        self._namespaces.release(tracked.namespace)
+        try:
+            frozen = self._freeze(tracked, request, block_ids)
+        finally:
+            self._namespaces.release(tracked.namespace)
         if tracked.report is None:
             return None
-        return {
+        report = {
             "policy": tracked.policy,
             "prompt_tokens": request.num_prompt_tokens,
             **tracked.report._asdict(),
         }
+        return report if tracked.freeze is None else report | {"frozen": frozen}
+
+    def _freeze(self, tracked: TrackedRequest, request: Request, block_ids: list[int]) -> bool:
+        """Carry out a request's order to freeze what it has computed; whether that was done."""
+        order, completed = (
+            tracked.freeze,
+            (
+                RequestStatus.FINISHED_LENGTH_CAPPED,
+                RequestStatus.FINISHED_STOPPED,
+            ),
+        )
+        if order is None or request.status not in completed:
+            return False
+        part = self._pool.frozen_part(tracked, order.first_token, block_ids)
+        return self._frozen.add(order, part)
+
+    def frozen(self) -> dict[str, Any]:
+        """What knowledge bases need to know of the frozen pool; uses are told once only."""
+        pool = self._frozen
+        return {
+            "total": pool.num_blocks,
+            "free": self._pool.num_free_blocks(),
+            "frozen": pool.num_frozen,
+            "limit": pool.limit,
+            "block_size": self._block_size,
+            "given_back": pool.given_back,
+            "warm": {name: list(entry) for name, entry in pool.warm().items()},
+            "uses": {name: list(use) for name, use in pool.take_uses().items()},
+            "wanted": pool.wanted(),
+        }
+
+    def unfreeze(self, entries: list[str]) -> None:
+        """Forget entries of the frozen pool."""
+        self._frozen.release(entries)
 
     def _bypass(self, request: Request) -> str | None:
         """Why a request of this kind never reuses, or None."""
@@ -243,6 +306,16 @@ class SchedulerSide:
             self._stats.count_request("reused")
         else:
             self._stats.count_request("bypassed", report.bypass_reason)
+
+
+def _frozen_limit(
+    vllm_config: VllmConfig, config: SegReuseConfig, num_blocks: int, manager: KVCacheManager
+) -> int:
+    """Most blocks that may be frozen: the configured share, and never so many that a request of
+    maximum length would not fit beside them."""
+    longest = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size)
+    others = longest + manager.watermark_blocks + 1  # one for the token to come
+    return max(0, min(int(config.frozen_share * num_blocks), num_blocks - others))
 
 
 def _all_tokens(request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:

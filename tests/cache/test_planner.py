@@ -39,7 +39,7 @@ class Pins:
         assert min(self.held.values(), default=0) >= 0, "a block let go that was not held"
         self.unpinned += 1
 
-    def room_beside(self, block_ids: list[int]) -> int:
+    def room_beside(self, block_ids: list[int], wanted: int) -> int:
         return self.room - len(block_ids)
 
     @property

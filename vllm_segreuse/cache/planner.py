@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
 from vllm_segreuse.cache.plan import (
@@ -49,8 +50,11 @@ class BlockPins(Protocol):
     def unpin(self, block_ids: list[int]) -> None:
         """Let held blocks go."""
 
-    def room_beside(self, block_ids: list[int]) -> int:
-        """Free blocks that would be left if the given blocks were pinned."""
+    def room_beside(self, block_ids: list[int], wanted: int) -> int:
+        """Free blocks that would be left if the given blocks were pinned.
+
+        Should they be fewer than `wanted`, the pool may first give up what it can do without.
+        """
 
 
 class Report(NamedTuple):
@@ -99,6 +103,7 @@ class TrackedRequest:
         policy: name of the policy, for the report.
         bypass: reason why this request never reuses, or None.
         donates: whether its blocks enter the index.
+        freeze: what is to become of its blocks when it ends; None: nothing.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
         report: outcome of its first admission.
         start: tokens of vLLM's own prefix hit when it was last asked about.
@@ -113,6 +118,7 @@ class TrackedRequest:
     policy: str = ""
     bypass: str | None = None
     donates: bool = True
+    freeze: FreezeOrder | None = None
     plan: ReusePlan | None = None
     report: Report | None = None
     start: int = 0
@@ -252,7 +258,8 @@ class Planner:
         plan = self._make_plan(tracked, matches, start, stop)
         if self._step_tokens and self._step_tokens + plan.active_tokens > self._max_step_tokens:
             return self._close()
-        if self._pins.room_beside(plan.donor_blocks) < state.blocks_needed:
+        room = self._pins.room_beside(plan.donor_blocks, state.blocks_needed)
+        if room < state.blocks_needed:
             # Without the pins the donors themselves may make room: never wait for what may not
             # come.
             tracked.reason = "no_free_blocks"

@@ -6,8 +6,9 @@
                          whether reuse is enabled
     reuse enabled        FRONT_END: request checks, report in streams,   API server, offline caller
                          routes of the kill switch
-    reuse enabled        ENGINE: kill switch in the scheduler, handle    EngineCore, workers
-                         on the loaded model, hits counted as saved
+    reuse enabled        ENGINE: calls into the scheduler, frozen        EngineCore, workers
+                         blocks given back, handle on the loaded
+                         model, hits counted as saved
 
 "Enabled" is known when an engine's configuration is made, before any engine process starts. Forked
 children inherit the patches; spawned ones find `_MARKER` in their environment. `block_pool` and
@@ -22,7 +23,7 @@ from vllm_segreuse.compat.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
 FRONT_END = ("input_processor", "openai_streams", "api_server")
-ENGINE = ("engine_core", "model_runner", "prefix_cache_stats")
+ENGINE = ("engine_core", "kv_cache_manager", "model_runner", "prefix_cache_stats")
 
 _MARKER = "VLLM_SEGREUSE_ENABLED"
 

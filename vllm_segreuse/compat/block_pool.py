@@ -24,7 +24,9 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
+from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.planner import Planner, PrefixState, TrackedRequest
+from vllm_segreuse.cache.rolling_hash import window_hashes
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -41,6 +43,7 @@ class SegmentBlockPool(BlockPool):
 
     index: SegmentIndex
     planner: Planner
+    frozen: FrozenPool
 
     @classmethod
     def adopt(cls, pool: BlockPool) -> SegmentBlockPool:
@@ -56,12 +59,13 @@ class SegmentBlockPool(BlockPool):
         pool._own_names = itertools.count()
         return pool
 
-    def attach(self, index: SegmentIndex, planner: Planner) -> None:
-        """Index to feed, planner to ask about requests."""
+    def attach(self, index: SegmentIndex, planner: Planner, frozen: FrozenPool) -> None:
+        """Index to feed, planner to ask about requests, frozen blocks to give back."""
         self.index = index
         self.planner = planner
+        self.frozen = frozen
 
-    # What the planner needs (cache/planner.py: BlockPins).
+    # What the planner and the frozen pool need (BlockPins, BlockReferences).
 
     def pin(self, block_ids: list[int]) -> None:
         """Hold donor blocks; those in the free queue leave it."""
@@ -71,10 +75,36 @@ class SegmentBlockPool(BlockPool):
         """Let donor blocks go; unused ones return to the end of the free queue."""
         self.free_blocks([self.blocks[i] for i in block_ids])
 
-    def room_beside(self, block_ids: list[int]) -> int:
-        """Free blocks left if the given blocks were pinned."""
+    def references(self, block_id: int) -> int:
+        """References on a block, whoever holds them."""
+        return int(self.blocks[block_id].ref_cnt)
+
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, whether or not admission is closed."""
+        return int(self.free_block_queue.num_free_blocks)
+
+    def room_beside(self, block_ids: list[int], wanted: int) -> int:
+        """Free blocks left if the given blocks were pinned; see `BlockPins`."""
+        room = self._room_beside(block_ids)
+        while room < wanted and self.make_room(wanted - room + self.num_free_blocks()):
+            room = self._room_beside(block_ids)
+        return room
+
+    def _room_beside(self, block_ids: list[int]) -> int:
         in_queue = sum(self.blocks[i].ref_cnt == 0 for i in block_ids)
         return self.get_num_free_blocks() - in_queue
+
+    def make_room(self, num_free: int) -> bool:
+        """Give frozen blocks back until `num_free` blocks are free.
+
+        Returns:
+            Whether blocks became free. If all that are frozen would not do, none is given back:
+            the request has to wait for others in any case.
+        """
+        missing = num_free - self.num_free_blocks()
+        if missing <= 0 or missing > self.frozen.num_frozen:
+            return False
+        return missing <= self.frozen.num_reclaimable() and self.frozen.make_free(missing) > 0
 
     def prefix_state(self, request: Request, num_hit_tokens: int, watermark: int) -> PrefixState:
         """What running `request` behind its prefix hit takes; see `PrefixState`."""
@@ -103,6 +133,7 @@ class SegmentBlockPool(BlockPool):
     def begin_step(self) -> None:
         """A scheduling step is over: its blocks will hold their KV before a later step reads it."""
         self._fresh.clear()
+        self.frozen.relieve()
 
     def cache_full_blocks(
         self,
@@ -184,6 +215,32 @@ class SegmentBlockPool(BlockPool):
                 depths=depths[begin:end].astype(np.int8),
             )
 
+    def frozen_part(
+        self, tracked: TrackedRequest, first_token: int, block_ids: list[int]
+    ) -> FrozenPart:
+        """What a request has computed, from the block of `first_token` to its last full block.
+
+        Raises:
+            ValueError: it holds no such block, or one that is not exact or not indexed.
+        """
+        size = self.hash_block_size
+        first, last = first_token // size, len(tracked.tokens) // size
+        blocks = block_ids[first:last]
+        if not blocks:
+            raise ValueError(f"no full block holds a token from {first_token} on")
+        for block in blocks:
+            name = self.blocks[block].block_hash
+            if name is None or get_block_hash(name).startswith(_OWN_NAME):
+                raise ValueError(f"block {block} is not exact")
+        if self.index.missing(tracked.namespace, np.asarray(blocks, np.int32)).size:
+            raise ValueError("a block is not indexed")
+        middle = (-(-first_token // size) + last - 1) // 2
+        window = tracked.tokens[middle * size : (middle + 1) * size]
+        probe = None
+        if middle * size >= first_token:
+            probe = int(window_hashes(np.ascontiguousarray(window), size)[0])
+        return FrozenPart(tracked.namespace, blocks, probe)
+
     def free_blocks(self, ordered_blocks: Any) -> None:
         """A block freed in the step that named it was never computed: it loses its names.
 
@@ -203,7 +260,9 @@ class SegmentBlockPool(BlockPool):
                 self.index.remove(block.block_id)
             except Exception:
                 self.planner.break_down("the removal of a block")
-        return super()._remove_cached_block_hashes(block)
+        removed = super()._remove_cached_block_hashes(block)
+        self.frozen.lost(block.block_id)
+        return removed
 
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
         super()._emit_block_removed_events(
@@ -211,7 +270,13 @@ class SegmentBlockPool(BlockPool):
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything: exact names and segments alike."""
+        """Forget everything: exact names, segments and what is frozen.
+
+        vLLM refuses while any block is held, so the frozen pool lets go first; unless a request
+        holds blocks, too: then vLLM refuses in any case, and nothing is lost.
+        """
+        if self.num_gpu_blocks - 1 == self.num_free_blocks() + self.frozen.num_reclaimable():
+            self.frozen.reset()
         done = super().reset_prefix_cache()
         if done:
             self._fresh.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.v1.engine.core.EngineCore`: the kill switch, in the scheduler's process.
+"""`vllm.v1.engine.core.EngineCore`: kill switch and frozen pool, in the scheduler's process.
 
 API servers call methods of `EngineCore` by name between two steps (`call_utility_async`); plugins
 have no other way to the scheduler: `collective_rpc` reaches workers only.
@@ -11,11 +11,13 @@ from vllm_segreuse.compat.patching import add_method
 
 
 def install() -> None:
-    """Give `EngineCore` the two methods, once."""
+    """Give `EngineCore` the methods, once."""
     from vllm.v1.engine.core import EngineCore
 
     add_method(EngineCore, "segreuse_set_enabled", segreuse_set_enabled)
     add_method(EngineCore, "segreuse_status", segreuse_status)
+    add_method(EngineCore, "segreuse_frozen", segreuse_frozen)
+    add_method(EngineCore, "segreuse_unfreeze", segreuse_unfreeze)
 
 
 def segreuse_set_enabled(self: Any, enabled: bool) -> bool:
@@ -26,6 +28,16 @@ def segreuse_set_enabled(self: Any, enabled: bool) -> bool:
 def segreuse_status(self: Any) -> dict[str, Any]:
     """What the connector of the scheduler says of itself."""
     return dict(_connector(self).status())
+
+
+def segreuse_frozen(self: Any) -> dict[str, Any]:
+    """What knowledge bases need to know of the frozen pool."""
+    return dict(_connector(self).frozen())
+
+
+def segreuse_unfreeze(self: Any, entries: list[str]) -> None:
+    """Forget entries of the frozen pool; unknown ones are no error."""
+    _connector(self).unfreeze(entries)
 
 
 def _connector(core: Any) -> Any:

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen blocks: held as long as wanted and affordable, given back in order, never leaked."""
+
+from collections import Counter
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPart, FrozenPool
+from vllm_segreuse.cache.namespace import NamespaceTable
+
+TOTAL = 20
+
+
+class Blocks:
+    """A block pool that counts."""
+
+    def __init__(self) -> None:
+        self.held: Counter[int] = Counter()
+
+    def pin(self, block_ids: list[int]) -> None:
+        self.held.update(block_ids)
+
+    def unpin(self, block_ids: list[int]) -> None:
+        for block in block_ids:
+            assert self.held[block] > 0, f"block {block} is let go more often than held"
+            self.held[block] -= 1
+
+    def references(self, block_id: int) -> int:
+        return self.held[block_id]
+
+    def num_free_blocks(self) -> int:
+        return TOTAL - sum(n > 0 for n in self.held.values())
+
+
+def make(limit: int = 16, pressure: float = 0.9, returns: bool = True) -> FrozenPool:
+    blocks, table, ticks = Blocks(), NamespaceTable(lambda namespace: False), count()
+    pool = FrozenPool(
+        blocks, table, TOTAL, limit, pressure, returns, clock=lambda: float(next(ticks))
+    )
+    for key in (b"a", b"b"):
+        table.intern(key)
+    return pool
+
+
+@pytest.fixture
+def pool() -> FrozenPool:
+    return make()
+
+
+def order(name: str, part: int = 0, parts: int = 1) -> FreezeOrder:
+    return FreezeOrder(name, part, parts, 0)
+
+
+def part(*block_ids: int, namespace: int = 0, probe: int | None = 7) -> FrozenPart:
+    return FrozenPart(namespace, list(block_ids), probe)
+
+
+def blocks_of(pool: FrozenPool) -> Blocks:
+    blocks = pool._blocks
+    assert isinstance(blocks, Blocks)
+    return blocks
+
+
+def test_an_order_survives_its_way_to_the_scheduler() -> None:
+    written = FreezeOrder("f00d", 2, 3, 17)
+    assert FreezeOrder.parse(written.encode()) == written
+
+
+@pytest.mark.parametrize("text", ["", "a", "a:0:0:0", "a:1:1:0", ":0:1:0", "a:0:1:-1", "a:0:1:0:0"])
+def test_what_is_no_order_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        FreezeOrder.parse(text)
+
+
+def test_a_document_is_warm_once_all_its_parts_are_frozen(pool: FrozenPool) -> None:
+    assert pool.add(order("doc", 0, 2), part(1, 2))
+    assert pool.warm() == {}
+    assert pool.add(order("doc", 1, 2), part(3))
+    assert pool.warm() == {"doc": (3, 0)}
+    pool.release(["doc", "doc", "never there"])
+    assert pool.warm() == {}
+    assert blocks_of(pool).num_free_blocks() == TOTAL
+
+
+def test_freezing_twice_holds_once(pool: FrozenPool) -> None:
+    for _ in range(2):
+        assert pool.add(order("doc"), part(1, 2))
+    assert blocks_of(pool).held == {1: 1, 2: 1}
+
+
+def test_blocks_of_two_documents_are_held_until_both_are_gone(pool: FrozenPool) -> None:
+    pool.add(order("one"), part(1, 2))
+    pool.add(order("two"), part(1, 3))
+    assert pool.num_frozen == 3
+    pool.release(["one"])
+    assert blocks_of(pool).held[1] == 1
+    pool.release(["two"])
+    assert blocks_of(pool).num_free_blocks() == TOTAL
+
+
+def test_over_the_limit_nothing_of_the_document_stays(pool: FrozenPool) -> None:
+    pool.add(order("small"), part(1))
+    assert pool.add(order("large", 0, 2), part(*range(2, 10)))
+    assert not pool.add(order("large", 1, 2), part(*range(10, 18)))
+    assert pool.warm() == {"small": (1, 0)}
+    assert pool.num_frozen == 1
+
+
+def test_under_pressure_the_longest_unused_goes_first_until_pressure_is_gone() -> None:
+    pool = make(pressure=0.5)
+    for i, name in enumerate("abcd"):
+        pool.add(order(name), part(3 * i, 3 * i + 1, 3 * i + 2))
+    pool.used([0])  # a
+    pool.relieve()  # 12 of 20 in use: one of them must go
+    assert sorted(pool.warm()) == ["a", "c", "d"]
+    assert pool.given_back == 1
+    pool.relieve()
+    assert len(pool.warm()) == 3
+
+
+def test_what_running_requests_hold_goes_last(pool: FrozenPool) -> None:
+    pool.add(order("read"), part(1, 2))
+    pool.add(order("idle"), part(3, 4))
+    pool.used([3])
+    blocks_of(pool).pin([1, 2])
+    assert pool.warm()["read"] == (2, 1)
+    assert pool.make_free(1) == 2
+    assert sorted(pool.warm()) == ["read"]
+    assert pool.make_free(1) == 0  # given back, but its reader holds it still
+    blocks_of(pool).unpin([1, 2])
+    assert blocks_of(pool).num_free_blocks() == TOTAL
+
+
+def test_reclaimable_are_blocks_nobody_else_holds(pool: FrozenPool) -> None:
+    pool.add(order("doc"), part(1, 2, 3))
+    blocks_of(pool).pin([1])
+    assert pool.num_reclaimable() == 2
+
+
+def test_a_document_given_back_returns_when_a_prompt_brings_it(pool: FrozenPool) -> None:
+    pool.add(order("doc"), part(1, 2, probe=11))
+    pool.make_free(1)
+    assert pool.wanted() == []
+    hashes = np.array([3, 11, 5], np.uint64)
+    pool.notice(1, lambda: hashes)
+    assert pool.wanted() == [], "another namespace has the same text"
+    pool.notice(0, lambda: hashes)
+    assert pool.wanted() == ["doc"]
+    pool.add(order("doc"), part(1, 2, probe=11))
+    assert pool.wanted() == []
+
+
+def test_it_does_not_return_into_pressure(pool: FrozenPool) -> None:
+    pool.add(order("doc"), part(1, 2, probe=11))
+    pool.make_free(1)
+    pool.notice(0, lambda: np.array([11], np.uint64))
+    blocks_of(pool).pin(list(range(3, 20)))  # 17 of 20; 18 are allowed
+    assert pool.wanted() == []
+    blocks_of(pool).unpin([3])
+    assert pool.wanted() == ["doc"]
+
+
+def test_nothing_returns_by_itself_if_told_so_or_after_a_reset(pool: FrozenPool) -> None:
+    stays = make(returns=False)
+    stays.add(order("doc"), part(1))
+    stays.make_free(1)
+    pool.add(order("doc"), part(1))
+    pool.reset()
+    for one in (stays, pool):
+        one.notice(0, lambda: pytest.fail("nothing is watched"))
+        assert one.wanted() == []
+
+
+def test_uses_are_counted_once_per_request_and_taken_once(pool: FrozenPool) -> None:
+    pool.add(order("doc"), part(1, 2))
+    pool.used([1, 2, 9])
+    pool.used([2])
+    assert pool.take_uses()["doc"].hits == 2
+    assert pool.take_uses() == {}
+
+
+def test_a_block_that_loses_its_name_makes_its_documents_cold(pool: FrozenPool) -> None:
+    pool.add(order("one"), part(1, 2))
+    pool.add(order("two"), part(1, 3))
+    pool.add(order("three"), part(4))
+    pool.lost(1)
+    assert sorted(pool.warm()) == ["three"]
+
+
+class Machine(RuleBasedStateMachine):
+    """Any order of events: references, limit and namespaces always add up."""
+
+    names = st.sampled_from("abcdef")
+    blocks = st.lists(st.integers(0, TOTAL - 1), min_size=1, max_size=6, unique=True)
+
+    @initialize(limit=st.integers(0, TOTAL), pressure=st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+    def start(self, limit: int, pressure: float) -> None:
+        self.pool = make(limit, pressure)
+        self.requests: list[list[int]] = []
+
+    @rule(name=names, blocks=blocks, index=st.integers(0, 1), namespace=st.integers(0, 1))
+    def add(self, name: str, blocks: list[int], index: int, namespace: int) -> None:
+        parts = 1 + (name in "ab")
+        self.pool.add(order(name, index % parts, parts), part(*blocks, namespace=namespace))
+
+    @rule(names=st.lists(names))
+    def release(self, names: list[str]) -> None:
+        self.pool.release(names)
+        assert not set(names) & self.pool.warm().keys()
+
+    @rule(blocks=blocks)
+    def run(self, blocks: list[int]) -> None:
+        blocks_of(self.pool).pin(blocks)
+        self.requests.append(blocks)
+        self.pool.used(blocks)
+
+    @rule()
+    def finish(self) -> None:
+        if self.requests:
+            blocks_of(self.pool).unpin(self.requests.pop(0))
+
+    @rule(needed=st.integers(0, TOTAL))
+    def make_free(self, needed: int) -> None:
+        possible = self.pool.num_reclaimable()
+        freed = self.pool.make_free(needed)
+        assert freed >= min(needed, possible)
+
+    @rule()
+    def relieve(self) -> None:
+        self.pool.relieve()
+        free = blocks_of(self.pool).num_free_blocks()
+        assert TOTAL - free <= self.pool._max_in_use or not self.pool.num_frozen
+
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset()
+        assert not self.pool.num_frozen
+
+    @rule(block=st.integers(0, TOTAL - 1))
+    def lose(self, block: int) -> None:
+        self.pool.lost(block)
+        assert not self.pool.holds(block)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.pool.check_integrity()
+        held = Counter(block for blocks in self.requests for block in blocks)
+        held.update(list(self.pool._of_block))
+        assert +blocks_of(self.pool).held == held
+        references = self.pool._namespaces._references
+        pool = self.pool.namespaces()
+        assert {n: references[n] - 1 for n in (0, 1)} == {n: pool[n] for n in (0, 1)}
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen blocks: KV that stays in GPU memory because the frozen pool holds a reference on it.
+
+    add ──► warm ──┬─ release: nobody wants it any more
+                   ├─ give back, under pressure: watched; returns when a prompt brings its text
+                   └─ reset, sleep, new weights: forgotten until somebody adds it again
+
+Nothing else about a frozen block is special: it is an ordinary block of vLLM's pool, with its exact
+name and its place in the segment index, and serves prefix hits and segments alike. An entry is what
+is frozen and given back as a whole (the text of a document); a long one comes in several parts,
+each computed by a request of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.rolling_hash import HashArray
+
+
+class BlockReferences(Protocol):
+    """What the frozen pool needs of the block pool."""
+
+    def pin(self, block_ids: list[int]) -> None:
+        """Take a reference on each block."""
+
+    def unpin(self, block_ids: list[int]) -> None:
+        """Give a reference on each block back."""
+
+    def references(self, block_id: int) -> int:
+        """References on a block, whoever holds them."""
+
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+
+
+class FreezeOrder(NamedTuple):
+    """What a request that computes a part of an entry carries along.
+
+    Attributes:
+        entry: name of the entry; no colons.
+        part: index of the part.
+        parts: number of parts of the entry.
+        first_token: tokens of the prompt before it belong to the context, not to the entry.
+    """
+
+    entry: str
+    part: int
+    parts: int
+    first_token: int
+
+    def encode(self) -> str:
+        """As one string, which sampling parameters can carry."""
+        return ":".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The order that `encode` wrote.
+
+        Raises:
+            ValueError: it did not.
+        """
+        entry, *numbers = text.split(":")
+        part, parts, first_token = map(int, numbers)
+        if not (entry and 0 <= part < parts and first_token >= 0):
+            raise ValueError(f"{text!r} is no order to freeze")
+        return cls(entry, part, parts, first_token)
+
+
+class FrozenPart(NamedTuple):
+    """A part of an entry that was computed.
+
+    Attributes:
+        namespace: id in the `NamespaceTable`; the pool holds a reference on it.
+        block_ids: blocks with tokens of the part, in order.
+        probe: hash of a window of one block's length in the middle of the part; a prompt that has
+            it brings the entry's text. None: the part is too short for one.
+    """
+
+    namespace: int
+    block_ids: list[int]
+    probe: int | None
+
+
+class Use(NamedTuple):
+    """How often an entry was used since the last `take_uses`, and when last (clock, seconds)."""
+
+    hits: int
+    last: float
+
+
+class WarmEntry(NamedTuple):
+    """An entry all of whose parts are frozen.
+
+    Attributes:
+        num_blocks: blocks it holds.
+        readers: running requests that hold them, too.
+    """
+
+    num_blocks: int
+    readers: int
+
+
+@dataclass
+class _Entry:
+    parts: list[FrozenPart | None]
+    last_used: float
+
+    @property
+    def is_whole(self) -> bool:
+        return None not in self.parts
+
+    @property
+    def block_ids(self) -> set[int]:
+        return {block for part in self.parts if part for block in part.block_ids}
+
+
+@dataclass
+class _Watched:
+    """An entry that was given back."""
+
+    namespace: int
+    probe: int
+    num_blocks: int
+    is_wanted: bool = False
+
+
+class FrozenPool:
+    """The entries that are frozen, and those that may return; one per engine.
+
+    Args:
+        blocks: the block pool.
+        namespaces: where the namespaces of the entries are interned.
+        num_blocks: blocks of the pool that requests can have.
+        limit: most blocks that may be frozen.
+        pressure: share of the blocks in use above which entries are given back.
+        returns: whether entries that were given back are watched for.
+        clock: seconds; entries used longest ago go first.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockReferences,
+        namespaces: NamespaceTable,
+        num_blocks: int,
+        limit: int,
+        pressure: float,
+        returns: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.limit = max(0, min(limit, num_blocks))
+        self.given_back = 0
+        self._blocks = blocks
+        self._namespaces = namespaces
+        self._max_in_use = int(pressure * num_blocks)
+        self._returns = returns
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._of_block: dict[int, list[str]] = {}  # entries by block
+        self._watched: dict[str, _Watched] = {}
+        self._uses: dict[str, Use] = {}
+
+    @property
+    def num_frozen(self) -> int:
+        """Distinct blocks that the pool holds."""
+        return len(self._of_block)
+
+    def holds(self, block_id: int) -> bool:
+        """Whether the pool holds a reference on the block."""
+        return block_id in self._of_block
+
+    def add(self, order: FreezeOrder, part: FrozenPart) -> bool:
+        """Freeze a part of an entry. Doing so twice changes nothing.
+
+        Returns:
+            False if the pool would exceed its limit. The whole entry is given up then: nothing of
+            it stays frozen.
+        """
+        entry = self._entries.get(order.entry)
+        if entry is not None and len(entry.parts) != order.parts:
+            raise ValueError(
+                f"entry {order.entry} has {len(entry.parts)} parts, not {order.parts}: "
+                "release it first"
+            )
+        if entry is not None and entry.parts[order.part] is not None:
+            return True
+        new = [block for block in set(part.block_ids) if block not in self._of_block]
+        if self.num_frozen + len(new) > self.limit:
+            self.release([order.entry])
+            return False
+        self._unwatch(order.entry)
+        if entry is None:
+            entry = self._entries[order.entry] = _Entry([None] * order.parts, 0.0)
+        entry.parts[order.part] = part
+        entry.last_used = self._clock()
+        self._namespaces.acquire(part.namespace)
+        self._blocks.pin(new)
+        for block in set(part.block_ids):
+            names = self._of_block.setdefault(block, [])
+            if order.entry not in names:
+                names.append(order.entry)
+        return True
+
+    def release(self, entries: Iterable[str]) -> None:
+        """Forget entries; unknown ones are no error. Blocks that others hold stay with these."""
+        for name in entries:
+            self._drop(name)
+            self._unwatch(name)
+            self._uses.pop(name, None)
+
+    def reset(self) -> None:
+        """Let go of everything, and watch for nothing: the KV is about to become invalid."""
+        for name in list(self._entries):
+            self._drop(name)
+        for name in list(self._watched):
+            self._unwatch(name)
+
+    def lost(self, block_id: int) -> None:
+        """vLLM takes a block's names away although it is frozen: its entries are cold."""
+        for name in list(self._of_block.get(block_id, ())):
+            self._give_back(name)
+
+    def used(self, block_ids: Iterable[int]) -> None:
+        """A request reuses blocks, as donors or as its prefix."""
+        if not self._entries:
+            return
+        names = {name for block in block_ids for name in self._of_block.get(block, ())}
+        now = self._clock()
+        for name in names:
+            self._entries[name].last_used = now
+            hits = self._uses[name].hits if name in self._uses else 0
+            self._uses[name] = Use(hits + 1, now)
+
+    def take_uses(self) -> dict[str, Use]:
+        """Uses since the last call."""
+        uses, self._uses = self._uses, {}
+        return uses
+
+    def warm(self) -> dict[str, WarmEntry]:
+        """All entries that are frozen as a whole."""
+        return {
+            name: WarmEntry(len(entry.block_ids), self._readers(entry))
+            for name, entry in self._entries.items()
+            if entry.is_whole
+        }
+
+    # Pressure.
+
+    def relieve(self) -> None:
+        """Give entries back until no more blocks are in use than the pressure allows."""
+        excess = self.num_blocks - self._blocks.num_free_blocks() - self._max_in_use
+        if excess > 0 and self._entries:
+            self.make_free(excess)
+
+    def make_free(self, count: int) -> int:
+        """Give entries back until `count` blocks have become free, or none is left.
+
+        First those that the fewest running requests hold, which frees most; among equals the one
+        that was used longest ago.
+
+        Returns:
+            Blocks that became free.
+        """
+        before = self._blocks.num_free_blocks()
+        freed = 0
+        if count > 0:
+            for name in sorted(self._entries, key=self._rank):
+                self._give_back(name)
+                freed = self._blocks.num_free_blocks() - before
+                if freed >= count:
+                    break
+        return freed
+
+    def num_reclaimable(self) -> int:
+        """Blocks that nobody else holds: free if all entries were given back."""
+        return sum(self._blocks.references(block) == 1 for block in self._of_block)
+
+    # Return.
+
+    def notice(self, namespace: int, make_hashes: Callable[[], HashArray]) -> None:
+        """A prompt was sent: the watched entries of its namespace that it contains are wanted.
+
+        Args:
+            make_hashes: hashes of all windows of the prompt; asked for only if anything is watched.
+        """
+        watched = [w for w in self._watched.values() if w.namespace == namespace]
+        if not watched:
+            return
+        probes = np.fromiter((w.probe for w in watched), np.uint64, len(watched))
+        for found, entry in zip(np.isin(probes, make_hashes()), watched, strict=True):
+            entry.is_wanted |= bool(found)
+
+    def wanted(self) -> list[str]:
+        """Entries to be computed again: wanted, and returning without any pressure."""
+        room = self._blocks.num_free_blocks() - (self.num_blocks - self._max_in_use)
+        names = []
+        for name, entry in self._watched.items():
+            if entry.is_wanted and entry.num_blocks <= room:
+                names.append(name)
+                room -= entry.num_blocks
+        return names
+
+    def check_integrity(self) -> None:
+        """AssertionError with what is wrong. For tests."""
+        held = {name: entry.block_ids for name, entry in self._entries.items()}
+        for name, blocks in held.items():
+            assert blocks, f"entry {name} holds nothing"
+            wrong = [block for block in blocks if name not in self._of_block.get(block, ())]
+            assert not wrong, f"blocks {wrong} do not know their entry {name}"
+        for block, names in self._of_block.items():
+            assert names, f"block {block} is frozen for nobody"
+            assert len(set(names)) == len(names), f"block {block} names an entry twice"
+            assert all(block in held[name] for name in names), f"block {block}: {names}"
+            assert self._blocks.references(block) > 0, f"block {block} is not held"
+        assert self.num_frozen <= self.limit, f"{self.num_frozen} frozen, allowed {self.limit}"
+        assert not self._entries.keys() & self._watched.keys(), "watched although frozen"
+
+    def namespaces(self) -> Counter[int]:
+        """References that the pool holds on namespaces. For tests."""
+        parts = [part for entry in self._entries.values() for part in entry.parts if part]
+        return Counter(
+            [part.namespace for part in parts] + [w.namespace for w in self._watched.values()]
+        )
+
+    def _rank(self, name: str) -> tuple[int, float]:
+        entry = self._entries[name]
+        return self._readers(entry), entry.last_used
+
+    def _readers(self, entry: _Entry) -> int:
+        # Requests share blocks by their exact prefix, so whoever holds any holds the first.
+        firsts = {part.block_ids[0] for part in entry.parts if part}
+        return sum(self._blocks.references(block) - 1 for block in firsts)
+
+    def _give_back(self, name: str) -> None:
+        entry = self._entries[name]
+        whole = entry.is_whole
+        probed = next((p for p in entry.parts if p is not None and p.probe is not None), None)
+        num_blocks = len(entry.block_ids)
+        if self._returns and whole and probed is not None and probed.probe is not None:
+            self._namespaces.acquire(probed.namespace)
+            self._watched[name] = _Watched(probed.namespace, probed.probe, num_blocks)
+        self._drop(name)
+        self.given_back += 1
+
+    def _drop(self, name: str) -> None:
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return
+        unheld: dict[int, None] = {}
+        for part in entry.parts:
+            if part is None:
+                continue
+            # Last block first: vLLM evicts in the order in which blocks became free.
+            for block in reversed(part.block_ids):
+                names = self._of_block.get(block, [])
+                if name in names:
+                    names.remove(name)
+                    if not names:
+                        del self._of_block[block]
+                        unheld[block] = None
+        self._blocks.unpin(list(unheld))
+        for part in entry.parts:
+            if part is not None:
+                self._namespaces.release(part.namespace)
+
+    def _unwatch(self, name: str) -> None:
+        watched = self._watched.pop(name, None)
+        if watched is not None:
+            self._namespaces.release(watched.namespace)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.v1.core.kv_cache_manager.KVCacheManager`: frozen blocks go before a request has to wait.
+
+vLLM preempts or holds requests back where `allocate_slots` finds too few free blocks, and asks
+nobody whether some could be given back. A failed allocation changes nothing, so it can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_segreuse.compat.patching import wrap
+
+
+def install() -> None:
+    """Wrap the allocation, once."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    wrap(KVCacheManager, "allocate_slots", _allocate_slots)
+
+
+def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_segreuse.compat.block_pool import SegmentBlockPool
+
+    def allocate_slots(
+        self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        allocated = original(self, request, num_new_tokens, *args, **kwargs)
+        pool = self.block_pool
+        if allocated is not None or not isinstance(pool, SegmentBlockPool):
+            return allocated
+        while allocated is None and not pool.planner.admission_closed:
+            if not pool.make_room(_blocks_needed(self, request, num_new_tokens, kwargs)):
+                break
+            allocated = original(self, request, num_new_tokens, *args, **kwargs)
+        return allocated
+
+    return allocate_slots
+
+
+def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dict[str, Any]) -> int:
+    """Free blocks with which the allocation cannot fail: enough for all that is known of it."""
+    known = options.get("num_new_computed_tokens", 0) + options.get(
+        "num_external_computed_tokens", 0
+    )
+    tokens = max(request.num_tokens, request.num_computed_tokens + known + num_new_tokens)
+    tokens += options.get("num_lookahead_tokens", 0)
+    size = manager.block_pool.hash_block_size
+    total = -(-min(tokens, manager.max_model_len) // size)
+    hit = options.get("new_computed_blocks")
+    shared = 0 if hit is None else sum(block.ref_cnt > 0 for block in hit.blocks[0])
+    held = len(manager.get_block_ids(request.request_id)[0])
+    return int(total - held - shared + manager.watermark_blocks)
