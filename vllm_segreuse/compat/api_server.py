@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.entrypoints.launchers.app`: request checks, and the routes of the kill switch.
+"""`vllm.entrypoints.launchers.app`: request checks, and the administrator's routes.
 
 The checks are a dependency of the application, which FastAPI solves before it validates a body and
 long before vLLM tokenises it; but vLLM builds its application without asking plugins for any. Its
@@ -7,7 +7,8 @@ group for routes, `vllm.endpoint_plugins`, is loaded only if `VLLM_PLUGINS` name
 in turn hides every plugin it does not name; a user who sets an admin token has said enough.
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
@@ -24,8 +25,9 @@ def _register_api_routers(original: Callable[..., Any]) -> Callable[..., Any]:
     from fastapi import Depends
     from fastapi.routing import APIRoute
 
+    from vllm_segreuse.serve.admin import mount
+    from vllm_segreuse.serve.lifecycle import serving
     from vllm_segreuse.serve.requests import ENDPOINTS, admit
-    from vllm_segreuse.serve.routes import attach_router
 
     def register_api_routers(args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
         app.router.dependencies.append(Depends(admit))
@@ -38,6 +40,14 @@ def _register_api_routers(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"segment reuse cannot check the requests of {route.path}: this FastAPI "
                     "does not pass an application's dependencies on to its routes"
                 )
-        attach_router(app)
+        admin = mount(app)
+        lifespan = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan_with_ours(app: Any) -> AsyncIterator[Any]:
+            async with lifespan(app) as state, serving(app, admin):
+                yield state
+
+        app.router.lifespan_context = lifespan_with_ours
 
     return register_api_routers

@@ -24,8 +24,10 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm_segreuse.serve.requests import check_extra_args
 
     def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        if names_connector(self.vllm_config.kv_transfer_config):
-            check_extra_args(getattr(params, "extra_args", None))
+        config = self.vllm_config.kv_transfer_config
+        if names_connector(config):
+            bound = config.kv_connector_extra_config.get("namespaces") is not None
+            check_extra_args(getattr(params, "extra_args", None), bound=bound)
         return original(self, params, *args, **kwargs)
 
     return _validate_params

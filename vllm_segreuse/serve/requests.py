@@ -17,9 +17,11 @@ from vllm_segreuse.config import (
     EXTRA_KEYS,
     RequestError,
     SegReuseConfig,
+    bind_extra_keys,
     parse_extra_keys,
     parse_request,
 )
+from vllm_segreuse.serve.origin import Origin, origin
 
 ENDPOINTS = frozenset(
     {
@@ -49,16 +51,26 @@ class BadOptionError(VLLMValidationError, ValueError):
         VLLMValidationError.__init__(self, str(error), parameter=error.option)
 
 
-def check_extra_args(extra_args: Mapping[str, Any] | None) -> None:
+def check_extra_args(extra_args: Mapping[str, Any] | None, *, bound: bool = False) -> None:
     """Checks our part of `SamplingParams.extra_args`.
+
+    Args:
+        bound: whether this server binds extra keys to API keys.
 
     Raises:
         BadOptionError: names the option, its value and what is allowed.
     """
     if not extra_args:
         return
+    written_by = origin.get()
     try:
-        parse_request(extra_args, _ANY_SERVER)
+        parsed = parse_request(extra_args, _ANY_SERVER, trusted=written_by.is_trusted)
+        if bound and written_by is Origin.ENDPOINT and parsed.extra_keys is not None:
+            raise RequestError(
+                EXTRA_KEYS,
+                f"{EXTRA_KEYS}: this server binds them to API keys, and this endpoint does not "
+                "know the caller's: use another endpoint, or leave them away",
+            )
     except RequestError as error:
         raise BadOptionError(error) from None
 
@@ -72,6 +84,7 @@ async def admit(connection: HTTPConnection) -> None:
     Raises:
         BadOptionError: becomes HTTP 400; names the option, its value and what is allowed.
     """
+    origin.set(Origin.ENDPOINT)
     if not isinstance(connection, Request) or connection.scope["route"].path not in ENDPOINTS:
         return
     try:
@@ -84,6 +97,22 @@ async def admit(connection: HTTPConnection) -> None:
         admit_body(body)
     except RequestError as error:
         raise BadOptionError(error) from None
+    rights = getattr(connection.app.state, "segreuse_namespaces", None)
+    if rights is not None:
+        _bind(body, connection.headers.get("authorization", ""), rights)
+    origin.set(Origin.CHECKED)
+
+
+def _bind(body: dict[str, Any], authorization: str, rights: Mapping[str, tuple[str, ...]]) -> None:
+    """Turns the extra keys of an admitted body into the namespace that they mean to the caller."""
+    xargs = body.get(XARGS)
+    if not isinstance(xargs, dict) or xargs.get(EXTRA_KEYS) is None:
+        return
+    scheme, _, given = authorization.partition(" ")
+    api_key = given if scheme.lower() == "bearer" else ""
+    keys = parse_extra_keys(xargs[EXTRA_KEYS])
+    assert keys is not None
+    body[XARGS] = {**xargs, EXTRA_KEYS: list(bind_extra_keys(keys, api_key, rights))}
 
 
 def admit_body(body: dict[str, Any]) -> None:

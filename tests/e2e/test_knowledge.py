@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knowledge bases over HTTP, on a real server (FAILURE_CASES 24 to 26, 32)."""
+
+import random
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.shapes import make_model
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+TOKEN = "admin"
+ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+ROOT = "/plugins/segreuse/v1"
+BASES = f"{ROOT}/knowledge-bases"
+NUM_BLOCKS = 121  # one of them is vLLM's null block
+LIMIT = 60
+CONFIG = """
+policy: shift
+min_reused_tokens: 32
+frozen_share: 0.5
+knowledge_path: {path}
+knowledge_chunk_tokens: 256
+"""
+ARGS = [
+    *("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
+    *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
+]
+ENV = {"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN, "VLLM_SERVER_DEV_MODE": "1"}
+
+_dice = random.Random(5)
+
+
+def tokens(count: int) -> list[int]:
+    return [_dice.randrange(16, 4000) for _ in range(count)]
+
+
+class Client:
+    """The server, as an administrator and as a user."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def admin(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
+        url = path if path.startswith("/") else f"{BASES}/{path}"
+        answer = self.server._client.request(method, url, json=body, headers=ADMIN)
+        assert answer.status_code == status, answer.text
+        return answer.json() if answer.content else None
+
+    def create(self, name: str, **fields: Any) -> None:
+        self.admin("POST", BASES, {"name": name, **fields}, 201)
+
+    def add(self, base: str, status: int = 200, **documents: list[int]) -> Any:
+        body = {
+            "documents": [{"id": i, "token_ids": ids} for i, ids in documents.items()],
+            "wait": True,
+        }
+        return self.admin("POST", f"{base}/documents", body, status)
+
+    def stats(self) -> Any:
+        return self.admin("GET", f"{ROOT}/stats")
+
+    def ask(self, prompt: list[int], keys: Any = None, **fields: Any) -> dict[str, Any]:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0.0} | fields
+        if keys is not None:
+            body["extra_keys"] = keys
+        answer = self.server.post("/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        return (answer.json().get("kv_transfer_params") or {}).get("segreuse") or {}
+
+    def churn(self) -> None:
+        """Enough unrelated prompts to evict everything that nobody holds."""
+        for _ in range(6):
+            self.ask(tokens(900))
+
+    def until(self, base: str, document: str, status: str) -> Any:
+        for _ in range(300):
+            found = self.admin("GET", f"{base}/documents/{document}")
+            if found["status"] == status:
+                return found
+            time.sleep(0.1)
+        raise AssertionError(f"not {status}: {found}")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("knowledge")
+    (root / "config.yaml").write_text(CONFIG.format(path=root / "manifest.sqlite"))
+    return root
+
+
+def start(files: Path) -> Server:
+    args = [*ARGS, "--segreuse-config", str(files / "config.yaml")]
+    return Server(make_model("qwen3"), args, ENV)
+
+
+@pytest.fixture(scope="module")
+def running(files: Path) -> Iterator[Client]:
+    with start(files) as server:
+        yield Client(server)
+
+
+@pytest.fixture
+def client(running: Client) -> Iterator[Client]:
+    yield running
+    for base in running.admin("GET", BASES)["data"]:
+        running.admin("DELETE", base["name"], status=204)
+    blocks = running.stats()["blocks"]
+    assert (blocks["frozen"], blocks["promised"]) == (0, 0)
+    assert blocks["free"] == blocks["total"] == NUM_BLOCKS - 1, "blocks leak"
+
+
+def test_frozen_passages_outlive_what_evicts_others(client: Client) -> None:
+    client.create("handbook")
+    kept, other = tokens(300), tokens(300)
+    (document,) = client.add("handbook", doc=kept)["data"]
+    assert (document["status"], document["tokens"], document["blocks"]) == ("warm", 300, 10)
+    client.ask(other, keys="handbook")
+    client.churn()
+    prompt = [*tokens(37), *other, *tokens(11), *kept, *tokens(5)]
+    report = client.ask(prompt, keys="handbook")
+    assert report["reused_tokens"] == len(kept), "to the last token, and nothing of the other"
+    assert client.admin("GET", "handbook/documents/doc")["hits"] == 1
+    assert client.ask(prompt, keys="another")["reused_tokens"] == 0
+
+
+def test_equal_text_is_stored_once_in_one_namespace_only(client: Client) -> None:
+    for name, key in (("one", "shared"), ("two", "shared"), ("three", None)):
+        client.create(name, extra_key=key)
+    text = tokens(200)
+    client.add("one", doc=text)
+    before = client.stats()["blocks"]["frozen"]
+    (document,) = client.add("two", doc=text)["data"]
+    assert document["references"] == 2
+    assert client.stats()["blocks"]["frozen"] == before
+    client.add("three", doc=text)
+    assert client.stats()["blocks"]["promised"] == 2 * before
+    client.admin("DELETE", "one", status=204)
+    assert client.admin("GET", "two/documents/doc")["status"] == "warm"
+
+
+def test_adding_again_changes_nothing_and_other_content_replaces(client: Client) -> None:
+    client.create("base")
+    text = tokens(100)
+    for _ in range(2):
+        client.add("base", doc=text)
+    assert client.stats()["blocks"]["frozen"] == 4
+    client.add("base", doc=tokens(40))
+    assert client.stats()["blocks"]["frozen"] == 2
+    assert client.admin("GET", "base/documents/doc")["tokens"] == 40
+
+
+def test_24_over_the_share_is_refused_whole(client: Client) -> None:
+    client.create("base")
+    assert client.stats()["blocks"]["limit"] == LIMIT
+    client.add("base", a=tokens(30 * 32))
+    before = client.stats()
+    error = client.add("base", 507, b=tokens(32), c=tokens(30 * 32))["error"]
+    assert error["type"] == "insufficient_storage"
+    assert client.stats() == before
+    client.add("base", b=tokens(32), c=tokens(29 * 32))
+    assert client.stats()["blocks"]["frozen"] == LIMIT
+    assert not client.ask(tokens(1020)), "the longest request fits beside them"
+
+
+def test_pressure_gives_back_and_a_prompt_brings_it_back(client: Client) -> None:
+    client.create("base")
+    text = tokens(320)
+    client.add("base", doc=text, other=tokens(1200))
+    with httpx.Client(base_url=client.server.base_url, timeout=60) as http:
+        body = {"model": "m", "prompt": [tokens(1000) for _ in range(6)], "max_tokens": 8}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    assert client.stats()["given_back"] > 0
+    found = client.admin("GET", "base/documents")["data"]
+    assert {d["status"] for d in found} <= {"cold", "warm", "warming"}
+    client.ask([*tokens(9), *text, *tokens(9)], keys="base")
+    client.until("base", "doc", "warm")
+
+
+def test_26_a_reset_makes_documents_cold_and_one_call_warm(client: Client) -> None:
+    client.create("base")
+    client.add("base", doc=tokens(100), other=tokens(50))
+    client.server.post("/reset_prefix_cache")
+    stats = client.stats()
+    assert stats["documents"] == {"warm": 0, "cold": 2, "warming": 0, "failed": 0}
+    assert stats["blocks"]["frozen"] == 0
+    found = client.admin("POST", "base/warm", {"wait": True})["data"]
+    assert [d["status"] for d in found] == ["warm", "warm"]
+
+
+def test_25_deleting_twice_is_no_error(client: Client) -> None:
+    client.create("base")
+    client.add("base", doc=tokens(100))
+    for _ in range(2):
+        client.admin("DELETE", "base/documents/doc", status=204)
+    client.admin("DELETE", "base/documents/never", status=404)
+    for _ in range(2):
+        client.admin("DELETE", "base", status=204)
+    client.admin("DELETE", "never", status=404)
+    client.admin("GET", "base", status=404)
+
+
+def test_25_one_name_one_base(client: Client) -> None:
+    body = {"name": "base", "preamble": "Read this.", "metadata": {"owner": "me"}}
+    client.admin("POST", BASES, body, 201)
+    client.admin("POST", BASES, body, 200)
+    assert client.admin("POST", BASES, body | {"preamble": None}, 409)["error"]["type"] == (
+        "conflict"
+    )
+
+
+def test_text_is_tokenised_behind_the_preamble(client: Client) -> None:
+    client.create("base", preamble="You answer from passages. " * 20)
+    text = "Reuse what was computed once. " * 40
+    body = {"documents": [{"id": "dir/a b.txt", "text": text}], "wait": True}
+    (document,) = client.admin("POST", "base/documents", body)["data"]
+    assert document["status"] == "warm"
+    assert client.admin("GET", "base/documents/dir/a%20b.txt")["id"] == "dir/a b.txt"
+    prompt = "Something else. " * 7 + text + "What is reused?"
+    report = client.ask(prompt, keys="base")  # type: ignore[arg-type]
+    assert report["reused_tokens"] >= document["tokens"] - 4, "but for tokens at the seams"
+
+
+def test_pages_follow_one_another(client: Client) -> None:
+    client.create("base")
+    client.add("base", **{f"d{i}": tokens(32) for i in range(5)})
+    seen, after = [], ""
+    while after is not None:
+        page = client.admin("GET", f"base/documents?limit=2&after={after}")
+        seen += [d["id"] for d in page["data"]]
+        after = page["next"]
+    assert seen == [f"d{i}" for i in range(5)]
+
+
+def test_clients_cannot_freeze(client: Client) -> None:
+    order = {"segreuse_freeze": "mine:0:1:0", "extra_keys": ["x"]}
+    answer = client.server.post(
+        "/v1/completions", {"model": "m", "prompt": tokens(64), "vllm_xargs": order}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "segreuse_freeze"
+    assert client.stats()["blocks"]["frozen"] == 0
+
+
+def test_32_without_token_nothing_is_shown(client: Client) -> None:
+    for path in (BASES, f"{ROOT}/openapi.json", f"{ROOT}/nothing", f"{ROOT}/stats"):
+        assert client.server.get(path).status_code == 401
+        wrong = {"Authorization": "Bearer wrong"}
+        assert client.server.get(path, headers=wrong).status_code == 403
+    paths = client.admin("GET", f"{ROOT}/openapi.json")["paths"]
+    assert "/knowledge-bases/{name}/documents" in paths
+    assert not any(path.startswith("/v1") for path in paths)
+
+
+def test_a_restart_brings_documents_back_but_not_torn_ones(files: Path, client: Client) -> None:
+    # Last in this file: the server is stopped, and started anew.
+    client.create("base")
+    text = tokens(100)
+    client.add("base", popular=text, torn=tokens(100), quiet=tokens(40))
+    client.ask([*tokens(3), *text, *tokens(3)], keys="base")
+    assert client.admin("GET", "base/documents/popular")["hits"] == 1
+    client.server._process.send_signal(2)  # type: ignore[union-attr]
+    client.server._process.wait(60)  # type: ignore[union-attr]
+    with sqlite3.connect(files / "manifest.sqlite") as manifest:
+        manifest.execute(
+            "UPDATE documents SET tokens = x'01000000' || substr(tokens, 5) WHERE id = 'torn'"
+        )
+    manifest.close()
+    client.server.start()
+    torn = client.admin("GET", "base/documents/torn")
+    assert (torn["status"], torn["blocks"]) == ("failed", 0)
+    assert "torn" in torn["error"]
+    assert client.until("base", "popular", "warm")["hits"] == 1
+    client.until("base", "quiet", "warm")
+    client.churn()
+    assert client.ask([*tokens(7), *text, *tokens(3)], keys="base")["reused_tokens"] == 100
+    client.add("base", torn=tokens(50))
+    assert client.admin("GET", "base/documents/torn")["status"] == "warm"

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service of knowledge bases, on an engine without a model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.errors import (
+    ConflictError,
+    InvalidError,
+    KnowledgeError,
+    NoRoomError,
+    NotFoundError,
+)
+from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
+from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.knowledge.store import IN_MEMORY, Store
+
+SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
+
+
+@asynccontextmanager
+async def serving(
+    engine: FakeEngine, path: str = IN_MEMORY, model: str = "model", shape: Shape = SHAPE
+) -> AsyncIterator[KnowledgeService]:
+    service = KnowledgeService(engine, Store(path, model), shape, poll_s=0.01)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+def run(test: Callable[[KnowledgeService, FakeEngine], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        engine = FakeEngine(**options)
+        async with serving(engine) as service:
+            await service.create_base(CreateBase(name="base"))
+            await test(service, engine)
+            engine.pool.check_integrity()
+
+    asyncio.run(main())
+
+
+def documents(wait: bool = True, **content: list[int] | str) -> AddDocuments:
+    return AddDocuments(
+        documents=[
+            {"id": i, "text" if isinstance(text, str) else "token_ids": text}  # type: ignore[misc]
+            for i, text in content.items()
+        ],
+        wait=wait,
+    )
+
+
+async def statuses(service: KnowledgeService, base: str = "base") -> dict[str, str]:
+    page = await service.documents(base, None, 100)
+    return {document.id: document.status for document in page.data}
+
+
+async def until(reached: Callable[[], Awaitable[bool]]) -> None:
+    for _ in range(500):
+        if await reached():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came to that")
+
+
+def test_a_long_document_is_cut_into_chunks_and_warm_as_a_whole() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        (document,) = await service.add("base", documents(doc=[*range(45)]))
+        assert document.status == "warm"
+        assert [part for _, part in engine.computed] == [0, 1, 2]
+        # Three chunks of 15 tokens, each behind the first token of a sequence.
+        assert document.blocks == engine.pool.num_frozen == 12
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_context", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 19, 20, 21, 41, 62, 100])
+def test_the_blocks_of_a_document_are_known_beforehand(num_context: int, num_tokens: int) -> None:
+    import numpy as np
+
+    context, tokens = np.arange(num_context, dtype=np.int32), np.arange(num_tokens, dtype=np.int32)
+    prompts = SHAPE.prompts(context, tokens)
+    blocks = sum(len(p) // BLOCK_SIZE - num_context // BLOCK_SIZE for p in prompts)
+    assert SHAPE.num_blocks(num_context, num_tokens) == blocks
+    assert all(len(p) % BLOCK_SIZE == 0 and len(p) <= SHAPE.max_prompt_tokens for p in prompts)
+    kept = [p[num_context:] for p in prompts]
+    sizes = [num_tokens // len(prompts) + (i < num_tokens % len(prompts)) for i in range(len(kept))]
+    together = np.concatenate([k[:n] for k, n in zip(kept, sizes, strict=True)])
+    assert np.array_equal(together, tokens)
+
+
+def test_24_what_does_not_fit_is_refused_whole() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[*range(19)]))
+        before = await service.stats()
+        with pytest.raises(NoRoomError, match="40"):
+            await service.add("base", documents(b=[5], c=[*range(180)]))
+        assert await service.stats() == before
+        # What it replaces makes room.
+        await service.add("base", documents(a=[*range(100, 120)] * 6))
+        assert (await service.stats()).documents.warm == 1
+
+    run(test)
+
+
+def test_25_replacing_lets_the_old_content_go() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[*range(19)]))
+        (old,) = engine.pool.warm()
+        await service.add("base", documents(a=[*range(30, 49)]))
+        assert old not in engine.pool.warm()
+        assert engine.pool.num_frozen == 5
+        computed = len(engine.computed)
+        await service.add("base", documents(a=[*range(30, 49)]))
+        assert len(engine.computed) == computed, "unchanged: nothing to do"
+
+    run(test)
+
+
+def test_25_two_changes_of_one_document_at_once_are_refused() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        first = asyncio.create_task(service.add("base", documents(wait=False, a=[1, 2, 3])))
+        await asyncio.sleep(0)
+        with pytest.raises(ConflictError, match="'a'"):
+            await service.add("base", documents(a=[4, 5, 6]))
+        await first
+        await service.add("base", documents(a=[4, 5, 6]))
+
+    run(test)
+
+
+def test_25_two_creations_at_once_make_one_base() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        bodies = [CreateBase(name="new", preamble=text) for text in ("one", "two")]
+        results = await asyncio.gather(
+            *(service.create_base(body) for body in bodies), return_exceptions=True
+        )
+        assert sorted(isinstance(r, ConflictError) for r in results) == [False, True]
+
+    run(test)
+
+
+def test_25_deleted_while_it_is_computed_leaves_nothing_frozen() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.gate.clear()
+        adding = asyncio.create_task(service.add("base", documents(a=[*range(45)])))
+        await until(lambda: _is(engine.at_once))
+        await service.delete_base("base")
+        engine.gate.set()
+        await adding
+        await until(lambda: _is(not engine.pool.num_frozen))
+        assert len(engine.computed) == 1, "the other chunks are not computed any more"
+        await service.delete_base("base")
+        with pytest.raises(NotFoundError):
+            await service.delete_base("never")
+
+    run(test)
+
+
+def test_deleted_and_added_again_while_it_is_computed_it_is_warm() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.gate.clear()
+        adding = asyncio.create_task(service.add("base", documents(a=[*range(45)])))
+        await until(lambda: _is(engine.at_once))
+        await service.delete("base", "a")
+        again = asyncio.create_task(service.add("base", documents(a=[*range(45)])))
+        await asyncio.sleep(0.05)
+        engine.gate.set()
+        await asyncio.gather(adding, again)
+        assert await statuses(service) == {"a": "warm"}
+
+    run(test)
+
+
+def test_26_cold_after_a_reset_until_warmed() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[*range(9)], b=[*range(5)]))
+        engine.pool.reset()
+        await asyncio.sleep(0.05)
+        assert await statuses(service) == {"a": "cold", "b": "cold"}
+        await service.warm("base", WarmDocuments(ids=["b"], wait=True))
+        assert await statuses(service) == {"a": "cold", "b": "warm"}
+        with pytest.raises(NotFoundError):
+            await service.warm("base", WarmDocuments(ids=["b", "c"]))
+
+    run(test)
+
+
+@pytest.mark.parametrize("answer", [False, RuntimeError("the engine said no")])
+def test_what_cannot_be_computed_says_why_and_can_be_tried_again(answer: Any) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.answer = answer
+        (document,) = await service.add("base", documents(a=[*range(9)]))
+        assert document.status == "failed"
+        assert document.error
+        engine.answer = None
+        (document,) = await service.warm("base", WarmDocuments(wait=True))
+        assert (document.status, document.error) == ("warm", None)
+
+    run(test)
+
+
+def test_one_chunk_at_a_time_beside_users() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(**{f"a{i}": [i, 2, 3] for i in range(9)}))
+        assert 1 < engine.most_at_once <= 4
+        engine.most_at_once, engine.others = 0, 1
+        await service.add("base", documents(**{f"b{i}": [i, 3, 4] for i in range(9)}))
+        assert engine.most_at_once == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"a": [1000]}, "documents.0.token_ids"),
+        ({"b": [1], "a": [3, 1000]}, "documents.1.token_ids"),
+    ],
+)
+def test_token_ids_of_another_model_are_refused(body: dict[str, Any], param: str) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        with pytest.raises(InvalidError) as caught:
+            await service.add("base", documents(**body))
+        assert caught.value.param == param
+        assert await statuses(service) == {}
+
+    run(test)
+
+
+def test_a_preamble_without_room_for_documents_is_refused() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        with pytest.raises(InvalidError):
+            await service.create_base(CreateBase(name="other", preamble="x" * 60))
+
+    run(test)
+
+
+def test_hits_are_counted_and_outlive_a_restart_most_used_first(tmp_path: Path) -> None:
+    path = str(tmp_path / "manifest.sqlite")
+
+    async def main() -> None:
+        engine = FakeEngine()
+        async with serving(engine, path) as service:
+            await service.create_base(CreateBase(name="base"))
+            content: Any = {name: [i, *range(8)] for i, name in enumerate("abc")}
+            await service.add("base", documents(**content))
+            entries = {d: service._bases["base"].documents[d].entry for d in "abc"}
+            for name in "bcc":
+                engine.pool.used(engine.pool._entries[entries[name]].block_ids)
+            assert (await service.document("base", "c")).hits == 2
+        engine = FakeEngine()
+        engine.gate.clear()
+        async with serving(engine, path) as service:
+            assert await statuses(service) == dict.fromkeys("abc", "warming")
+            engine.gate.set()
+            await until(lambda: _all_warm(service))
+            assert [entry for entry, _ in engine.computed] == [entries[d] for d in "cba"]
+            assert (await service.stats()).hits == 3
+
+    asyncio.run(main())
+
+
+def test_with_less_memory_than_before_what_does_not_fit_stays_cold(tmp_path: Path) -> None:
+    path = str(tmp_path / "manifest.sqlite")
+
+    async def main() -> None:
+        async with serving(FakeEngine(), path) as service:
+            await service.create_base(CreateBase(name="base"))
+            await service.add("base", documents(a=[*range(19)], b=[*range(30, 49)]))
+        async with serving(FakeEngine(limit=6), path) as service:
+            await until(lambda: _queue_is_empty(service))
+            assert sorted((await statuses(service)).values()) == ["cold", "warm"]
+
+    asyncio.run(main())
+
+
+def test_another_models_manifest_is_refused_entry_by_entry(tmp_path: Path) -> None:
+    path = str(tmp_path / "manifest.sqlite")
+
+    async def main() -> None:
+        async with serving(FakeEngine(), path) as service:
+            await service.create_base(CreateBase(name="base", metadata={"kept": [1.5, None]}))
+            await service.add("base", documents(a=[*range(9)]))
+        engine = FakeEngine()
+        async with serving(engine, path, model="another") as service:
+            (document,) = (await service.documents("base", None, 9)).data
+            assert document.status == "failed"
+            assert "another model" in str(document.error)
+            assert engine.computed == []
+            (document,) = await service.warm("base", WarmDocuments(wait=True))
+            assert document.status == "failed"
+            await service.add("base", documents(a=[*range(9)]))
+            assert await statuses(service) == {"a": "warm"}
+        engine = FakeEngine()
+        engine.start = [2]  # another tokenizer
+        async with serving(engine, path, model="another") as service:
+            assert await statuses(service) == {"a": "failed"}
+
+    asyncio.run(main())
+
+
+def test_every_error_has_a_status() -> None:
+    for error in KnowledgeError.__subclasses__():
+        assert 400 <= error.status <= 599
+        assert error.type != KnowledgeError.type
+
+
+async def _is(value: Any) -> bool:
+    return bool(value)
+
+
+async def _all_warm(service: KnowledgeService) -> bool:
+    return set((await statuses(service)).values()) == {"warm"}
+
+
+async def _queue_is_empty(service: KnowledgeService) -> bool:
+    return not service._warming._done

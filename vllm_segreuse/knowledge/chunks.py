@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a document becomes prompts: each chunk behind the same context, up to whole KV blocks.
+
+    | context |        chunk         | filler |
+    |  block  |  block  |  block  |  block   |
+              └──── frozen: blocks with tokens of the chunk
+
+Only full blocks can be found again. The filler completes the last one; nothing sees it, since
+attention is causal. A prompt that brings the text matches it up to its last token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_segreuse.knowledge.errors import InvalidError
+from vllm_segreuse.knowledge.store import Tokens
+
+
+class Shape(NamedTuple):
+    """What decides how documents are cut.
+
+    Attributes:
+        block_size: tokens per KV block.
+        max_prompt_tokens: longest prompt that leaves room for one token of output.
+        chunk_tokens: longest chunk that is wanted.
+    """
+
+    block_size: int
+    max_prompt_tokens: int
+    chunk_tokens: int
+
+    def num_chunks(self, num_context: int, num_tokens: int) -> int:
+        """Into how many chunks a document is cut.
+
+        Raises:
+            InvalidError: the context leaves no room for a chunk.
+        """
+        whole = self.max_prompt_tokens // self.block_size * self.block_size
+        room = min(self.chunk_tokens, whole - num_context)
+        if room < 1:
+            raise InvalidError(
+                f"a preamble of {num_context} tokens leaves no room for documents in prompts of "
+                f"{whole} tokens: shorten it",
+                "preamble",
+            )
+        return -(-num_tokens // room)
+
+    def num_blocks(self, num_context: int, num_tokens: int) -> int:
+        """Blocks that a document takes when it is warm."""
+        chunks = self.num_chunks(num_context, num_tokens)
+        small, larger = divmod(num_tokens, chunks)
+        first = num_context // self.block_size
+        return (chunks - larger) * (-(-(num_context + small) // self.block_size) - first) + (
+            larger * (-(-(num_context + small + 1) // self.block_size) - first)
+        )
+
+    def prompts(self, context: Tokens, tokens: Tokens) -> list[Tokens]:
+        """The prompts, each a whole number of blocks long; chunks differ by one token at most."""
+        chunks = np.array_split(tokens, self.num_chunks(len(context), len(tokens)))
+        return [self._padded(np.concatenate((context, chunk))) for chunk in chunks]
+
+    def _padded(self, prompt: Tokens) -> Tokens:
+        return np.concatenate((prompt, np.repeat(prompt[-1:], -len(prompt) % self.block_size)))

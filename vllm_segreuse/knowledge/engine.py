@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What knowledge bases need of an engine, and the engine behind vLLM's API server."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.config import EXTRA_KEYS, FREEZE
+from vllm_segreuse.knowledge.errors import UnavailableError
+from vllm_segreuse.serve.origin import own_requests
+from vllm_segreuse.serve.scheduler_calls import call_scheduler
+
+_LAST = 2**31 - 1  # vLLM serves smaller priorities first
+
+
+class Engine(Protocol):
+    """An engine that runs segment reuse. `encode` and `start_tokens` may block."""
+
+    vocab_size: int
+
+    def start_tokens(self) -> list[int]:
+        """Tokens that every sequence of the model starts with."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
+
+    def num_others(self, own: int) -> int:
+        """Requests that have not ended, without `own` of our own."""
+
+    async def compute(self, tokens: list[int], extra_key: str, order: FreezeOrder) -> bool:
+        """Compute a prompt and freeze what the order says; whether that was done."""
+
+    async def frozen(self) -> dict[str, Any]:
+        """`SchedulerSide.frozen`."""
+
+    async def unfreeze(self, entries: list[str]) -> None:
+        """`SchedulerSide.unfreeze`."""
+
+
+class Tokenizer:
+    """Of a model; None where vLLM was told to load none."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def start_tokens(self) -> list[int]:
+        """What the tokenizer puts before every text."""
+        if self._tokenizer is None:
+            return []
+        bare, whole = self.encode("a"), list(self._tokenizer.encode("a"))
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return whole[:start]
+        return []
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
+        if self._tokenizer is None:
+            raise UnavailableError("this engine has no tokenizer: send token_ids", "text")
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def fingerprint(self) -> str:
+        """Differs between tokenizers."""
+        return "" if self._tokenizer is None else repr(self.encode(_PROBE))
+
+
+_PROBE = "The quick brown fox: 0123456789, (naïve) café — 東京, ½ x += 1;\n\tЖ"
+
+
+def fingerprint(vllm_config: Any, tokenizer: Tokenizer) -> str:
+    """Names a model and its tokenizer, wherever its files are."""
+    config = vllm_config.model_config.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    text = repr(sorted(config.items(), key=str)) + tokenizer.fingerprint()
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def ingesting(extra_key: str, order: FreezeOrder) -> Iterator[Any]:
+    """Sampling parameters of a request that freezes what it computes; valid in this context."""
+    from vllm import SamplingParams
+
+    with own_requests():
+        yield SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={EXTRA_KEYS: [extra_key], FREEZE: order.encode()},
+        )
+
+
+def was_frozen(output: Any) -> bool:
+    """Whether a finished request's output says that its order was carried out."""
+    report = (output.kv_transfer_params or {}).get("segreuse") or {}
+    return bool(report.get("frozen"))
+
+
+class ServedEngine(Tokenizer):
+    """The engine client of an API server (vLLM's `AsyncLLM`)."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client.get_tokenizer() if client.renderer.tokenizer else None)
+        self._client = client
+        self.vocab_size: int = client.model_config.get_vocab_size()
+        policy = client.vllm_config.scheduler_config.policy
+        self._priority = _LAST if policy == "priority" else 0
+
+    def num_others(self, own: int) -> int:
+        """Requests of this API server that have not ended."""
+        return max(0, int(self._client.get_num_unfinished_requests()) - own)
+
+    async def compute(self, tokens: list[int], extra_key: str, order: FreezeOrder) -> bool:
+        """One request of one token; at lowest priority where priorities count."""
+        frozen = False
+        with ingesting(extra_key, order) as params:
+            async for output in self._client.generate(
+                {"type": "token", "prompt_token_ids": tokens},
+                params,
+                f"segreuse-{uuid.uuid4().hex}",
+                priority=self._priority,
+            ):
+                frozen = was_frozen(output)
+        return frozen
+
+    async def frozen(self) -> dict[str, Any]:
+        """Asked between two steps."""
+        return dict(await call_scheduler(self._client, "segreuse_frozen"))
+
+    async def unfreeze(self, entries: list[str]) -> None:
+        """Between two steps."""
+        await call_scheduler(self._client, "segreuse_unfreeze", entries)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computing documents in the background, so that requests of users hardly notice.
+
+While others use the engine, one chunk is under way at a time; an idle engine gets a few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import heapq
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import NamedTuple
+
+from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.knowledge.engine import Engine
+from vllm_segreuse.knowledge.store import Tokens
+
+_AT_ONCE = 4
+_LOOK_AGAIN_S = 0.02
+
+
+class Urgency(enum.IntEnum):
+    """What is computed first; within one, what was added first."""
+
+    ASKED_FOR = 0
+    BACKGROUND = 1
+
+
+class _Job(NamedTuple):
+    urgency: Urgency
+    number: int
+    entry: str
+
+
+class Warming:
+    """The queue of entries to be computed, and who works on it.
+
+    Args:
+        engine: computes and freezes.
+        prompts: (extra key, tokens of context, prompts) of an entry, or None if it has gone.
+        is_wanted: whether an entry still belongs to a document.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Callable[[str], Awaitable[tuple[str, int, list[Tokens]] | None]],
+        is_wanted: Callable[[str], bool],
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._is_wanted = is_wanted
+        self._queue: list[_Job] = []
+        self._done: dict[str, asyncio.Future[None]] = {}
+        self._errors: dict[str, str] = {}
+        self._numbers = count()
+        self._workers: set[asyncio.Task[None]] = set()
+        self._started: set[str] = set()
+        self._again: set[str] = set()
+        self._computing = 0
+
+    def add(self, entry: str, urgency: Urgency) -> asyncio.Future[None]:
+        """Have an entry computed; done when it was, or has failed."""
+        done = self._done.get(entry)
+        if done is None:
+            done = self._done[entry] = asyncio.get_running_loop().create_future()
+            self._errors.pop(entry, None)
+        elif urgency is Urgency.BACKGROUND:
+            return done
+        elif entry in self._started:
+            self._again.add(entry)  # it may have been deleted and added anew meanwhile
+            return done
+        self._push(urgency, entry)
+        return done
+
+    def _push(self, urgency: Urgency, entry: str) -> None:
+        # A second job of an entry finds it done, and is passed over.
+        heapq.heappush(self._queue, _Job(urgency, next(self._numbers), entry))
+        if len(self._workers) < _AT_ONCE:
+            self._workers.add(asyncio.create_task(self._work()))
+
+    def is_queued(self, entry: str) -> bool:
+        """Whether it waits, or is being computed."""
+        return entry in self._done
+
+    def error(self, entry: str) -> str | None:
+        """Why it could not be computed the last time."""
+        return self._errors.get(entry)
+
+    async def close(self) -> None:
+        """Stop; what is under way is aborted."""
+        workers = list(self._workers)
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        for done in self._done.values():
+            done.cancel()
+        self._done.clear()
+
+    async def _work(self) -> None:
+        try:
+            while self._queue:
+                entry = heapq.heappop(self._queue).entry
+                if entry in self._done and entry not in self._started:
+                    await self._work_on(entry)
+        finally:
+            # Before anything is awaited: whoever adds a job next must start a worker.
+            task = asyncio.current_task()
+            assert task is not None
+            self._workers.discard(task)
+
+    async def _work_on(self, entry: str) -> None:
+        self._started.add(entry)
+        try:
+            await self._compute(entry)
+        except Exception as error:
+            self._errors[entry] = f"it could not be computed: {str(error) or type(error).__name__}"
+        finally:
+            self._started.discard(entry)
+        if entry in self._again:
+            self._again.discard(entry)
+            self._push(Urgency.ASKED_FOR, entry)
+            return
+        self._done.pop(entry).set_result(None)
+        if not self._is_wanted(entry):
+            self._errors.pop(entry, None)
+            with contextlib.suppress(Exception):
+                await self._engine.unfreeze([entry])
+
+    async def _compute(self, entry: str) -> None:
+        found = await self._prompts(entry)
+        if found is None:
+            return
+        extra_key, num_context, prompts = found
+        for part, prompt in enumerate(prompts):
+            while self._computing and self._engine.num_others(self._computing):
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            if not self._is_wanted(entry):
+                return
+            order = FreezeOrder(entry, part, len(prompts), num_context)
+            self._computing += 1
+            try:
+                frozen = await self._engine.compute(prompt.tolist(), extra_key, order)
+            finally:
+                self._computing -= 1
+            if not frozen:
+                self._errors[entry] = "the frozen pool had no room for it: warm it again later"
+                return

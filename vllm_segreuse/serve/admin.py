@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The administrator's application below `/plugins/segreuse/v1`: token, limits, errors.
+
+It is an application of its own, mounted into vLLM's: every path below the prefix wants the token,
+unknown ones and the OpenAPI description included, and every error has one form
+(`schemas.ErrorAnswer`). vLLM's `--api-key` guards other paths only, and is handed to every client.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope, Send
+from vllm.logger import init_logger
+
+import vllm_segreuse
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.knowledge.errors import KnowledgeError
+from vllm_segreuse.knowledge.schemas import PREFIX, Error, ErrorAnswer
+from vllm_segreuse.serve import knowledge_routes, routes
+
+ADMIN_TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
+
+logger = init_logger("vllm.segreuse")
+
+_TYPES = {
+    400: "invalid_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "too_large",
+    422: "invalid_request",
+}
+
+
+def mount(app: FastAPI) -> FastAPI | None:
+    """Mounts the administrator's application on vLLM's, if the environment holds a token.
+
+    Returns:
+        The application, whose `state` has to be given `engine_client`, `max_body_bytes` and the
+        `service` of knowledge bases; None without a token: then none of its paths exists.
+    """
+    token = os.environ.get(ADMIN_TOKEN_ENV, "")
+    if not token:
+        logger.info("%s is not set: no administrator's routes", ADMIN_TOKEN_ENV)
+        return None
+    admin = make_app()
+    app.mount(PREFIX, Gate(admin, token))
+    return admin
+
+
+def make_app() -> FastAPI:
+    """The application without its gate."""
+    admin = FastAPI(
+        title="vllm-segreuse",
+        version=vllm_segreuse.__version__,
+        description="Kill switch and knowledge bases. Every path wants the administrator's token.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"4XX": {"model": ErrorAnswer, "description": "The request is refused."}},
+    )
+    admin.state.max_body_bytes = SegReuseConfig().knowledge_body_bytes
+    admin.include_router(routes.router)
+    admin.include_router(knowledge_routes.router)
+    admin.add_exception_handler(HTTPException, _http_error)
+    admin.add_exception_handler(RequestValidationError, _validation_error)
+    admin.add_exception_handler(KnowledgeError, _knowledge_error)
+    return admin
+
+
+class Gate:
+    """Lets requests with the token pass, and of their bodies no more than the limit.
+
+    Args:
+        app: the application behind it; `state.max_body_bytes` is the limit of one request.
+        token: compared in constant time.
+    """
+
+    def __init__(self, app: FastAPI, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # there are no websockets here; the server closes the connection
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        limit = self._app.state.max_body_bytes
+        body = await _read(receive, limit)
+        if body is None:
+            text = f"this server takes bodies of up to {limit} bytes: send fewer documents at once"
+            await _answer(413, text)(scope, receive, send)
+            return
+        sent = False
+
+        async def replay() -> Message:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not given.strip():
+            return _answer(
+                401,
+                "this route needs the admin token: Authorization: Bearer ...",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        if not hmac.compare_digest(given.strip(), self._token):
+            return _answer(403, "this is not the admin token")
+        return None
+
+
+async def _read(receive: Receive, max_bytes: int) -> bytes | None:
+    """The whole body; None if it is too large, or the client has gone."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if message["type"] == "http.disconnect" or len(body) > max_bytes:
+            return None
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _answer(
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    *,
+    param: str | None = None,
+    kind: str | None = None,
+) -> JSONResponse:
+    error = Error(type=kind or _TYPES.get(status, "error"), message=message, param=param)
+    body = ErrorAnswer(error=error).model_dump()
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+async def _http_error(request: Request, error: Any) -> JSONResponse:
+    return _answer(error.status_code, str(error.detail), error.headers)
+
+
+async def _validation_error(request: Request, error: Any) -> JSONResponse:
+    """HTTP 400 that names the first field that does not fit, and not its value: it may be large."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    param = ".".join(where) or None
+    return _answer(400, f"{param}: {message}" if param else message, param=param)
+
+
+async def _knowledge_error(request: Request, error: Any) -> JSONResponse:
+    return _answer(error.status, str(error), param=error.param, kind=error.type)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knowledge bases over HTTP, part of the administrator's application (`admin.py`)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from vllm_segreuse.knowledge.errors import UnavailableError
+from vllm_segreuse.knowledge.schemas import (
+    AddDocuments,
+    CreateBase,
+    Document,
+    Documents,
+    ErrorAnswer,
+    KnowledgeBase,
+    Page,
+    Stats,
+    WarmDocuments,
+)
+from vllm_segreuse.knowledge.service import KnowledgeService
+
+router = APIRouter(
+    tags=["knowledge bases"],
+    responses={
+        503: {"model": ErrorAnswer, "description": "Not in this configuration, or not now."}
+    },
+)
+
+_BASES = "/knowledge-bases"
+_BASE = _BASES + "/{name}"
+_DOCUMENTS = _BASE + "/documents"
+_DOCUMENT = _DOCUMENTS + "/{document_id:path}"
+_FULL = {507: {"model": ErrorAnswer, "description": "Over the share of the KV cache."}}
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+After = Annotated[str | None, Query(max_length=4096)]
+
+
+def _service(request: Request) -> KnowledgeService:
+    service: KnowledgeService | None = getattr(request.app.state, "service", None)
+    if service is None:
+        raise UnavailableError(
+            "knowledge bases need one API server and one engine: "
+            "start without --api-server-count and --data-parallel-size"
+        )
+    return service
+
+
+@router.post(
+    _BASES,
+    status_code=201,
+    responses={200: {"model": KnowledgeBase, "description": "It was there already."}},
+)
+async def create_base(body: CreateBase, request: Request, response: Response) -> KnowledgeBase:
+    """Create a knowledge base."""
+    base, is_new = await _service(request).create_base(body)
+    response.status_code = 201 if is_new else 200
+    return base
+
+
+@router.get(_BASES)
+async def list_bases(
+    request: Request, limit: Limit = 100, after: After = None
+) -> Page[KnowledgeBase]:
+    """List knowledge bases by name."""
+    return await _service(request).bases(after, limit)
+
+
+@router.get(_BASE)
+async def show_base(name: str, request: Request) -> KnowledgeBase:
+    """Show a knowledge base."""
+    return await _service(request).base(name)
+
+
+@router.delete(_BASE, status_code=204)
+async def delete_base(name: str, request: Request) -> None:
+    """Delete a knowledge base and its documents; again is no error."""
+    await _service(request).delete_base(name)
+
+
+@router.post(
+    _DOCUMENTS,
+    status_code=202,
+    responses=_FULL | {200: {"model": Documents, "description": "`wait`: they are computed."}},
+)
+async def add_documents(
+    name: str, body: AddDocuments, request: Request, response: Response
+) -> Documents:
+    """Add documents, all of them or none; equal ones stay, others of the same id are replaced."""
+    documents = await _service(request).add(name, body)
+    response.status_code = 200 if body.wait else 202
+    return Documents(data=documents)
+
+
+@router.get(_DOCUMENTS)
+async def list_documents(
+    name: str, request: Request, limit: Limit = 100, after: After = None
+) -> Page[Document]:
+    """List the documents of a base by id."""
+    return await _service(request).documents(name, after, limit)
+
+
+@router.get(_DOCUMENT)
+async def show_document(name: str, document_id: str, request: Request) -> Document:
+    """Show a document."""
+    return await _service(request).document(name, document_id)
+
+
+@router.delete(_DOCUMENT, status_code=204)
+async def delete_document(name: str, document_id: str, request: Request) -> None:
+    """Delete a document; again is no error."""
+    await _service(request).delete(name, document_id)
+
+
+@router.post(
+    _BASE + "/warm",
+    status_code=202,
+    responses={200: {"model": Documents, "description": "`wait`: they are computed."}},
+)
+async def warm_documents(
+    name: str, body: WarmDocuments, request: Request, response: Response
+) -> Documents:
+    """Bring documents back to GPU memory, by default all of the base."""
+    documents = await _service(request).warm(name, body)
+    response.status_code = 200 if body.wait else 202
+    return Documents(data=documents)
+
+
+@router.get("/stats")
+async def stats(request: Request) -> Stats:
+    """Blocks, documents and hits of all knowledge bases together."""
+    return await _service(request).stats()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an API server of ours needs from its first request to its last."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from vllm.logger import init_logger
+
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.engine import ServedEngine, fingerprint
+from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.knowledge.store import IN_MEMORY, Store
+
+logger = init_logger("vllm.segreuse")
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, admin: FastAPI | None) -> AsyncIterator[None]:
+    """Around the time in which vLLM's application serves.
+
+    Args:
+        app: vLLM's; its state has the engine client.
+        admin: the administrator's (`admin.py`), or None.
+    """
+    client = app.state.engine_client
+    if client is None:  # vLLM's server that only renders prompts
+        yield
+        return
+    config = SegReuseConfig.from_options(
+        client.vllm_config.kv_transfer_config.kv_connector_extra_config
+    )
+    app.state.segreuse_namespaces = config.namespaces
+    if admin is None:
+        yield
+        return
+    admin.state.engine_client = client
+    admin.state.max_body_bytes = config.knowledge_body_bytes
+    admin.state.service = service = await _start_service(client, config)
+    try:
+        yield
+    finally:
+        if service is not None:
+            await service.close()
+
+
+async def _start_service(client: Any, config: SegReuseConfig) -> KnowledgeService | None:
+    parallel = client.vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 or parallel._api_process_count > 1:
+        logger.warning("segment reuse: no knowledge bases with several API servers or engines")
+        return None
+    return await start_service(ServedEngine(client), client.vllm_config, config)
+
+
+async def start_service(engine: Any, vllm_config: Any, config: SegReuseConfig) -> KnowledgeService:
+    """Knowledge bases of an engine; what the manifest holds is being warmed.
+
+    Raises:
+        ManifestError: the manifest's file cannot be used.
+    """
+    shape = Shape(
+        block_size=vllm_config.cache_config.block_size,
+        max_prompt_tokens=vllm_config.model_config.max_model_len - 1,
+        chunk_tokens=config.knowledge_chunk_tokens,
+    )
+    store = Store(config.knowledge_path or IN_MEMORY, fingerprint(vllm_config, engine))
+    service = KnowledgeService(engine, store, shape)
+    await service.start()
+    return service

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls from an API server into the scheduler's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_segreuse.knowledge.errors import UnavailableError
+
+
+async def call_scheduler(engine_client: Any, method: str, *args: Any) -> Any:
+    """Calls a method that `compat/engine_core.py` has added, between two steps.
+
+    Raises:
+        UnavailableError: there is no engine any more.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        return await engine_client.engine_core.call_utility_async(method, *args)
+    except EngineDeadError as error:
+        raise UnavailableError("the engine has stopped") from error
