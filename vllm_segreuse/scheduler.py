@@ -19,6 +19,7 @@ from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
 from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan
 from vllm_segreuse.cache.planner import Planner, Report, TrackedRequest
+from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import RequestOptions, SegReuseConfig, parse_request
@@ -79,6 +80,7 @@ class SchedulerSide:
         stats: SegReuseStats,
     ) -> None:
         triton_dispatcher.install()  # numba is loaded from here on
+        compat_manager.install()
         self._config = config
         self._stats = stats
         self._manager = kv_cache_manager

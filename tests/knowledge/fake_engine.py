@@ -65,6 +65,9 @@ class FakeEngine:
     def encode(self, text: str) -> list[int]:
         return [2 + ord(char) % 900 for char in text]
 
+    def fingerprint(self) -> str:
+        return "fake"
+
     def num_others(self, own: int) -> int:
         return self.others
 

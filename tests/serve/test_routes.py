@@ -7,9 +7,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from vllm_segreuse.serve.routes import ADMIN_TOKEN_ENV, MAX_BODY_BYTES, attach_router
+from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, mount
 
 TOKEN = "tökén"
+MAX_BODY_BYTES = 2000
 STATUS, ENABLE, DISABLE = (f"/plugins/segreuse/v1/{x}" for x in ("status", "enable", "disable"))
 
 
@@ -38,8 +39,10 @@ def engine() -> Engine:
 def client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     monkeypatch.setenv(ADMIN_TOKEN_ENV, TOKEN)
     app = FastAPI()
-    app.state.engine_client = engine
-    attach_router(app)
+    admin = mount(app)
+    assert admin is not None
+    admin.state.engine_client = engine
+    admin.state.max_body_bytes = MAX_BODY_BYTES
     return TestClient(app)
 
 
@@ -102,5 +105,5 @@ def test_32_no_routes_without_a_configured_token(
     if token is not None:
         monkeypatch.setenv(ADMIN_TOKEN_ENV, token)
     app = FastAPI()
-    attach_router(app)
+    assert mount(app) is None
     assert TestClient(app).get(STATUS, headers=bearer("")).status_code == 404

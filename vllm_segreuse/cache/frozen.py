@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.cache.rolling_hash import HashArray
+
+if TYPE_CHECKING:  # numba, which it loads, has no business in API servers
+    from vllm_segreuse.cache.rolling_hash import HashArray
 
 
 class BlockReferences(Protocol):

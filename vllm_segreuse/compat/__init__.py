@@ -6,14 +6,13 @@
                          whether reuse is enabled
     reuse enabled        FRONT_END: request checks, report in streams,   API server, offline caller
                          routes of the kill switch
-    reuse enabled        ENGINE: calls into the scheduler, frozen        EngineCore, workers
-                         blocks given back, handle on the loaded
-                         model, hits counted as saved
+    reuse enabled        ENGINE: calls into the scheduler, handle on     EngineCore, workers
+                         the loaded model, hits counted as saved
 
 "Enabled" is known when an engine's configuration is made, before any engine process starts. Forked
-children inherit the patches; spawned ones find `_MARKER` in their environment. `block_pool` and
-`triton_dispatcher` have no place here: they come with the connector's scheduler half. Nor has
-`attention_impl`, which replaces something for the time of a pass only.
+children inherit the patches; spawned ones find `_MARKER` in their environment. `block_pool`,
+`kv_cache_manager` and `triton_dispatcher` have no place here: they come with the connector's
+scheduler half. Nor has `attention_impl`, which replaces something for the time of a pass only.
 """
 
 import importlib
@@ -23,7 +22,7 @@ from vllm_segreuse.compat.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
 FRONT_END = ("input_processor", "openai_streams", "api_server")
-ENGINE = ("engine_core", "kv_cache_manager", "model_runner", "prefix_cache_stats")
+ENGINE = ("engine_core", "model_runner", "prefix_cache_stats")
 
 _MARKER = "VLLM_SEGREUSE_ENABLED"
 

@@ -11,6 +11,8 @@ events. vLLM offers no hook for this; the connector turns the scheduler's pool i
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,7 +106,17 @@ class SegmentBlockPool(BlockPool):
         missing = num_free - self.num_free_blocks()
         if missing <= 0 or missing > self.frozen.num_frozen:
             return False
-        return missing <= self.frozen.num_reclaimable() and self.frozen.make_free(missing) > 0
+        with self._contained("giving frozen blocks back"):
+            return missing <= self.frozen.num_reclaimable() and self.frozen.make_free(missing) > 0
+        return False
+
+    @contextmanager
+    def _contained(self, where: str) -> Iterator[None]:
+        """An error of the frozen pool ends reuse until a reset, never vLLM's engine."""
+        try:
+            yield
+        except Exception:
+            self.planner.break_down(where)
 
     def prefix_state(self, request: Request, num_hit_tokens: int, watermark: int) -> PrefixState:
         """What running `request` behind its prefix hit takes; see `PrefixState`."""
@@ -133,7 +145,8 @@ class SegmentBlockPool(BlockPool):
     def begin_step(self) -> None:
         """A scheduling step is over: its blocks will hold their KV before a later step reads it."""
         self._fresh.clear()
-        self.frozen.relieve()
+        with self._contained("giving frozen blocks back"):
+            self.frozen.relieve()
 
     def cache_full_blocks(
         self,
@@ -261,7 +274,8 @@ class SegmentBlockPool(BlockPool):
             except Exception:
                 self.planner.break_down("the removal of a block")
         removed = super()._remove_cached_block_hashes(block)
-        self.frozen.lost(block.block_id)
+        with self._contained("the removal of a frozen block"):
+            self.frozen.lost(block.block_id)
         return removed
 
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
@@ -275,8 +289,9 @@ class SegmentBlockPool(BlockPool):
         vLLM refuses while any block is held, so the frozen pool lets go first; unless a request
         holds blocks, too: then vLLM refuses in any case, and nothing is lost.
         """
-        if self.num_gpu_blocks - 1 == self.num_free_blocks() + self.frozen.num_reclaimable():
-            self.frozen.reset()
+        with self._contained("a reset of the frozen pool"):
+            if self.num_gpu_blocks - 1 == self.num_free_blocks() + self.frozen.num_reclaimable():
+                self.frozen.reset()
         done = super().reset_prefix_cache()
         if done:
             self._fresh.clear()

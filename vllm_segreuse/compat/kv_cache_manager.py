@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.compat.patching import wrap
 
 
 def install() -> None:
     """Wrap the allocation, once."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
     wrap(KVCacheManager, "allocate_slots", _allocate_slots)
 
 
 def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_segreuse.compat.block_pool import SegmentBlockPool
-
     def allocate_slots(
         self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:

@@ -29,6 +29,9 @@ class Engine(Protocol):
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without special ones."""
 
+    def fingerprint(self) -> str:
+        """Differs between tokenizers."""
+
     def num_others(self, own: int) -> int:
         """Requests that have not ended, without `own` of our own."""
 
@@ -72,12 +75,12 @@ class Tokenizer:
 _PROBE = "The quick brown fox: 0123456789, (naïve) café — 東京, ½ x += 1;\n\tЖ"
 
 
-def fingerprint(vllm_config: Any, tokenizer: Tokenizer) -> str:
+def fingerprint(vllm_config: Any, engine: Engine) -> str:
     """Names a model and its tokenizer, wherever its files are."""
     config = vllm_config.model_config.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
-    text = repr(sorted(config.items(), key=str)) + tokenizer.fingerprint()
+    text = repr(sorted(config.items(), key=str)) + engine.fingerprint()
     return hashlib.sha256(text.encode()).hexdigest()
 
 

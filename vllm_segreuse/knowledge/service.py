@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge import schemas
 from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.engine import Engine
+from vllm_segreuse.knowledge.engine import Engine, fingerprint
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
@@ -30,6 +31,7 @@ from vllm_segreuse.knowledge.errors import (
     NotFoundError,
 )
 from vllm_segreuse.knowledge.store import (
+    IN_MEMORY,
     BaseRecord,
     DocumentRecord,
     Store,
@@ -98,10 +100,17 @@ class KnowledgeService:
 
     # Start and end.
 
-    async def start(self) -> None:
-        """Read the manifest, and begin to warm what is in it, most used first."""
+    async def start(self, in_background: bool = True) -> None:
+        """Read the manifest.
+
+        Args:
+            in_background: begin to warm what is in it, most used first, and go on to ask what was
+                used meanwhile and what should return.
+        """
         await self._in_thread(self._load)
         self._limit = (await self._state())["limit"]
+        if not in_background:
+            return
         room = self._limit
         for name in sorted(self._entries, key=self._popularity):
             room -= self._entries[name].num_blocks
@@ -114,7 +123,7 @@ class KnowledgeService:
         if self._poller is not None:
             self._poller.cancel()
         await self._warming.close()
-        await self._save_uses()
+        await self.save_uses()
         await self._in_thread(self._store.close)
         self._thread.shutdown()
 
@@ -299,13 +308,14 @@ class KnowledgeService:
                 continue
             try:
                 await self._state()
-                await self._save_uses()
+                await self.save_uses()
             except Exception as error:  # whoever asks next is told, too
                 if str(error) != said:
                     said = str(error)
                     logger.warning("segment reuse: knowledge bases: %s", said)
 
-    async def _save_uses(self) -> None:
+    async def save_uses(self) -> None:
+        """Write what was counted since the last time into the manifest."""
         names, self._unsaved = self._unsaved, set()
         uses = [
             (name, self._entries[name].hits, self._entries[name].last_used)
@@ -509,6 +519,25 @@ class KnowledgeService:
             status = self._status(document, warm)
             setattr(counts, status, getattr(counts, status) + 1)
         return counts
+
+
+async def start_service(
+    engine: Engine, vllm_config: Any, config: SegReuseConfig, *, in_background: bool = False
+) -> KnowledgeService:
+    """Knowledge bases of an engine.
+
+    Raises:
+        ManifestError: the manifest's file cannot be used.
+    """
+    shape = Shape(
+        block_size=vllm_config.cache_config.block_size,
+        max_prompt_tokens=vllm_config.model_config.max_model_len - 1,
+        chunk_tokens=config.knowledge_chunk_tokens,
+    )
+    store = Store(config.knowledge_path or IN_MEMORY, fingerprint(vllm_config, engine))
+    service = KnowledgeService(engine, store, shape)
+    await service.start(in_background)
+    return service
 
 
 def _content(base: BaseRecord) -> tuple[Any, ...]:

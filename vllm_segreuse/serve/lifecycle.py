@@ -11,10 +11,8 @@ from fastapi import FastAPI
 from vllm.logger import init_logger
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.engine import ServedEngine, fingerprint
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import IN_MEMORY, Store
+from vllm_segreuse.knowledge.engine import ServedEngine
+from vllm_segreuse.knowledge.service import KnowledgeService, start_service
 
 logger = init_logger("vllm.segreuse")
 
@@ -53,21 +51,4 @@ async def _start_service(client: Any, config: SegReuseConfig) -> KnowledgeServic
     if parallel.data_parallel_size > 1 or parallel._api_process_count > 1:
         logger.warning("segment reuse: no knowledge bases with several API servers or engines")
         return None
-    return await start_service(ServedEngine(client), client.vllm_config, config)
-
-
-async def start_service(engine: Any, vllm_config: Any, config: SegReuseConfig) -> KnowledgeService:
-    """Knowledge bases of an engine; what the manifest holds is being warmed.
-
-    Raises:
-        ManifestError: the manifest's file cannot be used.
-    """
-    shape = Shape(
-        block_size=vllm_config.cache_config.block_size,
-        max_prompt_tokens=vllm_config.model_config.max_model_len - 1,
-        chunk_tokens=config.knowledge_chunk_tokens,
-    )
-    store = Store(config.knowledge_path or IN_MEMORY, fingerprint(vllm_config, engine))
-    service = KnowledgeService(engine, store, shape)
-    await service.start()
-    return service
+    return await start_service(ServedEngine(client), client.vllm_config, config, in_background=True)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The administrator's application on an engine without a model."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.schemas import PREFIX
+from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.knowledge.store import IN_MEMORY, Store
+from vllm_segreuse.serve.admin import Gate, make_app
+
+TOKEN = "admin"
+
+
+class SwitchableEngine:
+    """Stands for vLLM's engine client, as far as the kill switch needs it."""
+
+    def __init__(self) -> None:
+        self.engine_core = self
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        return args[0] if args else {"enabled": True, "indexed_blocks": 0}
+
+
+def admin_app() -> FastAPI:
+    """All of it, behind the gate; the token is `TOKEN`."""
+    admin = make_app()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        shape = Shape(BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
+        service = KnowledgeService(FakeEngine(), Store(IN_MEMORY, "model"), shape)
+        await service.start()
+        admin.state.service = service
+        admin.state.engine_client = SwitchableEngine()
+        yield
+        await service.close()
+
+    app = FastAPI(lifespan=lifespan)
+    app.mount(PREFIX, Gate(admin, TOKEN))
+    return app
+
+
+def send_case(client: Any, case: Any, headers: dict[str, str]) -> Any:
+    """Send a case of schemathesis with a client of httpx's kind."""
+    request = case.as_transport_kwargs(base_url=PREFIX)
+    sent = {k: v for k, v in (request.get("headers") or {}).items() if k.lower() != "authorization"}
+    return client.request(
+        request["method"],
+        request["url"],
+        params=request.get("params"),
+        json=request.get("json"),
+        content=request.get("data"),
+        headers={**sent, **headers},
+    )

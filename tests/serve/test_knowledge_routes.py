@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes of knowledge bases: what they take, what they answer, and that nothing breaks them."""
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import schemathesis
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import given as hypothesis_given
+
+from tests.knowledge.admin_app import TOKEN, admin_app, send_case
+from vllm_segreuse.knowledge.schemas import PREFIX
+
+BASES = f"{PREFIX}/knowledge-bases"
+ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    with TestClient(admin_app(), headers=ADMIN) as client:
+        assert client.post(BASES, json={"name": "base"}).status_code == 201
+        yield client
+
+
+def add(client: TestClient, **body: Any) -> Any:
+    body = {"documents": [{"id": "a", "token_ids": [1, 2, 3]}], "wait": True} | body
+    return client.post(f"{BASES}/base/documents", json=body)
+
+
+def test_a_documents_life(client: TestClient) -> None:
+    assert add(client).json()["data"][0]["status"] == "warm"
+    assert client.get(f"{BASES}/base").json()["documents"]["warm"] == 1
+    assert client.get(f"{BASES}/base/documents/a").json()["tokens"] == 3
+    assert client.delete(f"{BASES}/base/documents/a").status_code == 204
+    assert client.get(f"{BASES}/base/documents/a").status_code == 404
+    assert client.get(f"{PREFIX}/stats").json()["blocks"]["frozen"] == 0
+
+
+@pytest.mark.parametrize("document_id", ["a/b.txt", "ü ?#%", "https://x/y", "a/", "/", "+"])
+def test_any_id_finds_its_document(client: TestClient, document_id: str) -> None:
+    add(client, documents=[{"id": document_id, "text": "text"}])
+    answer = client.get(f"{BASES}/base/documents/{quote(document_id, safe='')}")
+    assert answer.json()["id"] == document_id
+
+
+def test_answered_at_once_or_when_done(client: TestClient) -> None:
+    assert add(client, wait=False).status_code == 202
+    assert add(client, wait=True).status_code == 200
+    assert client.post(f"{BASES}/base/warm", json={}).status_code == 202
+
+
+BAD: list[tuple[Any, str]] = [
+    ({"documents": []}, "documents"),
+    ({"documents": [{"id": "a"}]}, "documents.0"),
+    ({"documents": [{"id": "a", "text": "x", "token_ids": [1]}]}, "documents.0"),
+    ({"documents": [{"id": "a/../b", "text": "x"}]}, "documents.0.id"),
+    ({"documents": [{"id": "a\n", "text": "x"}]}, "documents.0.id"),
+    ({"documents": [{"id": "x" * 600, "text": "x"}]}, "documents.0.id"),
+    ({"documents": [{"id": "a", "text": ""}]}, "documents.0.text"),
+    ({"documents": [{"id": "a", "token_ids": [True]}]}, "documents.0.token_ids.0"),
+    ({"documents": [{"id": "a", "token_ids": [-1]}]}, "documents.0.token_ids.0"),
+    ({"documents": [{"id": "a", "token_ids": [10**6]}]}, "documents.0.token_ids"),
+    ({"documents": [{"id": "a", "text": "x", "metadata": {"k": "v" * 20000}}]}, None),
+    ({"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]}, None),
+    ({"documents": [{"id": "a", "text": "x"}], "more": 1}, "more"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD, ids=range(len(BAD)))
+def test_bad_documents_are_400_and_name_the_field(
+    client: TestClient, body: Any, param: str | None
+) -> None:
+    answer = client.post(f"{BASES}/base/documents", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request"
+    assert param is None or error["param"] == param
+    assert client.get(f"{BASES}/base/documents").json()["data"] == []
+
+
+RAW = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"documents": [{"id": "a", "text": "\\ud800"}]}',
+    b'{"documents": [{"id": "\\ud800", "text": "x"}]}',
+    b'{"documents": [{"id": "a", "text": "x", "metadata": {"k": NaN}}]}',
+    b'{"documents": [{"id": "a", "text": "x", "metadata": {"\\udc00": 1}}]}',
+    b'{"documents": ' + b"[" * 100_000 + b"}",
+    b'{"documents": [{"id": "a", "text": "x", "metadata": {"k": '
+    + b"[" * 900
+    + b"]" * 900
+    + b"}}]}",
+    b'{"documents": [{"id": "a", "token_ids": [1' + b"0" * 5000 + b"]}]}",
+]
+
+
+@pytest.mark.parametrize("raw", RAW, ids=range(len(RAW)))
+def test_32_bodies_that_are_no_proper_json_are_400(client: TestClient, raw: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = client.post(f"{BASES}/base/documents", content=raw, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request"
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", f"limit={'9' * 5000}"])
+def test_bad_pages_are_400(client: TestClient, query: str) -> None:
+    assert client.get(f"{BASES}?{query}").status_code == 400
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", "ü", "x" * 129, "a\n"])
+def test_bad_names_are_400(client: TestClient, name: str) -> None:
+    assert client.post(BASES, json={"name": name}).status_code == 400
+
+
+def test_24_no_room_is_507(client: TestClient) -> None:
+    answer = add(client, documents=[{"id": "a", "token_ids": [5] * 500}])
+    assert answer.status_code == 507
+    assert answer.json()["error"]["type"] == "insufficient_storage"
+
+
+def test_25_another_base_of_the_same_name_is_409(client: TestClient) -> None:
+    assert client.post(BASES, json={"name": "base"}).status_code == 200
+    answer = client.post(BASES, json={"name": "base", "extra_key": "other"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "name")
+
+
+def test_the_description_names_these_routes_only(client: TestClient) -> None:
+    description = client.get(f"{PREFIX}/openapi.json").json()
+    assert description["servers"] == [{"url": PREFIX}]
+    assert len(description["paths"]) == 9
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_32_a_little_fuzzing_finds_no_5xx() -> None:
+    # tests/knowledge/fuzz.py does the same at length.
+    with TestClient(admin_app()) as client:
+        description = client.get(f"{PREFIX}/openapi.json", headers=ADMIN).json()
+        schema = schemathesis.openapi.from_dict(description)
+        statuses: set[int] = set()
+        for operation in schema.get_all_operations():
+            strategy = operation.ok().as_strategy()
+
+            @settings(
+                max_examples=8,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+                deadline=None,
+                database=None,
+            )
+            @hypothesis_given(case=strategy)
+            def send(case: Any) -> None:
+                answer = send_case(client, case, ADMIN)
+                statuses.add(answer.status_code)
+                assert answer.status_code < 500 or answer.status_code == 507, answer.text
+                assert send_case(client, case, {}).status_code == 401
+
+            send()
+        assert len(statuses) > 2
