@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options: every bad value is refused with the option, the value and the rule in the text."""
 
+import hashlib
 import unicodedata
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from vllm_segreuse.config import (
     RequestError,
     RequestOptions,
     SegReuseConfig,
+    bind_extra_keys,
+    parse_extra_keys,
     parse_request,
     short_repr,
 )
@@ -258,3 +261,70 @@ def test_kill_switch_at_start(
     if environment is not None:
         monkeypatch.setenv("VLLM_SEGREUSE_DISABLE", environment)
     assert SegReuseConfig(enabled=enabled).starts_enabled is starts
+
+
+# Rights to namespaces.
+
+ALICE = hashlib.sha256(b"alice's key").hexdigest()
+RIGHTS = {ALICE: ("handbook",), hashlib.sha256(b"operator").hexdigest(): ("*",)}
+
+
+@pytest.mark.parametrize(
+    ("api_key", "keys", "shared"),
+    [
+        ("alice's key", ("handbook",), True),
+        ("alice's key", ("handbook", "chapter 1"), True),
+        ("alice's key", ("payroll",), False),
+        ("alice's key", ("chapter 1", "handbook"), False),
+        ("operator", ("payroll",), True),
+        ("mallory", ("handbook",), False),
+        ("", ("handbook",), False),
+    ],
+)
+def test_extra_keys_mean_what_the_api_key_may_share(
+    api_key: str, keys: tuple[str, ...], shared: bool
+) -> None:
+    bound = bind_extra_keys(keys, api_key, RIGHTS)
+    assert (bound == keys) is shared
+    assert bound[-len(keys) :] == keys
+    assert parse_extra_keys(bound, trusted=True) == bound
+
+
+def test_under_other_names_a_caller_is_alone_but_with_itself() -> None:
+    mallory, eve = (bind_extra_keys(("handbook",), key, RIGHTS) for key in ("mallory", "eve"))
+    assert len({mallory, eve, ("handbook",)}) == 3
+    assert mallory == bind_extra_keys(("handbook",), "mallory", RIGHTS)
+
+
+def test_03_clients_cannot_write_bound_keys_or_orders_to_freeze() -> None:
+    bound = list(bind_extra_keys(("handbook",), "mallory", RIGHTS))
+    with pytest.raises(RequestError):
+        parse_request({"extra_keys": bound}, CONFIG)
+    order = {"extra_keys": "a", "segreuse_freeze": "entry:0:1:0"}
+    with pytest.raises(RequestError, match="segreuse_freeze"):
+        parse_request(order, CONFIG)
+    assert parse_request(order, CONFIG, trusted=True).freeze == "entry:0:1:0"
+
+
+@pytest.mark.parametrize(
+    "value", ["x", {"alice": ["a"]}, {ALICE: "handbook"}, {ALICE: [1]}, {ALICE: [""]}, {1: []}]
+)
+def test_bad_rights_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="namespaces"):
+        SegReuseConfig.from_options({"namespaces": value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("frozen_share", 1.1),
+        ("frozen_pressure", 0),
+        ("frozen_returns", 1),
+        ("knowledge_path", ""),
+        ("knowledge_chunk_tokens", 0),
+        ("knowledge_body_bytes", 10),
+    ],
+)
+def test_bad_options_of_knowledge_bases_are_refused(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        SegReuseConfig.from_options({option: value})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Knowledge bases over HTTP, on a real server (FAILURE_CASES 24 to 26, 32)."""
 
+import hashlib
 import random
 import sqlite3
 import time
@@ -17,6 +18,7 @@ from tests.e2e.server import Server
 pytestmark = pytest.mark.e2e
 
 TOKEN = "admin"
+USER = "an API key with every right"
 ADMIN = {"Authorization": f"Bearer {TOKEN}"}
 ROOT = "/plugins/segreuse/v1"
 BASES = f"{ROOT}/knowledge-bases"
@@ -28,6 +30,8 @@ min_reused_tokens: 32
 frozen_share: 0.5
 knowledge_path: {path}
 knowledge_chunk_tokens: 256
+namespaces:
+  {user}: ["*"]
 """
 ARGS = [
     *("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
@@ -67,11 +71,12 @@ class Client:
     def stats(self) -> Any:
         return self.admin("GET", f"{ROOT}/stats")
 
-    def ask(self, prompt: list[int], keys: Any = None, **fields: Any) -> dict[str, Any]:
-        body = {"model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0.0} | fields
+    def ask(self, prompt: list[int] | str, keys: Any = None, api_key: str = USER) -> dict[str, Any]:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
         if keys is not None:
             body["extra_keys"] = keys
-        answer = self.server.post("/v1/completions", body)
+        headers = {"Authorization": f"Bearer {api_key}"}
+        answer = self.server.post("/v1/completions", body, headers=headers)
         assert answer.status_code == 200, answer.text
         return (answer.json().get("kv_transfer_params") or {}).get("segreuse") or {}
 
@@ -92,7 +97,9 @@ class Client:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("knowledge")
-    (root / "config.yaml").write_text(CONFIG.format(path=root / "manifest.sqlite"))
+    user = hashlib.sha256(USER.encode()).hexdigest()
+    text = CONFIG.format(path=root / "manifest.sqlite", user=user)
+    (root / "config.yaml").write_text(text)
     return root
 
 
@@ -224,7 +231,7 @@ def test_text_is_tokenised_behind_the_preamble(client: Client) -> None:
     assert document["status"] == "warm"
     assert client.admin("GET", "base/documents/dir/a%20b.txt")["id"] == "dir/a b.txt"
     prompt = "Something else. " * 7 + text + "What is reused?"
-    report = client.ask(prompt, keys="base")  # type: ignore[arg-type]
+    report = client.ask(prompt, keys="base")
     assert report["reused_tokens"] >= document["tokens"] - 4, "but for tokens at the seams"
 
 
@@ -237,6 +244,19 @@ def test_pages_follow_one_another(client: Client) -> None:
         seen += [d["id"] for d in page["data"]]
         after = page["next"]
     assert seen == [f"d{i}" for i in range(5)]
+
+
+def test_guessing_a_name_gives_nothing(client: Client) -> None:
+    client.create("payroll")
+    text = tokens(200)
+    client.add("payroll", doc=text)
+    prompt = [*tokens(9), *text, *tokens(9)]
+    guessed = client.ask(prompt, keys="payroll", api_key="mallory")
+    unknown = client.ask([*tokens(9), *text, *tokens(9)], keys="no such name", api_key="mallory")
+    assert guessed == unknown
+    assert guessed["reused_tokens"] == 0
+    assert client.admin("GET", "payroll/documents/doc")["hits"] == 0
+    assert client.ask([*tokens(9), *text, *tokens(9)], keys="payroll")["reused_tokens"] == 200
 
 
 def test_clients_cannot_freeze(client: Client) -> None:

@@ -25,14 +25,17 @@ def check(world: World) -> None:
     _check_planner(world)
     _check_exact_names(world)
     _check_index(world)
+    _check_frozen(world)
 
 
 def check_idle(world: World) -> None:
     """Nothing runs: nothing is held, nothing is remembered of anybody."""
     pool = world.pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still held"
+    free, frozen = pool.get_num_free_blocks(), pool.frozen.num_frozen
+    assert free + frozen == pool.num_gpu_blocks - 1, "blocks are still held"
     assert not world.side._planner._requests, "requests that ended are still tracked"
-    assert sum(world.side._namespaces._references) == world.lost_namespaces
+    references = sum(world.side._namespaces._references) - pool.frozen.namespaces().total()
+    assert references == world.lost_namespaces
 
 
 def _check_references(world: World) -> None:
@@ -45,6 +48,7 @@ def _check_references(world: World) -> None:
     assert not world.scheduler.deferred_frees, "frees are deferred, which nothing asked for"
     held = Counter(block.block_id for table in tables.values() for block in table)
     held.update(block.block_id for block in world.held)
+    held.update(list(world.pool.frozen._of_block))
     pool = world.pool
     counts = {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt and not b.is_null}
     assert counts == held, f"references {counts}, but held are {dict(held)}"
@@ -64,6 +68,7 @@ def _check_planner(world: World) -> None:
     tracked = planner._requests.keys()
     assert tracked <= world.scheduler.requests.keys(), "requests that ended are tracked"
     references = sum(namespaces._references) - world.lost_namespaces
+    references -= world.pool.frozen.namespaces().total()
     assert references == len(tracked), f"{references} references for {len(tracked)} requests"
 
 
@@ -119,6 +124,21 @@ def _check_index(world: World) -> None:
         known = worker.known_to[block]
         seen = any(identity.keys and find(_key(identity)) == namespace for identity in known)
         assert seen, f"namespace {namespace} never saw block {block}, known to {known}"
+
+
+def _check_frozen(world: World) -> None:
+    """What is frozen is exact, indexed, and the text that was to be frozen."""
+    pool = world.pool
+    pool.frozen.check_integrity()
+    for block in pool.frozen._of_block:
+        name = pool.blocks[block].block_hash
+        assert name is not None, f"frozen block {block} has no name"
+        assert not get_block_hash(name).startswith(_OWN_NAME), f"frozen block {block} is not exact"
+        assert block in pool.index, f"frozen block {block} is not indexed"
+    longest = -(-world.scheduler.max_model_len // world.worker.block_size)
+    assert pool.num_gpu_blocks - 1 - pool.frozen.num_frozen >= min(
+        longest, pool.num_gpu_blocks - 1
+    ), "the longest request does not fit beside frozen blocks"
 
 
 def _none_of(blocks: np.ndarray, wrong: np.ndarray, what: str) -> None:

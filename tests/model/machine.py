@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.model.faults import OTHERS, SITES, Faults
-from tests.model.world import DOCUMENTS, Ask, Setup, World
+from tests.model.world import DOCUMENTS, SIZE, Ask, Setup, World
+from vllm_segreuse.cache.frozen import FreezeOrder
 
 totals: Counter[str] = Counter()
 """What all machines of this process did, for the summary of long runs."""
@@ -29,6 +30,7 @@ SETUPS = st.builds(
     whole_prompts=st.booleans(),
     watermark=st.sampled_from([0.0, 0.1]),
     max_depth=st.sampled_from([4, 1, 0]),
+    frozen_pressure=st.sampled_from([0.9, 0.9, 0.5]),
 )
 OPTIONS = st.builds(
     lambda policy, ratio, dense, overflow, least: {
@@ -94,6 +96,25 @@ class Machine(RuleBasedStateMachine):
         ask.tokens = list(first.prompt_token_ids or [])
         for ask.seed in range(1, n):
             self.world.add(ask)
+
+    @rule(
+        document=st.integers(0, len(DOCUMENTS) - 1),
+        keys=st.sampled_from([("a",), ("a",), ("b",)]),
+        again=st.booleans(),
+        turns=st.integers(0, 4),
+    )
+    def ingest(self, document: int, keys: tuple[str, ...], again: bool, turns: int) -> None:
+        """A document is computed behind one token of context, to be frozen when it has ended."""
+        tokens = [2, *DOCUMENTS[document]]
+        tokens += tokens[-1:] * (-len(tokens) % SIZE)
+        order = FreezeOrder(f"{keys[0]}{document}", 0, 1, 1)
+        for _ in range(1 + again):
+            self.world.add(Ask(tokens=list(tokens), keys=keys, max_tokens=1, freeze=order))
+        self.step(turns)
+
+    @rule(document=st.integers(0, len(DOCUMENTS) - 1), key=st.sampled_from("ab"))
+    def delete(self, document: int, key: str) -> None:
+        self.world.unfreeze([f"{key}{document}"] * 2)
 
     @precondition(lambda self: self.world.finished)
     @rule(pick=PICKS, ask=COMMON)

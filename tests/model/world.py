@@ -37,6 +37,7 @@ import vllm_segreuse
 from bench.shapes import SUPPORTED
 from tests.model import invariants
 from tests.model.worker import STOP, Identity, Worker
+from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import SegReuseConfig
 
 SIZE = 4
@@ -77,6 +78,7 @@ class Setup:
     whole_prompts: bool = True
     watermark: float = 0.0
     max_depth: int = 4
+    frozen_pressure: float = 0.9
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Ask:
         parts: (document, first token, tokens of new text behind it), one after the other.
         tokens: the prompt itself, in place of `parts`.
         seed: of the sampled tokens; requests of one prompt and other seeds are its `n`.
+        freeze: what its blocks are to be frozen as when it ends, from its second token on.
     """
 
     parts: list[tuple[int, int, int]] = field(default_factory=list)
@@ -99,6 +102,7 @@ class Ask:
     priority: int = 0
     prompt_logprobs: bool = False
     seed: int = 0
+    freeze: FreezeOrder | None = None
 
 
 class World:
@@ -134,6 +138,8 @@ class World:
         extra = dict(ask.options)
         if ask.keys is not None:
             extra["extra_keys"] = list(ask.keys)
+        if ask.freeze is not None:
+            extra["segreuse_freeze"] = ask.freeze.encode()
         params = SamplingParams(
             max_tokens=ask.max_tokens,
             stop_token_ids=[STOP],
@@ -202,8 +208,15 @@ class World:
             self.release()
         done = self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
         assert not done or not len(self.pool.index), "a reset left segments behind"
+        assert not done or not self.pool.frozen.num_frozen, "a reset left blocks frozen"
         assert done or not preempt, "a reset failed although nothing ran"
         return done
+
+    def unfreeze(self, entries: list[str]) -> None:
+        """Documents are deleted."""
+        self.counts["events"] += 1
+        self.scheduler.connector.unfreeze(entries)
+        assert not set(entries) & self.side.frozen()["warm"].keys()
 
     def switch(self, on: bool) -> None:
         """The kill switch."""
@@ -292,6 +305,7 @@ class World:
                 f"a report that does not add up: {report}"
             )
             assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"], f"{report}"
+            self.counts["frozen"] += report.get("frozen", False)
 
 
 @functools.cache
@@ -322,7 +336,7 @@ def _scheduler(setup: Setup) -> Any:
     vllm_config.cache_config.block_size = SIZE  # smaller than vLLM accepts from its users
     vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
     vllm_config.kv_transfer_config.kv_connector_extra_config = SegReuseConfig(
-        max_provenance_depth=setup.max_depth
+        max_provenance_depth=setup.max_depth, frozen_pressure=setup.frozen_pressure
     ).model_dump()
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"

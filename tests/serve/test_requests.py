@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of a request are checked, and a top-level extra_keys moves to where vLLM passes it on."""
 
+import hashlib
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import VLLMValidationError
 
 from vllm_segreuse.compat.api_server import _register_api_routers
+from vllm_segreuse.config import bind_extra_keys
+from vllm_segreuse.serve.origin import Origin, origin
 from vllm_segreuse.serve.requests import admit_body, check_extra_args
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -180,3 +184,56 @@ def test_check_extra_args() -> None:
     with pytest.raises(ValueError, match="extra_keys=5") as caught:
         check_extra_args({"extra_keys": 5})
     assert isinstance(caught.value, VLLMValidationError), "the asynchronous engine wants its own"
+
+
+# Extra keys that are bound to API keys.
+
+RIGHTS = {hashlib.sha256(b"alice").hexdigest(): ("handbook",)}
+
+
+@pytest.fixture
+def bound_client() -> TestClient:
+    client = make_client()
+    client.app.state.segreuse_namespaces = RIGHTS  # type: ignore[attr-defined]
+    return client
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer mallory", "Basic alice", "alice"])
+def test_without_the_right_a_name_means_the_callers_own_namespace(
+    bound_client: TestClient, authorization: str | None
+) -> None:
+    bound_client.headers["Authorization"] = "Bearer alice"
+    options = {"extra_keys": "handbook"}
+    assert xargs_seen(bound_client, "/v1/completions", options) == {"extra_keys": ["handbook"]}
+    del bound_client.headers["Authorization"]
+    if authorization is not None:
+        bound_client.headers["Authorization"] = authorization
+    api_key = (authorization or "").removeprefix("Bearer ") if authorization != "alice" else ""
+    api_key = "" if authorization == "Basic alice" else api_key
+    seen = xargs_seen(bound_client, "/v1/completions", options)
+    assert seen == {"extra_keys": list(bind_extra_keys(("handbook",), api_key, RIGHTS))}
+    options = {"extra_keys": "nobody has this one"}
+    assert len(xargs_seen(bound_client, "/v1/completions", options)["extra_keys"]) == 2
+
+
+def test_bound_or_not_a_client_cannot_write_a_bound_key(bound_client: TestClient) -> None:
+    keys = list(bind_extra_keys(("handbook",), "alice", {}))
+    body = {**KINDS["/v1/completions"][1], "extra_keys": keys}
+    assert bound_client.post("/v1/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("written_by", "refused"),
+    [(Origin.PROGRAM, False), (Origin.CHECKED, False), (Origin.ENDPOINT, True)],
+)
+def test_endpoints_that_do_not_know_the_caller_take_no_bound_keys(
+    written_by: Origin, refused: bool
+) -> None:
+    token = origin.set(written_by)
+    try:
+        check_extra_args({"extra_keys": ["a"]})
+        check_extra_args({"other": 1}, bound=True)
+        with pytest.raises(VLLMValidationError) if refused else nullcontext():
+            check_extra_args({"extra_keys": ["a"]}, bound=True)
+    finally:
+        origin.reset(token)
