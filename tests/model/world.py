@@ -79,6 +79,7 @@ class Setup:
     watermark: float = 0.0
     max_depth: int = 4
     frozen_pressure: float = 0.9
+    frozen_share: float = 0.5
 
 
 @dataclass
@@ -122,6 +123,8 @@ class World:
         self.finished: deque[Request] = deque(maxlen=16)
         self.named: dict[bytes, list[int]] = {}
         """Histories of the tokens of each block that vLLM ever hashed."""
+        self.reports: dict[str, dict[str, Any]] | None = None
+        """Of requests that have ended, if anybody keeps them."""
         self.lost_namespaces = 0
         self.counts: Counter[str] = Counter()
         """Events ("events"), and what came of them."""
@@ -306,6 +309,8 @@ class World:
             )
             assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"], f"{report}"
             self.counts["frozen"] += report.get("frozen", False)
+            if self.reports is not None:
+                self.reports[request.request_id] = report
 
 
 @functools.cache
@@ -336,7 +341,9 @@ def _scheduler(setup: Setup) -> Any:
     vllm_config.cache_config.block_size = SIZE  # smaller than vLLM accepts from its users
     vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
     vllm_config.kv_transfer_config.kv_connector_extra_config = SegReuseConfig(
-        max_provenance_depth=setup.max_depth, frozen_pressure=setup.frozen_pressure
+        max_provenance_depth=setup.max_depth,
+        frozen_pressure=setup.frozen_pressure,
+        frozen_share=setup.frozen_share,
     ).model_dump()
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"
