@@ -34,7 +34,9 @@ CURRICULUM = [
     (Stage(320, 14, max_hops=4, recall=0.05), 800, 0.96),
     (Stage(640, 7, max_hops=4, recall=0.02), 800, 0.97),
     (Stage(1280, 4, max_hops=4), 800, 0.98),
-    (Stage(2304, 2, max_hops=4), 6000, 1.01),
+    # Counting is learnt last: it needs many examples at little else to learn.
+    (Stage(512, 9, max_hops=4, counting=0.8), 900, 1.01),
+    (Stage(2304, 2, max_hops=4, counting=0.5), 6000, 1.01),
 ]
 COUNTING = ("common", "frequent")
 WINDOW = 100

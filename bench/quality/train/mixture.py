@@ -154,10 +154,10 @@ def _counting(names: Names, rng: Random, budget: float) -> Thread:
             times, rare = max(3, times - 1), max(2, rare - 2)
         return counting.common(names, rng, words, times, rare)
     asked = rng.randint(1, 3)
-    scale = rng.uniform(6, 30)
+    scale = rng.uniform(6, 90)
     kinds = rng.randint(4, 12)
-    counts = [max(1, round(scale / (rank + 1) ** rng.uniform(0.9, 1.2))) for rank in range(kinds)]
-    counts.sort(reverse=True)
+    exponent = rng.uniform(0.9, 2)
+    counts = [max(1, round(scale / (rank + 1) ** exponent)) for rank in range(kinds)]
     while sum(counts) > budget and counts[0] > 4:
         counts = [max(1, count * 3 // 4) for count in counts]
     for rank in range(asked, 0, -1):  # neighbours in the answer differ by at least two
