@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -180,8 +179,3 @@ class Lab:
         assert output is not None
         assert first_ms is not None
         return output, first_ms
-
-
-def divergence(full: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Kullback-Leibler divergence of `other` from `full`, in nats, over all words."""
-    return sum(math.exp(p) * (p - other[word]) for word, p in full.items() if p > -50)

@@ -18,8 +18,9 @@ from statistics import fmean, median
 from bench import harness
 from bench.harness import Row
 from bench.quality import statistics
-from bench.quality.engine import Arm, Lab, Outcome, divergence, lab_engine
+from bench.quality.engine import Arm, Lab, Outcome, lab_engine
 from bench.quality.tasks import RULER, TASKS, Example, example
+from vllm_segreuse.calibrate.search import divergence
 
 PROMPT_TOKENS = 2048
 SEED = 20260601

@@ -11,6 +11,7 @@ import sys
 
 _USAGE = """usage: vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [options of vllm serve]
        vllm-segreuse serve --help=all
+       vllm-segreuse calibrate MODEL --prompts FILE.jsonl [--help]
        vllm-segreuse kb create|add|ls|rm|warm|stats [--help]
        vllm-segreuse --version"""
 
@@ -22,6 +23,8 @@ def main(argv: list[str] | None = None) -> None:
         print(_versions())
     elif argv[:1] == ["serve"]:
         _serve(argv[1:])
+    elif argv[:1] == ["calibrate"]:
+        _calibrate(argv[1:])
     elif argv[:1] == ["kb"]:
         _knowledge_bases(argv[1:])
     else:
@@ -43,6 +46,16 @@ def _knowledge_bases(arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"vllm-segreuse kb needs {error.name}: pip install 'vllm-segreuse[kb]'")
     cli.main(arguments)
+
+
+def _calibrate(arguments: list[str]) -> None:
+    from vllm_segreuse.calibrate import cli
+    from vllm_segreuse.compat.version import UnsupportedVersionError
+
+    try:
+        sys.exit(cli.main(arguments))
+    except UnsupportedVersionError as error:
+        sys.exit(f"vllm-segreuse: {error}")
 
 
 def _serve(options: list[str]) -> None:

@@ -35,7 +35,8 @@ CURRICULUM = [
     (Stage(640, 7, max_hops=4, recall=0.02), 800, 0.97),
     (Stage(1280, 4, max_hops=4), 800, 0.98),
     # Counting is learnt last: it needs many examples at little else to learn.
-    (Stage(512, 9, max_hops=4, counting=0.8), 900, 1.01),
+    (Stage(256, 18, max_hops=4, counting=0.8), 800, 1.01),
+    (Stage(768, 6, max_hops=4, counting=0.6), 400, 1.01),
     (Stage(2304, 2, max_hops=4, counting=0.5), 6000, 1.01),
 ]
 COUNTING = ("common", "frequent")

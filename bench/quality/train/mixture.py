@@ -145,24 +145,23 @@ def _needles(names: Names, rng: Random) -> Thread:
 
 
 def _counting(names: Names, rng: Random, budget: float) -> Thread:
-    """A counting task that takes at most the budget, easier where there is less of it."""
+    """A counting task that takes at most the budget, easier where there is less of it.
+
+    As in RULER, how many words are asked for is part of the task: 4 common or 3 frequent ones.
+    """
     if rng.random() < 0.5:
-        words = rng.randint(2, 4)
-        times = rng.randint(3, 8)
-        rare = rng.randint(2, 16)
-        while 2 * (words * times + rare) > budget and (times > 3 or rare > 2):
-            times, rare = max(3, times - 1), max(2, rare - 2)
-        return counting.common(names, rng, words, times, rare)
-    asked = rng.randint(1, 3)
-    scale = rng.uniform(6, 90)
+        times, rare = rng.randint(3, 12), rng.randint(2, 24)
+        while 2 * (4 * times + rare) > budget and (times > 2 or rare > 1):
+            times, rare = max(2, times - 1), max(1, rare - 2)
+        return counting.common(names, rng, 4, times, rare)
+    scale, exponent = rng.uniform(8, 100), rng.uniform(0.9, 2.2)
     kinds = rng.randint(4, 12)
-    exponent = rng.uniform(0.9, 2)
     counts = [max(1, round(scale / (rank + 1) ** exponent)) for rank in range(kinds)]
     while sum(counts) > budget and counts[0] > 4:
         counts = [max(1, count * 3 // 4) for count in counts]
-    for rank in range(asked, 0, -1):  # neighbours in the answer differ by at least two
+    for rank in (3, 2, 1):  # neighbours in the answer differ by at least two
         counts[rank - 1] = max(counts[rank - 1], counts[rank] + 2)
-    return counting.frequent(names, rng, counts, asked)
+    return counting.frequent(names, rng, counts, 3)
 
 
 Int64Array = npt.NDArray[np.int64]

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quality lab: examples have the answers that their text has, and figures are what they say."""
+
+from collections import Counter
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from bench.quality import language, statistics
+from bench.quality.tasks import TASKS, Example, example
+from bench.quality.train import mixture
+from bench.suites import quality
+
+DRAWS = [(task, seed) for task in TASKS for seed in range(5)]
+
+
+def solve(example: Example) -> list[str]:
+    """The answer, found by reading the text as a person would."""
+    words = [word for document in example.documents for word in document]
+    question = example.suffix[len(example.suffix) - example.suffix[::-1].index("?") - 1 :]
+    asked = question[question.index(":") + 1 :]
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    match example.task:
+        case "mq-niah":
+            facts = {words[i + 1]: words[i + 3 : i + 5] for i, w in enumerate(words) if w == "of"}
+            names = [w for w in question[2 : question.index(":")] if w != ","]
+            told = [word for name in names for word in (",", name, *facts[name])]
+            return [*told[2:], "."]
+        case "vt":
+            values: dict[str, str] = {}
+            for i, word in enumerate(words):
+                if word == "let":
+                    values[words[i + 1]] = values.get(words[i + 3], words[i + 3])
+            return [values[asked[0]], "."]
+        case "cwe":
+            items = Counter(words[i + 1] for i, w in enumerate(words) if w == "item")
+            often = max(items.values())
+            return [*sorted(code for code, count in items.items() if count == often), "."]
+        case "fwe":
+            codes = Counter(w for w in words if w in language.CODES)
+            return [*(code for code, _ in codes.most_common(3)), "."]
+        case "two-hop qa":
+            lead, place = ({}, {})
+            for a, b, c, d in zip(words, words[1:], words[2:], words[3:], strict=False):
+                if c == "is":
+                    {"lead": lead, "place": place}.get(a, {})[b] = d
+            return [place[lead[asked[0]]], "."]
+        case "chat memory":
+            last = {a: c for a, b, c in triples if b in ("is", "now")}
+            return [last[asked[0]], "."]
+        case "debate":
+            said = [c for a, b, c in triples if (a, b) == (asked[0], "is")]
+            return [Counter(said).most_common(1)[0][0], "."]
+    raise AssertionError(example.task)
+
+
+@pytest.mark.parametrize(("task", "seed"), DRAWS)
+def test_the_answer_follows_from_the_documents(task: str, seed: int) -> None:
+    drawn = example(task, Random(seed))
+    assert solve(drawn) == list(drawn.answer)
+    assert drawn.score(list(drawn.answer)) == 1
+    assert drawn.score(["."]) == 0
+    assert 1900 < len(drawn.prompt) < 2100
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_documents_were_computed_in_another_order_behind_another_text(task: str) -> None:
+    drawn = example(task, Random(3))
+    before = {}
+    for context in drawn.contexts:
+        text = " ".join(context)
+        found = [i for i, d in enumerate(drawn.documents) if " ".join(d) in text]
+        starts = [text.index(" ".join(drawn.documents[i])) for i in found]
+        order = [i for _, i in sorted(zip(starts, found, strict=True))]
+        assert order == sorted(order, reverse=True)
+        before |= dict.fromkeys(order)
+    assert set(before) == set(range(len(drawn.documents)))
+
+
+def test_hops_cross_documents() -> None:
+    drawn = example("vt", Random(0))
+    for first, second in pairwise(drawn.documents):
+        assert {w for w in first if w in language.VARIABLES} & {
+            w for w in second if w in language.VARIABLES
+        }
+
+
+def test_the_layout_of_a_prompt_varies() -> None:
+    plain = example("vt", Random(0))
+    mixed = example("vt", Random(0), question_first=True, interleaved=1.0)
+    assert plain.suffix[-7:] != plain.prefix[-7:]
+    assert mixed.prefix[-6:] == mixed.suffix[-6:]
+    assert all(mixed.new_between)
+    assert language.decode(language.encode(mixed.prompt)) == mixed.prompt
+
+
+def test_half_an_answer_is_half_right() -> None:
+    drawn = example("fwe", Random(0))
+    first, _, third, _ = drawn.answer
+    assert drawn.score([third, first, "."]) == pytest.approx(2 / 3)
+    needles = example("mq-niah", Random(0))
+    assert needles.score(list(needles.answer[:2])) == pytest.approx(2 / 11)
+
+
+def test_the_tokenizer_agrees_with_the_language() -> None:
+    words = example("cwe", Random(0)).prompt
+    ids = language.tokenizer()(" ".join(words), add_special_tokens=False)["input_ids"]
+    assert ids == language.encode(words)
+    assert len(language.tokenizer()) == language.VOCABULARY_SIZE
+
+
+def test_training_rows_teach_only_what_can_be_known() -> None:
+    stage = mixture.Stage(256, 8, max_hops=3, recall=0.2)
+    drawn = mixture.batch(Random(1), stage)
+    flat = drawn.tokens.flatten()
+    learnt = language.decode(flat[drawn.where + 1])
+    assert not set(learnt) & {*language.NOISE, *language.INSTRUCTION, "<pad>", "<bos>", "?"}
+    again = mixture.batch(Random(1), stage)
+    assert (again.tokens == drawn.tokens).all()
+
+
+def test_an_interval_holds_the_mean_and_narrows() -> None:
+    low, high = statistics.interval([0.0, 1.0] * 50)
+    assert 0.35 < low < 0.5 < high < 0.65
+    wider = statistics.interval([0.0, 1.0] * 5)
+    assert wider[0] < low
+    assert wider[1] > high
+    assert statistics.interval([1.0] * 9) == (1.0, 1.0)
+    with pytest.raises(ValueError, match="no scores"):
+        statistics.interval([])
+
+
+def test_a_paired_difference_counts_by_its_pairs() -> None:
+    better = [1.0] * 20 + [0.0] * 5
+    assert statistics.paired_p(better, [0.0] * 25) < 0.001
+    assert statistics.paired_p(better, better[::-1]) > 0.5
+    assert statistics.paired_p(better, better) == 1
+
+
+def test_arms_are_what_a_request_may_ask_for() -> None:
+    from vllm_segreuse.config import SegReuseConfig, parse_request
+
+    names = [arm.name for arm in quality.ARMS]
+    assert len(set(names)) == len(names)
+    assert set(quality.PUBLISHED) <= set(names)
+    for arm in quality.ARMS:
+        parse_request(arm.extra_args, SegReuseConfig())

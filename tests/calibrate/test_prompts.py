@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of prompts: what it means, and what it says of a line that means nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_segreuse.calibrate.prompts import Prompt, PromptError, contexts, read_prompts
+
+GOOD = {"prefix": "ab", "segments": ["cd", "ef", "gh"], "suffix": "ij"}
+
+
+def write(folder: Path, *lines: object) -> Path:
+    file = folder / "prompts.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    file.write_text("\n".join(texts) + "\n")
+    return file
+
+
+def read(file: Path, bos: int | None = None) -> list[Prompt]:
+    return read_prompts(file, lambda text: [ord(char) for char in text], bos)
+
+
+def test_a_prompt_is_its_parts_in_order(tmp_path):
+    first, second = read(write(tmp_path, GOOD, "", {"segments": ["x"], "suffix": "y"}), bos=1)
+    assert first.token_ids == [1, *map(ord, "abcdefghij")]
+    assert second.token_ids == [1, ord("x"), ord("y")]
+
+
+def test_segments_are_computed_in_another_order_behind_another_text(tmp_path):
+    prompts = read(write(tmp_path, GOOD, {"prefix": "P", "segments": ["Q", "R"], "suffix": "S"}))
+    told = ["".join(map(chr, tokens)) for tokens in contexts(prompts, 0)]
+    assert told == ["PQghcd", "PRef"]
+    told = ["".join(map(chr, tokens)) for tokens in contexts(prompts, 1)]
+    assert told == ["abcdQ", "abefR"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2 is no JSON"),
+        ([], "line 2 must be"),
+        ({"prompt": "whole"}, "line 2 must be"),
+        (GOOD | {"segments": []}, "line 2: segments must be"),
+        (GOOD | {"segments": ["", "a"]}, "line 2: segments must be"),
+        (GOOD | {"suffix": " "}, "line 2: segments must be"),
+        (GOOD | {"prefix": 3}, "line 2: segments must be"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path, line, said):
+    with pytest.raises(PromptError, match=said):
+        read(write(tmp_path, GOOD, line))
+
+
+def test_one_prompt_is_not_enough(tmp_path):
+    with pytest.raises(PromptError, match="holds 1 prompts: at least 2"):
+        read(write(tmp_path, GOOD))
+    with pytest.raises(PromptError, match="cannot read"):
+        read(tmp_path / "missing.jsonl")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a setting: divergence, bounds, and what is taken."""
+
+import math
+
+import pytest
+
+from vllm_segreuse.calibrate import search
+from vllm_segreuse.calibrate.search import Trial, Verdict, choose, divergence, judge
+from vllm_segreuse.config import RequestOptions
+
+
+def logs(*shares: float) -> dict[int, float]:
+    return {token: math.log(share) for token, share in enumerate(shares)}
+
+
+def test_divergence_is_that_of_the_definition():
+    assert divergence(logs(0.5, 0.5), logs(0.5, 0.5)) == 0
+    expected = 0.75 * math.log(0.75 / 0.25) + 0.25 * math.log(0.25 / 0.75)
+    assert divergence(logs(0.75, 0.25), logs(0.25, 0.75)) == pytest.approx(expected)
+
+
+def test_a_token_that_is_not_known_counts_as_the_least_likely():
+    full, other = logs(0.9, 0.1), {1: math.log(0.6), 2: math.log(0.4)}
+    expected = 0.9 * math.log(0.9 / 0.4) + 0.1 * math.log(0.1 / 0.6)
+    assert divergence(full, other) == pytest.approx(expected)
+
+
+def test_bounds_are_on_the_cautious_side_and_close_in():
+    few = judge([Trial(0.1, True, 0.2), Trial(0.3, False, 0.4)] * 5)
+    many = judge([Trial(0.1, True, 0.2), Trial(0.3, False, 0.4)] * 500)
+    for verdict in (few, many):
+        assert (verdict.divergence, verdict.agreement, verdict.work) == pytest.approx(
+            (0.2, 0.5, 0.3)
+        )
+        assert verdict.divergence_at_most > 0.2
+        assert verdict.agreement_at_least < 0.5
+    assert many.divergence_at_most < few.divergence_at_most
+    assert many.agreement_at_least > few.agreement_at_least
+
+
+def test_agreement_of_all_is_no_proof():
+    # Wilson's bound for ten of ten: 10 / (10 + 1.645^2).
+    assert judge([Trial(0.0, True, 0.1)] * 10).agreement_at_least == pytest.approx(0.787, abs=1e-3)
+    assert judge([Trial(0.0, True, 0.1)]).divergence_at_most == math.inf
+
+
+def test_the_least_work_within_the_limits_is_taken():
+    def verdict(divergence: float, agreement: float, work: float) -> Verdict:
+        return Verdict(divergence / 2, divergence, 1.0, agreement, work)
+
+    verdicts = [
+        ({"policy": "shift"}, verdict(0.5, 0.7, 0.02)),
+        ({"policy": "trace"}, verdict(0.01, 0.99, 0.05)),
+        ({"policy": "sparsex"}, verdict(0.01, 0.99, 0.4)),
+    ]
+    assert choose(verdicts, 0.05, 0.95) == verdicts[1]
+    assert choose(verdicts, 1.0, 0.5) == verdicts[0]
+    assert choose(verdicts, 0.001, 0.95) is None
+
+
+def test_every_candidate_is_what_a_server_takes():
+    for options in search.CANDIDATES:
+        RequestOptions.model_validate(options)
+    assert len({str(options) for options in search.CANDIDATES}) == len(search.CANDIDATES)

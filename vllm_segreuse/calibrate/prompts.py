@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to calibrate on: a JSONL file, one prompt per line, told apart into what is reused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class PromptError(ValueError):
+    """A line of the file is no prompt; the text names the line and what is expected."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a prompt, in parts.
+
+    Attributes:
+        prefix: in front of the segments.
+        segments: what is reused, each computed elsewhere before.
+        suffix: behind them, at least one token.
+    """
+
+    prefix: list[int]
+    segments: list[list[int]]
+    suffix: list[int]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The whole prompt."""
+        return [*self.prefix, *(t for segment in self.segments for t in segment), *self.suffix]
+
+
+def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None) -> list[Prompt]:
+    """Read a file of lines `{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}`.
+
+    Args:
+        file: the file; blank lines are skipped.
+        encode: text to token ids, without special tokens.
+        bos: token that a sequence starts with, if the tokenizer adds one.
+
+    Raises:
+        PromptError: the file cannot be read, holds fewer than two prompts, or a line is no prompt.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"cannot read {file}: {error}") from None
+    prompts = [
+        _prompt(f"{file}, line {number}", line, encode, bos)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if len(prompts) < 2:
+        raise PromptError(
+            f"{file} holds {len(prompts)} prompts: at least 2 are needed, one half to choose a "
+            "setting by and one to check it; some hundred give a useful bound"
+        )
+    return prompts
+
+
+def _prompt(where: str, line: str, encode: Callable[[str], list[int]], bos: int | None) -> Prompt:
+    try:
+        given = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where} is no JSON: {error}") from None
+    expected = '{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}'
+    if not isinstance(given, dict) or set(given) - {"prefix", "segments", "suffix"}:
+        raise PromptError(f"{where} must be {expected}")
+    prefix: Any = given.get("prefix", "")
+    segments: Any = given.get("segments")
+    suffix: Any = given.get("suffix")
+    if not isinstance(prefix, str) or not _is_text(suffix) or not _are_texts(segments):
+        raise PromptError(
+            f"{where}: segments must be a list of non-empty texts, suffix a text that is not "
+            f"empty, prefix a text if given; expected {expected}"
+        )
+    return Prompt(
+        [*([] if bos is None else [bos]), *encode(prefix)],
+        [encode(segment) for segment in segments],
+        encode(suffix),
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
+
+
+def contexts(prompts: Sequence[Prompt], index: int) -> list[list[int]]:
+    """Prompts in which the segments of one prompt are computed before it is asked.
+
+    Every other segment, in reverse, behind a segment of the prompt before: none of them is preceded
+    by what precedes it in its own prompt.
+    """
+    prompt, other = prompts[index], prompts[index - 1]
+    found = []
+    for start in (0, 1):
+        part = prompt.segments[start::2]
+        if part:
+            tokens = [*other.prefix, *other.segments[start % len(other.segments)]]
+            for segment in reversed(part):
+                tokens += segment
+            found.append(tokens)
+    return found

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings to try, what each does to a prompt's answer, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+Options = Mapping[str, Any]
+
+CANDIDATES: tuple[Options, ...] = (
+    {"policy": "shift"},
+    *({"policy": "trace", "recompute_ratio": ratio} for ratio in (0.01, 0.03, 0.06, 0.12)),
+    *(
+        {"policy": "sparsex", "dense_layers": dense, "recompute_ratio": ratio}
+        for dense in (0, 0.1, 0.2, 0.35)
+        for ratio in (0.05, 0.15)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One prompt under one setting, against full prefill.
+
+    Attributes:
+        divergence: Kullback-Leibler divergence of the first token, in nats.
+        agrees: the most likely first token is the same.
+        work: share of (token, layer) pairs computed.
+    """
+
+    divergence: float
+    agrees: bool
+    work: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What trials say of a setting.
+
+    Attributes:
+        divergence, divergence_at_most: mean, and its upper bound at 95 % (one-sided).
+        agreement, agreement_at_least: share, and its lower bound (Wilson).
+        work: mean.
+    """
+
+    divergence: float
+    divergence_at_most: float
+    agreement: float
+    agreement_at_least: float
+    work: float
+
+
+def divergence(full: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Kullback-Leibler divergence of `other` from `full`, in nats.
+
+    Args:
+        full, other: log-probabilities by token. Where only the most likely ones are known, a token
+            that `other` lacks counts as its least likely: the result is a lower bound.
+    """
+    floor = min(other.values())
+    return max(
+        0.0,
+        sum(math.exp(p) * (p - other.get(token, floor)) for token, p in full.items() if p > -50),
+    )
+
+
+def judge(trials: Sequence[Trial]) -> Verdict:
+    """Means and one-sided 95 % bounds.
+
+    Raises:
+        ValueError: no trials.
+    """
+    if not trials:
+        raise ValueError("no trials to judge a setting by")
+    count, z = len(trials), NormalDist().inv_cdf(0.95)
+    divergences = [trial.divergence for trial in trials]
+    mean = fmean(divergences)
+    spread = stdev(divergences) / math.sqrt(count) if count > 1 else math.inf
+    share = fmean(trial.agrees for trial in trials)
+    centre = share + z * z / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return Verdict(
+        mean,
+        mean + z * spread,
+        share,
+        (centre - half) / (1 + z * z / count),
+        fmean(trial.work for trial in trials),
+    )
+
+
+def choose(
+    verdicts: Iterable[tuple[Options, Verdict]], max_divergence: float, min_agreement: float
+) -> tuple[Options, Verdict] | None:
+    """The setting of least work whose bounds are within the limits; None if there is none."""
+    within = [
+        (options, verdict)
+        for options, verdict in verdicts
+        if verdict.divergence_at_most <= max_divergence
+        and verdict.agreement_at_least >= min_agreement
+    ]
+    return min(within, key=lambda pair: pair[1].work, default=None)
