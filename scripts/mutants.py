@@ -112,6 +112,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "the exact tier reads blocks that are named in its own step",
+        (
+            (
+                POOL,
+                "            if cached is not None and cached[0].block_id not in self._fresh:\n"
+                "                found[i]",
+                "            if cached is not None:\n                found[i]",
+            ),
+        ),
+    ),
+    Mutant(
         "the salt is not in the namespace",
         ((NAMESPACE, '_field(b"S", salt)', '_field(b"S", ())'),),
     ),

@@ -50,10 +50,10 @@ DIMENSIONS: dict[str, tuple[Who, ...]] = {
     "image": (Who(), Who(image="a cat"), Who(image="a dog")),
 }
 
-SHARED = {("extra keys", "exact prefix")}
+SHARED = {("extra keys", "exact prefix"), ("extra keys", "behind a hole")}
 """vLLM's prefix cache is everybody's who sends no salt: extra keys name what may be moved."""
 
-NEVER = {("image", "segment"), ("image", "approximate prefix")}
+NEVER = {("image", "segment"), ("image", "approximate prefix"), ("image", "behind a hole")}
 """Prompts with images run without reuse."""
 
 
@@ -89,12 +89,17 @@ class Cache:
         self._ids = count()
         self._epoch = 0
 
-    def ask(self, who: Who, tokens: list[int]) -> Found:
+    def make_hole(self) -> None:
+        """The block that was named first is evicted."""
+        pool: Any = self._manager.block_pool
+        pool.evict_blocks({next(iter(pool.cached_block_hash_to_block._cache.values())).block_id})
+
+    def ask(self, who: Who, tokens: list[int], policy: str = "shift") -> Found:
         """One request from its arrival to its end."""
         if who.epoch != self._epoch:
             assert self._manager.reset_prefix_cache()  # as vLLM does when the weights change
             self._epoch = who.epoch
-        request = self._request(who, tokens)
+        request = self._request(who, tokens, policy)
         self._side.add(request)
         blocks, hit, *_ = self._manager.get_computed_blocks(request)
         supplied = self._side.match(request, hit)
@@ -113,11 +118,11 @@ class Cache:
         assert hit == report["prefix_tokens"]
         return Found(hit, report["reused_tokens"])
 
-    def _request(self, who: Who, tokens: list[int]) -> Request:
+    def _request(self, who: Who, tokens: list[int], policy: str) -> Request:
         place = PlaceholderRange(offset=0, length=SIZE)
         options = {
             "extra_keys": list(who.keys),
-            "segreuse_policy": "shift",
+            "segreuse_policy": policy,
             "segreuse_min_reused_tokens": SIZE,
         }
         return Request(
@@ -161,15 +166,27 @@ def approximate_prefix(before: Who, after: Who) -> int:
     return found.reused
 
 
+def behind_a_hole(before: Who, after: Who) -> int:
+    """Tokens of the document that the exact tier takes in place, behind its first block."""
+    cache = Cache()
+    cache.ask(before, DOCUMENT)
+    cache.make_hole()
+    found = cache.ask(after, [*DOCUMENT, 8], policy="exact")
+    assert found.prefix == 0
+    return found.reused
+
+
 KINDS = {
     "exact prefix": exact_prefix,
     "segment": segment,
     "approximate prefix": approximate_prefix,
+    "behind a hole": behind_a_hole,
 }
 ALL = {
     "exact prefix": len(DOCUMENT),
     "segment": len(DOCUMENT),
     "approximate prefix": len(DOCUMENT) + len(NEW_TEXT),
+    "behind a hole": len(DOCUMENT) - SIZE,
 }
 
 by_kind = pytest.mark.parametrize("kind", KINDS)

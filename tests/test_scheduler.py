@@ -424,3 +424,82 @@ def test_a_frozen_block_that_vllm_invalidates_makes_its_document_cold() -> None:
     assert world.side.frozen()["warm"] == {}
     assert world.pool.get_num_free_blocks() == 63
     world.pool.frozen.check_integrity()
+
+
+# The exact tier.
+
+EXACT = OPTIONS | {"segreuse_policy": "exact"}
+
+
+def holes(world: World, *block_ids: int) -> None:
+    """Blocks are evicted, as vLLM does: from the end of what it finds by prefix, or anywhere."""
+    world.pool.evict_blocks(set(block_ids))
+
+
+def test_resident_blocks_behind_a_hole_are_reused_in_place() -> None:
+    world = cached_document()
+    first = world.pool.blocks[1].block_id
+    holes(world, first + 1, first + 4)
+    request = world.add([*DOCUMENT, 8], EXACT)
+    assert world.side.match(request, SIZE) == 28
+    tracked = world.side._planner.get(request.request_id)
+    assert tracked is not None
+    assert tracked.plan is not None
+    assert tracked.plan.donor_blocks == [first + i for i in (2, 3, 5, 6, 7)]
+    assert (tracked.plan.pieces[:, 0] == tracked.plan.pieces[:, 4]).all()
+
+
+def test_the_exact_tier_counts_its_tokens() -> None:
+    world = cached_document()
+    holes(world, world.pool.blocks[1].block_id)
+    request = world.add([*DOCUMENT, 8], EXACT)
+    world.run(request)
+    report = world.report(request)
+    assert (report["exact_tokens"], report["reused_tokens"], report["new_tokens"]) == (28, 28, 5)
+    assert report["computed_share"] == pytest.approx(5 / 33, abs=1e-4)
+    assert world.side._stats.data["tokens"]["exact"] == 28
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"tokens": [7, *DOCUMENT[1:], 8]}, {"cache_salt": "another"}],
+    ids=["another first token", "another salt"],
+)
+def test_the_exact_tier_asks_for_the_whole_prefix(other: dict[str, Any]) -> None:
+    world = cached_document()
+    holes(world, world.pool.blocks[1].block_id)
+    request = world.add(**{"tokens": [*DOCUMENT, 8], "options": EXACT} | other)
+    assert world.run(request) == 0
+    assert world.report(request)["bypass_reason"] == "too_few_reused_tokens"
+
+
+def test_the_exact_tier_needs_extra_keys_but_no_namespace() -> None:
+    """As vLLM's prefix cache: whoever computed a prefix, it is the same KV."""
+    world = cached_document(options={})
+    holes(world, world.pool.blocks[1].block_id)
+    exact_without_keys = {k: v for k, v in EXACT.items() if k != "extra_keys"}
+    assert world.run(world.add([*DOCUMENT, 8], exact_without_keys)) == 0
+    world = cached_document(options={})
+    holes(world, world.pool.blocks[1].block_id)
+    assert world.run(world.add([*DOCUMENT, 8], EXACT)) == len(DOCUMENT)
+
+
+def test_what_the_exact_tier_filled_has_no_exact_name() -> None:
+    world = cached_document()
+    holes(world, world.pool.blocks[1].block_id)
+    world.run(world.add([*DOCUMENT, 8], EXACT))
+    request = world.add([*DOCUMENT, 9], EXACT)
+    found = world.pool.resident_blocks(request, 0, 8).tolist()
+    assert found == [-1, *range(2, 9)]
+
+
+def test_22_blocks_named_in_this_step_are_not_resident() -> None:
+    world = World()
+    document = world.add(DOCUMENT)
+    world.side.match(document, 0)
+    blocks = world.pool.get_new_blocks(8)
+    world.pool.cache_full_blocks(document, blocks, 0, 8, SIZE, 0)
+    request = world.add([*DOCUMENT, 8], EXACT)
+    assert world.pool.resident_blocks(request, 0, 8).tolist() == [-1] * 8
+    world.side.take_plans()
+    assert world.pool.resident_blocks(request, 0, 8).tolist() == [b.block_id for b in blocks]

@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-POLICIES = ("shift", "epic", "cacheblend", "sparsex", "prophet", "trace")
+POLICIES = ("shift", "epic", "cacheblend", "sparsex", "prophet", "trace", "exact")
 """Names of the policies a server or a request may choose."""
 
 EXTRA_KEYS = "extra_keys"

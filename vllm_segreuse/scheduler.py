@@ -151,6 +151,11 @@ class SchedulerSide:
             bypass=bypass,
             donates=bypass not in _NEVER_DONATES,
             freeze=freeze,
+            resident_blocks=(
+                functools.partial(self._pool.resident_blocks, request)
+                if parsed.options.policy == "exact"
+                else None
+            ),
         )
         self._planner.add(tracked)
         if bypass is None:
@@ -180,7 +185,8 @@ class SchedulerSide:
             return
         report = self._planner.allocated(tracked, block_ids)
         if tracked.plan is not None:
-            report = report._replace(computed_share=self._computed_share(tracked.plan))
+            share = self._computed_share(tracked.plan, request.num_tokens)
+            report = report._replace(computed_share=share)
         hit_blocks = block_ids[: report.prefix_tokens // self._block_size]
         self._pool.index_prefix(tracked, request, hit_blocks)
         if request.num_preemptions:
@@ -295,13 +301,15 @@ class SchedulerSide:
             )
         )
 
-    def _computed_share(self, plan: ReusePlan) -> float:
-        computed = plan.layer_tokens(self._num_layers) + self._num_layers  # vLLM's own last token
-        return round(computed / ((plan.num_tokens + 1) * self._num_layers), 4)
+    def _computed_share(self, plan: ReusePlan, num_tokens: int) -> float:
+        by_vllm = (num_tokens - plan.stop) * self._num_layers  # the last token, as a rule
+        computed = plan.layer_tokens(self._num_layers) + by_vllm
+        return round(computed / ((num_tokens - plan.start) * self._num_layers), 4)
 
     def _count(self, report: Report) -> None:
         self._stats.count_tokens("prefix", report.prefix_tokens)
         self._stats.count_tokens("reused", report.reused_tokens)
+        self._stats.count_tokens("exact", report.exact_tokens)
         self._stats.count_tokens("recomputed", report.recomputed_tokens)
         self._stats.count_tokens("new", report.new_tokens)
         if report.bypass_reason is None:

@@ -20,8 +20,14 @@ def submit(running: Engine, name: str, prompt: list[int], options: Any, **sampli
 
 def step(running: Engine) -> dict[str, Answer]:
     """One step; what has finished."""
-    outputs = running.llm.llm_engine.step()
+    answers = finished_in_step(running)
     check_pool(running)
+    return answers
+
+
+def finished_in_step(running: Engine) -> dict[str, Answer]:
+    """One step, without a look at the pool; what has finished."""
+    outputs = running.llm.llm_engine.step()
     return {output.request_id: _answer(output) for output in outputs if output.finished}
 
 

@@ -14,22 +14,24 @@ from tests.e2e.test_equality import assert_same
 
 OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16}
 SHIFT = OPTIONS | {"segreuse_policy": "shift"}
+EXACT = OPTIONS | {"segreuse_policy": "exact"}
 EVERYTHING = OPTIONS | {"segreuse_recompute_ratio": 1.0}
 SELECTED = OPTIONS | {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 1}
 SCATTERED = SELECTED | {"segreuse_overflow_tokens": 0}  # so that few of the chosen are neighbours
 NOISE = 2e-3  # of float32
 
 # What runs before vLLM has allocated a request's blocks.
-DECIDING = [
-    "cache.planner.Planner.decide",
-    "cache.planner.find_matches",
-    "cache.planner.reused_mask",
-    "cache.planner.window_hashes",
-    "compat.block_pool.SegmentBlockPool.prefix_state",
-    "compat.block_pool.SegmentBlockPool.room_beside",
-    "compat.block_pool.SegmentBlockPool.pin",
-    "scheduler.SchedulerSide._recipe",
-]
+DECIDING = {
+    "cache.planner.Planner.decide": SHIFT,
+    "cache.planner.find_matches": SHIFT,
+    "cache.planner.reused_mask": SHIFT,
+    "cache.planner.window_hashes": SHIFT,
+    "compat.block_pool.SegmentBlockPool.prefix_state": SHIFT,
+    "compat.block_pool.SegmentBlockPool.resident_blocks": EXACT,
+    "compat.block_pool.SegmentBlockPool.room_beside": SHIFT,
+    "compat.block_pool.SegmentBlockPool.pin": SHIFT,
+    "scheduler.SchedulerSide._recipe": SHIFT,
+}
 # What runs when a request arrives, has got its blocks, or ends.
 ELSEWHERE = [
     "scheduler.parse_request",
@@ -155,7 +157,7 @@ def test_27_an_error_before_admission_costs_the_reuse(
     broken: str,
 ) -> None:
     calls = break_function(broken)
-    answer = ask_named(reusing, "unlucky", prompt, SHIFT)
+    answer = ask_named(reusing, "unlucky", prompt, DECIDING[broken])
     assert calls
     assert answer.report["bypass_reason"] == "error"
     assert answer.report["new_tokens"] == len(prompt)
@@ -235,6 +237,24 @@ def test_27_an_error_in_the_pass_computes_its_plans_in_full(
     (logged,) = errors()
     assert "unlucky" in logged
     assert "OnPurposeError" in logged
+    check_alive(reusing, prompt)
+
+
+def test_27_an_error_in_an_exact_pass_computes_its_plan_in_full(
+    reusing: Engine, reference: Answer, break_function: Break, errors: Callable[[], list[str]]
+) -> None:
+    prompt = documents_and_prompt(reusing)[1]
+    reusing.reset()
+    reusing.ask(prompt, options=NAMESPACE)
+    second = list(reusing.pool.cached_block_hash_to_block._cache.values())[1]
+    reusing.pool.evict_blocks({second.block_id})
+    calls = break_function("prefill.layers.DecoderStack.forward", times=1)
+    answer = ask_named(reusing, "unlucky", prompt, EXACT)
+    assert len(calls) == 1
+    assert answer.report["exact_tokens"] > 300
+    assert_same(answer, reference, NOISE)
+    (logged,) = errors()
+    assert "unlucky" in logged
     check_alive(reusing, prompt)
 
 

@@ -265,7 +265,7 @@ def metric(server: Server, name: str, **labels: str) -> float:
 
 
 def test_metrics_count_what_the_report_says(server: Server) -> None:
-    kinds = ("prefix", "reused", "recomputed", "new")
+    kinds = ("prefix", "reused", "recomputed", "exact", "new")
     tokens = "vllm:segreuse_tokens_total"
     before = {kind: metric(server, tokens, kind=kind) for kind in kinds}
     requests = metric(server, "vllm:segreuse_requests_total", outcome="reused")

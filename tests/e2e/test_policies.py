@@ -46,7 +46,7 @@ def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) 
 
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "exact"])  # it moves nothing
 def test_the_reported_work_is_the_work_done(
     reusing: Engine, policy: str, dense_layers: int
 ) -> None:

@@ -40,7 +40,7 @@ OPTIONS = st.builds(
         "segreuse_overflow_tokens": overflow,
         "segreuse_min_reused_tokens": least,
     },
-    policy=st.sampled_from(["shift", "sparsex"]),
+    policy=st.sampled_from(["shift", "sparsex", "exact"]),
     ratio=st.sampled_from([0.0, 0.4, 1.0]),
     dense=st.sampled_from([0, 1]),
     overflow=st.sampled_from([0, 1, None]),
@@ -167,6 +167,10 @@ class Machine(RuleBasedStateMachine):
             case _:
                 world.pause(PauseState[what])
 
+    @rule(pick=PICKS, stride=st.integers(2, 9))
+    def evict(self, pick: int, stride: int) -> None:
+        self.world.evict(pick, stride)
+
     @rule(site=st.sampled_from([*SITES, *OTHERS, "planned"]))
     def fail(self, site: str) -> None:
         self.faults.arm(site)
@@ -185,3 +189,4 @@ class Machine(RuleBasedStateMachine):
         totals.update(world.counts)
         totals.update({f"fault: {site}": n for site, n in self.faults.raised.items()})
         totals.update({"engines": 1, "copied tokens": world.worker.copied_tokens})
+        totals["exact tokens"] += world.worker.exact_tokens

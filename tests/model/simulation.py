@@ -36,6 +36,7 @@ _PHASES: dict[str, dict[str, int]] = {
     "talks": {"go_on": 6, "arrive": 2, "step": 10},
     "faults": {"arrive": 8, "step": 12, "go_on": 2, "fault": 4, "abort_twice": 1},
     "disturbed": {"arrive": 8, "step": 12, "disturb": 3, "abort": 1, "fault": 1},
+    "holes": {"arrive": 6, "go_on": 4, "step": 12, "evict": 4},
 }
 
 
@@ -117,6 +118,7 @@ class _Run:
         counts.clear()
         counts.update(world.counts)
         counts["copied tokens"] = world.worker.copied_tokens
+        counts["exact tokens"] = world.worker.exact_tokens
         counts.update({f"fault: {site}": n for site, n in self._faults.raised.items()})
 
     # Events. What they return goes into the digest.
@@ -202,6 +204,9 @@ class _Run:
                 world.pause(random.choice(list(PauseState)))
         return what
 
+    def _evict(self) -> int:
+        return self._world.evict(self._random.randint(0, 7), self._random.randint(2, 9))
+
     def _calm_down(self) -> None:
         """End of a phase: nothing that would make the rest of the run a standstill."""
         self._world.release()
@@ -239,7 +244,7 @@ class _Run:
             salt=choose([None] * 7 + ["salt"]),
             lora=random.random() < 0.05,
             options={
-                "segreuse_policy": choose(["shift", "sparsex"]),
+                "segreuse_policy": choose(["shift", "sparsex", "exact"]),
                 "segreuse_recompute_ratio": choose([0.0, 0.3, 1.0]),
                 "segreuse_dense_layers": choose([0, 1]),
                 "segreuse_overflow_tokens": choose([0, 1, None]),

@@ -20,6 +20,7 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "plans",
         "preemptions",
         "finished",
+        "exact tokens",
         *(f"fault: {site}" for site in (*SITES, *OTHERS)),
     ):
         assert seen[what] > 0, f"no {what} in {seen}"

@@ -242,6 +242,13 @@ class World:
         self.pool.free_blocks(reversed(self.held))
         self.held = []
 
+    def evict(self, pick: int, stride: int) -> int:
+        """Cached blocks lose their names, here and there: holes in what vLLM finds by prefix."""
+        self.counts["events"] += 1
+        named = [b.block_id for b in self.pool.blocks if b.block_hash is not None]
+        self.pool.evict_blocks(set(named[pick::stride]))
+        return len(named[pick::stride])
+
     @property
     def live(self) -> list[Request]:
         """Requests that have not ended."""

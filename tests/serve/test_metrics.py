@@ -17,6 +17,7 @@ def filled() -> SegReuseStats:
     stats.count_tokens("reused", 900)
     stats.count_tokens("reused", 100)
     stats.count_tokens("recomputed", 100)
+    stats.count_tokens("exact", 64)
     stats.count_tokens("new", 7)
     stats.count_request("reused")
     stats.count_request("bypassed", "too_few_reused_tokens")
@@ -77,7 +78,7 @@ def test_take_hands_over_and_starts_anew() -> None:
 def test_aggregate_adds() -> None:
     total = filled().aggregate(SegReuseStats(data=over_the_wire(filled())))
     assert total.data == {
-        "tokens": {"prefix": 64, "reused": 2000, "recomputed": 200, "new": 14},
+        "tokens": {"prefix": 64, "reused": 2000, "recomputed": 200, "exact": 128, "new": 14},
         "requests": {"reused": {"": 2}, "bypassed": {"too_few_reused_tokens": 4}},
         "seconds": {"match": [0.001, 0.003, 0.001, 0.003]},
         "repeated": 6,

@@ -34,6 +34,8 @@ class Recipe:
         score: what the choice goes by.
         rounds: with `Score.TRACE`: rounds in which equal parts of `top_k` are chosen; the tokens
             chosen in one round are the probes of the next.
+        stock: the model's own forward computes what is computed, as it does for vLLM; nothing is
+            dense or chosen.
     """
 
     always: BoolArray
@@ -42,6 +44,7 @@ class Recipe:
     probes: BoolArray
     score: Score = Score.ATTENTION
     rounds: int = 1
+    stock: bool = False
 
 
 @dataclass
@@ -91,7 +94,7 @@ class ReusePlan:
         )
 
     def in_full(self) -> ReusePlan:
-        """The same tokens, all of them computed at every layer."""
+        """The same tokens, all of them computed at every layer, by the pass's own layers."""
         all_tokens = np.ones(self.num_tokens, dtype=np.bool_)
         none = np.zeros_like(all_tokens)
         return replace(self, recipe=Recipe(all_tokens, dense_layers=0, top_k=0, probes=none))

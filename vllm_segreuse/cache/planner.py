@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from vllm_segreuse.cache.exact import resident_matches
 from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
@@ -60,7 +61,8 @@ class BlockPins(Protocol):
 class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
-    `computed_share` is the work: what is computed of (token, layer) pairs behind the prefix.
+    Recomputed tokens and exact ones (see `exact.py`) are part of the reused. `computed_share` is
+    the work: what is computed of (token, layer) pairs behind the prefix.
     """
 
     prefix_tokens: int
@@ -69,6 +71,7 @@ class Report(NamedTuple):
     new_tokens: int
     matches: int
     bypass_reason: str | None
+    exact_tokens: int = 0
     computed_share: float = 1.0
 
 
@@ -103,6 +106,8 @@ class TrackedRequest:
         policy: name of the policy, for the report.
         bypass: reason why this request never reuses, or None.
         donates: whether its blocks enter the index.
+        resident_blocks: for the exact tier, in the place of the index: block ids of blocks
+            `[first, last)` of the request, -1 where none is resident under its exact name.
         freeze: what is to become of its blocks when it ends; None: nothing.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
         report: outcome of its first admission.
@@ -118,6 +123,7 @@ class TrackedRequest:
     policy: str = ""
     bypass: str | None = None
     donates: bool = True
+    resident_blocks: Callable[[int, int], IntArray] | None = None
     freeze: FreezeOrder | None = None
     plan: ReusePlan | None = None
     report: Report | None = None
@@ -183,7 +189,7 @@ class Planner:
     def add(self, tracked: TrackedRequest) -> None:
         """A request with extra keys arrived; its prompt is hashed outside the scheduling loop."""
         self._requests[tracked.request_id] = tracked
-        if tracked.bypass is None:
+        if tracked.bypass is None and tracked.resident_blocks is None:
             tracked.hashes(self._index.block_size)
 
     def get(self, request_id: str) -> TrackedRequest | None:
@@ -234,8 +240,9 @@ class Planner:
             prefix: looks the prefix hit up; called only if there is something to reuse.
 
         Returns:
-            `num_tokens - 1 - start`; 0 to run without reuse, or not at all in this step if that
-            closed admission; None to be asked again in a later step.
+            `num_tokens - 1 - start`, or up to the end of the last resident block in the exact tier;
+            0 to run without reuse, or not at all in this step if that closed admission; None to be
+            asked again in a later step.
         """
         self._drop(tracked.request_id)
         tracked.plan, tracked.start = None, start
@@ -268,7 +275,7 @@ class Planner:
         self._pending[tracked.request_id] = tracked
         self._step_tokens += plan.active_tokens
         tracked.plan = plan
-        return stop - start
+        return plan.num_tokens
 
     def allocated(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> Report:
         """vLLM gave the request its block table: it runs in this step, with its plan or without.
@@ -291,6 +298,7 @@ class Planner:
             prompt - start - plan.num_reused,
             tracked.num_segments,
             None,
+            exact_tokens=plan.num_reused if tracked.resident_blocks is not None else 0,
         )
 
     def take_plans(self) -> list[ReusePlan]:
@@ -348,6 +356,8 @@ class Planner:
         return 0
 
     def _match(self, tracked: TrackedRequest, start: int, stop: int) -> Matches:
+        if tracked.resident_blocks is not None:
+            return self._match_resident(tracked.resident_blocks, start, stop)
         key = (start, stop, self._index.version)
         if tracked._memo is None or tracked._memo.key != key:
             began = self._clock()
@@ -360,8 +370,23 @@ class Planner:
             tracked._memo = _Memo(key, matches)
         return tracked._memo.matches
 
+    def _match_resident(
+        self, resident_blocks: Callable[[int, int], IntArray], start: int, stop: int
+    ) -> Matches:
+        """Not kept for the next step: it is as quick as vLLM's own lookup of the prefix."""
+        began = self._clock()
+        size = self._index.block_size
+        first = -(-start // size)
+        blocks = resident_blocks(first, max(first, stop // size))
+        self._on_match(self._clock() - began)
+        self._step_lookups += 1
+        return resident_matches(blocks, first, size)
+
     @staticmethod
     def _make_plan(tracked: TrackedRequest, matches: Matches, start: int, stop: int) -> ReusePlan:
+        if tracked.resident_blocks is not None:
+            # What follows is vLLM's own work, as behind a prefix hit that ends here.
+            stop = int(matches.pieces[-1, :2].sum())
         recipe = tracked.make_recipe(
             reused_mask(matches.pieces, start, stop), segment_starts(matches.pieces, start)
         )

@@ -27,6 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.cache.plan import IntArray
 from vllm_segreuse.cache.planner import Planner, PrefixState, TrackedRequest
 from vllm_segreuse.cache.rolling_hash import window_hashes
 
@@ -130,6 +131,18 @@ class SegmentBlockPool(BlockPool):
                 idle += found[0].ref_cnt == 0
         missing = -(-(request.num_tokens + 1) // size) - hit
         return PrefixState(fresh, missing + idle + watermark)
+
+    def resident_blocks(self, request: Request, first: int, last: int) -> IntArray:
+        """Blocks `[first, last)` of a request that are cached under its own hashes, else -1.
+
+        Only exact KV has such a name. A block named in this step has no KV yet.
+        """
+        found = np.full(last - first, -1, np.int32)
+        for i, block_hash in enumerate(request.block_hashes[first:last]):
+            cached = self.get_cached_block(block_hash, [0])
+            if cached is not None and cached[0].block_id not in self._fresh:
+                found[i] = cached[0].block_id
+        return found
 
     # What vLLM calls.
 

@@ -59,6 +59,18 @@ class PassAttention:
         self._kernels = kernels
 
     @contextmanager
+    def stock_context(
+        self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool
+    ) -> Iterator[None]:
+        """Forward context in which the whole model computes these tokens as vLLM would.
+
+        Args:
+            compiled: let it run as vLLM has compiled it.
+        """
+        with self._rows.forward_context(tokens, block_tables, compiled):
+            yield
+
+    @contextmanager
     def forward_context(self, tokens: TokenTable, block_tables: torch.Tensor) -> Iterator[None]:
         """Forward context in which the model's attention layers compute these tokens, eagerly.
 

@@ -83,9 +83,20 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         )
         prefill = SparsePrefill(layers, aligner)
         proof.moves(aligner, layouts, ropes)
-        return Runtime(prefill, proof.sparse_pass(prefill), kernels.description)
+        max_deviation = proof.sparse_pass(prefill)
+        layers.compiled = _may_run_compiled(vllm_config)
+        return Runtime(prefill, max_deviation, kernels.description)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}; serve this model without --segreuse") from error
+
+
+def _may_run_compiled(vllm_config: VllmConfig) -> bool:
+    """Whether the compiled model takes token ids and positions, and nothing else of the runner's.
+
+    Multimodal models take embeddings; experts count their calls, and take a mask of the padding.
+    """
+    model = vllm_config.model_config
+    return not (model.is_multimodal_model or model.is_moe)
 
 
 def _check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
@@ -265,17 +276,20 @@ class _Proof:
         positions = np.arange(count)
         worst = 0.0
         # Short stretches are scattered queries, long ones are rows (`attention.py`).
-        for stretch, dense_layers, top_k, score in (
-            (7, 0, 0, Score.ATTENTION),
-            (20, 0, 0, Score.ATTENTION),
-            (7, 0, 9, Score.ATTENTION),
-            (7, 1, 9, Score.ATTENTION),
-            (7, len(self._stack), 0, Score.ATTENTION),
-            (7, 1, 9, Score.DEVIATION),
-            (7, 0, 9, Score.TRACE),
-        ):
+        programs: list[tuple[int, dict[str, Any]]] = [
+            (7, {}),
+            (20, {}),
+            (20, {"stock": True}),
+            (7, {"top_k": 9}),
+            (7, {"top_k": 9, "dense_layers": 1}),
+            (7, {"dense_layers": len(self._stack)}),
+            (7, {"top_k": 9, "dense_layers": 1, "score": Score.DEVIATION}),
+            (7, {"top_k": 9, "score": Score.TRACE, "rounds": 2}),
+        ]
+        for stretch, program in programs:
             reused = (positions // stretch) % 2 == 1
-            recipe = Recipe(~reused, dense_layers, top_k, ~reused, score, rounds=2)
+            new = {"always": ~reused, "probes": ~reused}
+            recipe = Recipe(**new | {"dense_layers": 0, "top_k": 0} | program)
             for block in self._copy:
                 for layer in self._stack.attention:
                     flat_pages(layer.kv_cache)[block].zero_()

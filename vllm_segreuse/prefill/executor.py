@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -66,11 +67,11 @@ class SparsePrefill:
         """All that needs no other tensor-parallel rank: lay the plans out, and align them."""
         started = time.perf_counter()
 
-        def program(plan: ReusePlan) -> tuple[int, str, int]:
+        def program(plan: ReusePlan) -> tuple[bool, int, str, int]:
             recipe = plan.recipe
             if not recipe.top_k:
-                return recipe.dense_layers, "", 0
-            return recipe.dense_layers, recipe.score.name, recipe.rounds
+                return recipe.stock, recipe.dense_layers, "", 0
+            return recipe.stock, recipe.dense_layers, recipe.score.name, recipe.rounds
 
         groups = [list(group) for _, group in groupby(sorted(plans, key=program), key=program)]
         batches = [Batch(group, self._block_size, self._device) for group in groups]
@@ -87,11 +88,10 @@ class SparsePrefill:
         the reason. Tensor-parallel ranks hold the same hidden states, so they agree on it.
         """
         started = time.perf_counter()
-        with fast_norms():
-            spoilt = [plan for batch in prepared.batches for plan in self._compute(batch)]
-            if spoilt:
-                in_full = [plan.in_full() for plan in spoilt]
-                self._compute(Batch(in_full, self._block_size, self._device))
+        spoilt = [plan for batch in prepared.batches for plan in self._compute(batch)]
+        if spoilt:
+            in_full = [plan.in_full() for plan in spoilt]
+            self._compute(Batch(in_full, self._block_size, self._device))
         return PassReport(
             align_s=prepared.seconds,
             sparse_s=time.perf_counter() - started,
@@ -101,7 +101,8 @@ class SparsePrefill:
     def _compute(self, batch: Batch) -> list[ReusePlan]:
         """Run plans of one program; returns those whose hidden states are not finite."""
         recipe = batch.plans[0].recipe
-        active, state = program_of(recipe)(self._layers, batch)
+        with nullcontext() if recipe.stock else fast_norms():
+            active, state = program_of(recipe)(self._layers, batch)
         return [] if state is None else _not_finite(batch, active, state)
 
 

@@ -114,9 +114,20 @@ class DecoderStack:
         assert residual is None or isinstance(residual, torch.Tensor)
         return LayerState(hidden_states, residual)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """The model's own forward, all layers; what `embed` and `run` together must reproduce."""
-        self._model(input_ids=token_ids, positions=positions)
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model's own forward, all layers; what `embed` and `run` together must reproduce.
+
+        The tensors are of the types and the alignment that the runner's have: compiled code takes
+        both for granted.
+
+        Returns:
+            The hidden states behind the last layer and norm.
+        """
+        hidden_states = self._model(
+            input_ids=token_ids.to(torch.int32, copy=True), positions=positions.clone()
+        )
+        assert isinstance(hidden_states, torch.Tensor)
+        return hidden_states
 
     def run(self, first: int, last: int, positions: torch.Tensor, state: LayerState) -> LayerState:
         """Run decoder layers `[first, last)` on tokens at `positions`, writing their KV.

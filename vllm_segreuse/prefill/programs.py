@@ -7,7 +7,7 @@ measure, the attention that queries pay to keys of the cache (`Layers.attention_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import torch
@@ -33,7 +33,12 @@ class Layers:
         attention: how the pass's queries attend.
         token_scores: the kernel that scores reused tokens.
         max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
+
+    Attributes:
+        compiled: whether `model` runs as vLLM has compiled it; set once vLLM has.
     """
+
+    compiled = False
 
     def __init__(
         self,
@@ -64,9 +69,7 @@ class Layers:
             return state
         whole = min(last, len(self.stack) - 1)
         outputs = []
-        for begin in range(0, len(tokens), self._max_wave_tokens):
-            part = slice(begin, begin + self._max_wave_tokens)
-            wave = tokens.take(part)
+        for part, wave in self._waves(tokens):
             with self._attention.forward_context(wave, batch.block_tables):
                 if state is None:
                     inputs = self.stack.embed(wave.token_ids, wave.positions)
@@ -77,6 +80,24 @@ class Layers:
                     self.stack.write_kv(whole, wave.positions, wave.slots, output)
                 outputs.append(output)
         return LayerState.concatenate(outputs)
+
+    def model(self, tokens: TokenTable, batch: Batch) -> LayerState:
+        """The whole model on these tokens and the stock backend, wave by wave.
+
+        Returns: what left the last layer.
+        """
+        outputs = []
+        for _, wave in self._waves(tokens):
+            with self._attention.stock_context(wave, batch.block_tables, self.compiled):
+                hidden_states = self.stack.forward(wave.token_ids, wave.positions)
+            outputs.append(LayerState(hidden_states, None))
+        return LayerState.concatenate(outputs)
+
+    def _waves(self, tokens: TokenTable) -> Iterator[tuple[slice, TokenTable]]:
+        """What is computed at once, in order of position, and where it stands among the tokens."""
+        for begin in range(0, len(tokens), self._max_wave_tokens):
+            part = slice(begin, begin + self._max_wave_tokens)
+            yield part, tokens.take(part)
 
     def attention_paid(
         self, batch: Batch, layer: int, probed: torch.Tensor, queries: torch.Tensor
@@ -113,11 +134,20 @@ class Layers:
 
 def program_of(recipe: Recipe) -> Callable[[Layers, Batch], Computed]:
     """The program that carries out recipes like this one."""
+    if recipe.stock:
+        return stock
     if not recipe.top_k:
         return fixed
     return {Score.ATTENTION: attended, Score.DEVIATION: deviating, Score.TRACE: traced}[
         recipe.score
     ]
+
+
+def stock(layers: Layers, batch: Batch) -> Computed:
+    """What vLLM itself would do with these tokens: to the last bit the same, wherever its results
+    do not depend on the batch."""
+    active = batch.always.nonzero().flatten()
+    return active, layers.model(batch.tokens.take(active), batch) if len(active) else None
 
 
 def fixed(layers: Layers, batch: Batch) -> Computed:

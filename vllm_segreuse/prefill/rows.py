@@ -57,16 +57,19 @@ def row_starts(tokens: TokenTable) -> torch.Tensor:
 
 @contextmanager
 def pass_context(
-    vllm_config: VllmConfig, layer_names: list[str], metadata: Any, tokens: TokenTable
+    vllm_config: VllmConfig,
+    layer_names: list[str],
+    metadata: Any,
+    tokens: TokenTable,
+    compiled: bool = False,
 ) -> Iterator[None]:
-    """vLLM's forward context for an eager pass over these tokens, with one metadata for all
-    layers."""
+    """vLLM's forward context for a pass over these tokens, with one metadata for all layers."""
     with set_forward_context(
         dict.fromkeys(layer_names, metadata),
         vllm_config,
         num_tokens=len(tokens),
         slot_mapping=dict.fromkeys(layer_names, tokens.slots),
-        skip_compiled=True,
+        skip_compiled=not compiled,
     ):
         # Otherwise mixture-of-experts layers are told apart by counting calls per context (vLLM
         # forward_context.py), and a pass over part of the layers would pick wrong experts.
@@ -90,15 +93,18 @@ class RowBuilder:
         self._builder = backend.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
 
     @contextmanager
-    def forward_context(self, tokens: TokenTable, block_tables: torch.Tensor) -> Iterator[None]:
-        """Forward context in which the model's attention layers compute these tokens, eagerly.
+    def forward_context(
+        self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool = False
+    ) -> Iterator[None]:
+        """Forward context in which the model's attention layers compute these tokens.
 
         Args:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
+            compiled: whether the model may run as vLLM has compiled it, or does so eagerly.
         """
         metadata = self._builder.build(0, self._common_metadata(tokens, block_tables))
-        with pass_context(self.vllm_config, self.layer_names, metadata, tokens):
+        with pass_context(self.vllm_config, self.layer_names, metadata, tokens, compiled):
             yield
 
     @staticmethod

@@ -19,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-TokenKind = Literal["prefix", "reused", "recomputed", "new"]
+TokenKind = Literal["prefix", "reused", "recomputed", "exact", "new"]
 Outcome = Literal["reused", "bypassed"]
 Timing = Literal["match", "align", "sparse_pass"]
 
-TOKEN_KINDS: tuple[TokenKind, ...] = ("prefix", "reused", "recomputed", "new")
+TOKEN_KINDS: tuple[TokenKind, ...] = ("prefix", "reused", "recomputed", "exact", "new")
 TIMINGS: dict[Timing, str] = {
     "match": "Time to match a request's prompt against the index, in seconds.",
     "align": "Time to copy and rotate the reused KV of a step, in seconds.",
@@ -52,8 +52,8 @@ class SegReuseStats(KVConnectorStats):
     data: dict[str, Any] = field(default_factory=_no_data)
 
     def count_tokens(self, kind: TokenKind, n: int) -> None:
-        """Adds `n` prompt tokens of `kind`. prefix + reused + new = prompt; recomputed is part of
-        reused."""
+        """Adds `n` prompt tokens of `kind`. prefix + reused + new = prompt; recomputed and exact
+        are parts of reused."""
         if kind not in TOKEN_KINDS:
             raise ValueError(f"unknown kind of tokens {kind!r}; known are {', '.join(TOKEN_KINDS)}")
         if n:
@@ -132,7 +132,7 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         self._tokens = counter(
             name="vllm:segreuse_tokens_total",
             documentation="Prompt tokens of requests with extra keys. "
-            "prefix + reused + new = prompt; recomputed is part of reused.",
+            "prefix + reused + new = prompt; recomputed and exact are parts of reused.",
             labelnames=[*labelnames, "kind"],
         )
         self._requests = counter(
