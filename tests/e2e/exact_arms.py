@@ -118,10 +118,13 @@ class Arms:
         self._text = Prompts(running.vocab_size, seed)
         self._dice = random.Random(seed)
 
-    def run(self, prompts: int, controls: int) -> Found:
-        """`prompts` prompts in all arms, and at least `controls` of them in the control."""
-        found = Found()
+    def run(self, prompts: int, controls: int, minutes: float) -> Found:
+        """`prompts` prompts in all arms, fewer if the time is over, and at least `controls` of them
+        in the control."""
+        found, until = Found(), time.monotonic() + 60 * minutes
         for first in range(0, prompts, TOGETHER):
+            if time.monotonic() > until:
+                break
             group = [self._make_prompt() for _ in range(min(TOGETHER, prompts - first))]
             self._ask_all(found, group, with_control=first < controls)
         return found
@@ -221,13 +224,17 @@ def small_engine(**arguments: Any) -> Iterator[Engine]:
         it.check_idle()
 
 
-def ask_engine(name: str, prompts: int, controls: int, seed: int) -> Found:
+def ask_engine(
+    name: str, prompts: int, controls: int, seed: int, minutes: float = math.inf
+) -> Found:
     """One of `ENGINES` in this process."""
     with small_engine(**ENGINES[name]) as running:
-        return Arms(running, seed).run(prompts, controls)
+        return Arms(running, seed).run(prompts, controls, minutes)
 
 
-def ask_in_process_of_its_own(name: str, prompts: int, controls: int, seed: int) -> Found:
+def ask_in_process_of_its_own(
+    name: str, prompts: int, controls: int, seed: int, minutes: float = math.inf
+) -> Found:
     """The same in another process: one engine's ranks are pinned to one core each."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "found.json"
@@ -235,7 +242,7 @@ def ask_in_process_of_its_own(name: str, prompts: int, controls: int, seed: int)
         environment = dict(os.environ)
         if ranks > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, CORES[:ranks]))
-        numbers = [str(n) for n in (prompts, controls, seed)]
+        numbers = [str(n) for n in (prompts, controls, seed, minutes)]
         done = subprocess.run(
             [sys.executable, "-m", MODULE, "--one", name, *numbers, str(path)],
             cwd=Path(__file__).parents[2],
@@ -248,9 +255,9 @@ def ask_in_process_of_its_own(name: str, prompts: int, controls: int, seed: int)
         return Found(**json.loads(path.read_text()))
 
 
-def describe(name: str, found: Found, prompts: int, say: Callable[[str], None]) -> int:
+def describe(name: str, found: Found, say: Callable[[str], None]) -> int:
     """Print one engine's figures; the number of arms that are not as close as vLLM's own."""
-    findings = 0
+    findings, prompts = 0, len(found.differences["cold"])
     say(f"{name}: {prompts} prompts")
     for arm, differences in found.differences.items():
         verdict = ""
@@ -277,8 +284,9 @@ def describe(name: str, found: Found, prompts: int, say: Callable[[str], None]) 
 def main() -> int:
     """Command line; exit status 1 at a finding."""
     if sys.argv[1:2] == ["--one"]:
-        name, *numbers, path = sys.argv[2:]
-        Path(path).write_text(json.dumps(asdict(ask_engine(name, *map(int, numbers)))))
+        name, *numbers, minutes, path = sys.argv[2:]
+        found = ask_engine(name, *map(int, numbers), minutes=float(minutes))
+        Path(path).write_text(json.dumps(asdict(found)))
         return 0
     import vllm
 
@@ -288,6 +296,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=1000, help="per engine (%(default)s)")
     parser.add_argument("--controls", type=int, default=50, help="of them (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="per engine, at most")
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--log", type=Path, help="file to write what is printed to, as well")
     options = parser.parse_args()
@@ -303,8 +312,10 @@ def main() -> int:
     say(f"python -m {MODULE} {' '.join(sys.argv[1:])}")
     began, findings = time.monotonic(), 0
     for name in options.engines:
-        found = ask_in_process_of_its_own(name, options.prompts, options.controls, options.seed)
-        findings += describe(name, found, options.prompts, say)
+        found = ask_in_process_of_its_own(
+            name, options.prompts, options.controls, options.seed, options.minutes
+        )
+        findings += describe(name, found, say)
     say(f"findings: {findings}; {time.monotonic() - began:.0f} s")
     return int(findings > 0)
 
