@@ -80,7 +80,7 @@ class Cache:
         )
         config: Any = SimpleNamespace(
             lora_config=None,  # else all would be bypassed: what separates adapters is tested here
-            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4),
+            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=256),
             parallel_config=None,
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
@@ -112,7 +112,7 @@ class Cache:
         table = self._manager.get_block_ids(request.request_id)[0]
         self._side.allocated(request, table)
         self._side.take_plans()
-        report = self._side.finished(request)
+        report = self._side.finished(request, table)
         assert report is not None
         self._manager.free(request)
         assert hit == report["prefix_tokens"]
