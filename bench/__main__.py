@@ -15,6 +15,7 @@ SUITES = {
     "lookup": "finding segments among 100,000 and 1,000,000 indexed blocks",
     "kernels": "alignment, sparse-query attention and token scores by themselves",
     "quality": "what each policy loses against full prefill, and what it computes",
+    "rag": "questions over a knowledge base: the server with extra keys against without",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
 }
 

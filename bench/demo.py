@@ -10,7 +10,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from bench import shapes
 from bench.server import Server, ServerError
+from examples.rag.chat import Answer, EmptyStreamError, ask
 
 SHAPE = "bench8"
 TOPICS = ("assignment", "comparisons", "execmodel", "try")
@@ -41,14 +41,6 @@ MAX_TOKENS = 4
 
 class DemoError(RuntimeError):
     """Something that the demo promises did not happen."""
-
-
-class Answer(NamedTuple):
-    """One streamed chat completion."""
-
-    ttft_s: float
-    prompt_tokens: int
-    report: dict[str, Any] | None
 
 
 class Asked(NamedTuple):
@@ -95,28 +87,13 @@ class Library:
             {"role": "system", "content": system},
             {"role": "user", "content": f"{body}\n\nQuestion: {question}"},
         ]
-        started = time.perf_counter()
-        stream = self._client.chat.completions.create(
-            model=self._model,
-            messages=messages,
+        return ask(
+            self._client,
+            self._model,
+            messages,
             max_tokens=MAX_TOKENS,
-            temperature=0.0,
-            stream=True,
-            stream_options={"include_usage": True},
             extra_body=self._with_reuse if reuse else None,
         )
-        ttft_s, tokens, report = None, 0, None
-        for chunk in stream:
-            # The server sends the first chunk when the first token is there.
-            ttft_s = ttft_s or time.perf_counter() - started
-            if chunk.usage is not None:
-                tokens = chunk.usage.prompt_tokens
-            report = ((chunk.model_extra or {}).get("kv_transfer_params") or {}).get(
-                "segreuse", report
-            )
-        if ttft_s is None:
-            raise DemoError("the server ended a stream without sending anything")
-        return Answer(ttft_s, tokens, report)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -149,7 +126,7 @@ def _run(console: Console, policy: str | None) -> None:
         except openai.OpenAIError as error:
             tail = server.log_tail()
             raise DemoError(f"{error}; the end of the log {server.log}:\n{tail}") from error
-        except DemoError as error:
+        except (DemoError, EmptyStreamError) as error:
             raise DemoError(f"{error} (server log: {server.log})") from error
     _show(console, asked)
 

@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
+class EmptyStreamError(RuntimeError):
+    """The server ended a stream without sending anything."""
+
+
 class Answer(NamedTuple):
     """One streamed chat completion; `report` is None for a request without extra keys."""
 
@@ -33,7 +37,7 @@ def ask(
         extra_body: what is particular to the server: `extra_keys`, `vllm_xargs`, `cache_salt`.
 
     Raises:
-        RuntimeError: the stream ended before anything was sent.
+        EmptyStreamError: the stream ended before anything was sent.
         openai.OpenAIError: the request failed.
     """
     started = time.perf_counter()
@@ -56,5 +60,5 @@ def ask(
             text += chunk.choices[0].delta.content or ""
         report = ((chunk.model_extra or {}).get("kv_transfer_params") or {}).get("segreuse", report)
     if ttft_s is None:
-        raise RuntimeError("the server ended a stream without sending anything")
+        raise EmptyStreamError("the server ended a stream without sending anything")
     return Answer(ttft_s, tokens, text, report)

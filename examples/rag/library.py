@@ -11,6 +11,8 @@ import bm25s
 QUESTIONS = Path(__file__).with_name("questions.txt")
 """Fifty questions about the documentation topics of Python, one per line."""
 
+SYSTEM = "Answer from the passages."
+
 
 class Passage(NamedTuple):
     """Some consecutive paragraphs of a document, letter for letter."""
@@ -95,6 +97,6 @@ def messages(passages: Sequence[Passage], question: str) -> list[dict[str, str]]
     """The prompt of a retrieval-augmented question, as chat messages."""
     body = "\n\n".join(passage.text for passage in passages)
     return [
-        {"role": "system", "content": "Answer from the passages."},
+        {"role": "system", "content": SYSTEM},
         {"role": "user", "content": f"{body}\n\nQuestion: {question}"},
     ]

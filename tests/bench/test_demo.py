@@ -29,8 +29,8 @@ class _Server:
         self.prompts.append((str(messages), extra_body is not None))
         extra = {"kv_transfer_params": {"segreuse": self.report}} if extra_body else {}
         usage = SimpleNamespace(prompt_tokens=8960)
-        yield SimpleNamespace(usage=None, model_extra={})
-        yield SimpleNamespace(usage=usage, model_extra=extra if self.report else {})
+        yield SimpleNamespace(usage=None, choices=[], model_extra={})
+        yield SimpleNamespace(usage=usage, choices=[], model_extra=extra if self.report else {})
 
 
 def _converse(report: dict[str, Any] | None) -> tuple[_Server, list[demo.Asked]]:

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_segreuse.knowledge import extract, show
 from vllm_segreuse.knowledge.client import (
+    TOKEN_ENV,
     ClientError,
     KnowledgeClient,
     UnreachableError,
@@ -26,7 +27,6 @@ from vllm_segreuse.knowledge.client import (
 )
 from vllm_segreuse.knowledge.schemas import NewDocument
 
-TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
 URL_ENV = "VLLM_SEGREUSE_URL"
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the knowledge base.")]

@@ -39,6 +39,9 @@ from vllm_segreuse.knowledge.schemas import (
     WarmDocuments,
 )
 
+TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
+"""Variable that holds the admin token, for the server and for programs that use this client."""
+
 BATCH_CHARS = 1 << 20
 """Text in one request; a longer document goes alone."""
 
