@@ -60,7 +60,7 @@ def ask_both_ways(
     for number, question in enumerate(questions):
         answers: dict[bool, Answer] = {}
         # Taking turns at going first, so that neither way profits from a warm machine.
-        for reuse in (number % 2 == 0, number % 2 == 1):
+        for reuse in (number % 2 == 1, number % 2 == 0):
             passages = found.search(question, count)
             shuffle.shuffle(passages)
             answers[reuse] = ask(
