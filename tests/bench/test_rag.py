@@ -12,7 +12,8 @@ from bench.harness import BenchError
 from bench.suites import rag
 from examples.rag import library
 from examples.rag.chat import Answer
-from tests.knowledge.fake_server import TOKEN, FakeServer, fake_server
+from tests.knowledge.served import FAULT, TOKEN, Served
+from tests.knowledge.served import served as serving
 
 REPORT = {"policy": "sparsex", "prefix_tokens": 0, "reused_tokens": 10**6, "recomputed_tokens": 9}
 
@@ -20,7 +21,7 @@ REPORT = {"policy": "sparsex", "prefix_tokens": 0, "reused_tokens": 10**6, "reco
 class _Served:
     """In the place of a server: real routes of knowledge bases, and a stub of the OpenAI client."""
 
-    def __init__(self, bases: FakeServer) -> None:
+    def __init__(self, bases: Served) -> None:
         self.url, self.model_name = bases.url, "m"
         self.sent: list[dict[str, Any]] = []
         self.report: dict[str, Any] | None = REPORT
@@ -58,13 +59,13 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bases() -> Iterator[FakeServer]:
-    with fake_server() as bases:
+def bases() -> Iterator[Served]:
+    with serving() as bases:
         yield bases
 
 
 @pytest.fixture
-def served(bases: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch) -> _Served:
+def served(bases: Served, model: Path, monkeypatch: pytest.MonkeyPatch) -> _Served:
     served = _Served(bases)
     monkeypatch.setattr(shapes, "make_model", lambda name: model)
     monkeypatch.setattr(rag, "Server", lambda *args, **options: served)
@@ -72,12 +73,12 @@ def served(bases: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch) -> _
     return served
 
 
-def test_summary_has_the_documented_figures(served: _Served, bases: FakeServer) -> None:
+def test_summary_has_the_documented_figures(served: _Served, bases: Served) -> None:
     result = rag.run(quick=True)
     assert list(result["summary"])[:3] == ["ttft_ratio_p50", "ttft_ratio_p99", "reused_share"]
     assert result["summary"]["reused_share"] == 1, "never more than the passages"
     assert [row["arm"] for row in result["rows"]] == ["plain", "reuse"]
-    assert result["summary"]["documents"] == bases.base(rag.BASE).documents.warm > 30
+    assert result["summary"]["documents"] == len(bases.engine.pool.warm()) > 30
 
 
 def test_both_arms_send_the_same_prompts_and_take_turns(served: _Served) -> None:
@@ -141,14 +142,14 @@ def test_a_request_without_report_is_refused(served: _Served) -> None:
 def test_documents_that_are_not_warm_are_refused(
     served: _Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "python_topics", lambda: {"a": "FAIL"} | {"b": "x\n\n" * 99})
+    monkeypatch.setattr(library, "python_topics", lambda: {"a": FAULT} | {"b": "x\n\n" * 99})
     with pytest.raises(
-        BenchError, match=r"1 of 2 documents are not warm .* a is failed \(too long"
+        BenchError, match=r"1 of 2 documents are not warm .* a is failed \(it could not"
     ):
         rag.run(quick=True)
 
 
-def test_a_server_without_knowledge_bases_is_an_error(served: _Served, bases: FakeServer) -> None:
+def test_a_server_without_knowledge_bases_is_an_error(served: _Served, bases: Served) -> None:
     bases.failures = [404]
     with pytest.raises(BenchError, match="has no knowledge bases"):
         rag.run(quick=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import StreamingResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.rag import ask, library
-from tests.knowledge.fake_server import TOKEN, FakeServer, make_app, serving
+from tests.knowledge.served import TOKEN, Served, served
 
 PARAGRAPHS = st.lists(st.sampled_from(["a", "bb bb", "ccc\nccc", "d" * 40, ""]), max_size=12)
 
@@ -78,37 +78,33 @@ def _chunks(body: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.fixture
-def asked() -> Iterator[tuple[str, list[dict[str, Any]], FakeServer]]:
-    """URL of a server, the bodies of the chat completions that it was sent, and its bases."""
+def asked() -> Iterator[tuple[str, list[dict[str, Any]], Served]]:
+    """URL of a server, the bodies of the chat completions that it was sent, and the server."""
     bodies: list[dict[str, Any]] = []
-    bases = FakeServer()
-    app = FastAPI()
+    with served() as server:
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "m", "object": "model"}]}
+        @server.app.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            return {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
-    @app.post("/v1/chat/completions")
-    async def complete(request: Request) -> StreamingResponse:
-        bodies.append(await request.json())
-        return StreamingResponse(_chunks(bodies[-1]), media_type="text/event-stream")
+        @server.app.post("/v1/chat/completions")
+        async def complete(request: Request) -> StreamingResponse:
+            bodies.append(await request.json())
+            return StreamingResponse(_chunks(bodies[-1]), media_type="text/event-stream")
 
-    app.mount("/", make_app(bases))
-    with serving(app) as url:
-        yield url, bodies, bases
+        yield server.url, bodies, server
 
 
 def test_each_question_is_asked_both_ways(
-    asked: tuple[str, list[dict[str, Any]], FakeServer],
+    asked: tuple[str, list[dict[str, Any]], Served],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    url, bodies, bases = asked
+    url, bodies, server = asked
     questions = tmp_path / "questions.txt"
     questions.write_text("What does the except* clause match?\n\nWhat is a slice?\n")
     assert ask.main(["--url", url, "--token", TOKEN, "--questions", str(questions)]) == 0
-    assert len(bases.documents["python-topics"]) == len(library.python_topics())
-    assert bases.base("python-topics").documents.warming == 0
+    assert len(server.engine.pool.warm()) == len(library.python_topics())
     assert [body.get("extra_keys") for body in bodies] == [
         None, ["python-topics"], ["python-topics"], None,
     ]  # fmt: skip
@@ -126,7 +122,7 @@ def test_a_failure_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_the_langchain_variant_streams_an_answer(
-    asked: tuple[str, list[dict[str, Any]], FakeServer], capsys: pytest.CaptureFixture[str]
+    asked: tuple[str, list[dict[str, Any]], Served], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("langchain_openai")
     from examples.rag import langchain_app

@@ -27,14 +27,14 @@ class SwitchableEngine:
         return args[0] if args else {"enabled": True, "indexed_blocks": 0}
 
 
-def admin_app() -> FastAPI:
+def admin_app(engine: FakeEngine | None = None) -> FastAPI:
     """All of it, behind the gate; the token is `TOKEN`."""
     admin = make_app()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         shape = Shape(BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
-        service = KnowledgeService(FakeEngine(), Store(IN_MEMORY, "model"), shape)
+        service = KnowledgeService(engine or FakeEngine(), Store(IN_MEMORY, "model"), shape)
         await service.start()
         admin.state.service = service
         admin.state.engine_client = SwitchableEngine()

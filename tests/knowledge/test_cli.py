@@ -13,7 +13,7 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.knowledge.fake_server import TOKEN, FakeServer
+from tests.knowledge.served import FAULT, TOKEN, Served, served
 from vllm_segreuse.knowledge import cli, show
 from vllm_segreuse.knowledge.client import KnowledgeClient
 from vllm_segreuse.serve.cli import main as vllm_segreuse
@@ -22,7 +22,7 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(server: Served, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv(cli.URL_ENV, server.url)
     monkeypatch.setenv(cli.TOKEN_ENV, TOKEN)
     monkeypatch.setattr(cli, "POLL_S", 0)
@@ -45,9 +45,9 @@ def test_from_nothing_to_a_warm_base_and_back(run: Run, docs: Path) -> None:
     created = run("create", "py", "--extra-key", "docs")
     assert created.output == 'py: requests with extra_keys ["docs"] reuse its documents\n'
     added = run("add", "py", docs)
-    assert (added.exit_code, added.output) == (0, "py: 4 documents, 8 tokens (4 warm)\n")
+    assert (added.exit_code, added.output) == (0, "py: 4 documents, 27 tokens (4 warm)\n")
     [row] = json.loads(run("ls", "--json").output)
-    assert (row["name"], row["documents"]["warm"], row["tokens"]) == ("py", 4, 8)
+    assert (row["name"], row["documents"]["warm"], row["tokens"]) == ("py", 4, 27)
     listed = json.loads(run("ls", "py", "--json").output)
     assert [d["id"] for d in listed] == ["a.md", "c.jsonl#1", "last", "sub/b.txt"]
     assert "docs" in run("ls").output
@@ -58,21 +58,21 @@ def test_from_nothing_to_a_warm_base_and_back(run: Run, docs: Path) -> None:
     assert json.loads(run("ls", "--json").output) == []
 
 
-def test_adding_again_replaces_what_changed(run: Run, docs: Path, server: FakeServer) -> None:
+def test_adding_again_replaces_what_changed(run: Run, docs: Path, server: Served) -> None:
     run("create", "py")
     run("add", "py", docs)
     (docs / "a.md").write_text("alpha")
-    added = json.loads(run("add", "py", docs, "--no-wait", "--json").output)
+    added = json.loads(run("add", "py", docs, "--json").output)
     assert added["problems"] == []
     states = {d["id"]: (d["status"], d["tokens"]) for d in added["documents"]}
-    assert states.pop("a.md") == ("warming", 1)
-    assert {status for status, _ in states.values()} == {"warm"}
+    assert states.pop("a.md") == ("warm", 5)
+    assert states == {"c.jsonl#1": ("warm", 3), "last": ("warm", 1), "sub/b.txt": ("warm", 7)}
 
 
 def test_a_bad_file_does_not_stop_the_others(run: Run, docs: Path) -> None:
     run("create", "py")
     (docs / "bad.txt").write_bytes(b"\xff\xfe")
-    (docs / "fails.md").write_text("FAIL")
+    (docs / "fails.md").write_text(FAULT)
     (docs / "second.jsonl").write_text('{"text": "x", "id": "last"}\n{"text": "y"}\n')
     added = run("add", "py", docs, "--json")
     assert added.exit_code == 1
@@ -83,7 +83,7 @@ def test_a_bad_file_does_not_stop_the_others(run: Run, docs: Path) -> None:
     assert answer["problems"] == [
         f"{docs}/bad.txt is not UTF-8 (byte 0): convert it first",
         f"{docs}/second.jsonl: the id 'last' is taken by {docs}/c.jsonl",
-        "fails.md: too long for this model",
+        "fails.md: it could not be computed: a faulty document",
     ]
     assert added.stderr.splitlines() == [f"vllm-segreuse kb: {p}" for p in answer["problems"]]
 
@@ -99,19 +99,18 @@ def test_an_id_that_no_server_takes_is_a_problem_of_its_file(run: Run, tmp_path:
     assert len(added.stderr) < 400
 
 
-def test_warm_computes_what_is_cold(run: Run, docs: Path, server: FakeServer) -> None:
+def test_warm_computes_what_is_cold(run: Run, docs: Path, server: Served) -> None:
     run("create", "py")
     run("add", "py", docs)
-    for document in server.documents["py"].values():
-        document.status = "cold"
-    assert run("warm", "py", "a.md").output == "py: 1 document, 3 tokens (1 warm)\n"
-    assert (
-        run("warm", "py", "--no-wait").output == "py: 4 documents, 8 tokens (1 warm, 3 warming)\n"
-    )
-    server.texts["py", "last"] = "FAIL"
-    failed = run("warm", "py")
+    server.cool()
+    assert run("warm", "py", "a.md").output == "py: 1 document, 16 tokens (1 warm)\n"
+    assert [d["status"] for d in json.loads(run("ls", "py", "--json").output)].count("cold") == 3
+    assert run("warm", "py").output == "py: 4 documents, 27 tokens (4 warm)\n"
+    server.cool()
+    server.engine.answer = RuntimeError("no luck")
+    failed = run("warm", "py", "last")
     assert failed.exit_code == 1
-    assert "last: too long for this model" in failed.stderr
+    assert "last: it could not be computed: no luck" in failed.stderr
 
 
 def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
@@ -119,7 +118,7 @@ def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
     run("add", "py", docs)
     assert json.loads(run("stats", "--json").output)["documents"]["warm"] == 4
     text = run("stats").output
-    assert "250  of 1,000 (25.0%) are frozen; 16 tokens each" in text
+    assert "of 1,000,000 (0.0%) are frozen; 4 tokens each" in text
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,12 @@ def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
         (["ls", "nothing"], 1, "there is no knowledge base 'nothing'"),
         (["add", "py", "no-such-file.txt"], 1, "no-such-file.txt does not exist"),
         (["add", "nothing", "x.txt"], 1, "there is no knowledge base 'nothing'"),
-        (["create", "py", "--extra-key", "other"], 1, "'py' exists and is different"),
-        (["rm", "py", "nothing"], 1, "'py' has no document 'nothing'"),
+        (
+            ["create", "py", "--extra-key", "other"],
+            1,
+            "a knowledge base 'py' exists with another extra key",
+        ),
+        (["rm", "py", "nothing"], 1, "there is no document 'nothing' in knowledge base 'py'"),
         (["ls", "--token", "wrong"], 1, "this is not the admin token"),
         (["ls", "--url", "http://127.0.0.1:9"], 3, "cannot be reached"),
         (["ls", "--url", "localhost:8000"], 2, "must begin with http"),
@@ -157,16 +160,18 @@ def test_nothing_is_read_before_the_base_is_there(run: Run, docs: Path) -> None:
 
 
 def test_a_full_pool_says_so_and_keeps_what_was_stored(
-    run: Run, tmp_path: Path, server: FakeServer
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.room_documents = 100
-    run("create", "py")
     file = tmp_path / "many.jsonl"
-    file.write_text('{"text": "x"}\n' * 150)
-    added = run("add", "py", file)
-    assert added.exit_code == 1
-    assert added.stderr == "vllm-segreuse kb: there is room for 0 more blocks\n"
-    assert len(server.documents["py"]) == 100
+    file.write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(150)))
+    with served(limit_blocks=400) as server:
+        monkeypatch.setenv(cli.URL_ENV, server.url)
+        run("create", "py")
+        added = run("add", "py", file)
+        assert added.exit_code == 1
+        assert added.stdout == ""
+        assert "blocks" in added.stderr
+        assert len(json.loads(run("ls", "py", "--json").output)) == 100
 
 
 def test_without_a_token_the_option_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +199,8 @@ def test_removing_a_base_asks_a_person(
 
 def test_the_environment_names_what_the_server_reads() -> None:
     # Read, not imported: that takes seconds, since vLLM comes with it.
-    routes = Path(cli.__file__).parents[1] / "serve" / "routes.py"
-    assert f'ADMIN_TOKEN_ENV = "{cli.TOKEN_ENV}"' in routes.read_text()
+    admin = Path(cli.__file__).parents[1] / "serve" / "admin.py"
+    assert f'ADMIN_TOKEN_ENV = "{cli.TOKEN_ENV}"' in admin.read_text()
 
 
 def test_it_is_part_of_the_command(

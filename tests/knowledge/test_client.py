@@ -7,7 +7,7 @@ import sys
 import httpx
 import pytest
 
-from tests.knowledge.fake_server import TOKEN, FakeServer
+from tests.knowledge.served import FAULT, TOKEN, Served, served
 from vllm_segreuse.knowledge import client as module
 from vllm_segreuse.knowledge.client import (
     KnowledgeClient,
@@ -20,8 +20,8 @@ from vllm_segreuse.knowledge.schemas import NewDocument
 ODD_IDS = ["a/b.md", "50%", "ü ß?x=1&y#7", "a%2Fb", "+", "a;b"]
 
 
-def new(*ids: str, text: str = "some words of text") -> list[NewDocument]:
-    return [NewDocument(id=id, text=text) for id in ids]
+def new(*ids: str, text: str = "") -> list[NewDocument]:
+    return [NewDocument(id=id, text=text or f"words of {id}") for id in ids]
 
 
 def test_the_life_of_a_base(client: KnowledgeClient) -> None:
@@ -29,7 +29,7 @@ def test_the_life_of_a_base(client: KnowledgeClient) -> None:
     assert (base.name, base.extra_key, base.metadata) == ("py", "k", {"v": [1, None]})
     assert client.create("py", extra_key="k", preamble="Read:", metadata={"v": [1, None]}) == base
     [a, b] = client.add("py", new("a", "b"), wait=True)
-    assert (a.status, a.tokens, b.id) == ("warm", 4, "b")
+    assert (a.status, a.tokens, b.id) == ("warm", 10, "b")
     assert [document.id for document in client.documents("py")] == ["a", "b"]
     assert client.base("py").documents.warm == 2
     assert client.stats().bases == 1
@@ -46,9 +46,7 @@ def test_token_ids_and_metadata_arrive(client: KnowledgeClient) -> None:
 
 
 @pytest.mark.parametrize("id", ODD_IDS)
-def test_ids_are_one_segment_of_the_path(
-    client: KnowledgeClient, server: FakeServer, id: str
-) -> None:
+def test_ids_are_one_segment_of_the_path(client: KnowledgeClient, server: Served, id: str) -> None:
     client.create("py")
     client.add("py", new("other", id))
     assert client.document("py", id).id == id
@@ -59,7 +57,7 @@ def test_ids_are_one_segment_of_the_path(
 
 @pytest.mark.parametrize("id", ["", "..", "a/../b", "nul\0", "x" * 513])
 def test_ids_that_urls_would_change_are_not_sent(
-    client: KnowledgeClient, server: FakeServer, id: str
+    client: KnowledgeClient, server: Served, id: str
 ) -> None:
     with pytest.raises(ValueError, match="must"):
         client.remove("py", id)
@@ -68,8 +66,10 @@ def test_ids_that_urls_would_change_are_not_sent(
     assert server.requests == []
 
 
-def test_lists_come_in_pages(client: KnowledgeClient, server: FakeServer) -> None:
-    server.max_page = 3
+def test_lists_come_in_pages(
+    client: KnowledgeClient, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGE", 3)
     client.create("py")
     ids = [f"{n:02}" for n in range(10)]
     client.add("py", new(*ids))
@@ -92,53 +92,69 @@ def test_batches_hold_everything_once_and_keep_their_limits() -> None:
     assert [len(batch) for batch in batches([tokens, tokens])] == [1, 1]
 
 
-def test_many_documents_are_sent_in_batches(client: KnowledgeClient, server: FakeServer) -> None:
+def test_many_documents_are_sent_in_batches(client: KnowledgeClient, server: Served) -> None:
     client.create("py")
     added = client.add("py", new(*(str(n) for n in range(205))))
     assert [document.id for document in added] == [str(n) for n in range(205)]
     assert [method for method, _ in server.requests] == ["POST"] * 4
 
 
-def test_warm_takes_some_or_all(client: KnowledgeClient, server: FakeServer) -> None:
+def test_warm_takes_some_or_all(client: KnowledgeClient, server: Served) -> None:
     client.create("py")
     client.add("py", new("a", "b"), wait=True)
-    for document in server.documents["py"].values():
-        document.status = "cold"
-    assert [d.id for d in client.warm("py", ["b"])] == ["b"]
-    assert [d.status for d in client.documents("py")] == ["cold", "warming"]
-    assert {d.status for d in client.warm("py")} == {"warming"}
+    server.cool()
+    assert [d.id for d in client.warm("py", ["b"], wait=True)] == ["b"]
+    assert [d.status for d in client.documents("py")] == ["cold", "warm"]
+    assert {d.status for d in client.warm("py", wait=True)} == {"warm"}
     assert client.warm("py", []) == []
+
+
+def test_watch_shows_every_state_on_the_way() -> None:
+    states = [
+        {"name": "py", "extra_key": "py", "preamble": None, "metadata": {}, "created_at": 0,
+         "documents": {"warming": n, "warm": 2 - n}, "tokens": 0, "blocks": 0, "hits": 0}
+        for n in (2, 1, 0, 9)
+    ]  # fmt: skip
+    transport, seen = _transport(*(httpx.Response(200, json=state) for state in states))
+    client = KnowledgeClient("http://x", TOKEN, transport=transport)
+    assert [base.documents.warming for base in client.watch("py", interval_s=0)] == [2, 1, 0]
+    assert len(seen) == 3
 
 
 def test_watch_ends_when_nothing_is_warming(client: KnowledgeClient) -> None:
     client.create("py")
-    client.add("py", [*new("a", "b"), *new("c", text="FAIL")])
-    seen = [base.documents.warming for base in client.watch("py", interval_s=0)]
-    assert seen == [3, 2, 1, 0]
-    assert client.document("py", "c").error == "too long for this model"
+    client.add("py", [*new("a", "b"), *new("c", text=FAULT)])
+    *_, last = client.watch("py", interval_s=0)
+    assert last.documents.model_dump() == {"warm": 2, "cold": 0, "warming": 0, "failed": 1}
+    assert "a faulty document" in (client.document("py", "c").error or "")
 
 
-def test_refusals_carry_the_servers_words(client: KnowledgeClient, server: FakeServer) -> None:
-    with pytest.raises(RefusedError, match="there is no knowledge base 'py'") as missing:
+def test_refusals_carry_the_servers_words(client: KnowledgeClient, server: Served) -> None:
+    with pytest.raises(RefusedError, match="no knowledge base") as missing:
         client.base("py")
     assert (missing.value.status, missing.value.type) == (404, "not_found")
     client.create("py")
     with pytest.raises(RefusedError) as different:
         client.create("py", extra_key="other")
     assert different.value.status == 409
-    server.room_documents = 1
-    with pytest.raises(RefusedError, match="room for 0 more") as full:
-        client.add("py", new("a", "b"))
-    assert full.value.type == "insufficient_storage"
 
 
-def test_a_wrong_token_is_refused(server: FakeServer) -> None:
+def test_more_than_there_is_room_for_is_refused() -> None:
+    with served(limit_blocks=8) as server, KnowledgeClient(server.url, TOKEN) as client:
+        client.create("py")
+        with pytest.raises(RefusedError, match="blocks") as full:
+            client.add("py", new("a", "b", text="long text " * 10))
+        assert (full.value.status, full.value.type) == (507, "insufficient_storage")
+        assert list(client.documents("py")) == []
+
+
+def test_a_wrong_token_is_refused(server: Served) -> None:
     with KnowledgeClient(server.url, "wrong") as client, pytest.raises(RefusedError) as refused:
         client.stats()
     assert refused.value.status == 403
 
 
-def test_a_server_without_the_routes_is_recognised(server: FakeServer) -> None:
+def test_a_server_without_the_routes_is_recognised(server: Served) -> None:
     with (
         KnowledgeClient(f"{server.url}/elsewhere", TOKEN) as client,
         pytest.raises(RefusedError, match=r"has no knowledge bases: is it vllm-segreuse"),
@@ -146,7 +162,7 @@ def test_a_server_without_the_routes_is_recognised(server: FakeServer) -> None:
         client.stats()
 
 
-def test_the_address_of_the_openai_api_does_too(server: FakeServer) -> None:
+def test_the_address_of_the_openai_api_does_too(server: Served) -> None:
     with KnowledgeClient(f"{server.url}/v1/", TOKEN) as client:
         assert client.stats().bases == 0
 
@@ -158,9 +174,7 @@ def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_a_busy_server_is_asked_again(
-    client: KnowledgeClient, server: FakeServer, status: int
-) -> None:
+def test_a_busy_server_is_asked_again(client: KnowledgeClient, server: Served, status: int) -> None:
     server.failures = [status, status]
     assert client.create("py").name == "py"
     assert len(server.requests) == 3
@@ -170,7 +184,7 @@ def test_a_busy_server_is_asked_again(
 
 
 @pytest.mark.parametrize("status", [400, 409, 500, 507])
-def test_other_errors_are_final(client: KnowledgeClient, server: FakeServer, status: int) -> None:
+def test_other_errors_are_final(client: KnowledgeClient, server: Served, status: int) -> None:
     server.failures = [status]
     with pytest.raises(RefusedError):
         client.create("py")

@@ -48,6 +48,9 @@ BATCH_CHARS = 1 << 20
 BATCH_DOCUMENTS = 100
 """Documents in one request."""
 
+PAGE = MAX_DOCUMENTS
+"""Entries that are asked for at once when a list is read."""
+
 PAUSES_S = (0.2, 0.6, 1.2)
 """Before each further attempt at a request."""
 
@@ -237,7 +240,7 @@ class KnowledgeClient:
     def _pages(self, page: type[Page[Model]], path: str) -> Iterator[Model]:
         after: str | None = None
         while True:
-            query: dict[str, str | int] = {"limit": MAX_DOCUMENTS}
+            query: dict[str, str | int] = {"limit": PAGE}
             if after is not None:
                 query["after"] = after
             part = self._send(page, "GET", path, query=query)
