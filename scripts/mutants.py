@@ -195,8 +195,8 @@ MUTANTS = [
         (
             (
                 POOL,
-                "        self.index.remove(block.block_id)\n        return super()",
-                "        return super()",
+                "                self.index.remove(block.block_id)\n",
+                "                pass\n",
             ),
         ),
     ),
@@ -252,7 +252,13 @@ MUTANTS = [
     ),
     Mutant(
         "admission stays closed",
-        ((PLANNER, "        self._closed = False\n        self._index", "        self._index"),),
+        (
+            (
+                PLANNER,
+                "        self._ready, self._closed = [], False\n",
+                "        self._ready = []\n",
+            ),
+        ),
     ),
     Mutant(
         "an error of ours reaches vLLM",
