@@ -20,8 +20,9 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.scheduler import SchedulerSide
 from vllm_segreuse.serve.metrics import SegReuseStats
@@ -53,8 +54,8 @@ DIMENSIONS: dict[str, tuple[Who, ...]] = {
 SHARED = {("extra keys", "exact prefix"), ("extra keys", "behind a hole")}
 """vLLM's prefix cache is everybody's who sends no salt: extra keys name what may be moved."""
 
-NEVER = {("image", "segment"), ("image", "approximate prefix"), ("image", "behind a hole")}
-"""Prompts with images run without reuse."""
+NEVER = {("image", kind) for kind in ("segment", "approximate prefix", "behind a hole", "frozen")}
+"""Prompts with images run without reuse, and knowledge bases hold text only."""
 
 
 class Found(NamedTuple):
@@ -94,12 +95,19 @@ class Cache:
         pool: Any = self._manager.block_pool
         pool.evict_blocks({next(iter(pool.cached_block_hash_to_block._cache.values())).block_id})
 
-    def ask(self, who: Who, tokens: list[int], policy: str = "shift") -> Found:
-        """One request from its arrival to its end."""
+    def evict(self) -> None:
+        """Somebody needs every block that is not frozen."""
+        pool = self._manager.block_pool
+        pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+
+    def ask(
+        self, who: Who, tokens: list[int], policy: str = "shift", freeze: bool = False
+    ) -> Found:
+        """One request from its arrival to its end; then its blocks are frozen, or not."""
         if who.epoch != self._epoch:
             assert self._manager.reset_prefix_cache()  # as vLLM does when the weights change
             self._epoch = who.epoch
-        request = self._request(who, tokens, policy)
+        request = self._request(who, tokens, policy, freeze)
         self._side.add(request)
         blocks, hit, *_ = self._manager.get_computed_blocks(request)
         supplied = self._side.match(request, hit)
@@ -112,19 +120,23 @@ class Cache:
         table = self._manager.get_block_ids(request.request_id)[0]
         self._side.allocated(request, table)
         self._side.take_plans()
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         report = self._side.finished(request, table)
         assert report is not None
+        assert not freeze or report["frozen"]
         self._manager.free(request)
         assert hit == report["prefix_tokens"]
         return Found(hit, report["reused_tokens"])
 
-    def _request(self, who: Who, tokens: list[int], policy: str) -> Request:
+    def _request(self, who: Who, tokens: list[int], policy: str, freeze: bool) -> Request:
         place = PlaceholderRange(offset=0, length=SIZE)
         options = {
             "extra_keys": list(who.keys),
             "segreuse_policy": policy,
             "segreuse_min_reused_tokens": SIZE,
         }
+        if freeze:
+            options["segreuse_freeze"] = FreezeOrder("document", 0, 1, 0).encode()
         return Request(
             request_id=f"request {next(self._ids)}",
             prompt_token_ids=tokens,
@@ -176,17 +188,29 @@ def behind_a_hole(before: Who, after: Who) -> int:
     return found.reused
 
 
+def frozen(before: Who, after: Who) -> int:
+    """Tokens of a frozen document that the second request reuses elsewhere."""
+    if before.image:
+        return 0
+    cache = Cache()
+    cache.ask(before, DOCUMENT, freeze=True)
+    cache.evict()
+    return cache.ask(after, [7, *DOCUMENT, 8]).reused
+
+
 KINDS = {
     "exact prefix": exact_prefix,
     "segment": segment,
     "approximate prefix": approximate_prefix,
     "behind a hole": behind_a_hole,
+    "frozen": frozen,
 }
 ALL = {
     "exact prefix": len(DOCUMENT),
     "segment": len(DOCUMENT),
     "approximate prefix": len(DOCUMENT) + len(NEW_TEXT),
     "behind a hole": len(DOCUMENT) - SIZE,
+    "frozen": len(DOCUMENT),
 }
 
 by_kind = pytest.mark.parametrize("kind", KINDS)

@@ -52,7 +52,7 @@ SHARED = [
 # What runs in a worker, and for whom.
 WORKING = {
     "prefill.executor.token_copies": SHIFT,
-    "prefill.executor._Batch": SHIFT,
+    "prefill.executor.Batch": SHIFT,
     "prefill.rope.DeltaRope.tables": SHIFT,
     "prefill.attention.row_starts": SHIFT,
     "kernels.cpu._call": SHIFT,
@@ -60,8 +60,10 @@ WORKING = {
     "prefill.layers.DecoderStack.run": SHIFT,
     "prefill.layers.DecoderStack.write_kv": SHIFT,
     "prefill.attention.PassAttention._attend": SCATTERED,
-    "prefill.executor.SparsePrefill._select": SELECTED,
-    "prefill.executor.choose_top_k": SELECTED,
+    "prefill.programs.Layers.attention_paid": SELECTED,
+    "prefill.batch.Batch.choose": SELECTED,
+    "prefill.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
+    "prefill.programs._traced_scores": SELECTED | {"segreuse_policy": "trace"},
 }
 
 Break = Callable[..., list[str]]
