@@ -68,15 +68,21 @@ def engine(model: Path, *, segreuse: bool | Mapping[str, Any], **options: Any) -
         cleanup_dist_env_and_memory()
 
 
-def first_token(llm: Any, prompt: list[int], extra_args: Mapping[str, Any] | None = None) -> Timed:
+def first_token(
+    llm: Any,
+    prompt: list[int],
+    extra_args: Mapping[str, Any] | None = None,
+    salt: str | None = None,
+) -> Timed:
     """Send one prompt of token ids, wait for one token."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
         max_tokens=1, temperature=0.0, extra_args=dict(extra_args) if extra_args else None
     )
+    tokens = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
     started = time.perf_counter()
-    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    [output] = llm.generate([tokens], sampling, use_tqdm=False)
     elapsed_ms = (time.perf_counter() - started) * 1e3
     report = (output.kv_transfer_params or {}).get("segreuse")
     return Timed(elapsed_ms, output.outputs[0].token_ids[0], output.num_cached_tokens, report)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small block pools: preemption, eviction, exhaustion, aborts (failure cases 19 to 23, 29)."""
 
-import random
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,23 +22,6 @@ def small_engine(segreuse: bool = True) -> Any:
     return engine("qwen3", segreuse, dtype="float32", num_gpu_blocks_override=NUM_BLOCKS, **LIMITS)
 
 
-def soak_prompts(vocab_size: int) -> list[list[int]]:
-    """Cut pieces and whole documents in any order, each prompt behind text of its own."""
-    text, dice = Prompts(vocab_size, seed=24), random.Random(24)
-    documents = [text.tokens(n) for n in (96, 133, 200, 64, 310)]
-    prompts = []
-    for _ in range(180):
-        chosen = dice.sample(documents, dice.randrange(1, 3))
-        prompt = text.around(*chosen, gaps=(dice.randrange(1, 40), 7, 12))
-        prompts.append(prompt[: dice.randrange(1, 550)])
-    return prompts
-
-
-def twins(vocab_size: int) -> list[list[int]]:
-    """Prompts of the soak that are asked once more when it is over, without extra keys."""
-    return [prompt for prompt in soak_prompts(vocab_size)[-40:] if len(prompt) > 100][:20]
-
-
 def growing(vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
     """Documents, and prompts of them of which several fit beside each other until they grow."""
     text = Prompts(vocab_size, seed=22)
@@ -53,7 +34,6 @@ def plain() -> dict[str, list[Answer]]:
     """Answers of a fresh engine without the plugin, one request at a time."""
     with small_engine(segreuse=False) as running:
         return {
-            "twins": [running.ask(prompt)[0] for prompt in twins(running.vocab_size)],
             "growing": [running.ask(p, **LONG)[0] for p in growing(running.vocab_size)[1]],
         }
 
@@ -242,54 +222,3 @@ def test_requests_of_one_step_are_admitted_together(reusing: Engine, text: Promp
     for i, answer in enumerate(alone):
         assert together[str(i)].report["reused_tokens"] == len(document)
         assert_same(together[str(i)], answer, NOISE)
-
-
-# Everything at once.
-
-
-def test_soak_then_plain_twins_are_those_of_a_fresh_engine(
-    reusing: Engine, plain: dict[str, list[Answer]], preemptions: list[str]
-) -> None:
-    dice = random.Random(25)
-    waiting = list(enumerate(soak_prompts(reusing.vocab_size)))[::-1]
-    alive: list[str] = []
-
-    def arrive() -> None:
-        for _ in range(min(dice.randrange(4), len(waiting))):
-            number, prompt = waiting.pop()
-            length = dice.choice([1, 3, 10, 40])
-            name = submit(reusing, str(number), prompt, soak_options(dice), max_tokens=length)
-            alive.append(name)
-        if alive and dice.random() < 0.08:
-            abort(reusing, alive.pop(dice.randrange(len(alive))))
-
-    answers: dict[str, Answer] = {}
-    while waiting:
-        arrive()
-        answers |= drain(reusing, arrive)
-    outcomes = Counter(a.report["bypass_reason"] for a in answers.values() if a.report)
-    assert outcomes[None] > 40, outcomes
-    assert preemptions
-
-    compared = 0
-    for prompt, reference in zip(twins(reusing.vocab_size), plain["twins"], strict=True):
-        answer = reusing.ask(prompt)[0]
-        if not answer.cached_tokens:  # an exact prefix is right, but rounds otherwise
-            assert answer.token_ids == reference.token_ids
-            assert answer.logprobs == reference.logprobs
-            compared += 1
-    assert compared > 10
-
-
-def soak_options(dice: random.Random) -> dict[str, Any] | None:
-    if dice.random() < 0.1:
-        return None
-    policy: dict[str, Any] = dice.choice(
-        [
-            {"segreuse_policy": "shift"},
-            {"segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
-            {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
-            {"segreuse_recompute_ratio": 1.0},
-        ]
-    )
-    return policy | {"extra_keys": dice.choice(["a", "b"]), "segreuse_min_reused_tokens": 16}

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Approximate requests under every kind of pressure, and their plain twins (failure case 29).
+
+    python -m tests.e2e.poisoning --requests 1000 --log poisoning.txt
+
+A pool so small that requests are preempted, steps so small that prompts are chunked, several
+arrivals per step so that requests are admitted together, aborts in between. After every few of them
+the same prompts follow without extra keys, one by one, while approximate blocks of theirs are still
+in the pool: they must answer as a fresh engine without the plugin did, to the last bit. Exit status
+1 if one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import vllm
+
+import vllm_segreuse
+from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
+from tests.e2e.stepping import abort, drain, submit
+from tests.e2e.test_equality import assert_same
+
+NUM_BLOCKS = 31  # one of them is vLLM's null block
+LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 256, "max_num_seqs": 16}
+NOISE = 2e-3  # of float32
+_ROUND = 10
+OPTIONS: list[dict[str, Any]] = [
+    {"segreuse_policy": "shift"},
+    {"segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
+    {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
+]
+
+
+def small_engine(segreuse: bool) -> Any:
+    """An engine under pressure. float32: a wrong bit is not rounded away."""
+    return engine("qwen3", segreuse, dtype="float32", num_gpu_blocks_override=NUM_BLOCKS, **LIMITS)
+
+
+def make_prompts(vocab_size: int, requests: int) -> list[list[int]]:
+    """Cut pieces and whole documents in any order, each prompt behind text of its own."""
+    text, dice = Prompts(vocab_size, seed=24), random.Random(24)
+    documents = [text.tokens(n) for n in (96, 133, 200, 64, 310)]
+    prompts = []
+    for _ in range(requests):
+        chosen = dice.sample(documents, dice.randrange(1, 3))
+        prompt = text.around(*chosen, gaps=(dice.randrange(1, 40), 7, 12))
+        prompts.append(prompt[: dice.randrange(60, 500)])
+    return prompts
+
+
+def references(prompts: int) -> list[Answer]:
+    """What a fresh engine without the plugin answers to each prompt, cold."""
+    with small_engine(segreuse=False) as running:
+        answers = []
+        for prompt in make_prompts(running.vocab_size, prompts):
+            running.reset()
+            answers += running.ask(prompt)
+        return answers
+
+
+def poison(running: Engine, expected: list[Answer]) -> Counter[str]:
+    """Run all prompts as approximate requests, and each once more as a plain one.
+
+    Returns:
+        What happened: "reused" requests, "preempted" ones, "chunked" steps, those "together" in a
+        step, "aborted" ones; plain "twins" that were compared to the last bit, and "prefix hits".
+
+    Raises:
+        AssertionError: a twin answers otherwise.
+    """
+    prompts = make_prompts(running.vocab_size, len(expected))
+    counts: Counter[str] = Counter()
+    dice = random.Random(25)
+    schedule = running.scheduler.schedule
+    running.scheduler.schedule = _counting(running.scheduler, counts)
+    try:
+        for first in range(0, len(prompts), _ROUND):
+            numbers = range(first, min(first + _ROUND, len(prompts)))
+            ended = _approximate(running, {n: prompts[n] for n in numbers}, dice, counts)
+            for number in reversed(ended):  # whose blocks are the youngest comes first
+                _check_twin(number, running.ask(prompts[number])[0], expected[number], counts)
+    finally:
+        running.scheduler.schedule = schedule
+    running.check_idle()
+    return counts
+
+
+def _approximate(
+    running: Engine, prompts: dict[int, list[int]], dice: random.Random, counts: Counter[str]
+) -> list[int]:
+    """Run prompts beside each other; the numbers of those that reused, by when they ended."""
+    waiting, alive = list(prompts)[::-1], []
+
+    def arrive() -> None:
+        for _ in range(min(dice.choice([0, 0, 0, 6]), len(waiting))):
+            number = waiting.pop()
+            options = dice.choice(OPTIONS) | NAMESPACE | {"segreuse_min_reused_tokens": 16}
+            length = {"max_tokens": dice.choice([1, 10, 30, 60]), "ignore_eos": True}
+            alive.append(submit(running, str(number), prompts[number], options, **length))
+        if alive and dice.random() < 0.01:
+            abort(running, alive.pop(dice.randrange(len(alive))))
+            counts["aborted"] += 1
+
+    answers: dict[str, Answer] = {}
+    while waiting:
+        arrive()
+        answers |= drain(running, arrive)
+    reused = [int(name) for name, answer in answers.items() if answer.report["reused_tokens"]]
+    counts["reused"] += len(reused)
+    return reused
+
+
+def _check_twin(number: int, answer: Answer, reference: Answer, counts: Counter[str]) -> None:
+    """A prompt that was computed exactly before is a prefix hit: right, but it rounds otherwise.
+
+    That happens to requests that run without reuse after they were preempted.
+    """
+    if answer.cached_tokens == reference.cached_tokens:
+        counts["twins"] += 1
+        assert answer.token_ids == reference.token_ids, f"prompt {number}"
+        assert answer.logprobs == reference.logprobs, f"prompt {number}"
+    else:
+        counts["prefix hits"] += 1
+        assert_same(answer, reference, NOISE)
+
+
+def _counting(scheduler: Any, counts: Counter[str]) -> Callable[[], Any]:
+    """The scheduler's `schedule`, counting what it does."""
+    schedule = scheduler.schedule
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        counts["preempted"] += len(step.preempted_req_ids or ())
+        plans = step.kv_connector_metadata.plans
+        counts["together"] += len(plans) if len(plans) > 1 else 0
+        for name in step.num_scheduled_tokens:
+            request = scheduler.requests[name]
+            counts["chunked"] += request.num_computed_tokens < request.num_tokens
+        return step
+
+    return counting
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.poisoning")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--log", type=Path, help="file to write what is printed to, as well")
+    options = parser.parse_args(arguments)
+    expected = references(options.requests)
+    with small_engine(segreuse=True) as running:
+        try:
+            outcome, failed = str(dict(poison(running, expected))), False
+        except AssertionError as error:
+            outcome, failed = f"FAILED: {error}", True
+    text = (
+        f"vllm-segreuse {vllm_segreuse.__version__}, vLLM {vllm.__version__}, "
+        f"{platform.platform()}\npython -m tests.e2e.poisoning --requests {options.requests}\n"
+        f"{outcome}\n"
+    )
+    print(text, end="")
+    if options.log:
+        options.log.write_text(text)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
