@@ -167,12 +167,12 @@ def test_adding_again_changes_nothing_and_other_content_replaces(client: Client)
 def test_24_over_the_share_is_refused_whole(client: Client) -> None:
     client.create("base")
     assert client.stats()["blocks"]["limit"] == LIMIT
-    client.add("base", a=tokens(30 * 32))
+    client.add("base", a=tokens(56 * 32))
     before = client.stats()
-    error = client.add("base", 507, b=tokens(32), c=tokens(30 * 32))["error"]
+    error = client.add("base", 507, b=tokens(32), c=tokens(4 * 32))["error"]
     assert error["type"] == "insufficient_storage"
     assert client.stats() == before
-    client.add("base", b=tokens(32), c=tokens(29 * 32))
+    client.add("base", b=tokens(32), c=tokens(3 * 32))
     assert client.stats()["blocks"]["frozen"] == LIMIT
     assert not client.ask(tokens(1020)), "the longest request fits beside them"
 
