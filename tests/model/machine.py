@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from hypothesis import note
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.model.faults import OTHERS, SITES, Faults
+from tests.model.faults import OTHERS, SITES, Faults, InjectedError
 from tests.model.world import DOCUMENTS, SIZE, Ask, Setup, World
 from vllm_segreuse.cache.frozen import FreezeOrder
 
@@ -114,7 +115,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(document=st.integers(0, len(DOCUMENTS) - 1), key=st.sampled_from("ab"))
     def delete(self, document: int, key: str) -> None:
-        self.world.unfreeze([f"{key}{document}"] * 2)
+        with suppress(InjectedError):
+            self.world.unfreeze([f"{key}{document}"] * 2)
 
     @precondition(lambda self: self.world.finished)
     @rule(pick=PICKS, ask=COMMON)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
@@ -197,32 +198,34 @@ class FrozenPool:
         if self.num_frozen + len(new) > self.limit:
             self.release([order.entry])
             return False
-        self._unwatch(order.entry)
+        self._blocks.pin(new)
+        self._namespaces.acquire(part.namespace)
         if entry is None:
             entry = self._entries[order.entry] = _Entry([None] * order.parts, 0.0)
         entry.parts[order.part] = part
         entry.last_used = self._clock()
-        self._namespaces.acquire(part.namespace)
-        self._blocks.pin(new)
         for block in set(part.block_ids):
             names = self._of_block.setdefault(block, [])
             if order.entry not in names:
                 names.append(order.entry)
+        self._unwatch(order.entry)
         return True
 
     def release(self, entries: Iterable[str]) -> None:
         """Forget entries; unknown ones are no error. Blocks that others hold stay with these."""
-        for name in entries:
-            self._drop(name)
-            self._unwatch(name)
-            self._uses.pop(name, None)
+        with ExitStack() as each:  # an error over one does not keep the others
+            for name in entries:
+                each.callback(self._drop, name)
+                each.callback(self._unwatch, name)
+                self._uses.pop(name, None)
 
     def reset(self) -> None:
         """Let go of everything, and watch for nothing: the KV is about to become invalid."""
-        for name in list(self._entries):
-            self._drop(name)
-        for name in list(self._watched):
-            self._unwatch(name)
+        with ExitStack() as each:
+            for name in list(self._entries):
+                each.callback(self._drop, name)
+            for name in list(self._watched):
+                each.callback(self._unwatch, name)
 
     def lost(self, block_id: int) -> None:
         """vLLM takes a block's names away although it is frozen: its entries are cold."""
@@ -367,10 +370,11 @@ class FrozenPool:
                     if not names:
                         del self._of_block[block]
                         unheld[block] = None
-        self._blocks.unpin(list(unheld))
-        for part in entry.parts:
-            if part is not None:
-                self._namespaces.release(part.namespace)
+        with ExitStack() as each:
+            for part in entry.parts:
+                if part is not None:
+                    each.callback(self._namespaces.release, part.namespace)
+            each.callback(self._blocks.unpin, list(unheld))
 
     def _unwatch(self, name: str) -> None:
         watched = self._watched.pop(name, None)

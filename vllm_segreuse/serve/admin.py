@@ -89,8 +89,9 @@ class Gate:
         self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return  # there are no websockets here; the server closes the connection
+        if scope["type"] == "websocket":  # there are none here: the handshake is refused with 403
+            await send({"type": "websocket.close", "code": 1008})
+            return
         refusal = self._refusal(scope)
         if refusal is not None:
             await refusal(scope, receive, send)
