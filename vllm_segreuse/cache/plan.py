@@ -59,6 +59,8 @@ class ReusePlan:
         donor_blocks: distinct physical blocks the pieces read.
         donor_depth: largest provenance depth among them.
         block_ids: int32, the request's block table; known once vLLM has allocated it.
+        next_token: the token at `stop`, if it is known. vLLM computes it after the pass; but no
+            query says more about what the answer will need, so it takes part in the choice.
     """
 
     request_id: str
@@ -70,6 +72,13 @@ class ReusePlan:
     donor_blocks: list[int]
     donor_depth: int
     block_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    next_token: int | None = None
+
+    @property
+    def asks_next_token(self) -> bool:
+        """Whether the token at `stop` is computed in the pass, too, as one more probe."""
+        chooses = self.recipe.top_k > 0 and self.recipe.score is not Score.DEVIATION
+        return chooses and self.next_token is not None
 
     @property
     def num_tokens(self) -> int:
@@ -105,12 +114,13 @@ class ReusePlan:
         A trace computes probes one by one at all layers but the last, and then all together.
         """
         recipe = self.recipe
-        always = int(recipe.always.sum())
-        work = recipe.dense_layers * self.num_tokens
+        asked = int(self.asks_next_token)
+        always = int(recipe.always.sum()) + asked
+        work = recipe.dense_layers * (self.num_tokens + asked)
         work += (num_layers - recipe.dense_layers) * (always + recipe.top_k)
         if recipe.score is Score.TRACE and recipe.top_k:
             probed = recipe.top_k * (recipe.rounds - 1) // recipe.rounds
-            work += (num_layers - 1) * (int(recipe.probes.sum()) + probed)
+            work += (num_layers - 1) * (int(recipe.probes.sum()) + asked + probed)
         return work
 
     @property

@@ -399,6 +399,7 @@ class Planner:
             recipe=recipe,
             donor_blocks=np.unique(matches.pieces[:, 2]).tolist(),
             donor_depth=matches.max_depth,
+            next_token=int(tracked.tokens[stop]) if stop < len(tracked.tokens) else None,
         )
 
     def _drop(self, request_id: str) -> None:

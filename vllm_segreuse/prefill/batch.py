@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -13,6 +15,8 @@ from vllm_segreuse.prefill.selection import choose_top_k
 
 class Batch:
     """Tokens `[start, stop)` of plans with one program, as flat tensors.
+
+    Behind them stands the token at `stop`, where a plan asks for it: always computed, and a probe.
 
     Attributes:
         tokens: every token, by plan, then by position.
@@ -27,25 +31,39 @@ class Batch:
         tables = np.zeros((len(plans), widest), dtype=np.int32)
         for row, plan in zip(tables, plans, strict=True):
             row[: len(plan.block_ids)] = plan.block_ids
-        lengths = [plan.num_tokens for plan in plans]
-        request = np.repeat(np.arange(len(plans)), lengths)
-        positions = np.concatenate([np.arange(p.start, p.stop) for p in plans])
+        last = [[plan.next_token] if plan.asks_next_token else [] for plan in plans]
+        self._lengths = [
+            plan.num_tokens + len(more) for plan, more in zip(plans, last, strict=True)
+        ]
+        request = np.repeat(np.arange(len(plans)), self._lengths)
+        positions = np.concatenate(
+            [np.arange(p.start, p.start + n) for p, n in zip(plans, self._lengths, strict=True)]
+        )
         slots = tables[request, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
 
         def tensor(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
 
-        ids = np.concatenate([p.token_ids for p in plans]).astype(np.int64)
-        self.tokens = TokenTable(tensor(ids), tensor(positions), tensor(request), tensor(slots))
-        self.always = tensor(np.concatenate([p.recipe.always for p in plans]))
-        self.probes = tensor(np.concatenate([p.recipe.probes for p in plans]))
-        self.bounds = np.concatenate([[0], np.cumsum(lengths)])
+        def joined(parts: list[np.ndarray], behind: list[list[Any]], dtype: type) -> torch.Tensor:
+            both = [part for pair in zip(parts, behind, strict=True) for part in pair]
+            return tensor(np.concatenate([np.asarray(part, dtype) for part in both]))
+
+        true = [[True] * len(more) for more in last]
+        self.tokens = TokenTable(
+            joined([p.token_ids for p in plans], last, np.int64),
+            tensor(positions),
+            tensor(request),
+            tensor(slots),
+        )
+        self.always = joined([p.recipe.always for p in plans], true, np.bool_)
+        self.probes = joined([p.recipe.probes for p in plans], true, np.bool_)
+        self.bounds = np.concatenate([[0], np.cumsum(self._lengths)])
         self.block_tables = tensor(tables)
 
     def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Parts of a tensor `[tokens]`, one for each plan."""
-        return flat.split([plan.num_tokens for plan in self.plans])
+        return flat.split(self._lengths)
 
     def choose(self, scores: list[torch.Tensor], top_k: list[int]) -> torch.Tensor:
         """Flat indices, ascending, of each plan's tokens with the largest scores."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 
 from vllm_segreuse.cache.plan import Recipe, Score
@@ -117,7 +118,8 @@ class Layers:
         pages, keys = flat_pages(attention.kv_cache), self.layouts[layer].keys
         firsts = torch.searchsorted(probed, torch.from_numpy(batch.bounds).to(probed.device))
         paid = []
-        for row, plan in enumerate(batch.plans):
+        lengths = np.diff(batch.bounds).tolist()
+        for row, (plan, length) in enumerate(zip(batch.plans, lengths, strict=True)):
             mine = slice(int(firsts[row]), int(firsts[row + 1]))
             mass = self._token_scores(
                 queries[mine],
@@ -125,7 +127,7 @@ class Layers:
                 pages,
                 keys,
                 batch.block_tables[row],
-                plan.stop,
+                plan.start + length,
                 attention.impl.scale,
             )
             paid.append(mass[plan.start :])
