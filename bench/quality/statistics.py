@@ -32,7 +32,7 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
 def paired_p(first: Sequence[float], second: Sequence[float]) -> float:
     """Chance of so large a mean difference (two-sided) if signs of the differences were random."""
     difference = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
-    if not difference.any():
+    if len(difference) < 2 or not difference.any():
         return 1.0
     return float(
         stats.permutation_test(

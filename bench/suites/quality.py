@@ -32,7 +32,7 @@ ARMS = (
     Arm("epic", {"policy": "epic", "recompute_ratio": 0.15}),
     Arm("cacheblend", {"policy": "cacheblend", "recompute_ratio": 0.15}),
     Arm("sparsex", {"policy": "sparsex", "dense_layers": 0, "recompute_ratio": 0.15}),
-    Arm("hybrid", {"policy": "sparsex", "dense_layers": 2, "recompute_ratio": 0.15}),
+    Arm("hybrid", {"policy": "sparsex", "dense_layers": 3, "recompute_ratio": 0.15}),
     Arm("prophet", {"policy": "prophet", "recompute_ratio": 0.1}),
     Arm("trace 3 %", {"policy": "trace", "recompute_ratio": 0.03}),
     Arm("trace 6 %", {"policy": "trace", "recompute_ratio": 0.06}),

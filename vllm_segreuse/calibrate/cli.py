@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,11 @@ def _engine(given: argparse.Namespace, arguments: list[str]) -> Any:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-segreuse calibrate"))
     named = EngineArgs.from_cli_args(parser.parse_args(["--model", given.model, *arguments]))
-    fields = {
-        name: getattr(named, name)
-        for name in EngineArgs.__dataclass_fields__
-        if getattr(named, name) != getattr(EngineArgs(), name)
-    }
-    fields["max_logprobs"] = max(LOGPROBS, fields.get("max_logprobs", 0))
+    options = {field.name: getattr(named, field.name) for field in fields(EngineArgs)}
+    options["max_logprobs"] = max(LOGPROBS, options["max_logprobs"])
     # Only exact KV donates: what one setting leaves behind must not help the next.
-    transfer = kv_transfer_config(max_provenance_depth=0, min_reused_tokens=1)
-    return LLM(**fields, kv_transfer_config=transfer)
+    options["kv_transfer_config"] = kv_transfer_config(max_provenance_depth=0, min_reused_tokens=1)
+    return LLM(**options)
 
 
 def _prompts(file: Path, llm: Any) -> list[Prompt]:

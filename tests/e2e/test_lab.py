@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bundled model: it solves its tasks in full, plain reuse breaks it, and policies mend it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+
+from bench.quality import page
+from bench.quality.engine import MODEL, Arm, Lab, lab_engine
+from bench.quality.tasks import example
+from bench.suites import quality
+from vllm_segreuse.calibrate import cli as calibrate
+
+pytestmark = pytest.mark.e2e
+
+FULL = Arm("full", None)
+SHIFT = Arm("shift", {"policy": "shift"})
+TRACE = Arm("trace", {"policy": "trace", "recompute_ratio": 0.06})
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with lab_engine() as started:
+        yield started
+
+
+def test_hops_across_documents_need_recomputation(lab: Lab) -> None:
+    asked = [example("vt", Random(seed), tokens=1024) for seed in range(40)]
+    hops = [drawn for drawn in asked if drawn.kind != "hop 1"][:8]
+    scores = {arm.name: 0.0 for arm in (FULL, SHIFT, TRACE)}
+    for drawn in hops:
+        for name, outcome in lab.ask(drawn, [FULL, SHIFT, TRACE]).items():
+            scores[name] += outcome.score / len(hops)
+            if name != "full":
+                assert outcome.reused > 0.9
+                assert outcome.work < 0.25
+    assert scores["full"] == 1
+    assert scores["shift"] <= 0.25
+    assert scores["trace"] >= 0.85
+
+
+def test_a_run_becomes_a_page(lab: Lab, tmp_path: Path) -> None:
+    arms = (FULL, SHIFT, quality.Arm("hybrid", {"policy": "sparsex", "dense_layers": 2}))
+    load = quality.Load(("vt",), 3, arms)
+    results = quality.ask_all(lab, load)
+    rows = list(quality._rows(results, arms))
+    assert {row["samples"] for row in rows if row["task"] == "vt"} == {3}
+    drawn = results["vt"][0][0]
+    computed = lab.computed_tokens(drawn, list(arms))
+    counts = computed["hybrid"]
+    assert (counts[:2, :-1] == 1).all(), "dense layers compute every token once"
+    assert counts[2:].sum() < counts[:2].sum()
+    where = {"date": "-", "cpu": "-", "cores": 2, "vllm": "-", "commit": "-"}
+    file = tmp_path / "page.html"
+    page.write(file, where, {"rows": rows, "summary": {}}, drawn, computed)
+    text = file.read_text()
+    assert text.count("<svg") == 2
+    for row in rows:
+        assert f"{row['accuracy']:.3f}" in text
+
+
+def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path, capsys) -> None:
+    lines = []
+    for seed in range(12):
+        drawn = example("vt", Random(seed), tokens=512)
+        parts = {
+            "prefix": " ".join(drawn.prefix),
+            "segments": [" ".join(document) for document in drawn.documents],
+            "suffix": " ".join(drawn.suffix),
+        }
+        lines.append(json.dumps(parts))
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "segreuse.yaml"
+    prompts.write_text("\n".join(lines))
+    arguments = [str(MODEL), "--prompts", str(prompts), "--out", str(out), "--enforce-eager"]
+    arguments += ["--block-size", "32", "--max-model-len", "2048", "--max-kl", "1.5"]
+    assert calibrate.main([*arguments, "--min-agreement", "0.6"]) == 0
+    options = yaml.safe_load(out.read_text())
+    assert options["policy"] != "shift"
+    said = capsys.readouterr().out
+    assert "on the 6 prompts it was not chosen by" in said
