@@ -36,7 +36,7 @@ CURRICULUM = [
     (Stage(1280, 4, max_hops=4), 800, 0.98),
     # Counting is learnt last: it needs many examples at little else to learn.
     (Stage(256, 18, max_hops=4, counting=0.8), 800, 1.01),
-    (Stage(768, 6, max_hops=4, counting=0.6), 400, 1.01),
+    (Stage(768, 6, max_hops=4, counting=0.7), 400, 1.01),
     (Stage(2304, 2, max_hops=4, counting=0.5), 6000, 1.01),
 ]
 COUNTING = ("common", "frequent")

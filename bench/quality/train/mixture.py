@@ -154,7 +154,7 @@ def _counting(names: Names, rng: Random, budget: float) -> Thread:
         while 2 * (4 * times + rare) > budget and (times > 2 or rare > 1):
             times, rare = max(2, times - 1), max(1, rare - 2)
         return counting.common(names, rng, 4, times, rare)
-    scale, exponent = rng.uniform(8, 100), rng.uniform(0.9, 2.2)
+    scale, exponent = rng.uniform(8, 120), rng.uniform(1.3, 2.4)
     kinds = rng.randint(4, 12)
     counts = [max(1, round(scale / (rank + 1) ** exponent)) for rank in range(kinds)]
     while sum(counts) > budget and counts[0] > 4:
