@@ -20,7 +20,7 @@ from tests.model.world import Ask, Setup, World
 from vllm_segreuse.cache.frozen import FreezeOrder
 
 USAGE = 0.95
-NUM_BLOCKS = 400
+NUM_BLOCKS = 1800  # 5 % of them take the requests that run at a time, and little more
 DOCUMENTS = 40  # at a time; 4 blocks each
 DOCUMENT_TOKENS = 15
 KEYS = ("base",)
