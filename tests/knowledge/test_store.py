@@ -49,6 +49,9 @@ def test_what_was_put_comes_back(path: str) -> None:
         "UPDATE documents SET tokens = substr(tokens, 1, 100)",
         "UPDATE documents SET tokens = substr(tokens, 1, 99)",
         "UPDATE documents SET tokens = 'text'",
+        "UPDATE documents SET tokens = CAST(x'ff00fe' AS TEXT)",
+        "UPDATE documents SET entry = CAST(x'ff00fe' AS TEXT)",
+        "UPDATE bases SET extra_key = 7",
         "UPDATE documents SET context = x'02000000'",
         "UPDATE documents SET entry = 'x'",
         "UPDATE documents SET metadata = '{'",
@@ -62,6 +65,28 @@ def test_a_torn_row_is_told_apart(path: str, tear: str) -> None:
         sql.execute(tear)
     sql.close()
     assert "torn" in str(reload(path).fault)
+
+
+@pytest.mark.parametrize(
+    "tear",
+    [
+        "UPDATE bases SET created_at = 'x', metadata = CAST(x'ff' AS TEXT)",
+        "UPDATE uses SET hits = 'x', last_used = CAST(x'ff' AS TEXT)",
+    ],
+)
+def test_what_only_describes_a_row_may_be_torn(path: str, tear: str) -> None:
+    store = Store(path, "model")
+    store.save_uses([(record().entry, 3, 1.0)])
+    store.close()
+    with sqlite3.connect(path) as sql:
+        sql.execute(tear)
+    sql.close()
+    store = Store(path, "model")
+    manifest = store.load()
+    store.close()
+    assert manifest.documents[0].fault is None
+    assert isinstance(manifest.bases[0].created_at, float)
+    assert isinstance(manifest.uses[record().entry][0], int)
 
 
 def test_a_row_of_another_model_is_told_apart(path: str) -> None:

@@ -102,6 +102,8 @@ class Store:
         try:
             # Several threads may take turns.
             self._sql = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
+            # What is torn need not be UTF-8; its digest tells, and the rest can still be read.
+            self._sql.text_factory = lambda raw: raw.decode(errors="replace")
             self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._sql.execute("PRAGMA synchronous = FULL")
             self._sql.execute("BEGIN EXCLUSIVE")
@@ -125,14 +127,20 @@ class Store:
         for row in self._sql.execute("SELECT * FROM bases ORDER BY name"):
             name, extra_key, preamble, metadata, created_at = row
             manifest.bases.append(
-                BaseRecord(name, extra_key, preamble, _loads(metadata), created_at)
+                BaseRecord(
+                    str(name),
+                    str(extra_key),
+                    None if preamble is None else str(preamble),
+                    _loads(metadata),
+                    _number(created_at) or 0.0,
+                )
             )
-            extra_keys[name] = extra_key
+            extra_keys[name] = str(extra_key)
         for row in self._sql.execute("SELECT * FROM documents ORDER BY base, id"):
             if row[0] in extra_keys:
                 manifest.documents.append(self._document(row, extra_keys[row[0]]))
         for entry, hits, last_used in self._sql.execute("SELECT * FROM uses"):
-            manifest.uses[entry] = hits, last_used
+            manifest.uses[entry] = int(_number(hits) or 0), _number(last_used)
         return manifest
 
     def document(self, base: str, document_id: str) -> DocumentRecord | None:
@@ -141,7 +149,7 @@ class Store:
             "SELECT * FROM documents WHERE base = ? AND id = ?", (base, document_id)
         ).fetchone()
         found = self._sql.execute("SELECT extra_key FROM bases WHERE name = ?", (base,)).fetchone()
-        return None if row is None or found is None else self._document(row, found[0])
+        return None if row is None or found is None else self._document(row, str(found[0]))
 
     def add_base(self, base: BaseRecord) -> None:
         """Remember a new base."""
@@ -235,6 +243,10 @@ def _tokens(blob: object) -> Tokens:
     if not isinstance(blob, bytes) or len(blob) % 4:
         return np.empty(0, np.int32)  # torn; the digest tells
     return np.frombuffer(blob, np.int32)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _loads(text: object) -> dict[str, Any]:
