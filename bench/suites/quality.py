@@ -2,15 +2,18 @@
 """What each policy loses against full prefill, and what it computes, on the bundled model.
 
 Every example is asked in full and under every policy, on documents that were computed in other
-prompts: differences are paired. `best` is the policy with the highest mean over the four RULER
+prompts: differences are paired. An interrupt (Ctrl-C) ends the run early, with what was asked so
+far; `BENCH_QUALITY_TASKS=vt,cwe` names the tasks to ask. `best` is the policy with the highest mean over the four RULER
 tasks; of policies that do not differ from it (paired test, p >= 0.05), the one of least work.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -58,6 +61,14 @@ Results = dict[str, list[tuple[Example, dict[str, Outcome]]]]
 def run(quick: bool) -> harness.SuiteResult:
     """Ask all examples (`quick`: 20 of one task)."""
     load = QUICK_LOAD if quick else FULL_LOAD
+    named = os.environ.get("BENCH_QUALITY_TASKS")
+    if named:
+        unknown = set(named.split(",")) - set(TASKS)
+        if unknown:
+            raise harness.BenchError(
+                f"BENCH_QUALITY_TASKS: no task {sorted(unknown)}; there are {', '.join(TASKS)}"
+            )
+        load = replace(load, tasks=tuple(named.split(",")))
     with lab_engine() as lab:
         results = ask_all(lab, load)
     return {"rows": list(_rows(results, load.arms)), "summary": _summary(results, load)}
@@ -67,17 +78,23 @@ def ask_all(lab: Lab, load: Load) -> Results:
     """Outcomes by task; layouts of the prompt vary from plain to interleaved."""
     results: Results = {task: [] for task in load.tasks}
     steps = [(task, number) for number in range(load.samples) for task in load.tasks]
-    for task, number in harness.progress(steps, "examples"):
-        # An example depends on its task and number alone: any part of a run can be repeated.
-        rng = Random(f"{SEED} {task} {number}")
-        drawn = example(
-            task,
-            rng,
-            PROMPT_TOKENS,
-            question_first=number % 4 == 3,
-            interleaved=(0.0, 0.0, 0.5, 1.0)[number % 4],
-        )
-        results[task].append((drawn, lab.ask(drawn, list(load.arms))))
+    try:
+        for task, number in harness.progress(steps, "examples"):
+            # An example depends on its task and number alone: any part of a run can be repeated.
+            drawn = example(
+                task,
+                Random(f"{SEED} {task} {number}"),
+                PROMPT_TOKENS,
+                question_first=number % 4 == 3,
+                interleaved=(0.0, 0.0, 0.5, 1.0)[number % 4],
+            )
+            results[task].append((drawn, lab.ask(drawn, list(load.arms))))
+    except KeyboardInterrupt:
+        asked = min(len(outcomes) for outcomes in results.values())
+        if not asked:
+            raise
+        print(f"interrupted: {asked} examples of each task", file=sys.stderr)
+        results = {task: outcomes[:asked] for task, outcomes in results.items()}
     return results
 
 
@@ -154,7 +171,7 @@ def _summary(results: Results, load: Load) -> dict[str, float | str]:
         "p_hybrid_against_sparsex": round(
             statistics.paired_p(scores("hybrid"), scores("sparsex")), 4
         ),
-        "samples_per_task": load.samples,
+        "samples_per_task": min(len(results[task]) for task in tasks),
     }
     return summary
 
