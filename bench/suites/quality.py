@@ -2,9 +2,11 @@
 """What each policy loses against full prefill, and what it computes, on the bundled model.
 
 Every example is asked in full and under every policy, on documents that were computed in other
-prompts: differences are paired. An interrupt (Ctrl-C) ends the run early, with what was asked so
-far; `BENCH_QUALITY_TASKS=vt,cwe` names the tasks to ask. `best` is the policy with the highest mean over the four RULER
+prompts: differences are paired. `best` is the policy with the highest mean over the four RULER
 tasks; of policies that do not differ from it (paired test, p >= 0.05), the one of least work.
+
+An interrupt (Ctrl-C) ends the run early, with what was asked so far. `BENCH_QUALITY_TASKS=vt,cwe`
+names the tasks to ask.
 """
 
 from __future__ import annotations
