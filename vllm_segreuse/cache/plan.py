@@ -46,6 +46,11 @@ class Recipe:
     rounds: int = 1
     stock: bool = False
 
+    @property
+    def asks_next_token(self) -> bool:
+        """Whether the query of the token behind the plan should take part in the choice."""
+        return self.top_k > 0 and self.score is not Score.DEVIATION
+
 
 @dataclass
 class ReusePlan:
@@ -59,8 +64,10 @@ class ReusePlan:
         donor_blocks: distinct physical blocks the pieces read.
         donor_depth: largest provenance depth among them.
         block_ids: int32, the request's block table; known once vLLM has allocated it.
-        next_token: the token at `stop`, if it is known. vLLM computes it after the pass; but no
-            query says more about what the answer will need, so it takes part in the choice.
+        next_token: the token at `stop`, where it takes part in the choice; else None. vLLM computes
+            it after the pass, but no query says more about what the answer will need. Whoever
+            computes such a plan writes the KV of that token, too: what a spoilt pass left there
+            would spoil the next one.
     """
 
     request_id: str
@@ -73,12 +80,6 @@ class ReusePlan:
     donor_depth: int
     block_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     next_token: int | None = None
-
-    @property
-    def asks_next_token(self) -> bool:
-        """Whether the token at `stop` is computed in the pass, too, as one more probe."""
-        chooses = self.recipe.top_k > 0 and self.recipe.score is not Score.DEVIATION
-        return chooses and self.next_token is not None
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +115,7 @@ class ReusePlan:
         A trace computes probes one by one at all layers but the last, and then all together.
         """
         recipe = self.recipe
-        asked = int(self.asks_next_token)
+        asked = int(self.next_token is not None)
         always = int(recipe.always.sum()) + asked
         work = recipe.dense_layers * (self.num_tokens + asked)
         work += (num_layers - recipe.dense_layers) * (always + recipe.top_k)

@@ -399,7 +399,7 @@ class Planner:
             recipe=recipe,
             donor_blocks=np.unique(matches.pieces[:, 2]).tolist(),
             donor_depth=matches.max_depth,
-            next_token=int(tracked.tokens[stop]) if stop < len(tracked.tokens) else None,
+            next_token=int(tracked.tokens[stop]) if recipe.asks_next_token else None,
         )
 
     def _drop(self, request_id: str) -> None:

@@ -31,7 +31,7 @@ class Batch:
         tables = np.zeros((len(plans), widest), dtype=np.int32)
         for row, plan in zip(tables, plans, strict=True):
             row[: len(plan.block_ids)] = plan.block_ids
-        last = [[plan.next_token] if plan.asks_next_token else [] for plan in plans]
+        last = [[] if plan.next_token is None else [plan.next_token] for plan in plans]
         self._lengths = [
             plan.num_tokens + len(more) for plan, more in zip(plans, last, strict=True)
         ]
