@@ -12,6 +12,7 @@ import pytest
 
 from bench.shapes import make_model, passages
 from tests.e2e.server import Server
+from vllm_segreuse.config import SegReuseConfig
 
 pytestmark = pytest.mark.e2e
 
@@ -315,6 +316,6 @@ def test_32_kill_switch_wants_its_token(server: Server) -> None:
     assert server.post(f"{SWITCH}/disable", headers=wrong).status_code == 403
     assert server.get(f"{SWITCH}/disable", headers=ADMIN).status_code == 405
     assert server.get(f"{SWITCH}/other", headers=ADMIN).status_code == 404
-    response = server.post(f"{SWITCH}/disable", "x" * 10**6, headers=ADMIN)
-    assert response.status_code == 413
+    larger = "x" * SegReuseConfig().knowledge_body_bytes
+    assert server.post(f"{SWITCH}/disable", larger, headers=ADMIN).status_code == 413
     assert server.get(f"{SWITCH}/status", headers=ADMIN).json()["enabled"] is True
