@@ -13,7 +13,7 @@ from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.schemas import PREFIX
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.store import IN_MEMORY, Store
-from vllm_segreuse.serve.admin import Gate, make_app
+from vllm_segreuse.serve.admin import Below, make_app
 
 TOKEN = "admin"
 
@@ -43,7 +43,7 @@ def admin_app(engine: FakeEngine | None = None) -> FastAPI:
         await service.close()
 
     app = FastAPI(lifespan=lifespan)
-    app.mount(PREFIX, Gate(admin, TOKEN))
+    app.router.routes.append(Below(admin, TOKEN))
     return app
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, mount
 
@@ -75,6 +76,28 @@ def test_32_no_token_is_401(client: TestClient, engine: Engine, headers: dict[st
 def test_32_wrong_token_is_403(client: TestClient, engine: Engine, token: str) -> None:
     assert client.post(DISABLE, headers=bearer(token)).status_code == 403
     assert engine.calls == []
+
+
+@pytest.mark.parametrize("path", ["openapi.json", "nothing", "", "knowledge-bases", "a%0Ab"])
+def test_32_every_path_below_the_prefix_wants_the_token(client: TestClient, path: str) -> None:
+    for headers, status in ((None, 401), (bearer("wrong"), 403)):
+        answer = client.get(f"/plugins/segreuse/v1/{path}", headers=headers)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"type", "message", "param"}
+
+
+def test_without_the_service_of_knowledge_bases_its_routes_say_why(client: TestClient) -> None:
+    answer = client.get("/plugins/segreuse/v1/knowledge-bases", headers=bearer(TOKEN))
+    assert answer.status_code == 503
+    assert "--api-server-count" in answer.json()["error"]["message"]
+
+
+def test_32_a_websocket_is_refused(client: TestClient) -> None:
+    with (
+        pytest.raises(WebSocketDisconnect),
+        client.websocket_connect("/plugins/segreuse/v1/status", headers=bearer(TOKEN)),
+    ):
+        raise AssertionError("it was accepted")
 
 
 def test_32_wrong_method_is_405_and_odd_path_404(client: TestClient, engine: Engine) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
@@ -52,7 +54,7 @@ def mount(app: FastAPI) -> FastAPI | None:
         logger.info("%s is not set: no administrator's routes", ADMIN_TOKEN_ENV)
         return None
     admin = make_app()
-    app.mount(PREFIX, Gate(admin, token))
+    app.router.routes.append(Below(admin, token))
     return admin
 
 
@@ -74,6 +76,21 @@ def make_app() -> FastAPI:
     admin.add_exception_handler(RequestValidationError, _validation_error)
     admin.add_exception_handler(KnowledgeError, _knowledge_error)
     return admin
+
+
+class Below(Mount):
+    """All paths below the prefix; also those with line breaks, which Starlette would leave out.
+
+    Args:
+        admin: the application (`make_app`).
+        token: the administrator's.
+    """
+
+    path_regex: re.Pattern[str]
+
+    def __init__(self, admin: FastAPI, token: str) -> None:
+        super().__init__(PREFIX, app=Gate(admin, token))
+        self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)
 
 
 class Gate:
