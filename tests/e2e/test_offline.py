@@ -52,6 +52,10 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
     prompt = text.around(document)
     (output,) = generate(llm, [prompt], {"extra_keys": "mine"})
     assert len(output.outputs[0].token_ids) == 3
+    report = output.kv_transfer_params["segreuse"]
+    # Of the work, the new tokens are left; a layer's share of it is rounded.
+    new = len(prompt) - len(document)
+    assert report.pop("computed_share") == pytest.approx(new / len(prompt), abs=1e-3)
     assert output.kv_transfer_params == {
         "segreuse": {
             "policy": "shift",
@@ -62,6 +66,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
             "new_tokens": len(prompt) - len(document),
             "matches": 1,
             "bypass_reason": None,
+            "exact_tokens": 0,
         }
     }
     assert output.num_cached_tokens == len(document)
@@ -76,7 +81,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
     [
         ({"segreuse_recompute_ratio": 2}, "segreuse_recompute_ratio=2 must be a number from 0"),
         ({"segreuse_polcy": "shift"}, "unknown option 'segreuse_polcy'"),
-        ({"segreuse_policy": "magic"}, "segreuse_policy='magic' must be one of shift, sparsex"),
+        ({"segreuse_policy": "magic"}, "segreuse_policy='magic' must be one of shift, "),
         ({"extra_keys": 7}, "extra_keys=7 must be a string or a list"),
         ({"extra_keys": []}, "must be a string or a list of 1 to 16"),
         ({"extra_keys": ["a\x00b"]}, "no control characters"),
