@@ -70,12 +70,12 @@ class Known:
         self.ran.append((first, last, tokens.slots.tolist()))
         return LayerState(torch.zeros(len(tokens), 4), None)
 
-    def attention_paid(self, batch, layer, probed, queries) -> list[torch.Tensor]:
+    def attention_paid(self, batch, layer, probed, queries) -> torch.Tensor:
         mass = torch.zeros(len(batch.tokens))
         for probe in probed.tolist():
             for rank, target in enumerate(self.attention.get(probe, [])):
                 mass[target] += 1 / (1 + rank)
-        return list(batch.split(mass))
+        return mass
 
     @contextmanager
     def _capture(self, _: int) -> Iterator[list[torch.Tensor]]:

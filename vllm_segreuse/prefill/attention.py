@@ -8,7 +8,7 @@ rows of one token each, and each would read the whole context alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,17 +58,17 @@ class PassAttention:
         self._impls = [layer.impl for layer in attention]
         self._kernels = kernels
 
-    @contextmanager
     def stock_context(
         self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Forward context in which the whole model computes these tokens as vLLM would.
 
         Args:
+            tokens: the active tokens.
+            block_tables: int32 `[requests, blocks]`.
             compiled: let it run as vLLM has compiled it.
         """
-        with self._rows.forward_context(tokens, block_tables, compiled):
-            yield
+        return self._rows.forward_context(tokens, block_tables, compiled)
 
     @contextmanager
     def forward_context(self, tokens: TokenTable, block_tables: torch.Tensor) -> Iterator[None]:

@@ -61,12 +61,17 @@ class Batch:
         self.bounds = np.concatenate([[0], np.cumsum(self._lengths)])
         self.block_tables = tensor(tables)
 
-    def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Parts of a tensor `[tokens]`, one for each plan."""
-        return flat.split(self._lengths)
+    def choose(
+        self, scores: torch.Tensor, excluded: torch.Tensor, top_k: list[int]
+    ) -> torch.Tensor:
+        """Flat indices, ascending, of each plan's tokens with the largest scores.
 
-    def choose(self, scores: list[torch.Tensor], top_k: list[int]) -> torch.Tensor:
-        """Flat indices, ascending, of each plan's tokens with the largest scores."""
-        chosen = choose_top_k(scores, top_k)
+        Args:
+            scores: float32 `[tokens]`.
+            excluded: bool `[tokens]`: tokens that are no candidates.
+            top_k: how many of each plan.
+        """
+        candidates = scores.masked_fill(excluded, float("-inf"))
+        chosen = choose_top_k(list(candidates.split(self._lengths)), top_k)
         firsts = self.bounds[:-1].tolist()
         return torch.cat([part + first for part, first in zip(chosen, firsts, strict=True)])

@@ -102,7 +102,7 @@ class Layers:
 
     def attention_paid(
         self, batch: Batch, layer: int, probed: torch.Tensor, queries: torch.Tensor
-    ) -> list[torch.Tensor]:
+    ) -> torch.Tensor:
         """Attention that queries pay, at one layer, to each token of their plan.
 
         Args:
@@ -112,7 +112,7 @@ class Layers:
             queries: `[probed, heads, head_size]`.
 
         Returns:
-            float32 `[tokens]` of each plan.
+            float32 `[tokens]`.
         """
         attention = self.stack.attention[layer]
         pages, keys = flat_pages(attention.kv_cache), self.layouts[layer].keys
@@ -131,7 +131,7 @@ class Layers:
                 attention.impl.scale,
             )
             paid.append(mass[plan.start :])
-        return paid
+        return torch.cat(paid)
 
 
 def program_of(recipe: Recipe) -> Callable[[Layers, Batch], Computed]:
@@ -176,7 +176,7 @@ def attended(layers: Layers, batch: Batch) -> Computed:
     wanted = batch.probes[probed]
     queries = torch.cat(captured)[wanted]
     scores = layers.attention_paid(batch, boundary - 1, probed[wanted], queries)
-    chosen = batch.choose(_without(batch, scores, batch.always), _top_k(batch))
+    chosen = batch.choose(scores, batch.always, _top_k(batch))
     active = torch.cat([always, chosen]).sort().values
     if dense_layers:
         state = state.take(active)
@@ -201,8 +201,7 @@ def deviating(layers: Layers, batch: Batch) -> Computed:
     for new, strides in zip(computed, (layout.keys, layout.values), strict=True):
         held = read_tokens(pages, strides, batch.tokens.slots)
         distance += (new.float() - held.float()).square().sum((1, 2))
-    scores = _without(batch, batch.split(distance), batch.always)
-    chosen = batch.choose(scores, _top_k(batch))
+    chosen = batch.choose(distance, batch.always, _top_k(batch))
     active = torch.cat([batch.always.nonzero().flatten(), chosen]).sort().values
     tokens = batch.tokens.take(active)
     return active, layers.layers(boundary, len(layers), tokens, state.take(active), batch)
@@ -214,7 +213,7 @@ def traced(layers: Layers, batch: Batch) -> Computed:
     rounds = batch.plans[0].recipe.rounds
     for turn in range(rounds):
         parts = [k * (turn + 1) // rounds - k * turn // rounds for k in _top_k(batch)]
-        chosen = batch.choose(_traced_scores(layers, batch, probes, known), parts)
+        chosen = batch.choose(_traced_scores(layers, batch, probes), known, parts)
         probes = torch.zeros_like(known)
         probes[chosen] = True
         known[chosen] = True
@@ -222,9 +221,7 @@ def traced(layers: Layers, batch: Batch) -> Computed:
     return active, layers.layers(0, len(layers), batch.tokens.take(active), None, batch)
 
 
-def _traced_scores(
-    layers: Layers, batch: Batch, probes: torch.Tensor, known: torch.Tensor
-) -> list[torch.Tensor]:
+def _traced_scores(layers: Layers, batch: Batch, probes: torch.Tensor) -> torch.Tensor:
     """Attention that probes pay to each token of their plan, summed over all layers but the last,
     whose queries a pass does not compute."""
     probed = probes.nonzero().flatten()
@@ -234,19 +231,9 @@ def _traced_scores(
         layers.layers(0, last, batch.tokens.take(probed), None, batch)
     total = torch.zeros(len(batch.tokens), device=probed.device)
     for layer, queries in enumerate(captured):
-        total += torch.cat(layers.attention_paid(batch, layer, probed, torch.cat(queries)))
-    return _without(batch, batch.split(total), known)
+        total += layers.attention_paid(batch, layer, probed, torch.cat(queries))
+    return total
 
 
 def _top_k(batch: Batch) -> list[int]:
     return [plan.recipe.top_k for plan in batch.plans]
-
-
-def _without(
-    batch: Batch, scores: list[torch.Tensor] | tuple[torch.Tensor, ...], excluded: torch.Tensor
-) -> list[torch.Tensor]:
-    """Scores, minus infinity where a token is no candidate."""
-    return [
-        part.masked_fill(out, float("-inf"))
-        for part, out in zip(scores, batch.split(excluded), strict=True)
-    ]
