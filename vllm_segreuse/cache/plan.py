@@ -46,6 +46,11 @@ class Recipe:
     rounds: int = 1
     stock: bool = False
 
+    @classmethod
+    def without_choice(cls, always: BoolArray, stock: bool = False) -> Recipe:
+        """These tokens at every layer, and no others."""
+        return cls(always, dense_layers=0, top_k=0, probes=np.zeros_like(always), stock=stock)
+
     @property
     def asks_next_token(self) -> bool:
         """Whether the query of the token behind the plan should take part in the choice."""
@@ -106,8 +111,7 @@ class ReusePlan:
     def in_full(self) -> ReusePlan:
         """The same tokens, all of them computed at every layer, by the pass's own layers."""
         all_tokens = np.ones(self.num_tokens, dtype=np.bool_)
-        none = np.zeros_like(all_tokens)
-        return replace(self, recipe=Recipe(all_tokens, dense_layers=0, top_k=0, probes=none))
+        return replace(self, recipe=Recipe.without_choice(all_tokens))
 
     def layer_tokens(self, num_layers: int) -> int:
         """Tokens computed, summed over the layers: the work of the pass.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe
 
+TAIL_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -38,6 +40,14 @@ class Situation:
         if 0 < self.dense_layers < 1:
             return min(max(1, round(self.dense_layers * self.num_layers)), self.num_layers)
         return min(int(self.dense_layers), self.num_layers)
+
+    @property
+    def probes(self) -> BoolArray:
+        """The new tokens; and the tail, when it is all reused and so has no query of its own."""
+        probes = ~self.reused
+        if not probes[-TAIL_TOKENS:].any():
+            probes[-TAIL_TOKENS:] = True
+        return probes
 
     @property
     def wanted(self) -> int:

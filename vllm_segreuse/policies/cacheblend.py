@@ -20,7 +20,5 @@ from vllm_segreuse.policies.base import Situation
 def recipe(situation: Situation) -> Recipe:
     """One dense layer, then new tokens and those that deviate."""
     new = ~situation.reused
-    layers = situation.dense_layers
-    dense = max(1, int(layers)) if layers >= 1 else 1
-    dense = min(dense, situation.num_layers - 1)
+    dense = min(max(1, int(situation.dense_layers)), situation.num_layers - 1)
     return Recipe(new, dense, situation.wanted, probes=new, score=Score.DEVIATION)

@@ -27,4 +27,4 @@ def recipe(situation: Situation) -> Recipe:
     for first in situation.segments:
         length = borders[np.searchsorted(borders, first, side="right")] - first
         always[first : first + round(situation.recompute_ratio * int(length))] = True
-    return Recipe(always, dense_layers=0, top_k=0, probes=np.zeros_like(reused))
+    return Recipe.without_choice(always)

@@ -6,13 +6,10 @@ The literature's "naive reuse": the fastest, and blind to what the new context c
 
 from __future__ import annotations
 
-import numpy as np
-
 from vllm_segreuse.cache.plan import Recipe
 from vllm_segreuse.policies.base import Situation
 
 
 def recipe(situation: Situation) -> Recipe:
     """Compute the new tokens only."""
-    new = ~situation.reused
-    return Recipe(always=new, dense_layers=0, top_k=0, probes=np.zeros_like(new))
+    return Recipe.without_choice(~situation.reused)

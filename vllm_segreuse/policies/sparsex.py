@@ -23,19 +23,13 @@ import numpy as np
 from vllm_segreuse.cache.plan import BoolArray, Recipe
 from vllm_segreuse.policies.base import Situation
 
-TAIL_TOKENS = 64
-
 
 def recipe(situation: Situation) -> Recipe:
     """New tokens, their surroundings and the tail always; top-k by score from the boundary on."""
-    reused = situation.reused
     overflow = situation.overflow_tokens
-    always = _widen(~reused, situation.block_size if overflow is None else overflow)
-    probes = ~reused
-    tail = slice(max(0, len(reused) - TAIL_TOKENS), len(reused))
-    if reused[tail].all():
-        always[tail] = True
-        probes[tail] = True
+    around = situation.block_size if overflow is None else overflow
+    probes = situation.probes
+    always = _widen(~situation.reused, around) | probes
     top_k = min(situation.wanted, int((~always).sum()))
     return Recipe(always, situation.num_dense_layers, top_k, probes)
 

@@ -16,15 +16,12 @@ from __future__ import annotations
 
 from vllm_segreuse.cache.plan import Recipe, Score
 from vllm_segreuse.policies.base import Situation
-from vllm_segreuse.policies.sparsex import TAIL_TOKENS
 
 ROUNDS = 4
 
 
 def recipe(situation: Situation) -> Recipe:
     """New tokens (or the tail, where all is reused) are the first probes."""
-    always = ~situation.reused
-    if not always[-TAIL_TOKENS:].any():
-        always[-TAIL_TOKENS:] = True
-    top_k = min(situation.wanted, int((~always).sum()))
-    return Recipe(always, 0, top_k, always.copy(), score=Score.TRACE, rounds=ROUNDS)
+    probes = situation.probes
+    top_k = min(situation.wanted, int((~probes).sum()))
+    return Recipe(probes, 0, top_k, probes, score=Score.TRACE, rounds=ROUNDS)
