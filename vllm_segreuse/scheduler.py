@@ -243,13 +243,8 @@ class SchedulerSide:
 
     def _freeze(self, tracked: TrackedRequest, request: Request, block_ids: list[int]) -> bool:
         """Carry out a request's order to freeze what it has computed; whether that was done."""
-        order, completed = (
-            tracked.freeze,
-            (
-                RequestStatus.FINISHED_LENGTH_CAPPED,
-                RequestStatus.FINISHED_STOPPED,
-            ),
-        )
+        order = tracked.freeze
+        completed = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if order is None or request.status not in completed:
             return False
         part = self._pool.frozen_part(tracked, order.first_token, block_ids)

@@ -25,7 +25,7 @@ from bench.harness import Row
 from bench.quality import statistics
 from bench.quality.engine import Arm, Lab, Outcome, lab_engine
 from bench.quality.tasks import RULER, TASKS, Example, example
-from vllm_segreuse.calibrate.search import divergence
+from vllm_segreuse.calibrate.search import divergence, most_likely
 
 PROMPT_TOKENS = 2048
 SEED = 20260601
@@ -134,15 +134,15 @@ def _row(task: str, arm: Arm, outcomes: list[dict[str, Outcome]]) -> Row:
             fmean(divergence(a.first, b.first) for a, b in zip(full, mine, strict=True)), 5
         ),
         "top1_agreement": round(
-            fmean(_top(a) == _top(b) for a, b in zip(full, mine, strict=True)), 4
+            fmean(
+                most_likely(a.first) == most_likely(b.first)
+                for a, b in zip(full, mine, strict=True)
+            ),
+            4,
         ),
         "work": round(fmean(outcome.work for outcome in mine), 4),
         "ttft_ms": round(median(outcome.ttft_ms for outcome in mine), 2),
     }
-
-
-def _top(outcome: Outcome) -> int:
-    return max(outcome.first, key=outcome.first.__getitem__)
 
 
 def _summary(results: Results, load: Load) -> dict[str, float | str]:

@@ -19,6 +19,7 @@ from vllm_segreuse.calibrate.search import (
     choose,
     divergence,
     judge,
+    most_likely,
 )
 
 LOGPROBS = 128
@@ -128,7 +129,9 @@ def _try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
         # In full last: its blocks are exact, and vLLM's own prefix cache would find them.
         full, _ = _first_token(llm, prompt.token_ids, None)
         for made, (other, work) in zip(trials, reusing, strict=True):
-            made.append(Trial(divergence(full, other), _top(full) == _top(other), work))
+            made.append(
+                Trial(divergence(full, other), most_likely(full) == most_likely(other), work)
+            )
         llm.reset_prefix_cache()
     return trials
 
@@ -151,10 +154,6 @@ def _first_token(
     [first] = output.outputs[0].logprobs
     logprobs = {token: entry.logprob for token, entry in first.items()}
     return logprobs, report.get("computed_share", 1.0)
-
-
-def _top(logprobs: Mapping[int, float]) -> int:
-    return max(logprobs, key=logprobs.__getitem__)
 
 
 def _line(options: Options) -> str:

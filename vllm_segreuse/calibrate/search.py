@@ -69,6 +69,11 @@ def divergence(full: Mapping[int, float], other: Mapping[int, float]) -> float:
     )
 
 
+def most_likely(logprobs: Mapping[int, float]) -> int:
+    """The token with the largest log-probability."""
+    return max(logprobs, key=logprobs.__getitem__)
+
+
 def judge(trials: Sequence[Trial]) -> Verdict:
     """Means and one-sided 95 % bounds.
 

@@ -113,7 +113,7 @@ class SegmentBlockPool(BlockPool):
 
     @contextmanager
     def _contained(self, where: str) -> Iterator[None]:
-        """An error of the frozen pool ends reuse until a reset, never vLLM's engine."""
+        """An error over what all requests share ends reuse until a reset, never vLLM's engine."""
         try:
             yield
         except Exception:
@@ -282,10 +282,8 @@ class SegmentBlockPool(BlockPool):
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         if not self.planner.broken:
-            try:
+            with self._contained("the removal of a block"):
                 self.index.remove(block.block_id)
-            except Exception:
-                self.planner.break_down("the removal of a block")
         removed = super()._remove_cached_block_hashes(block)
         with self._contained("the removal of a frozen block"):
             self.frozen.lost(block.block_id)
@@ -308,9 +306,7 @@ class SegmentBlockPool(BlockPool):
         done = super().reset_prefix_cache()
         if done:
             self._fresh.clear()
-            try:
+            with self._contained("a reset"):
                 self.index.clear()
                 self.planner.broken = False
-            except Exception:
-                self.planner.break_down("a reset")
         return done

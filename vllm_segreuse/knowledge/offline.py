@@ -31,6 +31,7 @@ from vllm_segreuse.knowledge.schemas import (
     WarmDocuments,
 )
 from vllm_segreuse.knowledge.service import KnowledgeService, start_service
+from vllm_segreuse.serve.launch import names_connector
 
 _T = TypeVar("_T")
 
@@ -78,7 +79,7 @@ class _Offline:
     def __init__(self, llm: Any) -> None:
         vllm_config = llm.llm_engine.vllm_config
         transfer = vllm_config.kv_transfer_config
-        if transfer is None or transfer.kv_connector != "SegReuseConnector":
+        if not names_connector(transfer):
             raise ValueError(
                 "this LLM does not run segment reuse: make it with "
                 "kv_transfer_config=vllm_segreuse.kv_transfer_config()"

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from bench.quality import language
 from bench.quality.tasks import agents, chat, counting, documents, retrieval, variables
 from bench.quality.tasks.base import Names, Question, Thread, World, instruction, lay_out
 
@@ -194,8 +193,3 @@ def _contexts(
         if len(texts[start::2]):
             contexts.append((*words, *instruction(rng, 4, 8)))
     return tuple(contexts)
-
-
-def encode(example: Example) -> list[int]:
-    """Token ids of an example's prompt."""
-    return language.encode(example.prompt)

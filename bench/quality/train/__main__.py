@@ -137,12 +137,14 @@ def train(
                     curve.write(json.dumps(entry) + "\n")
                     curve.flush()
                     print(json.dumps(entry), flush=True)
-                    torch.save(
-                        {"shape": asdict(shape), "model": model.state_dict()}, out / "model.pt"
-                    )
+                    _save(model, out)
                     if accuracy.worst() >= enough:
                         break
-    torch.save({"shape": asdict(shape), "model": model.state_dict()}, out / "model.pt")
+    _save(model, out)
+
+
+def _save(model: Qwen3, out: Path) -> None:
+    torch.save({"shape": asdict(model.shape), "model": model.state_dict()}, out / "model.pt")
 
 
 def _learn(
