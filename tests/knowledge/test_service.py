@@ -254,7 +254,7 @@ def test_hits_are_counted_and_outlive_a_restart_most_used_first(tmp_path: Path) 
             await service.create_base(CreateBase(name="base"))
             content: Any = {name: [i, *range(8)] for i, name in enumerate("abc")}
             await service.add("base", documents(**content))
-            entries = {d: service._bases["base"].documents[d].entry for d in "abc"}
+            entries = {d: service._catalogue.bases["base"].documents[d].entry for d in "abc"}
             for name in "bcc":
                 engine.pool.used(engine.pool._entries[entries[name]].block_ids)
             assert (await service.document("base", "c")).hits == 2

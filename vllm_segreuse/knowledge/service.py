@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knowledge bases of one engine: what is in them, and what of it is warm.
+"""Knowledge bases of one engine: what is done with them.
 
-All state lives in this object and, through the store, in the manifest; which KV is in GPU memory is
-asked of the scheduler's process each time. Everything runs in one event loop. Changes of the
-manifest take turns; what blocks (SQLite, tokenizers) runs in one thread beside the loop.
+    service ─► answers ─► catalogue   what there is, as it is told and as it is
+        │         └────► warming      what waits to be computed ─► engine
+        └──────► store                the manifest
+
+Which KV is in GPU memory is asked of the scheduler's process each time. Everything runs in one
+event loop. Changes of the manifest take turns; what blocks (SQLite, tokenizers) runs in one thread
+beside the loop.
 """
 
 from __future__ import annotations
@@ -14,21 +18,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import numpy as np
 
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge import schemas
+from vllm_segreuse.knowledge.answers import Answers
+from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.engine import Engine, fingerprint
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
     NoRoomError,
-    NotFoundError,
 )
 from vllm_segreuse.knowledge.store import (
     IN_MEMORY,
@@ -43,34 +46,6 @@ from vllm_segreuse.knowledge.warming import Urgency, Warming
 _T = TypeVar("_T")
 
 logger = logging.getLogger("vllm.segreuse")
-
-
-@dataclass
-class _Document:
-    """A document without its tokens; those stay in the manifest."""
-
-    id: str
-    entry: str
-    num_tokens: int
-    metadata: dict[str, Any]
-    fault: str | None = None
-
-
-@dataclass
-class _Base:
-    record: BaseRecord
-    context: Tokens
-    documents: dict[str, _Document] = field(default_factory=dict)
-
-
-@dataclass
-class _Entry:
-    """What equal documents of one namespace share."""
-
-    num_blocks: int
-    owners: set[tuple[str, str]] = field(default_factory=set)
-    hits: int = 0
-    last_used: float | None = None
 
 
 class KnowledgeService:
@@ -88,12 +63,12 @@ class KnowledgeService:
         self._store = store
         self._shape = shape
         self._poll_s = poll_s
-        self._bases: dict[str, _Base] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._catalogue = Catalogue(shape)
         self._changing: set[tuple[str, str]] = set()
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="segreuse-knowledge")
         self._warming = Warming(engine, self._prompts, self._is_wanted)
+        self._answers = Answers(self._catalogue, self._warming)
         self._limit = 0
         self._unsaved: set[str] = set()
         self._poller: asyncio.Task[None] | None = None
@@ -112,8 +87,8 @@ class KnowledgeService:
         if not in_background:
             return
         room = self._limit
-        for name in sorted(self._entries, key=self._popularity):
-            room -= self._entries[name].num_blocks
+        for name in self._catalogue.most_used_first():
+            room -= self._catalogue.entries[name].num_blocks
             if room >= 0:  # a smaller cache than before: the rest stays cold
                 self._warming.add(name, Urgency.BACKGROUND)
         self._poller = asyncio.create_task(self._poll())
@@ -130,9 +105,9 @@ class KnowledgeService:
     def _load(self) -> None:
         manifest = self._store.load()
         for found in manifest.bases:
-            self._bases[found.name] = _Base(found, self._context(found.preamble))
+            self._catalogue.bases[found.name] = CatalogueBase(found, self._context(found.preamble))
         for record in manifest.documents:
-            base = self._bases[record.base]
+            base = self._catalogue.bases[record.base]
             fault = record.fault
             if fault is None and not np.array_equal(record.context, base.context):
                 fault = "the model's first tokens, or its tokenizer, have changed: add it again"
@@ -140,14 +115,11 @@ class KnowledgeService:
                 self._shape.num_chunks(len(base.context), 1)
             except InvalidError as error:
                 fault = fault or str(error)
-            self._remember(base, record, fault)
+            self._catalogue.put(base, record, fault)
         for name, (hits, last_used) in manifest.uses.items():
-            if name in self._entries:
-                self._entries[name].hits, self._entries[name].last_used = hits, last_used
-
-    def _popularity(self, entry: str) -> tuple[int, float]:
-        found = self._entries[entry]
-        return -found.hits, -(found.last_used or 0.0)
+            entry = self._catalogue.entries.get(name)
+            if entry is not None:
+                entry.hits, entry.last_used = hits, last_used
 
     # Bases.
 
@@ -166,10 +138,10 @@ class KnowledgeService:
         context = await self._in_thread(self._context, body.preamble)
         self._shape.num_chunks(len(context), 1)
         async with self._turn:
-            known = self._bases.get(body.name)
+            known = self._catalogue.bases.get(body.name)
             if known is None:
                 await self._in_thread(self._store.add_base, record)
-                self._bases[body.name] = _Base(record, context)
+                self._catalogue.bases[body.name] = CatalogueBase(record, context)
             elif _content(known.record) != _content(record):
                 raise ConflictError(
                     f"a knowledge base {body.name!r} exists with another extra key, preamble or "
@@ -180,26 +152,25 @@ class KnowledgeService:
 
     async def base(self, name: str) -> schemas.KnowledgeBase:
         """One base."""
-        return self._show_base(self._base(name), (await self._state())["warm"])
+        return self._answers.base(self._catalogue.base(name), (await self._state())["warm"])
 
     async def bases(self, after: str | None, limit: int) -> schemas.Page[schemas.KnowledgeBase]:
         """Part of the list of bases."""
-        names, following = _page(self._bases, after, limit)
+        names, following = _page(self._catalogue.bases, after, limit)
         warm = (await self._state())["warm"] if names else {}
-        data = [self._show_base(self._bases[name], warm) for name in names if name in self._bases]
-        return schemas.Page(data=data, next=following)
+        return schemas.Page(data=self._answers.bases(names, warm), next=following)
 
     async def delete_base(self, name: str) -> None:
         """Delete a base and its documents. Requests that read them go on."""
         async with self._turn:
-            base = self._bases.get(name)
+            base = self._catalogue.bases.get(name)
             if base is None:
                 if await self._in_thread(self._store.was_deleted, name):
                     return
-                self._base(name)
-            with self._claim(name, ["", *(self._bases[name].documents)]):
+                self._catalogue.base(name)
+            with self._claim(name, ["", *(self._catalogue.bases[name].documents)]):
                 await self._in_thread(self._store.delete_base, name)
-                documents = self._bases.pop(name).documents
+                documents = self._catalogue.bases.pop(name).documents
                 await self._disown(name, documents.values())
 
     # Documents.
@@ -213,90 +184,69 @@ class KnowledgeService:
             ConflictError: another request is adding or deleting one of them right now.
             NoRoomError: together they would exceed the frozen pool's share.
         """
-        base = self._base(name)
+        base = self._catalogue.base(name)
         with self._claim(name, [d.id for d in body.documents]):
             records = await self._in_thread(self._tokenise, base, body.documents)
             async with self._turn:
-                if self._bases.get(name) is not base:
-                    self._base(name)
+                if self._catalogue.bases.get(name) is not base:
+                    self._catalogue.base(name)
                     raise ConflictError(f"knowledge base {name!r} was just made anew: try again")
                 self._check_room(base, records)
                 await self._in_thread(self._store.put, base.record.extra_key, records)
                 before = [base.documents.pop(r.id, None) for r in records]
                 for record in records:
-                    self._remember(base, record, None)
+                    self._catalogue.put(base, record, None)
                 await self._disown(name, (d for d in before if d is not None))
         return await self._warm(base, [r.id for r in records], body.wait)
 
     async def warm(self, name: str, body: schemas.WarmDocuments) -> list[schemas.Document]:
         """Bring documents back to GPU memory; warm ones stay as they are."""
-        base = self._base(name)
+        base = self._catalogue.base(name)
         ids = sorted(base.documents) if body.ids is None else body.ids
         for document_id in ids:
-            self._document(base, document_id)
+            self._catalogue.document(base, document_id)
         return await self._warm(base, ids, body.wait)
 
     async def document(self, name: str, document_id: str) -> schemas.Document:
         """One document."""
-        base = self._base(name)
-        self._document(base, document_id)
+        base = self._catalogue.base(name)
+        self._catalogue.document(base, document_id)
         warm = (await self._state())["warm"]
-        return self._show(base, self._document(base, document_id), warm)
+        return self._answers.document(base, self._catalogue.document(base, document_id), warm)
 
     async def documents(
         self, name: str, after: str | None, limit: int
     ) -> schemas.Page[schemas.Document]:
         """Part of the list of a base's documents."""
-        base = self._base(name)
+        base = self._catalogue.base(name)
         ids, following = _page(base.documents, after, limit)
         warm = (await self._state())["warm"] if ids else {}
-        data = [self._show(base, base.documents[i], warm) for i in ids if i in base.documents]
-        return schemas.Page(data=data, next=following)
+        return schemas.Page(data=self._answers.documents(base, ids, warm), next=following)
 
     async def delete(self, name: str, document_id: str) -> None:
         """Delete a document. Requests that read it go on."""
-        base = self._base(name)
+        base = self._catalogue.base(name)
         with self._claim(name, [document_id]):
             async with self._turn:
                 if document_id not in base.documents:
                     if await self._in_thread(self._store.was_deleted, name, document_id):
                         return
-                    self._document(base, document_id)
+                    self._catalogue.document(base, document_id)
                 await self._in_thread(self._store.delete, name, document_id)
                 await self._disown(name, [base.documents.pop(document_id)])
 
     async def stats(self) -> schemas.Stats:
         """All bases together."""
-        state = await self._state()
-        documents = [d for base in self._bases.values() for d in base.documents.values()]
-        return schemas.Stats(
-            blocks=schemas.BlockCounts(
-                total=state["total"],
-                frozen=state["frozen"],
-                promised=self._promised(),
-                limit=state["limit"],
-                free=state["free"],
-                block_size=state["block_size"],
-            ),
-            bases=len(self._bases),
-            documents=self._count(documents, state["warm"]),
-            hits=sum(entry.hits for entry in self._entries.values()),
-            given_back=state["given_back"],
-        )
+        return self._answers.stats(await self._state())
 
     # What the scheduler knows.
 
     async def _state(self) -> dict[str, Any]:
         """The frozen pool as it is; what was used meanwhile is counted."""
         state = await self._engine.frozen()
-        for name, (hits, last_used) in state["uses"].items():
-            entry = self._entries.get(name)
-            if entry is not None:
-                entry.hits += hits
-                entry.last_used = last_used
-                self._unsaved.add(name)
+        self._unsaved.update(self._catalogue.count_uses(state["uses"]))
         for name in state["wanted"]:
-            if name in self._entries and self._warming.error(name) is None:
+            if name in self._catalogue.entries and self._warming.error(name) is None:
                 self._warming.add(name, Urgency.BACKGROUND)
         return state
 
@@ -304,7 +254,7 @@ class KnowledgeService:
         said = ""
         while True:
             await asyncio.sleep(self._poll_s)
-            if not self._entries:
+            if not self._catalogue.entries:
                 continue
             try:
                 await self._state()
@@ -317,40 +267,39 @@ class KnowledgeService:
     async def save_uses(self) -> None:
         """Write what was counted since the last time into the manifest."""
         names, self._unsaved = self._unsaved, set()
-        uses = [
-            (name, self._entries[name].hits, self._entries[name].last_used)
-            for name in names
-            if name in self._entries
-        ]
+        known = {n: e for n, e in self._catalogue.entries.items() if n in names}
+        uses = [(name, entry.hits, entry.last_used) for name, entry in known.items()]
         if uses:
             await self._in_thread(self._store.save_uses, uses)
 
-    async def _warm(self, base: _Base, ids: list[str], wait: bool) -> list[schemas.Document]:
+    async def _warm(
+        self, base: CatalogueBase, ids: list[str], wait: bool
+    ) -> list[schemas.Document]:
         warm = (await self._state())["warm"]
         wanted = [base.documents[i].entry for i in ids if i in base.documents]
         jobs = [
             self._warming.add(name, Urgency.ASKED_FOR)
             for name in wanted
-            if name not in warm and name in self._entries
+            if name not in warm and name in self._catalogue.entries
         ]
         if wait and jobs:
             await asyncio.wait(jobs)
             warm = (await self._state())["warm"]
-        return [self._show(base, base.documents[i], warm) for i in ids if i in base.documents]
+        return self._answers.documents(base, ids, warm)
 
     def _is_wanted(self, entry: str) -> bool:
-        return entry in self._entries
+        return entry in self._catalogue.entries
 
     async def _prompts(self, entry: str) -> tuple[str, int, list[Tokens]] | None:
         """(extra key, tokens of context, prompts) of an entry; None if it has gone."""
-        found = self._entries.get(entry)
+        found = self._catalogue.entries.get(entry)
         if found is None:
             return None
         name, document_id = min(found.owners)
         record = await self._in_thread(self._store.document, name, document_id)
         if record is None or record.fault or record.entry != entry:
             return None
-        base = self._bases[name]
+        base = self._catalogue.bases[name]
         prompts = self._shape.prompts(record.context, record.tokens)
         return base.record.extra_key, len(record.context), prompts
 
@@ -360,7 +309,9 @@ class KnowledgeService:
         start = self._engine.start_tokens()
         return np.array(start + (self._engine.encode(preamble) if preamble else []), np.int32)
 
-    def _tokenise(self, base: _Base, documents: list[schemas.NewDocument]) -> list[DocumentRecord]:
+    def _tokenise(
+        self, base: CatalogueBase, documents: list[schemas.NewDocument]
+    ) -> list[DocumentRecord]:
         records = []
         for i, document in enumerate(documents):
             ids = document.token_ids
@@ -382,52 +333,17 @@ class KnowledgeService:
             )
         return records
 
-    def _check_room(self, base: _Base, records: list[DocumentRecord]) -> None:
-        blocks = {name: entry.num_blocks for name, entry in self._entries.items()}
-        leaving: dict[str, set[str]] = {}
-        for record in records:
-            before = base.documents.get(record.id)
-            if before is not None and before.fault is None:
-                leaving.setdefault(before.entry, set()).add(record.id)
-        for name, ids in leaving.items():
-            if self._entries[name].owners <= {(base.record.name, i) for i in ids}:
-                blocks.pop(name, None)
-        for record in records:
-            blocks[record.entry] = self._shape.num_blocks(len(record.context), len(record.tokens))
-        needed = sum(blocks.values())
+    def _check_room(self, base: CatalogueBase, records: list[DocumentRecord]) -> None:
+        needed = self._catalogue.num_blocks_with(base, records)
         if needed > self._limit:
             raise NoRoomError(
                 f"all documents together would need {needed} KV blocks, and knowledge bases may "
                 f"have {self._limit}: delete some, or raise frozen_share or the KV cache's size"
             )
 
-    def _promised(self) -> int:
-        return sum(entry.num_blocks for entry in self._entries.values())
-
-    # Bookkeeping.
-
-    def _remember(self, base: _Base, record: DocumentRecord, fault: str | None) -> None:
-        document = _Document(record.id, record.entry, len(record.tokens), record.metadata, fault)
-        base.documents[record.id] = document
-        if fault is None:
-            entry = self._entries.get(record.entry)
-            if entry is None:
-                num_blocks = self._shape.num_blocks(len(record.context), len(record.tokens))
-                entry = self._entries[record.entry] = _Entry(num_blocks)
-            entry.owners.add((base.record.name, record.id))
-
-    async def _disown(self, base: str, documents: Iterable[_Document]) -> None:
+    async def _disown(self, base: str, documents: Iterable[CatalogueDocument]) -> None:
         """Documents have left `base.documents`: entries that nobody else has are unfrozen."""
-        gone = []
-        for document in documents:
-            entry = self._entries.get(document.entry)
-            current = self._bases[base].documents.get(document.id) if base in self._bases else None
-            if entry is None or (current is not None and current.entry == document.entry):
-                continue
-            entry.owners.discard((base, document.id))
-            if not entry.owners:
-                del self._entries[document.entry]
-                gone.append(document.entry)
+        gone = self._catalogue.disown(base, documents)
         if gone:
             await self._in_thread(self._store.forget_uses, gone)
             await self._engine.unfreeze(gone)
@@ -449,76 +365,6 @@ class KnowledgeService:
 
     async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-    # Answers.
-
-    def _base(self, name: str) -> _Base:
-        if name not in self._bases:
-            raise NotFoundError(f"there is no knowledge base {name!r}")
-        return self._bases[name]
-
-    def _document(self, base: _Base, document_id: str) -> _Document:
-        if document_id not in base.documents:
-            raise NotFoundError(
-                f"there is no document {document_id!r} in knowledge base {base.record.name!r}"
-            )
-        return base.documents[document_id]
-
-    def _status(self, document: _Document, warm: dict[str, Any]) -> schemas.Status:
-        if document.fault is not None:
-            return "failed"
-        if document.entry in warm:
-            return "warm"
-        if self._warming.is_queued(document.entry):
-            return "warming"
-        return "failed" if self._warming.error(document.entry) else "cold"
-
-    def _show(
-        self, base: _Base, document: _Document, warm: dict[str, list[int]]
-    ) -> schemas.Document:
-        entry = self._entries.get(document.entry) if document.fault is None else None
-        held = warm.get(document.entry) if entry is not None else None
-        status = self._status(document, warm)
-        blocks, references = 0, 0
-        if entry is not None:
-            blocks = entry.num_blocks
-            if held is not None:
-                blocks, references = held[0], held[1] + len(entry.owners)
-        return schemas.Document(
-            id=document.id,
-            base=base.record.name,
-            status=status,
-            tokens=document.num_tokens,
-            blocks=blocks,
-            hits=entry.hits if entry else 0,
-            references=references,
-            last_used=_time(entry.last_used) if entry else None,
-            error=document.fault
-            or (self._warming.error(document.entry) if status == "failed" else None),
-            metadata=document.metadata,
-        )
-
-    def _show_base(self, base: _Base, warm: dict[str, list[int]]) -> schemas.KnowledgeBase:
-        documents = list(base.documents.values())
-        entries = {d.entry for d in documents if d.fault is None}
-        return schemas.KnowledgeBase(
-            name=base.record.name,
-            extra_key=base.record.extra_key,
-            preamble=base.record.preamble,
-            metadata=base.record.metadata,
-            created_at=datetime.fromtimestamp(base.record.created_at, UTC),
-            documents=self._count(documents, warm),
-            tokens=sum(d.num_tokens for d in documents),
-            blocks=sum(warm[name][0] for name in entries if name in warm),
-            hits=sum(self._entries[name].hits for name in entries if name in self._entries),
-        )
-
-    def _count(self, documents: Iterable[_Document], warm: dict[str, Any]) -> schemas.Counts:
-        counts = schemas.Counts()
-        for document in documents:
-            status = self._status(document, warm)
-            setattr(counts, status, getattr(counts, status) + 1)
-        return counts
 
 
 async def start_service(
@@ -549,7 +395,3 @@ def _page(names: Iterable[str], after: str | None, limit: int) -> tuple[list[str
     ordered = sorted(name for name in names if after is None or name > after)
     page = ordered[:limit]
     return page, page[-1] if len(ordered) > limit else None
-
-
-def _time(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of knowledge bases: the catalogue, what is warm of it, and what waits to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from vllm_segreuse.knowledge import schemas
+from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
+from vllm_segreuse.knowledge.warming import Warming
+
+Warm = Mapping[str, tuple[int, int]]
+"""{entry: (blocks, running requests that hold them)} of what is in GPU memory."""
+
+
+class Answers:
+    """Puts together what the routes answer.
+
+    Args:
+        catalogue: what there is.
+        warming: what waits or has failed.
+    """
+
+    def __init__(self, catalogue: Catalogue, warming: Warming) -> None:
+        self._catalogue = catalogue
+        self._warming = warming
+
+    def document(
+        self, base: CatalogueBase, document: CatalogueDocument, warm: Warm
+    ) -> schemas.Document:
+        """One document."""
+        entry = None
+        if document.fault is None:
+            entry = self._catalogue.entries.get(document.entry)
+        held = warm.get(document.entry) if entry is not None else None
+        status = self._status(document, warm)
+        blocks, references = 0, 0
+        if entry is not None:
+            blocks = entry.num_blocks
+            if held is not None:
+                blocks, references = held[0], held[1] + len(entry.owners)
+        return schemas.Document(
+            id=document.id,
+            base=base.record.name,
+            status=status,
+            tokens=document.num_tokens,
+            blocks=blocks,
+            hits=entry.hits if entry else 0,
+            references=references,
+            last_used=_time(entry.last_used) if entry else None,
+            error=document.fault
+            or (self._warming.error(document.entry) if status == "failed" else None),
+            metadata=document.metadata,
+        )
+
+    def documents(
+        self, base: CatalogueBase, ids: Iterable[str], warm: Warm
+    ) -> list[schemas.Document]:
+        """Those that are still there."""
+        found = (base.documents.get(document_id) for document_id in ids)
+        return [self.document(base, document, warm) for document in found if document is not None]
+
+    def bases(self, names: Iterable[str], warm: Warm) -> list[schemas.KnowledgeBase]:
+        """Those that are still there."""
+        found = (self._catalogue.bases.get(name) for name in names)
+        return [self.base(base, warm) for base in found if base is not None]
+
+    def base(self, base: CatalogueBase, warm: Warm) -> schemas.KnowledgeBase:
+        """One base."""
+        documents = list(base.documents.values())
+        names = {d.entry for d in documents if d.fault is None}
+        entries = [self._catalogue.entries[n] for n in names if n in self._catalogue.entries]
+        return schemas.KnowledgeBase(
+            name=base.record.name,
+            extra_key=base.record.extra_key,
+            preamble=base.record.preamble,
+            metadata=base.record.metadata,
+            created_at=datetime.fromtimestamp(base.record.created_at, UTC),
+            documents=self._count(documents, warm),
+            tokens=sum(d.num_tokens for d in documents),
+            blocks=sum(warm[name][0] for name in names if name in warm),
+            hits=sum(entry.hits for entry in entries),
+        )
+
+    def stats(self, state: Mapping[str, Any]) -> schemas.Stats:
+        """All bases together; `state` is `SchedulerSide.frozen`."""
+        return schemas.Stats(
+            blocks=schemas.BlockCounts(
+                total=state["total"],
+                frozen=state["frozen"],
+                promised=self._catalogue.num_blocks(),
+                limit=state["limit"],
+                free=state["free"],
+                block_size=state["block_size"],
+            ),
+            bases=len(self._catalogue.bases),
+            documents=self._count(self._catalogue.documents(), state["warm"]),
+            hits=sum(entry.hits for entry in self._catalogue.entries.values()),
+            given_back=state["given_back"],
+        )
+
+    def _status(self, document: CatalogueDocument, warm: Warm) -> schemas.Status:
+        if document.fault is not None:
+            return "failed"
+        if document.entry in warm:
+            return "warm"
+        if self._warming.is_queued(document.entry):
+            return "warming"
+        return "failed" if self._warming.error(document.entry) else "cold"
+
+    def _count(self, documents: Iterable[CatalogueDocument], warm: Warm) -> schemas.Counts:
+        counts = schemas.Counts()
+        for document in documents:
+            status = self._status(document, warm)
+            setattr(counts, status, getattr(counts, status) + 1)
+        return counts
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the knowledge bases of one engine, without what is warm of it.
+
+Documents with the same text, in the same context and under the same extra key, share one *entry*:
+it is entries that are computed, frozen and counted. Nothing here waits, asks or writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.errors import NotFoundError
+from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Tokens
+
+
+@dataclass
+class CatalogueDocument:
+    """A document without its tokens; those stay in the manifest.
+
+    Attributes:
+        fault: why it cannot be computed.
+    """
+
+    id: str
+    entry: str
+    num_tokens: int
+    metadata: dict[str, Any]
+    fault: str | None = None
+
+
+@dataclass
+class CatalogueBase:
+    """A base, the tokens before each of its documents, and these by id."""
+
+    record: BaseRecord
+    context: Tokens
+    documents: dict[str, CatalogueDocument] = field(default_factory=dict)
+
+
+@dataclass
+class Entry:
+    """What equal documents of one namespace share.
+
+    Attributes:
+        owners: (base, id) of these documents.
+    """
+
+    num_blocks: int
+    owners: set[tuple[str, str]] = field(default_factory=set)
+    hits: int = 0
+    last_used: float | None = None
+
+
+class Catalogue:
+    """Bases by name, and the entries of all their documents.
+
+    Args:
+        shape: how documents are cut.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self.bases: dict[str, CatalogueBase] = {}
+        self.entries: dict[str, Entry] = {}
+
+    def base(self, name: str) -> CatalogueBase:
+        """The base of this name.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        if name not in self.bases:
+            raise NotFoundError(f"there is no knowledge base {name!r}")
+        return self.bases[name]
+
+    def document(self, base: CatalogueBase, document_id: str) -> CatalogueDocument:
+        """The document of this id.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        if document_id not in base.documents:
+            raise NotFoundError(
+                f"there is no document {document_id!r} in knowledge base {base.record.name!r}"
+            )
+        return base.documents[document_id]
+
+    def documents(self) -> list[CatalogueDocument]:
+        """All documents of all bases."""
+        return [d for base in self.bases.values() for d in base.documents.values()]
+
+    def put(self, base: CatalogueBase, record: DocumentRecord, fault: str | None) -> None:
+        """Add a document, or put it in the place of the one with its id."""
+        document = CatalogueDocument(
+            record.id, record.entry, len(record.tokens), record.metadata, fault
+        )
+        base.documents[record.id] = document
+        if fault is None:
+            entry = self.entries.get(record.entry)
+            if entry is None:
+                entry = self.entries[record.entry] = Entry(self._num_blocks(record))
+            entry.owners.add((base.record.name, record.id))
+
+    def disown(self, base: str, documents: Iterable[CatalogueDocument]) -> list[str]:
+        """Documents have left their base; returns the entries that nobody else has."""
+        gone = []
+        for document in documents:
+            entry = self.entries.get(document.entry)
+            current = self.bases[base].documents.get(document.id) if base in self.bases else None
+            if entry is None or (current is not None and current.entry == document.entry):
+                continue
+            entry.owners.discard((base, document.id))
+            if not entry.owners:
+                del self.entries[document.entry]
+                gone.append(document.entry)
+        return gone
+
+    def num_blocks(self) -> int:
+        """Blocks that all documents take together when all are warm."""
+        return sum(entry.num_blocks for entry in self.entries.values())
+
+    def num_blocks_with(self, base: CatalogueBase, records: Sequence[DocumentRecord]) -> int:
+        """The same, once these documents are in the base."""
+        blocks = {name: entry.num_blocks for name, entry in self.entries.items()}
+        leaving: dict[str, set[tuple[str, str]]] = {}
+        for record in records:
+            before = base.documents.get(record.id)
+            if before is not None and before.fault is None:
+                leaving.setdefault(before.entry, set()).add((base.record.name, record.id))
+        for name, owners in leaving.items():
+            if self.entries[name].owners <= owners:
+                blocks.pop(name, None)
+        for record in records:
+            blocks[record.entry] = self._num_blocks(record)
+        return sum(blocks.values())
+
+    def most_used_first(self) -> list[str]:
+        """All entries, by hits, then by last use."""
+
+        def rank(name: str) -> tuple[int, float]:
+            entry = self.entries[name]
+            return -entry.hits, -(entry.last_used or 0.0)
+
+        return sorted(self.entries, key=rank)
+
+    def count_uses(self, uses: Mapping[str, tuple[int, float]]) -> list[str]:
+        """Requests have used entries, {entry: (hits, last use)}; returns those that are known."""
+        known = [name for name in uses if name in self.entries]
+        for name in known:
+            hits, self.entries[name].last_used = uses[name]
+            self.entries[name].hits += hits
+        return known
+
+    def _num_blocks(self, record: DocumentRecord) -> int:
+        return self._shape.num_blocks(len(record.context), len(record.tokens))
