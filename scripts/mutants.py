@@ -43,6 +43,7 @@ PLANNER = "vllm_segreuse/cache/planner.py"
 MATCHER = "vllm_segreuse/cache/matcher.py"
 LOOKUP = "vllm_segreuse/cache/lookup.py"
 LINKS = "vllm_segreuse/cache/links.py"
+FROZEN = "vllm_segreuse/cache/frozen.py"
 INDEX = "vllm_segreuse/cache/index.py"
 NAMESPACE = "vllm_segreuse/cache/namespace.py"
 POOL = "vllm_segreuse/compat/block_pool.py"
@@ -135,6 +136,10 @@ MUTANTS = [
         ((NAMESPACE, '_field(b"L", lora or ())', '_field(b"L", ())'),),
     ),
     Mutant(
+        "images are not in the namespace",
+        ((NAMESPACE, '_field(b"M", mm_hashes)', '_field(b"M", ())'),),
+    ),
+    Mutant(
         "the index does not tell namespaces apart",
         (
             (LOOKUP, "            and nodes[entry].namespace == namespace\n", ""),
@@ -203,6 +208,28 @@ MUTANTS = [
     Mutant(
         "a reset leaves the index",
         ((POOL, "            self.index.clear()\n", ""),),
+    ),
+    Mutant(
+        "frozen blocks are not held",
+        (
+            (FROZEN, "        self._blocks.pin(new)\n", ""),
+            (
+                FROZEN,
+                "            each.callback(self._blocks.unpin, list(unheld))\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "the frozen pool has no limit",
+        ((FROZEN, "if self.num_frozen + len(new) > self.limit:", "if False:"),),
+    ),
+    Mutant(
+        "what is frozen may have been computed with somebody's KV",
+        (
+            (SCHEDULER, '            bypass = bypass or "knowledge_base"\n', "            pass\n"),
+            (POOL, "if name is None or get_block_hash(name).startswith(_OWN_NAME):", "if False:"),
+        ),
     ),
     Mutant(
         "copied tokens donate",
