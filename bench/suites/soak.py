@@ -4,7 +4,7 @@
 One engine in this process, always as many requests as it may run and a few that wait. Their prompts
 hold known documents in any order, some carry no extra keys, and the pool holds a few of them only:
 requests are preempted all the time. One in ten is aborted at some point, one in ten computes a
-document that is frozen then while another is let go (`churn`), and now and then the prefix cache is
+document that is frozen then while another is let go (`documents`), and now and then the prefix cache is
 reset, running requests included. It ends after a number of requests, or of steps.
 
 `p99_ratio` compares the time to the first token in the last quarter with that in the first;
@@ -13,6 +13,7 @@ reset, running requests included. It ends after a number of requests, or of step
 """
 
 import logging
+import os
 import random
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import engine, harness, shapes
-from bench.suites.churn import EXTRA_KEY, Churn
+from bench.suites.documents import EXTRA_KEY, Documents
 from vllm_segreuse.knowledge.engine import ingesting, was_frozen
 
 SHAPE = "qwen3"
@@ -87,6 +88,8 @@ class Part:
 def run(quick: bool) -> harness.SuiteResult:
     """Soak one engine (`quick`: a few hundred requests)."""
     load = QUICK if quick else FULL
+    # On one core: of two threads that wait for each other, whatever else runs slows down both.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
     engine.prepare_environment(1)
     with engine.engine(
         shapes.make_model(SHAPE),
@@ -117,7 +120,7 @@ class Soak:
         self._load = load
         self._dice = random.Random(0)
         self._documents = [self._tokens(count) for count in DOCUMENT_TOKENS]
-        self._churn = Churn(core, self._tokens, lambda: self._dice.randrange(64, 130))
+        self._frozen = Documents(core, self._tokens, lambda: self._dice.randrange(64, 130))
         self._under_way: dict[str, Asked] = {}
         self._submitted = 0
         self._steps = 0
@@ -139,8 +142,8 @@ class Soak:
         self._hung += len(self._under_way)
         for name in list(self._under_way):
             self._abort(name)
-        self._parts[-1].counts["given_back"] = self._churn.state()["given_back"]
-        self._churn.end()
+        self._parts[-1].counts["given_back"] = self._frozen.state()["given_back"]
+        self._frozen.end()
         pool = self._scheduler.kv_cache_manager.block_pool
         self._leaked = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         pool.index.check_integrity()
@@ -211,7 +214,7 @@ class Soak:
         freezes, keyed = dice.random() < INGESTED, dice.random() >= PLAIN
         with ExitStack() as context:
             if freezes:
-                tokens, order, let_go, returns = self._churn.next()
+                tokens, order, let_go, returns = self._frozen.next()
                 self._part(number).counts.update(let_go=let_go, returned=returns)
                 params = context.enter_context(ingesting(EXTRA_KEY, order))
             else:
@@ -286,7 +289,7 @@ class Soak:
     def _prompt(self) -> list[int]:
         dice = self._dice
         prompt = self._tokens(dice.randrange(1, 40))
-        for document in dice.sample(self._documents + self._churn.texts(), dice.randrange(1, 3)):
+        for document in dice.sample(self._documents + self._frozen.texts(), dice.randrange(1, 3)):
             prompt += document + self._tokens(dice.randrange(1, 20))
         return prompt
 

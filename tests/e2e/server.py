@@ -129,6 +129,12 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
 
+    @property
+    def pid(self) -> int:
+        """Of the API server."""
+        assert self._process is not None, "the server is not running"
+        return self._process.pid
+
     def is_healthy(self) -> bool:
         """Whether `/health` answers 200: the engine lives."""
         try:

@@ -26,7 +26,7 @@ class Ingestion(NamedTuple):
     returns: bool
 
 
-class Churn:
+class Documents:
     """The documents of one engine.
 
     Args:

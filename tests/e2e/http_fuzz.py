@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fuzz the inference routes of a server with segment reuse, while others use it as they should.
+
+    python -m tests.e2e.http_fuzz --requests 5000 --log http-fuzz.txt
+
+Two generators, both of hypothesis: bodies that the server's own OpenAPI description allows or
+forbids (schemathesis), and sound bodies with anything at all for `extra_keys`, our options and what
+vLLM has beside them. Beside them runs the load of `http_load`, whose answers are checked. No answer
+may be 5xx; at the end the same processes must run, hold no request and no block, and no more memory
+than they did after the first third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import schemathesis
+import vllm
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+
+import vllm_segreuse
+from bench.shapes import make_model, passages
+from tests.e2e.http_bodies import MOST_TOKENS, bodies
+from tests.e2e.http_load import Load
+from tests.e2e.server import Server
+
+OPENERS = ("/v1/", "/v2/", "/inference/", "/tokenize", "/detokenize", "/invocations")
+"""How the paths of inference routes begin."""
+FLAGS = ["--enable-scale-out"]
+PARTS = 6
+SLACK_MB = 40.0
+SLOPE_MB_PER_1K = 10.0
+
+
+class Fuzz:
+    """Sends what is generated, and keeps the books.
+
+    Attributes:
+        statuses: number of answers by route and status.
+        findings: answers that may not be, with what was sent.
+    """
+
+    def __init__(self, server: Server, prompts: list[str]) -> None:
+        self._server = server
+        self._prompts = prompts
+        self.statuses: dict[str, Counter[int]] = {}
+        self.findings: list[str] = []
+
+    def ours(self, requests: int, first_seed: int) -> None:
+        """As many sound bodies with odd options."""
+
+        def send(case: tuple[str, dict[str, Any]]) -> None:
+            self._send(*case)
+
+        _generate(bodies(self._prompts), requests, first_seed, send)
+
+    def described(self, requests: int, first_seed: int) -> None:
+        """About as many bodies after the server's description of its inference routes."""
+        description = self._server.get("/openapi.json").json()
+        found = schemathesis.openapi.from_dict(description).get_all_operations()
+        operations = [o for o in (one.ok() for one in found) if _is_inference(o)]
+        modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+        each = max(1, requests // (len(operations) * len(modes)))
+
+        def send(case: Any) -> None:
+            body = case.body
+            if isinstance(body, dict):
+                body = _bounded(body)
+            self._send(case.path, body)
+
+        for operation in operations:
+            for mode in modes:
+                with contextlib.suppress(Unsatisfiable):  # nothing could be wrong with it
+                    strategy = operation.as_strategy(generation_mode=mode)
+                    _generate(strategy, each, first_seed, send)
+
+    def _send(self, path: str, body: Any) -> None:
+        try:
+            text = json.dumps(body)
+        except TypeError:
+            return  # schemathesis stands for "no body" and for files with objects of its own
+        try:
+            status = self._server.post(
+                path, content=text, headers={"Content-Type": "application/json"}
+            ).status_code
+        except httpx.TransportError as error:
+            status = 0
+            self.findings.append(f"{path} {error!r}: {text[:2000]}")
+        self.statuses.setdefault(path, Counter())[status] += 1
+        if status >= 500:
+            self.findings.append(f"{path} {status}: {text[:2000]}")
+
+
+def _is_inference(operation: Any) -> bool:
+    return operation.method.upper() == "POST" and operation.path.startswith(OPENERS)
+
+
+def _bounded(body: dict[str, Any]) -> dict[str, Any]:
+    """The model there is, and few tokens: else most requests would be 404, or take minutes."""
+    body = dict(body, model="m")
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if isinstance(body.get(name), int):
+            body[name] = min(body[name], MOST_TOKENS)
+    return body
+
+
+def _generate(
+    strategy: st.SearchStrategy[Any], examples: int, first_seed: int, send: Callable[[Any], None]
+) -> None:
+    @seed(first_seed)
+    @settings(
+        max_examples=examples,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+        database=None,
+    )
+    @given(case=strategy)
+    def each(case: Any) -> None:
+        send(case)
+
+    each()
+
+
+class Watched:
+    """The server's processes: that they stay the same, come to rest, and do not grow."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._pids = self.pids()
+        self.memory_mb: list[float] = []
+
+    def pids(self) -> list[int]:
+        """Of the server and of all that it started."""
+        found = [self._server.pid]
+        for pid in found:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+        return found
+
+    def note(self) -> None:
+        """Memory at this moment that no file backs, of all processes together."""
+        total = 0
+        for pid in self._pids:
+            status = Path(f"/proc/{pid}/status").read_text()
+            total += int(status.partition("RssAnon:")[2].split()[0])
+        self.memory_mb.append(total / 1024)
+
+    def at_rest(self) -> list[str]:
+        """What is not as it should be once all requests have ended."""
+        wrong = []
+        if not self._server.is_healthy():
+            wrong.append("the server is not healthy")
+        if self.pids() != self._pids:
+            wrong.append(f"processes were {self._pids} and are {self.pids()}")
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+            if left := self._settled(name):
+                wrong.append(f"{name} is {left} though nobody waits for an answer")
+        if "segment reuse failed" in self._server.log():
+            wrong.append("an error of ours was contained; see the server's log")
+        return wrong
+
+    def _settled(self, name: str) -> float:
+        """A gauge once it is 0, or what it was after a while."""
+        for _ in range(40):
+            lines = self._server.get("/metrics").text.splitlines()
+            value = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+            if not value:
+                break
+            time.sleep(0.25)
+        return value
+
+
+def fuzz(
+    server: Server, prompts: list[str], requests: int, first_seed: int, say: Callable[[str], None]
+) -> list[str]:
+    """Send about as many requests, half of each generator, beside a load; returns the findings."""
+    watched, one = Watched(server), Fuzz(server, prompts)
+    with Load(server.base_url, prompts) as load:
+        for part in range(PARTS):
+            one.ours(requests // PARTS // 2, first_seed + part)
+            one.described(requests // PARTS // 2, first_seed + part)
+            watched.note()
+    findings = one.findings + load.findings + watched.at_rest()
+    for path, statuses in sorted(one.statuses.items()):
+        say(f"  {path:28} {statuses.total():6} {dict(sorted(statuses.items()))}")
+    say(f"  beside them: {dict(sorted(load.counts.items()))}")
+    say(f"  memory after each part, MB: {', '.join(f'{mb:.0f}' for mb in watched.memory_mb)}")
+    findings += growth(watched.memory_mb, requests)
+    return findings
+
+
+def growth(memory_mb: list[float], requests: int) -> list[str]:
+    """A finding if memory grew behind the first third by more than allocators keep."""
+    grown = memory_mb[-1] - memory_mb[PARTS // 3 - 1]
+    allowed = SLACK_MB + SLOPE_MB_PER_1K * requests / 1000
+    return [f"memory grew by {grown:.0f} MB, allowed {allowed:.0f}"] if grown > allowed else []
+
+
+def make_prompts() -> list[str]:
+    """Documents to be reused, whole, in any order, and too short ones."""
+    one, two = [text[:1500] for _, text in passages() if len(text) > 1500][:2]
+    return [one, two, one + two, "And " + two + one, "Short.", ""]
+
+
+def main() -> int:
+    """Command line; exit status 1 at a finding."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.http_fuzz")
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="file to write what is printed to, as well")
+    options = parser.parse_args()
+    log = options.log.open("w") if options.log else None
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        if log is not None:
+            print(line, file=log, flush=True)
+
+    versions = f"vllm-segreuse {vllm_segreuse.__version__}, vLLM {vllm.__version__}"
+    say(f"{versions}, {platform.platform()}")
+    say(f"python -m tests.e2e.http_fuzz {' '.join(sys.argv[1:])}")
+    began = time.monotonic()
+    with Server(make_model("llama"), FLAGS) as server:
+        findings = fuzz(server, make_prompts(), options.requests, options.seed, say)
+    for finding in findings:
+        say(f"FINDING {finding}")
+    say(f"findings: {len(findings)}; {time.monotonic() - began:.0f} s")
+    return int(bool(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
