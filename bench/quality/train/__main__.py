@@ -35,9 +35,10 @@ CURRICULUM = [
     (Stage(640, 7, max_hops=4, recall=0.02), 800, 0.97),
     (Stage(1280, 4, max_hops=4), 800, 0.98),
     # Counting is learnt last: it needs many examples at little else to learn.
-    (Stage(256, 18, max_hops=4, counting=0.8), 800, 1.01),
-    (Stage(768, 6, max_hops=4, counting=0.7), 400, 1.01),
-    (Stage(2304, 2, max_hops=4, counting=0.5), 6000, 1.01),
+    (Stage(128, 36, max_hops=3, counting=0.9, frequent=0.8), 1500, 1.01),
+    (Stage(384, 12, max_hops=4, counting=0.8, frequent=0.8), 800, 1.01),
+    (Stage(1024, 4, max_hops=4, counting=0.7, frequent=0.7), 500, 1.01),
+    (Stage(2304, 2, max_hops=4, counting=0.6, frequent=0.7), 6000, 1.01),
 ]
 COUNTING = ("common", "frequent")
 WINDOW = 100
@@ -80,6 +81,7 @@ def train(
     minutes: float | None,
     start: Path | None = None,
     first_stage: int = 0,
+    rate: float = 1.0,
 ) -> None:
     """Train, and write `model.pt` and `curve.jsonl` into `out`.
 
@@ -89,6 +91,7 @@ def train(
         device: torch device.
         start: a `model.pt` to go on from.
         first_stage: stage of the curriculum to begin with.
+        rate: factor of all learning rates.
         minutes: bound of the whole; rates then fall over the last third of it.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -98,7 +101,7 @@ def train(
     if start is not None:
         model.load_state_dict(torch.load(start, weights_only=True)["model"])
     trunk = torch.compile(model, dynamic=False)
-    optimizer = Optimizer(model, MATRIX_RATE, OTHER_RATE)
+    optimizer = Optimizer(model, rate * MATRIX_RATE, rate * OTHER_RATE)
     rng = Random(seed)
     started, tokens, step = time.monotonic(), 0, 0
     with (out / "curve.jsonl").open("w") as curve:
@@ -172,6 +175,7 @@ def main() -> None:
     parser.add_argument(
         "--first-stage", type=int, default=0, help="stage of the curriculum to begin with"
     )
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of all learning rates")
     arguments = parser.parse_args()
     train(**vars(arguments))
 

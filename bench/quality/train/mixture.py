@@ -31,6 +31,7 @@ class Stage:
         recall: share of rows that only repeat words of the row in another order (they teach
             attention to what stood two words after the same word).
         counting: share of the other rows that carry a counting task.
+        frequent: share of the counting tasks that ask for the most frequent words.
         single: share of the other rows with statements of one task only.
     """
 
@@ -39,6 +40,7 @@ class Stage:
     max_hops: int
     recall: float = 0.0
     counting: float = 0.35
+    frequent: float = 0.5
     single: float = 0.3
 
 
@@ -109,7 +111,7 @@ def _threads(rng: Random, stage: Stage, room: int) -> list[Thread]:
     threads: list[Thread] = []
     budget = room * rng.uniform(0.3, 0.75)
     if rng.random() < stage.counting:
-        threads.append(_counting(names, rng, budget))
+        threads.append(_counting(names, rng, budget, stage.frequent))
     hint_rate = rng.choice([0.0, 0.3, 0.6])
     makers = {
         "variables": lambda: variables.chain(
@@ -144,17 +146,17 @@ def _needles(names: Names, rng: Random) -> Thread:
     return retrieval.needles(names, rng, count, rng.randint(1, min(count, 4)))
 
 
-def _counting(names: Names, rng: Random, budget: float) -> Thread:
+def _counting(names: Names, rng: Random, budget: float, frequent: float) -> Thread:
     """A counting task that takes at most the budget, easier where there is less of it.
 
     As in RULER, how many words are asked for is part of the task: 4 common or 3 frequent ones.
     """
-    if rng.random() < 0.5:
+    if rng.random() >= frequent:
         times, rare = rng.randint(3, 12), rng.randint(2, 24)
         while 2 * (4 * times + rare) > budget and (times > 2 or rare > 1):
             times, rare = max(2, times - 1), max(1, rare - 2)
         return counting.common(names, rng, 4, times, rare)
-    scale, exponent = rng.uniform(8, 120), rng.uniform(1.3, 2.4)
+    scale, exponent = rng.uniform(8, 120), rng.uniform(0.8, 2.4)
     kinds = rng.randint(4, 12)
     counts = [max(1, round(scale / (rank + 1) ** exponent)) for rank in range(kinds)]
     while sum(counts) > budget and counts[0] > 4:
