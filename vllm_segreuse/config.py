@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-POLICIES = ("shift", "epic", "cacheblend", "sparsex", "prophet", "trace", "exact")
+POLICIES = ("shift", "epic", "cacheblend", "sparsex", "prophet", "focus", "exact")
 """Names of the policies a server or a request may choose."""
 
 EXTRA_KEYS = "extra_keys"

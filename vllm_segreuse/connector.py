@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
 
@@ -48,12 +49,25 @@ class SegReuseMetadata(KVConnectorMetadata):
     plans: list[ReusePlan] = field(default_factory=list)
 
 
+@dataclass
+class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the workers computed of plans, where only they could tell (`PassReport.computed`)."""
+
+    computed: dict[str, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Tensor-parallel ranks compute the same tokens."""
+        return self
+
+
 class SegReuseConnector(KVConnectorBase_V1):
     """vLLM documents the interface (`kv_connector/v1/base.py`); here is what is particular."""
 
     # Set by the hook that vLLM calls in the process concerned, and nowhere else.
     _scheduler: SchedulerSide
     _prefill: SparsePrefill
+
+    _computed: dict[str, int]
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -66,6 +80,7 @@ class SegReuseConnector(KVConnectorBase_V1):
             self._kv_transfer_config.kv_connector_extra_config, source="kv_connector_extra_config"
         )
         self._stats = SegReuseStats()
+        self._computed = {}
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -122,6 +137,10 @@ class SegReuseConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegReuseMetadata:
         return SegReuseMetadata(self._scheduler.take_plans())
 
+    def worker_told(self, metadata: SegReuseWorkerMetadata) -> None:
+        """Called before vLLM looks at the step's output (`compat/scheduler.py`)."""
+        self._scheduler.computed(metadata.computed)
+
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -177,11 +196,18 @@ class SegReuseConnector(KVConnectorBase_V1):
             self.bind_connector_metadata(metadata)
         self._stats.observe("align", report.align_s)
         self._stats.observe("sparse_pass", report.sparse_s)
+        self._computed |= report.computed
         if report.not_finite:
             self._stats.count_repeated(len(report.not_finite))
             logger.warning(
                 "segment reuse met NaN or infinity; computed in full: %s", report.not_finite
             )
+
+    def build_connector_worker_meta(self) -> SegReuseWorkerMetadata | None:
+        if not self._computed:
+            return None
+        told, self._computed = SegReuseWorkerMetadata(self._computed), {}
+        return told
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the forward starts."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -192,7 +192,9 @@ class SchedulerSide:
         if request.num_preemptions:
             return  # counted when it was first admitted, like vLLM's own figures
         tracked.report = report
-        self._count(report)
+        if tracked.plan is not None and tracked.plan.recipe.least_share:
+            tracked.awaited = tracked.plan
+        self._count(report, recomputed=tracked.awaited is None)
         if tracked.freeze is None:
             donors = [] if tracked.plan is None else tracked.plan.donor_blocks
             self._frozen.used([*hit_blocks, *donors])
@@ -203,6 +205,22 @@ class SchedulerSide:
                 num_local_cached_tokens=report.prefix_tokens,
                 num_external_cached_tokens=report.reused_tokens - report.recomputed_tokens,
             )
+
+    def computed(self, tokens: Mapping[str, int]) -> None:
+        """The workers tell how many tokens of a plan they computed at all layers."""
+        for request_id, count in tokens.items():
+            tracked = self._planner.get(request_id)
+            if tracked is None or tracked.report is None or tracked.awaited is None:
+                continue  # ended meanwhile, or readmitted: the report is about the first admission
+            plan, tracked.awaited = tracked.awaited, None
+            asked = int(plan.next_token is not None)
+            chosen = count - asked - int(plan.recipe.always.sum())
+            recomputed = plan.recomputed(chosen)
+            tracked.report = tracked.report._replace(
+                recomputed_tokens=recomputed,
+                computed_share=self._computed_share(plan, plan.stop + 1, chosen),
+            )
+            self._stats.count_tokens("recomputed", recomputed)
 
     @_contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:
@@ -296,16 +314,19 @@ class SchedulerSide:
             )
         )
 
-    def _computed_share(self, plan: ReusePlan, num_tokens: int) -> float:
+    def _computed_share(
+        self, plan: ReusePlan, num_tokens: int, chosen: int | None = None
+    ) -> float:
         by_vllm = (num_tokens - plan.stop) * self._num_layers  # the last token, as a rule
-        computed = plan.layer_tokens(self._num_layers) + by_vllm
+        computed = plan.layer_tokens(self._num_layers, chosen) + by_vllm
         return round(computed / ((num_tokens - plan.start) * self._num_layers), 4)
 
-    def _count(self, report: Report) -> None:
+    def _count(self, report: Report, recomputed: bool) -> None:
         self._stats.count_tokens("prefix", report.prefix_tokens)
         self._stats.count_tokens("reused", report.reused_tokens)
         self._stats.count_tokens("exact", report.exact_tokens)
-        self._stats.count_tokens("recomputed", report.recomputed_tokens)
+        if recomputed:
+            self._stats.count_tokens("recomputed", report.recomputed_tokens)
         self._stats.count_tokens("new", report.new_tokens)
         if report.bypass_reason is None:
             self._stats.count_request("reused")

@@ -39,8 +39,7 @@ ARMS = (
     Arm("sparsex", {"policy": "sparsex", "dense_layers": 0, "recompute_ratio": 0.15}),
     Arm("hybrid", {"policy": "sparsex", "dense_layers": 3, "recompute_ratio": 0.15}),
     Arm("prophet", {"policy": "prophet", "recompute_ratio": 0.1}),
-    Arm("trace 1 %", {"policy": "trace", "recompute_ratio": 0.01}),
-    Arm("trace 3 %", {"policy": "trace", "recompute_ratio": 0.03}),
+    Arm("focus", {"policy": "focus", "recompute_ratio": 0.15}),
 )
 PUBLISHED = ("shift", "epic", "cacheblend", "sparsex", "hybrid", "prophet")
 

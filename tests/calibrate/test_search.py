@@ -51,7 +51,7 @@ def test_the_least_work_within_the_limits_is_taken():
 
     verdicts = [
         ({"policy": "shift"}, verdict(0.5, 0.7, 0.02)),
-        ({"policy": "trace"}, verdict(0.01, 0.99, 0.05)),
+        ({"policy": "focus"}, verdict(0.01, 0.99, 0.05)),
         ({"policy": "sparsex"}, verdict(0.01, 0.99, 0.4)),
     ]
     assert choose(verdicts, 0.05, 0.95) == verdicts[1]

@@ -63,7 +63,7 @@ WORKING = {
     "prefill.programs.Layers.attention_paid": SELECTED,
     "prefill.batch.Batch.choose": SELECTED,
     "prefill.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
-    "prefill.programs._traced_scores": SELECTED | {"segreuse_policy": "trace"},
+    "prefill.programs._paid_at_all_layers": SELECTED | {"segreuse_policy": "focus"},
 }
 
 Break = Callable[..., list[str]]

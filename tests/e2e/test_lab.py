@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 FULL = Arm("full", None)
 SHIFT = Arm("shift", {"policy": "shift"})
-TRACE = Arm("trace", {"policy": "trace", "recompute_ratio": 0.06})
+FOCUS = Arm("focus", {"policy": "focus", "recompute_ratio": 0.06})
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +34,16 @@ def lab() -> Iterator[Lab]:
 def test_hops_across_documents_need_recomputation(lab: Lab) -> None:
     asked = [example("vt", Random(seed), tokens=1024) for seed in range(40)]
     hops = [drawn for drawn in asked if drawn.kind != "hop 1"][:8]
-    scores = {arm.name: 0.0 for arm in (FULL, SHIFT, TRACE)}
+    scores = {arm.name: 0.0 for arm in (FULL, SHIFT, FOCUS)}
     for drawn in hops:
-        for name, outcome in lab.ask(drawn, [FULL, SHIFT, TRACE]).items():
+        for name, outcome in lab.ask(drawn, [FULL, SHIFT, FOCUS]).items():
             scores[name] += outcome.score / len(hops)
             if name != "full":
                 assert outcome.reused > 0.9
                 assert outcome.work < 0.25
     assert scores["full"] == 1
     assert scores["shift"] <= 0.25
-    assert scores["trace"] >= 0.85
+    assert scores["focus"] >= 0.85
 
 
 def test_a_run_becomes_a_page(lab: Lab, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def options(policy: str, **more: object) -> dict[str, object]:
     return NAMESPACE | {"segreuse_policy": policy} | more
 
 
-@pytest.mark.parametrize("policy", ["epic", "cacheblend", "prophet", "trace"])
+@pytest.mark.parametrize("policy", ["epic", "cacheblend", "prophet", "focus"])
 def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) -> None:
     documents, prompts = prompts_for(reusing.vocab_size)
     reference = reusing.ask(*prompts)

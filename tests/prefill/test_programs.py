@@ -13,7 +13,7 @@ from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layers import LayerState
-from vllm_segreuse.prefill.programs import deviating, program_of, traced
+from vllm_segreuse.prefill.programs import asked, deviating, program_of
 
 SIZE, HEADS, CHANNELS, LAYERS = 16, 2, 8, 3
 TOKENS = 48
@@ -28,15 +28,17 @@ def half(number: int) -> TiledStrides:
     )
 
 
-def plan(new: list[int], top_k: int, score: Score, rounds: int = 1, first: int = 0) -> ReusePlan:
-    """A plan of `TOKENS` tokens of which all but `new` are reused."""
+def plan(
+    new: list[int], top_k: int, score: Score, least_share: float = 0.0, first: int = 0
+) -> ReusePlan:
+    """A plan of `TOKENS` tokens of which all but `new` are reused; `first`: its first block."""
     always = np.zeros(TOKENS, bool)
     always[new] = True
     dense_layers = 1 if score is Score.DEVIATION else 0
-    recipe = Recipe(always, dense_layers, top_k, always.copy(), score, rounds)
+    recipe = Recipe(always, dense_layers, top_k, always.copy(), score, least_share)
     blocks = np.arange(first, first + TOKENS // SIZE, dtype=np.int32)
     pieces = np.empty((0, 5), np.int32)
-    return ReusePlan("r", 0, TOKENS, np.zeros(TOKENS, np.int32), pieces, recipe, [], 0, blocks)
+    return ReusePlan(f"from {first}", 0, TOKENS, np.zeros(TOKENS, np.int32), pieces, recipe, [], 0, blocks)
 
 
 class Known:
@@ -106,30 +108,32 @@ def test_deviation_picks_the_tokens_whose_keys_or_values_moved_most() -> None:
     assert layers.ran == [(0, 1, list(range(TOKENS))), (1, LAYERS, [7, 30, 46, 47])]
 
 
-def test_a_trace_follows_the_attention_of_what_it_chose() -> None:
-    layers = Known()
-    layers.attention = {47: [20, 3], 20: [9], 9: [5], 3: [1]}
-    active, _ = traced(layers, batch_of(plan([47], 3, Score.TRACE, rounds=3)))
-    assert active.tolist() == [5, 9, 20, 47]
-    probes = [(0, LAYERS - 1, [token]) for token in (47, 20, 9)]
-    assert layers.ran == [*probes, (0, LAYERS, [5, 9, 20, 47])]
-
-
-def test_one_round_sees_only_what_the_question_attends_to() -> None:
+def test_what_the_question_attends_to_at_any_layer_is_computed_with_it() -> None:
     layers = Known()
     layers.attention = {47: [20, 3], 20: [9], 9: [5]}
-    active, _ = traced(layers, batch_of(plan([47], 2, Score.TRACE)))
+    active, _ = asked(layers, batch_of(plan([47], 2, Score.ALL_LAYERS)))
     assert active.tolist() == [3, 20, 47]
+    assert layers.ran == [(0, LAYERS - 1, [47]), (0, LAYERS, [3, 20, 47])]
 
 
-def test_plans_are_traced_side_by_side() -> None:
+@pytest.mark.parametrize(("least_share", "chosen"), [(0.0, 20), (0.4, 20), (0.6, 13), (0.9, 8)])
+def test_as_many_are_chosen_as_have_a_share_of_the_peak(least_share: float, chosen: int) -> None:
     layers = Known()
-    layers.attention = {47: [20], 20: [9], TOKENS + 46: [TOKENS + 4], TOKENS + 4: [TOKENS + 2]}
+    layers.attention = {47: list(range(30))}  # the eighth gets 1/8, the thirteenth 1/13, ...
+    active, _ = asked(layers, batch_of(plan([47], 20, Score.ALL_LAYERS, least_share)))
+    assert active.tolist() == [*range(chosen), 47]
+
+
+def test_plans_side_by_side_choose_each_for_itself() -> None:
+    layers = Known()
+    seen = range(TOKENS, TOKENS + 30)
+    layers.attention = {47: list(range(20)), TOKENS + 46: [*seen], TOKENS + 45: [*seen[:9]]}
     batch = batch_of(
-        plan([47], 2, Score.TRACE, rounds=2), plan([46], 2, Score.TRACE, rounds=2, first=3)
+        plan([47], 12, Score.ALL_LAYERS, 0.7), plan([45, 46], 20, Score.ALL_LAYERS, 0.7, first=3)
     )
-    active, _ = traced(layers, batch)
-    assert active.tolist() == [9, 20, 47, TOKENS + 2, TOKENS + 4, TOKENS + 46]
+    active, _ = asked(layers, batch)
+    assert batch.num_active(active) == {"from 0": 12, "from 3": 11}
+    assert active.tolist() == [*range(11), 47, *seen[:9], TOKENS + 45, TOKENS + 46]
 
 
 def test_a_recipe_without_a_choice_needs_no_score() -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from vllm_segreuse.prefill import selection
-from vllm_segreuse.prefill.selection import choose_top_k
+from vllm_segreuse.prefill.selection import choose
 
 
 @dataclass
 class Group:
-    """One rank of a tensor parallel group, as `choose_top_k` sees it.
+    """One rank of a tensor parallel group, as `choose` sees it.
 
     Attributes:
         others: what the other ranks add in the all-reduce.
@@ -45,32 +45,46 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 
 def test_the_largest_are_chosen_in_order_of_position(group: Group) -> None:
     scores = [torch.tensor([1.0, 5.0, 3.0, 4.0]), torch.tensor([9.0, 8.0])]
-    chosen = choose_top_k(scores, [2, 1])
-    assert [part.tolist() for part in chosen] == [[1, 3], [0]]
+    assert choose(scores, [2, 1], 0.0).tolist() == [1, 3, 4]
     assert group.calls == []
 
 
 def test_ties_go_to_the_first(group: Group) -> None:
     many = torch.zeros(10_000)
     many[5000] = 1.0
-    assert choose_top_k([many], [100])[0].tolist() == [*range(99), 5000]
+    assert choose([many], [100], 0.0).tolist() == [*range(99), 5000]
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_excluded_tokens_are_never_chosen(group: Group, k: int) -> None:
     scores = torch.tensor([float("-inf"), -7.0, float("-inf"), 0.0, -1e30])
-    assert choose_top_k([scores], [k])[0].tolist() == [[], [3], [1, 3, 4]][min(k, 2)]
+    assert choose([scores], [k], 0.0).tolist() == [[], [3], [1, 3, 4]][min(k, 2)]
 
 
 def test_scores_of_all_ranks_decide(group: Group) -> None:
     group.world_size, group.others = 2, torch.tensor([0.0, 9.0, 3.0, 0.0, 1.0])
     scores = [torch.tensor([2.0, float("-inf"), 0.0]), torch.tensor([1.0, 0.5])]
-    chosen = choose_top_k(scores, [1, 1])
-    assert [part.tolist() for part in chosen] == [[2], [1]]
+    assert choose(scores, [1, 1], 0.0).tolist() == [2, 4]
     assert group.calls == ["all_reduce", "broadcast"]
 
 
-def test_the_choice_of_rank_0_is_everyones(group: Group) -> None:
-    group.world_size, group.chosen = 2, torch.tensor([2, 0, 1])
-    chosen = choose_top_k([torch.tensor([3.0, 2.0, 1.0]), torch.tensor([4.0, 1.0])], [2, 1])
-    assert [part.tolist() for part in chosen] == [[0, 2], [1]]
+@pytest.mark.parametrize("least_share", [0.0, 0.5])
+def test_the_choice_of_rank_0_is_everyones(group: Group, least_share: float) -> None:
+    group.world_size, group.chosen = 2, torch.tensor([2, 0, 4])
+    scores = [torch.tensor([3.0, 2.0, 1.0]), torch.tensor([4.0, 1.0])]
+    assert choose(scores, [2, 1], least_share).tolist() == [0, 2, 4]
+
+
+def test_ranks_take_over_that_fewer_were_chosen(group: Group) -> None:
+    group.world_size, group.chosen = 2, torch.tensor([2, -1, 3])
+    scores = [torch.tensor([3.0, 2.0, 1.0]), torch.tensor([4.0, 1.0])]
+    assert choose(scores, [2, 1], 0.5).tolist() == [2, 3]
+
+
+def test_sinks_do_not_set_the_measure(group: Group) -> None:
+    scores = torch.full((100,), 0.1)
+    scores[:5] = 1000.0
+    scores[40:60] = 2.0
+    scores[60:70] = 1.1
+    scores[70:80] = 0.9
+    assert choose([scores], [50], 0.5).tolist() == [*range(5), *range(40, 70)]

@@ -18,7 +18,7 @@ class Score(Enum):
 
     ATTENTION = "the attention that the probes pay them at the boundary layer"
     DEVIATION = "how far keys and values at the boundary layer are from the reused ones"
-    TRACE = "the attention that the probes, and then the tokens chosen, pay them at every layer"
+    ALL_LAYERS = "the attention that the probes pay them, summed over the layers"
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,12 @@ class Recipe:
         always: bool `[stop - start]`: computed at every layer. Contains every token not reused.
         dense_layers: leading layers at which every token is computed (SparseX's l*).
         top_k: reused tokens outside `always` that are recomputed from layer `dense_layers` on,
-            chosen by their score once the scores are known.
+            chosen by their score once the scores are known; with `least_share` the most of them.
         probes: bool `[stop - start]`: tokens whose queries give the scores.
         score: what the choice goes by.
-        rounds: with `Score.TRACE`: rounds in which equal parts of `top_k` are chosen; the tokens
-            chosen in one round are the probes of the next.
+        least_share: of the `top_k` tokens only those are chosen whose score is at least this share
+            of the peak (see `prefill/selection.py`); 0: all of them. How many that are only the
+            workers know.
         stock: the model's own forward computes what is computed, as it does for vLLM; nothing is
             dense or chosen.
     """
@@ -43,7 +44,7 @@ class Recipe:
     top_k: int
     probes: BoolArray
     score: Score = Score.ATTENTION
-    rounds: int = 1
+    least_share: float = 0.0
     stock: bool = False
 
     @classmethod
@@ -103,29 +104,36 @@ class ReusePlan:
 
     @property
     def num_recomputed(self) -> int:
-        """Reused tokens that are computed again, at every layer from `dense_layers` on."""
-        return (
-            int(self.recipe.always.sum()) - (self.num_tokens - self.num_reused) + self.recipe.top_k
-        )
+        """Reused tokens that are computed again, at every layer from `dense_layers` on; the most of
+        them, where the workers decide."""
+        return self.recomputed(self.recipe.top_k)
+
+    def recomputed(self, chosen: int) -> int:
+        """The same, where so many were chosen by their score."""
+        return int(self.recipe.always.sum()) - (self.num_tokens - self.num_reused) + chosen
 
     def in_full(self) -> ReusePlan:
         """The same tokens, all of them computed at every layer, by the pass's own layers."""
         all_tokens = np.ones(self.num_tokens, dtype=np.bool_)
         return replace(self, recipe=Recipe.without_choice(all_tokens))
 
-    def layer_tokens(self, num_layers: int) -> int:
+    def layer_tokens(self, num_layers: int, chosen: int | None = None) -> int:
         """Tokens computed, summed over the layers: the work of the pass.
 
-        A trace computes probes one by one at all layers but the last, and then all together.
+        Where scores come from all layers, the probes are computed once more, at all but the last.
+
+        Args:
+            num_layers: of the model.
+            chosen: tokens chosen by their score; None: as many as the recipe allows.
         """
         recipe = self.recipe
+        chosen = recipe.top_k if chosen is None else chosen
         asked = int(self.next_token is not None)
         always = int(recipe.always.sum()) + asked
         work = recipe.dense_layers * (self.num_tokens + asked)
-        work += (num_layers - recipe.dense_layers) * (always + recipe.top_k)
-        if recipe.score is Score.TRACE and recipe.top_k:
-            probed = recipe.top_k * (recipe.rounds - 1) // recipe.rounds
-            work += (num_layers - 1) * (int(recipe.probes.sum()) + asked + probed)
+        work += (num_layers - recipe.dense_layers) * (always + chosen)
+        if recipe.score is Score.ALL_LAYERS and recipe.top_k:
+            work += (num_layers - 1) * (int(recipe.probes.sum()) + asked)
         return work
 
     @property

@@ -62,7 +62,8 @@ class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
     Recomputed tokens and exact ones (see `exact.py`) are part of the reused. `computed_share` is
-    the work: what is computed of (token, layer) pairs behind the prefix.
+    the work: what is computed of (token, layer) pairs behind the prefix. Both are the most there
+    can be until the workers have told, where they decide.
     """
 
     prefix_tokens: int
@@ -111,6 +112,8 @@ class TrackedRequest:
         freeze: what is to become of its blocks when it ends; None: nothing.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
         report: outcome of its first admission.
+        awaited: the plan that the report is about, while the workers have not told what they
+            computed of it.
         start: tokens of vLLM's own prefix hit when it was last asked about.
         reason: why it was not planned then.
     """
@@ -127,6 +130,7 @@ class TrackedRequest:
     freeze: FreezeOrder | None = None
     plan: ReusePlan | None = None
     report: Report | None = None
+    awaited: ReusePlan | None = None
     start: int = 0
     reason: str | None = None
     num_segments: int = 0
@@ -332,7 +336,8 @@ class Planner:
         first = first_block * size
         computed = np.ones(count * size, dtype=np.bool_)
         low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
-        if low < high and plan.num_recomputed < plan.num_reused:
+        all_of_it = plan.num_recomputed == plan.num_reused and not plan.recipe.least_share
+        if low < high and not all_of_it:
             computed[low:high] = plan.recipe.always[low + first - plan.start :][: high - low]
         depth = plan.donor_depth + 1
         whole = computed.reshape(count, size).all(axis=1)

@@ -13,8 +13,8 @@ Options = Mapping[str, Any]
 
 CANDIDATES: tuple[Options, ...] = (
     {"policy": "shift"},
-    *({"policy": "trace", "recompute_ratio": ratio} for ratio in (0.01, 0.03, 0.06)),
-    *({"policy": "prophet", "recompute_ratio": ratio} for ratio in (0.05, 0.1, 0.2)),
+    *({"policy": "focus", "recompute_ratio": ratio} for ratio in (0.01, 0.05, 0.1, 0.2)),
+    *({"policy": "prophet", "recompute_ratio": ratio} for ratio in (0.01, 0.05, 0.1, 0.2)),
     *(
         {"policy": "sparsex", "dense_layers": dense, "recompute_ratio": ratio}
         for dense in (0, 0.1, 0.2, 0.35)

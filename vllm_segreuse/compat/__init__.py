@@ -7,7 +7,8 @@
     reuse enabled        FRONT_END: request checks, report in streams,   API server, offline caller
                          routes of the kill switch
     reuse enabled        ENGINE: calls into the scheduler, handle on     EngineCore, workers
-                         the loaded model, hits counted as saved
+                         the loaded model, hits counted as saved, what
+                         workers told handed on in time
 
 "Enabled" is known when an engine's configuration is made, before any engine process starts. Forked
 children inherit the patches; spawned ones find `_MARKER` in their environment. `block_pool`,
@@ -22,7 +23,7 @@ from vllm_segreuse.compat.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
 FRONT_END = ("input_processor", "openai_streams", "api_server")
-ENGINE = ("engine_core", "model_runner", "prefix_cache_stats")
+ENGINE = ("engine_core", "model_runner", "prefix_cache_stats", "scheduler")
 
 _MARKER = "VLLM_SEGREUSE_ENABLED"
 

@@ -7,7 +7,7 @@ A policy runs in the scheduler process and is free of torch: it turns what is kn
 
 from __future__ import annotations
 
-from vllm_segreuse.policies import cacheblend, epic, exact, prophet, shift, sparsex, trace
+from vllm_segreuse.policies import cacheblend, epic, exact, focus, prophet, shift, sparsex
 from vllm_segreuse.policies.base import Policy, Situation
 
 POLICIES: dict[str, Policy] = {
@@ -16,7 +16,7 @@ POLICIES: dict[str, Policy] = {
     "cacheblend": cacheblend.recipe,
     "sparsex": sparsex.recipe,
     "prophet": prophet.recipe,
-    "trace": trace.recipe,
+    "focus": focus.recipe,
     "exact": exact.recipe,
 }
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe
 
 TAIL_TOKENS = 64
@@ -47,6 +49,15 @@ class Situation:
         probes = ~self.reused
         if not probes[-TAIL_TOKENS:].any():
             probes[-TAIL_TOKENS:] = True
+        return probes
+
+    @property
+    def question(self) -> BoolArray:
+        """The last interval of new tokens; the tail, when it is all reused."""
+        probes = self.probes
+        last = int(np.flatnonzero(probes)[-1])
+        before = np.flatnonzero(~probes[:last])
+        probes[: int(before[-1]) + 1 if len(before) else 0] = False
         return probes
 
     @property

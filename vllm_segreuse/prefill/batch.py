@@ -10,7 +10,7 @@ import torch
 
 from vllm_segreuse.cache.plan import ReusePlan
 from vllm_segreuse.prefill.rows import TokenTable
-from vllm_segreuse.prefill.selection import choose_top_k
+from vllm_segreuse.prefill.selection import choose
 
 
 class Batch:
@@ -69,9 +69,13 @@ class Batch:
         Args:
             scores: float32 `[tokens]`.
             excluded: bool `[tokens]`: tokens that are no candidates.
-            top_k: how many of each plan.
+            top_k: how many of each plan; the most of each, where its recipe has a `least_share`.
         """
         candidates = scores.masked_fill(excluded, float("-inf"))
-        chosen = choose_top_k(list(candidates.split(self._lengths)), top_k)
-        firsts = self.bounds[:-1].tolist()
-        return torch.cat([part + first for part, first in zip(chosen, firsts, strict=True)])
+        least_share = self.plans[0].recipe.least_share
+        return choose(list(candidates.split(self._lengths)), top_k, least_share)
+
+    def num_active(self, active: torch.Tensor) -> dict[str, int]:
+        """How many of these tokens (flat indices) each plan has, by request; waits for the device."""
+        counts = torch.bincount(self.tokens.request[active], minlength=len(self.plans)).tolist()
+        return {plan.request_id: n for plan, n in zip(self.plans, counts, strict=True)}

@@ -284,7 +284,7 @@ class _Proof:
             (7, {"top_k": 9, "dense_layers": 1}),
             (7, {"dense_layers": len(self._stack)}),
             (7, {"top_k": 9, "dense_layers": 1, "score": Score.DEVIATION}),
-            (7, {"top_k": 9, "score": Score.TRACE, "rounds": 2}),
+            (7, {"top_k": 9, "score": Score.ALL_LAYERS, "least_share": 0.3}),
         ]
         for stretch, program in programs:
             reused = (positions // stretch) % 2 == 1

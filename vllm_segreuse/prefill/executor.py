@@ -25,11 +25,14 @@ class PassReport:
     Attributes:
         align_s, sparse_s: seconds of both halves.
         not_finite: requests whose pass met NaN or infinity.
+        computed: tokens that were computed at all layers behind the dense ones, by request, where
+            only the workers could tell how many.
     """
 
     align_s: float
     sparse_s: float
     not_finite: list[str]
+    computed: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,11 @@ class SparsePrefill:
         """All that needs no other tensor-parallel rank: lay the plans out, and align them."""
         started = time.perf_counter()
 
-        def program(plan: ReusePlan) -> tuple[bool, int, str, int]:
+        def program(plan: ReusePlan) -> tuple[bool, int, str, float]:
             recipe = plan.recipe
             if not recipe.top_k:
-                return recipe.stock, recipe.dense_layers, "", 0
-            return recipe.stock, recipe.dense_layers, recipe.score.name, recipe.rounds
+                return recipe.stock, recipe.dense_layers, "", 0.0
+            return recipe.stock, recipe.dense_layers, recipe.score.name, recipe.least_share
 
         groups = [list(group) for _, group in groupby(sorted(plans, key=program), key=program)]
         batches = [Batch(group, self._block_size, self._device) for group in groups]
@@ -88,21 +91,26 @@ class SparsePrefill:
         the reason. Tensor-parallel ranks hold the same hidden states, so they agree on it.
         """
         started = time.perf_counter()
-        spoilt = [plan for batch in prepared.batches for plan in self._compute(batch)]
+        computed: dict[str, int] = {}
+        spoilt = [plan for batch in prepared.batches for plan in self._compute(batch, computed)]
         if spoilt:
             in_full = [plan.in_full() for plan in spoilt]
-            self._compute(Batch(in_full, self._block_size, self._device))
+            self._compute(Batch(in_full, self._block_size, self._device), computed)
         return PassReport(
             align_s=prepared.seconds,
             sparse_s=time.perf_counter() - started,
             not_finite=[plan.request_id for plan in spoilt],
+            computed=computed,
         )
 
-    def _compute(self, batch: Batch) -> list[ReusePlan]:
-        """Run plans of one program; returns those whose hidden states are not finite."""
+    def _compute(self, batch: Batch, computed: dict[str, int]) -> list[ReusePlan]:
+        """Run plans of one program; returns those whose hidden states are not finite, and notes in
+        `computed` what the scheduler cannot know."""
         recipe = batch.plans[0].recipe
         with nullcontext() if recipe.stock else fast_norms():
             active, state = program_of(recipe)(self._layers, batch)
+        if recipe.least_share:
+            computed |= batch.num_active(active)
         return [] if state is None else _not_finite(batch, active, state)
 
 

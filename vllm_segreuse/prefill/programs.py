@@ -140,7 +140,7 @@ def program_of(recipe: Recipe) -> Callable[[Layers, Batch], Computed]:
         return stock
     if not recipe.top_k:
         return fixed
-    return {Score.ATTENTION: attended, Score.DEVIATION: deviating, Score.TRACE: traced}[
+    return {Score.ATTENTION: attended, Score.DEVIATION: deviating, Score.ALL_LAYERS: asked}[
         recipe.score
     ]
 
@@ -207,24 +207,17 @@ def deviating(layers: Layers, batch: Batch) -> Computed:
     return active, layers.layers(boundary, len(layers), tokens, state.take(active), batch)
 
 
-def traced(layers: Layers, batch: Batch) -> Computed:
-    """Rounds of probes through the layers, each choosing the next; then all of them together."""
-    known, probes = batch.always.clone(), batch.probes
-    rounds = batch.plans[0].recipe.rounds
-    for turn in range(rounds):
-        parts = [k * (turn + 1) // rounds - k * turn // rounds for k in _top_k(batch)]
-        chosen = batch.choose(_traced_scores(layers, batch, probes), known, parts)
-        probes = torch.zeros_like(known)
-        probes[chosen] = True
-        known[chosen] = True
-    active = known.nonzero().flatten()
+def asked(layers: Layers, batch: Batch) -> Computed:
+    """The probes alone through the layers, and then all that is chosen together with the new."""
+    chosen = batch.choose(_paid_at_all_layers(layers, batch), batch.always, _top_k(batch))
+    active = torch.cat([batch.always.nonzero().flatten(), chosen]).sort().values
     return active, layers.layers(0, len(layers), batch.tokens.take(active), None, batch)
 
 
-def _traced_scores(layers: Layers, batch: Batch, probes: torch.Tensor) -> torch.Tensor:
-    """Attention that probes pay to each token of their plan, summed over all layers but the last,
-    whose queries a pass does not compute."""
-    probed = probes.nonzero().flatten()
+def _paid_at_all_layers(layers: Layers, batch: Batch) -> torch.Tensor:
+    """Attention that the probes pay to each token of their plan, summed over all layers but the
+    last, whose queries a pass does not compute."""
+    probed = batch.probes.nonzero().flatten()
     last = len(layers) - 1
     with ExitStack() as stack:
         captured = [stack.enter_context(layers.stack.capture_queries(i)) for i in range(last)]
