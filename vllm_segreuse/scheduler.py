@@ -314,9 +314,7 @@ class SchedulerSide:
             )
         )
 
-    def _computed_share(
-        self, plan: ReusePlan, num_tokens: int, chosen: int | None = None
-    ) -> float:
+    def _computed_share(self, plan: ReusePlan, num_tokens: int, chosen: int | None = None) -> float:
         by_vllm = (num_tokens - plan.stop) * self._num_layers  # the last token, as a rule
         computed = plan.layer_tokens(self._num_layers, chosen) + by_vllm
         return round(computed / ((num_tokens - plan.start) * self._num_layers), 4)

@@ -38,7 +38,9 @@ def plan(
     recipe = Recipe(always, dense_layers, top_k, always.copy(), score, least_share)
     blocks = np.arange(first, first + TOKENS // SIZE, dtype=np.int32)
     pieces = np.empty((0, 5), np.int32)
-    return ReusePlan(f"from {first}", 0, TOKENS, np.zeros(TOKENS, np.int32), pieces, recipe, [], 0, blocks)
+    return ReusePlan(
+        f"from {first}", 0, TOKENS, np.zeros(TOKENS, np.int32), pieces, recipe, [], 0, blocks
+    )
 
 
 class Known:

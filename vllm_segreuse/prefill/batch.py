@@ -76,6 +76,6 @@ class Batch:
         return choose(list(candidates.split(self._lengths)), top_k, least_share)
 
     def num_active(self, active: torch.Tensor) -> dict[str, int]:
-        """How many of these tokens (flat indices) each plan has, by request; waits for the device."""
+        """How many of these flat indices each plan has, by request; waits for the device."""
         counts = torch.bincount(self.tokens.request[active], minlength=len(self.plans)).tolist()
         return {plan.request_id: n for plan, n in zip(self.plans, counts, strict=True)}
