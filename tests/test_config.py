@@ -25,7 +25,7 @@ CONFIG = SegReuseConfig()
 
 def test_defaults_are_the_documented_ones() -> None:
     assert SegReuseConfig().model_dump() == {
-        "policy": "sparsex",
+        "policy": "focus",
         "recompute_ratio": 0.1,
         "dense_layers": 0.15,
         "overflow_tokens": None,

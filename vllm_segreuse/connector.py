@@ -9,6 +9,7 @@ disk.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -137,9 +138,11 @@ class SegReuseConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegReuseMetadata:
         return SegReuseMetadata(self._scheduler.take_plans())
 
-    def worker_told(self, metadata: SegReuseWorkerMetadata) -> None:
+    def worker_told(
+        self, metadata: SegReuseWorkerMetadata, requests: Mapping[str, Request]
+    ) -> None:
         """Called before vLLM looks at the step's output (`compat/scheduler.py`)."""
-        self._scheduler.computed(metadata.computed)
+        self._scheduler.computed(metadata.computed, requests)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

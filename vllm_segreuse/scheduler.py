@@ -198,16 +198,16 @@ class SchedulerSide:
         if tracked.freeze is None:
             donors = [] if tracked.plan is None else tracked.plan.donor_blocks
             self._frozen.used([*hit_blocks, *donors])
-        if request.prefill_stats is not None and tracked.plan is not None:
-            # The scheduler has noted "everything but the last token": say what was really saved.
-            request.prefill_stats.set(
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_local_cached_tokens=report.prefix_tokens,
-                num_external_cached_tokens=report.reused_tokens - report.recomputed_tokens,
-            )
+        if tracked.plan is not None:
+            _note_saved(request, report)
 
-    def computed(self, tokens: Mapping[str, int]) -> None:
-        """The workers tell how many tokens of a plan they computed at all layers."""
+    def computed(self, tokens: Mapping[str, int], requests: Mapping[str, Request]) -> None:
+        """The workers tell how many tokens of a plan they computed at all layers.
+
+        Args:
+            tokens: that number, by request.
+            requests: of the scheduler, by id.
+        """
         for request_id, count in tokens.items():
             tracked = self._planner.get(request_id)
             if tracked is None or tracked.report is None or tracked.awaited is None:
@@ -221,6 +221,8 @@ class SchedulerSide:
                 computed_share=self._computed_share(plan, plan.stop + 1, chosen),
             )
             self._stats.count_tokens("recomputed", recomputed)
+            if request_id in requests:
+                _note_saved(requests[request_id], tracked.report)
 
     @_contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:
@@ -340,6 +342,16 @@ def _frozen_limit(
     longest = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size)
     others = longest + manager.watermark_blocks + 1  # one for the token to come
     return max(0, min(int(config.frozen_share * num_blocks), num_blocks - others))
+
+
+def _note_saved(request: Request, report: Report) -> None:
+    """vLLM has noted "everything but the last token": say what is really saved."""
+    if request.prefill_stats is not None:
+        request.prefill_stats.set(
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_local_cached_tokens=report.prefix_tokens,
+            num_external_cached_tokens=report.reused_tokens - report.recomputed_tokens,
+        )
 
 
 def _all_tokens(request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:

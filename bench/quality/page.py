@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bench.harness import Row, SuiteResult
 from bench.quality.engine import IntArray
 from bench.quality.tasks import RULER, Example
 
+_MARKS = "o^svDP*Xhp<"
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
 table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .7rem;text-align:right}
 td:first-child,th:first-child{text-align:left}tr:nth-child(even){background:#f4f4f4}
@@ -66,23 +68,18 @@ def write(
 def pareto(rows: Sequence[Row]) -> Figure:
     """Accuracy over work: mean of the RULER tasks, and variable tracking, where methods differ."""
     tasks = [task for task in ("RULER", "vt") if any(row["task"] == task for row in rows)]
-    figure = Figure(figsize=(5.5 * len(tasks), 4.2), layout="constrained")
+    figure = Figure(figsize=(5 * len(tasks) + 1.5, 4.2), layout="constrained")
     for axes, task in zip(np.atleast_1d(figure.subplots(1, len(tasks))), tasks, strict=True):
         mine = [row for row in rows if row["task"] == task]
         _front(axes, mine)
-        for row in mine:
+        for row, mark in zip(mine, cycle(_MARKS), strict=False):
             error = [[row["accuracy"] - row["low"]], [row["high"] - row["accuracy"]]]
-            axes.errorbar(row["work"], row["accuracy"], yerr=error, fmt="o", capsize=3)
-            axes.annotate(
-                row["policy"],
-                (row["work"], row["accuracy"]),
-                textcoords="offset points",
-                xytext=(7, -4),
-                fontsize=9,
-            )
+            label = row["policy"]
+            axes.errorbar(row["work"], row["accuracy"], error, fmt=mark, capsize=3, label=label)
         axes.set(title=task, xlabel="computed work, share of full prefill", ylabel="accuracy")
         axes.set_xscale("log")
         axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
     return figure
 
 

@@ -37,9 +37,10 @@ ARMS = (
     Arm("epic", {"policy": "epic", "recompute_ratio": 0.15}),
     Arm("cacheblend", {"policy": "cacheblend", "recompute_ratio": 0.15}),
     Arm("sparsex", {"policy": "sparsex", "dense_layers": 0, "recompute_ratio": 0.15}),
-    Arm("hybrid", {"policy": "sparsex", "dense_layers": 3, "recompute_ratio": 0.15}),
+    Arm("hybrid", {"policy": "sparsex", "dense_layers": 5, "recompute_ratio": 0.15}),
     Arm("prophet", {"policy": "prophet", "recompute_ratio": 0.1}),
-    Arm("focus", {"policy": "focus", "recompute_ratio": 0.15}),
+    Arm("prophet 1 %", {"policy": "prophet", "recompute_ratio": 0.01}),
+    Arm("focus", {"policy": "focus", "recompute_ratio": 0.1}),
 )
 PUBLISHED = ("shift", "epic", "cacheblend", "sparsex", "hybrid", "prophet")
 
@@ -54,7 +55,7 @@ class Load:
 
 
 FULL_LOAD = Load(tuple(TASKS), 250, ARMS)
-QUICK_LOAD = Load(("vt",), 20, tuple(arm for arm in ARMS if arm.name != "prophet"))
+QUICK_LOAD = Load(("vt",), 20, tuple(arm for arm in ARMS if not arm.name.startswith("prophet")))
 
 Results = dict[str, list[tuple[Example, dict[str, Outcome]]]]
 

@@ -15,8 +15,8 @@ def updated(connector: Any, model_runner_output: Any) -> list[str]:
     """What happened, in order."""
     happened: list[str] = []
     if connector is not None:
-        connector.worker_told = lambda metadata: happened.append(f"told {metadata}")
-    scheduler = SimpleNamespace(connector=connector)
+        connector.worker_told = lambda metadata, _: happened.append(f"told {metadata}")
+    scheduler = SimpleNamespace(connector=connector, requests={})
     wrapped = _update_from_output(lambda *_: happened.append("updated"))
     wrapped(scheduler, None, model_runner_output)
     return happened
@@ -34,6 +34,6 @@ def test_nothing_told_is_nothing_handed_on() -> None:
 
 def test_other_connectors_are_left_alone() -> None:
     happened: list[str] = []
-    scheduler = SimpleNamespace(connector=object())
+    scheduler = SimpleNamespace(connector=object(), requests={})
     _update_from_output(lambda *_: happened.append("updated"))(scheduler, None, output("theirs"))
     assert happened == ["updated"]

@@ -34,8 +34,9 @@ NOISE = 2e-3  # of float32
 _ROUND = 10
 OPTIONS: list[dict[str, Any]] = [
     {"segreuse_policy": "shift"},
-    {"segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
-    {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
+    {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3},
+    {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
+    {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
 ]
 
 

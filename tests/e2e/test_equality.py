@@ -10,7 +10,11 @@ import pytest
 from bench.shapes import SUPPORTED
 from tests.e2e.engine import NAMESPACE, Answer, Prompts, engine
 
-EVERYTHING = NAMESPACE | {"segreuse_recompute_ratio": 1.0, "segreuse_min_reused_tokens": 16}
+EVERYTHING = NAMESPACE | {
+    "segreuse_policy": "sparsex",
+    "segreuse_recompute_ratio": 1.0,
+    "segreuse_min_reused_tokens": 16,
+}
 WAYS = {
     "sparse from the first layer": EVERYTHING | {"segreuse_dense_layers": 0},
     "two dense layers": EVERYTHING | {"segreuse_dense_layers": 2},

@@ -12,7 +12,7 @@ from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import drain, submit
 from tests.e2e.test_equality import assert_same
 
-OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16}
+OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_policy": "sparsex"}
 SHIFT = OPTIONS | {"segreuse_policy": "shift"}
 EXACT = OPTIONS | {"segreuse_policy": "exact"}
 EVERYTHING = OPTIONS | {"segreuse_recompute_ratio": 1.0}

@@ -54,7 +54,7 @@ def chat(**options: Any) -> dict[str, Any]:
     return {**body, "extra_keys": ["docs"], **options}
 
 
-def check_report(report: dict[str, Any], *, policy: str = "sparsex") -> None:
+def check_report(report: dict[str, Any], *, policy: str = "focus") -> None:
     assert report["policy"] == policy
     assert report["bypass_reason"] is None
     assert report["reused_tokens"] > report["prompt_tokens"] // 2

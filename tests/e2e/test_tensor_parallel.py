@@ -20,11 +20,12 @@ from tests.e2e.test_equality import assert_same
 
 MODULE = "tests.e2e.test_tensor_parallel"
 CORES = sorted(os.sched_getaffinity(0))
-BASE = NAMESPACE | {"segreuse_min_reused_tokens": 16}
+BASE = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_policy": "sparsex"}
 WAYS = {
     "plain": None,
     "shift": BASE | {"segreuse_policy": "shift"},
     "sparse": BASE | {"segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
+    "focus": BASE | {"segreuse_recompute_ratio": 0.2, "segreuse_policy": "focus"},
     "hybrid": BASE | {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 1},
     "everything": BASE | {"segreuse_recompute_ratio": 1.0, "segreuse_dense_layers": 0},
     "everything behind dense layers": BASE

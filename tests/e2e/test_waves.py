@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 
-BASE = NAMESPACE | {"segreuse_min_reused_tokens": 16}
+BASE = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_policy": "sparsex"}
 WAYS = {
     "shift": BASE | {"segreuse_policy": "shift"},
     "sparse": BASE | {"segreuse_dense_layers": 0, "segreuse_recompute_ratio": 0.3},

@@ -25,7 +25,7 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         told = model_runner_output.kv_connector_output
         metadata = told.kv_connector_worker_meta if told else None
         if metadata is not None and hasattr(self.connector, "worker_told"):
-            self.connector.worker_told(metadata)
+            self.connector.worker_told(metadata, self.requests)
         return original(self, scheduler_output, model_runner_output)
 
     return update_from_output

@@ -17,7 +17,7 @@ from vllm_segreuse.cache.plan import Recipe
 from vllm_segreuse.policies import prophet
 from vllm_segreuse.policies.base import Situation
 
-LEAST_SHARE = 0.3
+LEAST_SHARE = 0.5
 
 
 def recipe(situation: Situation) -> Recipe:

@@ -17,8 +17,9 @@ from bench.quality.tasks import agents, chat, counting, documents, retrieval, va
 from bench.quality.tasks.base import Names, Question, Thread, World, instruction, lay_out
 
 RULER = ("mq-niah", "vt", "cwe", "fwe")
-FREQUENCIES = [90 // rank**2 for rank in range(1, 10)]
-"""RULER's law of frequent words: Zipf with exponent 2."""
+FREQUENT_SHARE = 0.6
+FREQUENCIES = [1 / rank**2 for rank in range(1, 10)]
+"""RULER's law of frequent words: Zipf with exponent 2. As there they are most of the text."""
 
 
 @dataclass(frozen=True)
@@ -70,28 +71,30 @@ class Example:
         return right / len(expected)
 
 
-def _needles(names: Names, rng: Random) -> list[Thread]:
+def _needles(names: Names, rng: Random, _: int) -> list[Thread]:
     asked = retrieval.needles(names, rng, 4, at_once=4)
     others = retrieval.needles(names, rng, 12, at_once=4)
     return [asked, Thread(others.statements, ())]
 
 
-def _variables(names: Names, rng: Random) -> list[Thread]:
+def _variables(names: Names, rng: Random, _: int) -> list[Thread]:
     asked = variables.chain(names, rng, 3)
     asked = Thread(asked.statements, (asked.questions[rng.choice((1, 2, 3))],))
     others = [variables.chain(names, rng, 3) for _ in range(3)]
     return [asked, *(Thread(chain.statements, ()) for chain in others)]
 
 
-def _common(names: Names, rng: Random) -> list[Thread]:
+def _common(names: Names, rng: Random, _: int) -> list[Thread]:
     return [counting.common(names, rng, words=4, times=10, rare=20)]
 
 
-def _frequent(names: Names, rng: Random) -> list[Thread]:
-    return [counting.frequent(names, rng, FREQUENCIES, asked=3)]
+def _frequent(names: Names, rng: Random, tokens: int) -> list[Thread]:
+    most = FREQUENT_SHARE * tokens / sum(FREQUENCIES)
+    counts = [round(most * share) for share in FREQUENCIES]
+    return [counting.frequent(names, rng, counts, asked=3)]
 
 
-def _two_hops(names: Names, rng: Random) -> list[Thread]:
+def _two_hops(names: Names, rng: Random, _: int) -> list[Thread]:
     asked = documents.bridge(names, rng)
     others = [documents.bridge(names, rng) for _ in range(9)]
     return [
@@ -100,18 +103,18 @@ def _two_hops(names: Names, rng: Random) -> list[Thread]:
     ]
 
 
-def _memory(names: Names, rng: Random) -> list[Thread]:
+def _memory(names: Names, rng: Random, _: int) -> list[Thread]:
     asked = chat.memory(names, rng, rng.choice((1, 2)))
     others = [chat.memory(names, rng, rng.randint(0, 2)) for _ in range(9)]
     return [asked, *(Thread(other.statements, ()) for other in others)]
 
 
-def _debate(names: Names, rng: Random) -> list[Thread]:
+def _debate(names: Names, rng: Random, _: int) -> list[Thread]:
     said = agents.debate(names, rng, 12)
     return [Thread(said.statements, (rng.choice(said.questions),))]
 
 
-TASKS: dict[str, Callable[[Names, Random], list[Thread]]] = {
+TASKS: dict[str, Callable[[Names, Random, int], list[Thread]]] = {
     "mq-niah": _needles,
     "vt": _variables,
     "cwe": _common,
@@ -167,7 +170,8 @@ def example(
 def _world(task: str, rng: Random, tokens: int, number: int) -> tuple[World, Question]:
     sizes = [(tokens - 40) // number] * number
     for _ in range(100):
-        world = lay_out(rng, TASKS[task](Names(rng), rng), sizes, apart=task in ("vt", "debate"))
+        threads = TASKS[task](Names(rng), rng, tokens)
+        world = lay_out(rng, threads, sizes, apart=task in ("vt", "debate"))
         if world.questions:
             return world, world.questions[0]
     raise ValueError(f"{task} does not fit into {number} documents of {sizes[0]} words")

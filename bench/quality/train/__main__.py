@@ -35,10 +35,9 @@ CURRICULUM = [
     (Stage(640, 7, max_hops=4, recall=0.02), 800, 0.97),
     (Stage(1280, 4, max_hops=4), 800, 0.98),
     # Counting is learnt last: it needs many examples at little else to learn.
-    (Stage(128, 36, max_hops=3, counting=0.9, frequent=0.8), 1500, 1.01),
-    (Stage(384, 12, max_hops=4, counting=0.8, frequent=0.8), 800, 1.01),
-    (Stage(1024, 4, max_hops=4, counting=0.7, frequent=0.7), 500, 1.01),
-    (Stage(2304, 2, max_hops=4, counting=0.6, frequent=0.7), 6000, 1.01),
+    (Stage(128, 36, max_hops=3, counting=0.9, frequent=0.8), 1200, 1.01),
+    (Stage(512, 9, max_hops=4, counting=0.8, frequent=0.8), 500, 1.01),
+    (Stage(2304, 2, max_hops=4, counting=0.7, frequent=0.7), 6000, 1.01),
 ]
 COUNTING = ("common", "frequent")
 WINDOW = 100

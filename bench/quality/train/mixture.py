@@ -156,9 +156,10 @@ def _counting(names: Names, rng: Random, budget: float, frequent: float) -> Thre
         while 2 * (4 * times + rare) > budget and (times > 2 or rare > 1):
             times, rare = max(2, times - 1), max(1, rare - 2)
         return counting.common(names, rng, 4, times, rare)
-    scale, exponent = rng.uniform(8, 120), rng.uniform(0.8, 2.4)
-    kinds = rng.randint(4, 12)
-    counts = [max(1, round(scale / (rank + 1) ** exponent)) for rank in range(kinds)]
+    exponent, kinds = rng.uniform(1.4, 2.4), rng.randint(4, 12)
+    law = [1 / (rank + 1) ** exponent for rank in range(kinds)]
+    scale = budget * rng.uniform(0.3, 1) / sum(law)
+    counts = [max(1, round(scale * share)) for share in law]
     while sum(counts) > budget and counts[0] > 4:
         counts = [max(1, count * 3 // 4) for count in counts]
     for rank in (3, 2, 1):  # neighbours in the answer differ by at least two
