@@ -42,8 +42,10 @@ def docs(tmp_path: Path) -> Path:
 
 
 def test_from_nothing_to_a_warm_base_and_back(run: Run, docs: Path) -> None:
+    assert "vllm-segreuse kb create NAME" in run("ls").output
     created = run("create", "py", "--extra-key", "docs")
     assert created.output == 'py: requests with extra_keys ["docs"] reuse its documents\n'
+    assert "vllm-segreuse kb add py PATH..." in run("ls", "py").output
     added = run("add", "py", docs)
     assert (added.exit_code, added.output) == (0, "py: 4 documents, 27 tokens (4 warm)\n")
     [row] = json.loads(run("ls", "--json").output)
@@ -52,9 +54,10 @@ def test_from_nothing_to_a_warm_base_and_back(run: Run, docs: Path) -> None:
     assert [d["id"] for d in listed] == ["a.md", "c.jsonl#1", "last", "sub/b.txt"]
     assert "docs" in run("ls").output
     assert "sub/b.txt" in run("ls", "py").output
-    assert run("rm", "py", "sub/b.txt", "last").exit_code == 0
+    removed = run("rm", "py", "sub/b.txt", "last")
+    assert (removed.exit_code, removed.output) == (0, "py: removed 2 documents\n")
     assert [d["id"] for d in json.loads(run("ls", "py", "--json").output)] == ["a.md", "c.jsonl#1"]
-    assert run("rm", "py", "--yes").exit_code == 0
+    assert run("rm", "py", "--yes").output == "py: removed, with all its documents\n"
     assert json.loads(run("ls", "--json").output) == []
 
 

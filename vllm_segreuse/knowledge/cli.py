@@ -129,8 +129,12 @@ def ls(
         rows: list[Any] = list(client.bases() if name is None else client.documents(name))
     if as_json:
         _print_json(rows)
-    else:
+    elif rows:
         _out().print(show.bases(rows) if name is None else show.documents(rows))
+    elif name is None:
+        _out().print("no knowledge bases yet; make one: vllm-segreuse kb create NAME")
+    else:
+        _out().print(f"{name} is empty; fill it: vllm-segreuse kb add {name} PATH...")
 
 
 @app.command()
@@ -151,6 +155,10 @@ def rm(
             client.remove(name, id_)
         if not ids:
             client.delete(name)
+    if ids:
+        _out().print(f"{name}: removed {len(ids)} document{'' if len(ids) == 1 else 's'}")
+    else:
+        _out().print(f"{name}: removed, with all its documents")
 
 
 @app.command()
