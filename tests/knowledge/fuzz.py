@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the administrator's routes from their OpenAPI description.
 
-    python -m tests.knowledge.fuzz [--requests 10000] [--url http://HOST:PORT --token TOKEN]
+    python -m tests.knowledge.fuzz [--requests 10000] [--engine] [--log FILE]
 
-Without a URL the routes run in this process, on an engine without a model. Every request is sent
-twice: with the token it must not end in 5xx (but 507: no room), without it in 401 only.
+Over a socket: the real server on a small model with `--engine`; without it the same routes behind
+uvicorn, on an engine without a model. Every request is sent twice: with the token it must not end
+in 5xx (but 507: no room), without it in 401 only.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import schemathesis
-from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 
-from tests.knowledge.admin_app import TOKEN, admin_app, send_case
+from bench import harness
+from bench.shapes import make_model
+from tests.e2e.server import Server
+from tests.knowledge.admin_app import TOKEN, send_case
+from tests.knowledge.served import served
+from vllm_segreuse.knowledge.client import KnowledgeClient
 from vllm_segreuse.knowledge.schemas import PREFIX
 
 NO_ROOM = 507
@@ -81,22 +88,54 @@ def _send_all(
         send()
 
 
+@contextlib.contextmanager
+def served_by(engine: bool) -> Iterator[str]:
+    """URL of a server whose token is `TOKEN`, with an engine behind it or without."""
+    if not engine:
+        with served(limit_blocks=500) as server:
+            yield server.url
+        return
+    env = {"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN}
+    args = ["--max-model-len", "2048", "--num-gpu-blocks-override", "1001"]
+    with Server(make_model("qwen3"), args, env) as real:
+        yield real.base_url
+        assert real.is_healthy(), "the engine died"
+        left = KnowledgeClient(real.base_url, TOKEN).stats().blocks
+        assert left.free + left.frozen == left.total, f"blocks leak: {left}"
+
+
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Fuzz the administrator's routes.")
+    parser = argparse.ArgumentParser(description="Fuzz the administrator's routes over a socket.")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--url", help="of a running server; its knowledge bases are changed")
-    parser.add_argument("--token", default=TOKEN)
+    parser.add_argument("--engine", action="store_true", help="the real server on a small model")
+    parser.add_argument("--log", type=Path, help="also write the result here")
     options = parser.parse_args()
-    client: Any = (
-        httpx.Client(base_url=options.url, timeout=300)
-        if options.url
-        else TestClient(admin_app(), raise_server_exceptions=False)
+    started = time.monotonic()
+    with (
+        served_by(options.engine) as url,
+        httpx.Client(base_url=url, timeout=300) as client,
+    ):
+        statuses = fuzz(client, TOKEN, options.requests, options.seed)
+    text = _summary(options, statuses, time.monotonic() - started)
+    print(text, end="")
+    if options.log:
+        options.log.write_text(text)
+
+
+def _summary(options: argparse.Namespace, statuses: Counter[int], seconds: float) -> str:
+    where = harness.environment()
+    behind = "the real server, model qwen3" if options.engine else "uvicorn, no model"
+    return (
+        f"python -m tests.knowledge.fuzz --requests {options.requests} --seed {options.seed}"
+        f"{' --engine' if options.engine else ''}\n"
+        f"{where['date']}, commit {where['commit']}, vLLM {where['vllm']}, {where['cpu']}, "
+        f"{where['cores']} cores; {behind}; {seconds:.0f} s\n"
+        f"requests: {statuses.total()}, half of them without the token\n"
+        + "".join(f"{status}: {count}\n" for status, count in sorted(statuses.items()))
+        + "none ended in 5xx but 507 (no room); every one without the token ended in 401\n"
     )
-    with client:
-        statuses = fuzz(client, options.token, options.requests, options.seed)
-    print(json.dumps({"requests": statuses.total(), "statuses": dict(sorted(statuses.items()))}))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from tests.knowledge.admin_app import TOKEN, admin_app
-from tests.knowledge.fuzz import fuzz
+from tests.knowledge.fuzz import fuzz, served_by
 from vllm_segreuse.knowledge.schemas import PREFIX
 
 BASES = f"{PREFIX}/knowledge-bases"
@@ -136,8 +137,8 @@ def test_the_description_names_these_routes_only(client: TestClient) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_32_a_little_fuzzing_finds_no_5xx() -> None:
-    # `python -m tests.knowledge.fuzz` does the same at length.
-    with TestClient(admin_app(), raise_server_exceptions=False) as client:
+    # `python -m tests.knowledge.fuzz --engine` does the same at length, on the real server.
+    with served_by(engine=False) as url, httpx.Client(base_url=url, timeout=60) as client:
         statuses = fuzz(client, TOKEN, requests=150)
     assert statuses[401] == statuses.total() / 2
     assert len(statuses) > 3, f"only {statuses}"
