@@ -23,6 +23,10 @@ CPU_LEVELS = {
     "baseline": [],
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+    "amx": [
+        *("-march=x86-64-v4", "-mprefer-vector-width=512"),
+        *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ],
 }
 # The newest architecture also as PTX, for what comes after it. The tests compile with these, too.
 NVCC_FLAGS = (

@@ -25,7 +25,11 @@ _DTYPES = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
-_LIBRARIES = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
+_LIBRARIES = {
+    "AMX": ("amx", "avx512", "avx2", "baseline"),
+    "AVX512": ("avx512", "avx2", "baseline"),
+    "AVX2": ("avx2", "baseline"),
+}
 _VECTOR = 16  # head sizes of attention and scores are multiples of the widest vector
 
 
@@ -129,15 +133,23 @@ def unavailable() -> str | None:
 
 
 def instruction_set() -> str:
-    """What the loaded library was compiled for: "avx512", "avx2" or "baseline"."""
+    """What the loaded library was compiled for: "amx", "avx512", "avx2" or "baseline"."""
     return Path(_library()._name).stem.removeprefix("_cpu_")
+
+
+def capability() -> str:
+    """What this machine has: torch's name of it, or "AMX" if there is a matrix unit, too."""
+    found: str = torch.backends.cpu.get_cpu_capability()
+    matrix = torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()
+    # The system gives a process the unit's registers when it asks for them.
+    return "AMX" if found == "AVX512" and matrix and torch.cpu._init_amx() else found
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The library for the widest instruction set that both build and machine have."""
     folder = Path(__file__).parent
-    names = _LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ("baseline",))
+    names = _LIBRARIES.get(capability(), ("baseline",))
     for name in names:
         path = folder / f"_cpu_{name}.so"
         if path.exists():

@@ -12,102 +12,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "head_reader.h"
 #include "kernels.h"
+#include "products.h"
 #include "vectors.h"
 
 namespace segreuse::cpu {
 namespace {
 
-constexpr int kChunk = 128;     // keys per step of the online softmax
-constexpr int kTileRows = 108;  // queries times heads of a group
 constexpr float kLog2E = 1.44269504f, kNever = -std::numeric_limits<float>::infinity();
-
-// Half-precision conversions that the compiler can vectorise, unlike the portable ones.
-#if defined(__FLT16_MAX__)
-struct NativeFloat16 {
-  using Code = _Float16;
-  static float decode(Code code) { return static_cast<float>(code); }
-  static Code encode(float value) { return static_cast<Code>(value); }
-};
-#else
-using NativeFloat16 = Float16;
-#endif
-
-// Reads one KV head of one request, by position.
-template <class Format>
-class HeadReader {
-  using Code = typename Format::Code;
-
- public:
-  HeadReader(const void* pages, int64_t page_stride, const int32_t* blocks,
-             const TiledStrides& strides, int head)
-      : pages_(static_cast<const Code*>(pages)),
-        page_stride_(page_stride),
-        blocks_(blocks),
-        strides_(strides) {
-    for (int c = 0; c < strides.channels; ++c) at_.push_back(strides.of_channel(head, c));
-    unit_ = strides.channel_lo == 1 && strides.channel_tile == strides.channels;
-  }
-
-  // out[channel][kChunk]: channels of positions [first, first + count), the rest of a row 0.
-  void by_channel(int64_t first, int count, float* out) const {
-    if (count < kChunk) std::fill(out, out + strides_.channels * kChunk, 0.0f);
-    tiles(first, count, [&](const Code* token, int done, int step) {
-      if (unit_) {
-        for (int i = 0; i < step; ++i, token += strides_.token_lo)
-          for (int c = 0; c < strides_.channels; ++c)
-            out[c * kChunk + done + i] = Format::decode(token[at_[0] + c]);
-        return;
-      }
-      for (int c = 0; c < strides_.channels; ++c) {
-        const Code* from = token + at_[c];
-        float* to = out + c * kChunk + done;
-        if (strides_.token_lo == 1)
-          for (int i = 0; i < step; ++i) to[i] = Format::decode(from[i]);
-        else
-          for (int i = 0; i < step; ++i) to[i] = Format::decode(from[i * strides_.token_lo]);
-      }
-    });
-  }
-
-  // out[kChunk][channels]: the same, by token; tokens from `count` on 0.
-  void by_token(int64_t first, int count, float* out) const {
-    const int channels = strides_.channels;
-    std::fill(out + count * channels, out + kChunk * channels, 0.0f);
-    tiles(first, count, [&](const Code* token, int done, int step) {
-      for (int i = 0; i < step; ++i, token += strides_.token_lo) {
-        float* to = out + (done + i) * channels;
-        if (unit_) {
-          const Code* from = token + at_[0];
-          for (int c = 0; c < channels; ++c) to[c] = Format::decode(from[c]);
-        } else {
-          for (int c = 0; c < channels; ++c) to[c] = Format::decode(token[at_[c]]);
-        }
-      }
-    });
-  }
-
- private:
-  // Tokens that one stride steps through: visit(first one, how many come before it, how many).
-  template <class Visit>
-  void tiles(int64_t first, int count, Visit&& visit) const {
-    for (int done = 0; done < count;) {
-      const int64_t position = first + done;
-      const int offset = static_cast<int>(position % strides_.block_size);
-      const int step = std::min(count - done, strides_.token_tile - offset % strides_.token_tile);
-      const int64_t block = blocks_[position / strides_.block_size];
-      visit(pages_ + block * page_stride_ + strides_.of_token(offset), done, step);
-      done += step;
-    }
-  }
-
-  const Code* pages_;
-  int64_t page_stride_;
-  const int32_t* blocks_;
-  const TiledStrides& strides_;
-  std::vector<int32_t> at_;
-  bool unit_;
-};
 
 // Queries of one request that are computed together, for one KV head.
 struct Tile {
@@ -115,17 +28,23 @@ struct Tile {
   int head;
 };
 
+// Queries times heads of a group; whole blocks of what the products compute at once.
+#if defined(__AMX_BF16__)
+constexpr int kTileRows = 112;
+#else
+constexpr int kTileRows = 108;
+#endif
+
 int64_t queries_per_tile(int64_t group) { return std::max<int64_t>(1, kTileRows / group); }
 
-// Rows [query, head of the group] of a tile, ready for base-2 softmax.
-template <class Format>
-void read_queries(const void* query, int64_t heads, int head_size, int group, const Tile& tile,
-                  float scale, float* out) {
+// Rows [query, head of the group] of a tile.
+template <class Format, class Products>
+void read_queries(const Products& products, const void* query, int64_t heads, int head_size,
+                  int group, const Tile& tile, typename Products::Query* out) {
   const auto* codes = static_cast<const typename Format::Code*>(query);
-  for (int64_t q = 0; q < tile.count; ++q) {
-    const auto* from = codes + ((tile.first + q) * heads + int64_t{tile.head} * group) * head_size;
-    for (int i = 0; i < group * head_size; ++i)
-      *out++ = Format::decode(from[i]) * scale * kLog2E;
+  for (int64_t q = 0; q < tile.count; ++q, out += group * head_size) {
+    const int64_t row = (tile.first + q) * heads + int64_t{tile.head} * group;
+    products.read_query(codes + row * head_size, group * head_size, out);
   }
 }
 
@@ -179,10 +98,10 @@ class Softmax {
 
 // Walk a tile's keys: logits of every row that sees any of a chunk, masked.
 // visit(first row, rows, first key, keys, logits).
-template <class Format, class Visit>
-void for_each_chunk(const HeadReader<Format>& keys, const int64_t* positions, int group,
-                    int64_t count, int head_size, const float* queries, float* key_chunk,
-                    float* logits, Visit&& visit) {
+template <class Format, class Products, class Visit>
+void for_each_chunk(Products& products, const HeadReader<Format>& keys, const int64_t* positions,
+                    int group, int64_t count, int head_size,
+                    const typename Products::Query* queries, float* logits, Visit&& visit) {
   const int64_t end = positions[count - 1] + 1;
   int64_t skipped = 0;
   for (int64_t first = 0; first < end; first += kChunk) {
@@ -190,9 +109,8 @@ void for_each_chunk(const HeadReader<Format>& keys, const int64_t* positions, in
     while (positions[skipped] < first) ++skipped;
     const int row = static_cast<int>(skipped) * group;
     const int rows = static_cast<int>(count) * group - row;
-    keys.by_channel(first, seen, key_chunk);
-    multiply<false>(queries + int64_t{row} * head_size, head_size, key_chunk, kChunk, head_size,
-                    logits, kChunk, rows, kChunk);
+    products.read_keys(keys, first, seen);
+    products.logits(queries + int64_t{row} * head_size, rows, logits);
     for (int r = 0; r < rows; ++r) {
       const int64_t position = positions[skipped + r / group];
       if (position >= first + kChunk - 1) break;  // so do all later rows
@@ -202,7 +120,7 @@ void for_each_chunk(const HeadReader<Format>& keys, const int64_t* positions, in
   }
 }
 
-template <class Format>
+template <class Format, class Products>
 void attend(const AttentionArgs& args) {
   const int kv_heads = args.keys.heads, head_size = args.keys.channels;
   const int group = static_cast<int>(args.heads / kv_heads);
@@ -222,8 +140,9 @@ void attend(const AttentionArgs& args) {
   const int64_t rows = queries_per_tile(group) * group;
 #pragma omp parallel
   {
-    std::vector<float> queries(rows * head_size), sums(rows * head_size), logits(rows * kChunk),
-        key_chunk(head_size * kChunk), value_chunk(head_size * kChunk);
+    Products products(head_size, args.scale * kLog2E);
+    std::vector<typename Products::Query> queries(padded(rows) * head_size);
+    std::vector<float> sums(padded(rows) * head_size), logits(padded(rows) * kChunk);
     Softmax softmax(rows);
 #pragma omp for schedule(dynamic)
     for (size_t index = 0; index < tiles.size(); ++index) {
@@ -232,13 +151,13 @@ void attend(const AttentionArgs& args) {
           args.block_tables + args.request[tile.first] * args.table_stride;
       const HeadReader<Format> keys(args.pages, args.page_stride, blocks, args.keys, tile.head);
       const HeadReader<Format> values(args.pages, args.page_stride, blocks, args.values, tile.head);
-      read_queries<Format>(args.query, args.heads, head_size, group, tile, args.scale,
+      read_queries<Format>(products, args.query, args.heads, head_size, group, tile,
                            queries.data());
       std::fill(sums.begin(), sums.end(), 0.0f);
       softmax.reset();
       for_each_chunk(
-          keys, args.positions + tile.first, group, tile.count, head_size, queries.data(),
-          key_chunk.data(), logits.data(),
+          products, keys, args.positions + tile.first, group, tile.count, head_size,
+          queries.data(), logits.data(),
           [&](int row, int active, int64_t first, int seen, float* chunk) {
             for (int r = 0; r < active; ++r) {
               const float shrink = softmax.step(row + r, chunk + r * kChunk);
@@ -246,9 +165,8 @@ void attend(const AttentionArgs& args) {
               if (shrink != 1.0f)
                 for (int c = 0; c < head_size; ++c) sum[c] *= shrink;
             }
-            values.by_token(first, seen, value_chunk.data());
-            multiply<true>(chunk, kChunk, value_chunk.data(), head_size, kChunk,
-                           &sums[int64_t{row} * head_size], head_size, active, head_size);
+            products.read_values(values, first, seen);
+            products.add(chunk, active, &sums[int64_t{row} * head_size]);
           });
       auto* out = static_cast<typename Format::Code*>(args.out);
       for (int64_t q = 0; q < tile.count; ++q) {
@@ -264,7 +182,7 @@ void attend(const AttentionArgs& args) {
   }
 }
 
-template <class Format>
+template <class Format, class Products>
 void score(const ScoreArgs& args) {
   const int kv_heads = args.keys.heads, head_size = args.keys.channels;
   const int group = static_cast<int>(args.heads / kv_heads);
@@ -273,24 +191,25 @@ void score(const ScoreArgs& args) {
   for (int head = 0; head < kv_heads; ++head)
     for (int64_t first = 0; first < args.queries; first += step)
       tiles.push_back({first, std::min(step, args.queries - first), head});
-  std::vector<float> queries(tiles.size() * rows * head_size), level(tiles.size() * rows);
+  std::vector<typename Products::Query> queries((tiles.size() * rows + padded(0)) * head_size);
+  std::vector<float> level(tiles.size() * rows);
   const int64_t chunks = (args.tokens + kChunk - 1) / kChunk;
 #pragma omp parallel
   {
-    std::vector<float> logits(rows * kChunk), key_chunk(head_size * kChunk),
-        columns(kChunk);
+    Products products(head_size, args.scale * kLog2E);
+    std::vector<float> logits(padded(rows) * kChunk), columns(kChunk);
     Softmax softmax(rows);
     // The logarithm of each row's sum of exponentials.
 #pragma omp for schedule(dynamic)
     for (size_t t = 0; t < tiles.size(); ++t) {
       const Tile& tile = tiles[t];
-      float* own = &queries[t * rows * head_size];
-      read_queries<Format>(args.query, args.heads, head_size, group, tile, args.scale, own);
+      auto* own = &queries[t * rows * head_size];
+      read_queries<Format>(products, args.query, args.heads, head_size, group, tile, own);
       const HeadReader<Format> keys(args.pages, args.page_stride, args.block_ids, args.keys,
                                     tile.head);
       softmax.reset();
-      for_each_chunk(keys, args.positions + tile.first, group, tile.count, head_size, own,
-                     key_chunk.data(), logits.data(),
+      for_each_chunk(products, keys, args.positions + tile.first, group, tile.count, head_size,
+                     own, logits.data(),
                      [&](int row, int active, int64_t, int, float* chunk) {
                        for (int r = 0; r < active; ++r)
                          softmax.step(row + r, chunk + r * kChunk);
@@ -310,14 +229,13 @@ void score(const ScoreArgs& args) {
           const Tile& tile = tiles[t];
           const int64_t* positions = args.positions + tile.first;
           if (tile.head != head || positions[tile.count - 1] < first) continue;
-          if (reader_of != head) keys.by_channel(first, seen, key_chunk.data());
+          if (reader_of != head) products.read_keys(keys, first, seen);
           reader_of = head;
           int64_t skipped = 0;
           while (positions[skipped] < first) ++skipped;
           const int64_t row = skipped * group;
           const int active = static_cast<int>(tile.count * group - row);
-          multiply<false>(&queries[(t * rows + row) * head_size], head_size, key_chunk.data(),
-                          kChunk, head_size, logits.data(), kChunk, active, kChunk);
+          products.logits(&queries[(t * rows + row) * head_size], active, logits.data());
           for (int r = 0; r < active; ++r) {
             float* logit = &logits[r * kChunk];
             const int64_t position = positions[skipped + r / group];
@@ -339,19 +257,27 @@ void score(const ScoreArgs& args) {
 void segreuse_attention(const segreuse::cpu::AttentionArgs* args) {
   using namespace segreuse;
   using namespace segreuse::cpu;
+#if defined(__AMX_BF16__)
+  if (args->dtype == DType::kBFloat16 && MatrixProducts::takes(args->keys.channels))
+    return attend<BFloat16, MatrixProducts>(*args);
+#endif
   switch (args->dtype) {
-    case DType::kFloat32: return attend<Float32>(*args);
-    case DType::kBFloat16: return attend<BFloat16>(*args);
-    default: return attend<NativeFloat16>(*args);
+    case DType::kFloat32: return attend<Float32, FloatProducts<Float32>>(*args);
+    case DType::kBFloat16: return attend<BFloat16, FloatProducts<BFloat16>>(*args);
+    default: return attend<NativeFloat16, FloatProducts<NativeFloat16>>(*args);
   }
 }
 
 void segreuse_scores(const segreuse::cpu::ScoreArgs* args) {
   using namespace segreuse;
   using namespace segreuse::cpu;
+#if defined(__AMX_BF16__)
+  if (args->dtype == DType::kBFloat16 && MatrixProducts::takes(args->keys.channels))
+    return score<BFloat16, MatrixProducts>(*args);
+#endif
   switch (args->dtype) {
-    case DType::kFloat32: return score<Float32>(*args);
-    case DType::kBFloat16: return score<BFloat16>(*args);
-    default: return score<NativeFloat16>(*args);
+    case DType::kFloat32: return score<Float32, FloatProducts<Float32>>(*args);
+    case DType::kBFloat16: return score<BFloat16, FloatProducts<BFloat16>>(*args);
+    default: return score<NativeFloat16, FloatProducts<NativeFloat16>>(*args);
   }
 }

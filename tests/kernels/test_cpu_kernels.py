@@ -19,7 +19,7 @@ from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, Rotation, Tiled
 from vllm_segreuse.prefill.kv_layout import discover_layout
 
 NUM_BLOCKS = 12
-SETS = {"avx512": "AVX512", "avx2": "AVX2", "baseline": "DEFAULT"}
+SETS = {"amx": "AMX", "avx512": "AVX512", "avx2": "AVX2", "baseline": "DEFAULT"}
 ORDER = list(SETS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 ROTATIONS = [
@@ -34,14 +34,13 @@ ROTATIONS = [
 @pytest.fixture(scope="module", params=ORDER)
 def built(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each library in turn; the machine's own capability decides which may run."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    best = next((name for name, known in SETS.items() if known == capability), "baseline")
+    best = next((name for name, known in SETS.items() if known == cpu.capability()), "baseline")
     if ORDER.index(request.param) < ORDER.index(best):
         pytest.skip(f"this machine has no {request.param}")
     if cpu.unavailable():
         pytest.skip(str(cpu.unavailable()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: SETS[request.param])
+        patch.setattr(cpu, "capability", lambda: SETS[request.param])
         cpu._library.cache_clear()
         assert cpu.instruction_set() == request.param
         yield request.param

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads keys and values of one head from the pages of a request, chunk by chunk, in the order that
+// products need.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+namespace segreuse::cpu {
+
+constexpr int kChunk = 128;  // keys per step of the online softmax
+
+// Half-precision conversions that the compiler can vectorise, unlike the portable ones.
+#if defined(__FLT16_MAX__)
+struct NativeFloat16 {
+  using Code = _Float16;
+  static float decode(Code code) { return static_cast<float>(code); }
+  static Code encode(float value) { return static_cast<Code>(value); }
+};
+#else
+using NativeFloat16 = Float16;
+#endif
+
+// Reads one KV head of one request, by position.
+template <class Format>
+class HeadReader {
+  using Code = typename Format::Code;
+
+ public:
+  HeadReader(const void* pages, int64_t page_stride, const int32_t* blocks,
+             const TiledStrides& strides, int head)
+      : pages_(static_cast<const Code*>(pages)),
+        page_stride_(page_stride),
+        blocks_(blocks),
+        strides_(strides) {
+    for (int c = 0; c < strides.channels; ++c) at_.push_back(strides.of_channel(head, c));
+    unit_ = strides.channel_lo == 1 && strides.channel_tile == strides.channels;
+  }
+
+  // out[channel][kChunk]: channels of positions [first, first + count), the rest of a row 0.
+  void by_channel(int64_t first, int count, float* out) const {
+    if (count < kChunk) std::fill(out, out + strides_.channels * kChunk, 0.0f);
+    tiles(first, count, [&](const Code* token, int done, int step) {
+      if (unit_) {
+        for (int i = 0; i < step; ++i, token += strides_.token_lo)
+          for (int c = 0; c < strides_.channels; ++c)
+            out[c * kChunk + done + i] = Format::decode(token[at_[0] + c]);
+        return;
+      }
+      for (int c = 0; c < strides_.channels; ++c) {
+        const Code* from = token + at_[c];
+        float* to = out + c * kChunk + done;
+        if (strides_.token_lo == 1)
+          for (int i = 0; i < step; ++i) to[i] = Format::decode(from[i]);
+        else
+          for (int i = 0; i < step; ++i) to[i] = Format::decode(from[i * strides_.token_lo]);
+      }
+    });
+  }
+
+  // out[kChunk][channels]: the same, by token; tokens from `count` on 0.
+  void by_token(int64_t first, int count, float* out) const {
+    const int channels = strides_.channels;
+    std::fill(out + count * channels, out + kChunk * channels, 0.0f);
+    tiles(first, count, [&](const Code* token, int done, int step) {
+      for (int i = 0; i < step; ++i, token += strides_.token_lo) {
+        float* to = out + (done + i) * channels;
+        if (unit_) {
+          const Code* from = token + at_[0];
+          for (int c = 0; c < channels; ++c) to[c] = Format::decode(from[c]);
+        } else {
+          for (int c = 0; c < channels; ++c) to[c] = Format::decode(token[at_[c]]);
+        }
+      }
+    });
+  }
+
+  // out[tile of 32 channels][tile of 16 keys][16 pairs of channels][16 keys][2], keys from `count` on
+  // 0; of the codes, undecoded.
+  void key_pairs(int64_t first, int count, Code* out) const {
+    const int channels = strides_.channels;
+    if (count < kChunk) std::fill(out, out + channels * kChunk, Code{});
+    const bool paired = strides_.channel_tile == 2 && strides_.channel_lo == 1 &&
+                        strides_.token_lo == 2 && strides_.token_tile == 16;
+    tiles(first, count, [&](const Code* token, int done, int step) {
+      for (int c = 0; c < channels; c += 2) {
+        Code* to = out + c / 32 * 32 * kChunk + done / 16 * 512 + c % 32 * 16;
+        if (paired) {  // a tile of the page is one of ours, and chunks begin with a tile
+          std::memcpy(to, token + at_[c], step * 2 * sizeof(Code));
+          continue;
+        }
+        for (int i = 0; i < step; ++i) {
+          const int key = done + i;
+          Code* pair = out + c / 32 * 32 * kChunk + key / 16 * 512 + c % 32 * 16 + key % 16 * 2;
+          pair[0] = token[i * strides_.token_lo + at_[c]];
+          pair[1] = token[i * strides_.token_lo + at_[c + 1]];
+        }
+      }
+    });
+  }
+
+  // out[tile of 32 keys][tile of 16 channels][16 pairs of keys][16 channels][2], keys from `count` on
+  // 0; of the codes, undecoded.
+  void value_pairs(int64_t first, int count, Code* out) const {
+    const int channels = strides_.channels;
+    if (count < kChunk) std::fill(out, out + channels * kChunk, Code{});
+    const bool paired = strides_.token_tile == 2 && strides_.token_lo == 1 &&
+                        strides_.channel_tile == channels && strides_.channel_lo == 2;
+    tiles(first, count, [&](const Code* token, int done, int step) {
+      if (paired && step == 2) {
+        Code* to = out + done / 32 * 32 * channels + done % 32 / 2 * 32;
+        for (int c = 0; c < channels; c += 16)
+          std::memcpy(to + c * 32, token + at_[c], 32 * sizeof(Code));
+        return;
+      }
+      for (int i = 0; i < step; ++i) {
+        const int key = done + i;
+        Code* to = out + key / 32 * 32 * channels + key % 32 / 2 * 32 + key % 2;
+        for (int c = 0; c < channels; ++c)
+          to[c / 16 * 512 + c % 16 * 2] = token[i * strides_.token_lo + at_[c]];
+      }
+    });
+  }
+
+ private:
+  // Tokens that one stride steps through: visit(first one, how many come before it, how many).
+  template <class Visit>
+  void tiles(int64_t first, int count, Visit&& visit) const {
+    for (int done = 0; done < count;) {
+      const int64_t position = first + done;
+      const int offset = static_cast<int>(position % strides_.block_size);
+      const int step = std::min(count - done, strides_.token_tile - offset % strides_.token_tile);
+      const int64_t block = blocks_[position / strides_.block_size];
+      visit(pages_ + block * page_stride_ + strides_.of_token(offset), done, step);
+      done += step;
+    }
+  }
+
+  const Code* pages_;
+  int64_t page_stride_;
+  const int32_t* blocks_;
+  const TiledStrides& strides_;
+  std::vector<int32_t> at_;
+  bool unit_;
+};
+
+}  // namespace segreuse::cpu
