@@ -4,6 +4,8 @@
 The documentation topics that ship with Python are ingested once, over HTTP. Questions are asked
 four at a time, each with eight passages that BM25 found, in random order.
 
+The server runs `configs/knowledge.yaml`, as an operator would (but keeps no manifest).
+
 Both arms send the very same prompts to the same server, with prefix caching on: `reuse` names the
 base's extra key; `plain` names none, and has a `cache_salt`, so that the prefix cache works for its
 own requests but never finds what the other arm computed. The arms take turns, some questions each.
@@ -12,6 +14,7 @@ own requests but never finds what the other arm computed. The arms take turns, s
 import random
 import secrets
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +29,7 @@ from examples.rag.chat import Answer, ask
 from vllm_segreuse.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
 from vllm_segreuse.knowledge.schemas import NewDocument
 
+CONFIG = harness.REPOSITORY / "configs" / "knowledge.yaml"
 BASE = "python-topics"
 PASSAGES = 8
 CONCURRENCY = 4
@@ -79,18 +83,30 @@ def run(quick: bool) -> harness.SuiteResult:
     model = shapes.make_model(load.shape)
     prompts = _prompts(model, documents, library.questions()[: load.questions])
     token = secrets.token_hex()
-    args = (*_SERVER_ARGS, *(("--enforce-eager",) if load.eager else ()))
+    args = [*_SERVER_ARGS, *(["--enforce-eager"] if load.eager else [])]
     env = {TOKEN_ENV: token, "VLLM_CPU_KVCACHE_SPACE": str(_KV_SPACE_GIB)}
     import openai
 
     try:
-        with Server(model, args, env, start_timeout_s=_START_S) as server:
-            ingested = _ingest(server.url, token, documents)
-            one = partial(_ask, server.client(timeout=600), server.model_name)
-            answers = _ask_all(one, prompts)
+        with tempfile.TemporaryDirectory() as folder:
+            args += ["--segreuse-config", str(_config(Path(folder)))]
+            with Server(model, args, env, start_timeout_s=_START_S) as server:
+                ingested = _ingest(server.url, token, documents)
+                one = partial(_ask, server.client(timeout=600), server.model_name)
+                answers = _ask_all(one, prompts)
     except (ServerError, ClientError, openai.OpenAIError) as error:
         raise harness.BenchError(str(error)) from error
     return _result(load, ingested, prompts, answers)
+
+
+def _config(folder: Path) -> Path:
+    """The operator's configuration, without a manifest."""
+    import yaml
+
+    options = yaml.safe_load(CONFIG.read_text()) | {"knowledge_path": None}
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(options))
+    return file
 
 
 def _prompts(model: Path, documents: Mapping[str, str], questions: Sequence[str]) -> list[Prompt]:
