@@ -16,6 +16,7 @@ SUITES = {
     "kernels": "alignment, sparse-query attention and token scores by themselves",
     "quality": "what each policy loses against full prefill, and what it computes",
     "rag": "questions over a knowledge base: the server with extra keys against without",
+    "churn": "knowledge bases that change all the time in a nearly full pool: leaks, failures",
     "isolation": "whether time tells a stranger what is cached for somebody else",
     "soak": "a long mixed load on a small pool: leaks, hangs, failures, memory, latency",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
