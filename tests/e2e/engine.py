@@ -107,6 +107,8 @@ def engine(
         "enforce_eager": True,
         "seed": 0,
     } | arguments
+    if backend := os.environ.get("SEGREUSE_TEST_BACKEND"):  # on a GPU, each of its backends
+        arguments.setdefault("attention_backend", backend)
     llm = None
     try:
         llm = LLM(**arguments)

@@ -4,6 +4,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.e2e.engine import NAMESPACE, Prompts, engine
@@ -57,7 +58,7 @@ def test_10_a_pass_that_sees_the_future_is_found(monkeypatch: pytest.MonkeyPatch
     from vllm_segreuse.prefill import rows
 
     def one_row_per_request(tokens: Any) -> Any:
-        starts = tokens.request.new_zeros(len(tokens), dtype=bool)
+        starts = np.zeros(len(tokens), dtype=np.bool_)
         starts[0] = True
         return starts
 

@@ -20,7 +20,6 @@ from vllm_segreuse.prefill.rope import DeltaRope
 NUM_BLOCKS = 12
 NUM_LAYERS = 3
 ROPE = DeltaRope(torch.logspace(0, -4, HEAD_SIZE // 2, dtype=torch.float64), HEAD_SIZE, True)
-CPU = torch.device("cpu")
 
 
 class Copy(NamedTuple):
@@ -87,7 +86,7 @@ def copies_of(made: list[ReusePlan]) -> list[Copy]:
 
 @given(plans(), st.booleans())
 def test_copies_are_those_of_the_pieces(made: list[ReusePlan], skip_always: bool) -> None:
-    found = token_copies(made, BLOCK_SIZE, CPU, skip_always)
+    found = token_copies(made, BLOCK_SIZE, skip_always)
     expected = [c for c in copies_of(made) if not (skip_always and c.always)]
     assert found.source_slots.tolist() == [c.source for c in expected]
     assert found.target_slots.tolist() == [c.target for c in expected]
@@ -116,7 +115,7 @@ def test_aligning_agrees_with_a_loop(
     subject, layers = aligner
     before = [layer.pages.clone() for layer in layers]
     expected = [loop(layer, made, i) for i, layer in enumerate(layers)]
-    subject.align(token_copies(made, BLOCK_SIZE, CPU, skip_always=True), first_layer)
+    subject.align(token_copies(made, BLOCK_SIZE, skip_always=True), first_layer)
     for i, layer in enumerate(layers):
         wanted = expected[i] if i >= first_layer else before[i]
         torch.testing.assert_close(layer.pages, wanted, atol=1e-4, rtol=0)
@@ -150,7 +149,7 @@ def turned(key: torch.Tensor, distance: int) -> torch.Tensor:
 def test_nothing_to_copy_touches_nothing() -> None:
     subject, layers = make_aligner(["NHD"], [ROPE])
     before = layers[0].pages.clone()
-    empty = torch.empty(0, dtype=torch.int64)
+    empty = np.empty(0, np.int64)
     subject.align(align_module.TokenCopies(empty, empty, empty))
     assert torch.equal(layers[0].pages, before)
     assert layers[0].log == []
@@ -158,9 +157,9 @@ def test_nothing_to_copy_touches_nothing() -> None:
 
 def test_unmoved_tokens_are_copied_bit_for_bit() -> None:
     subject, layers = make_aligner(["tiled by 16"], [ROPE])
-    source, target = torch.arange(70, 190), torch.arange(300, 420)
+    source, target = np.arange(70, 190), np.arange(300, 420)
     expected = [layers[0].read(slot) for slot in source.tolist()]
-    subject.align(align_module.TokenCopies(source, target, torch.zeros_like(source)))
+    subject.align(align_module.TokenCopies(source, target, np.zeros_like(source)))
     for slot, (key, value) in zip(target.tolist(), expected, strict=True):
         assert torch.equal(layers[0].read(slot)[0], key)
         assert torch.equal(layers[0].read(slot)[1], value)
@@ -174,8 +173,8 @@ def test_the_kernel_is_told_where_pages_are_both_read_and_written(
     layer = make_layer("HND", NUM_BLOCKS)
     found = discover_layout(layer, BLOCK_SIZE)
     subject = Aligner([layer], [found], [ROPE], lambda pages, parts, moves: told.append(moves))
-    source = torch.arange(BLOCK_SIZE)
-    subject.align(align_module.TokenCopies(source, source + distance, torch.zeros_like(source)))
+    source = np.arange(BLOCK_SIZE)
+    subject.align(align_module.TokenCopies(source, source + distance, np.zeros_like(source)))
     assert [moves.overlapping for moves in told] == [overlapping]
 
 
@@ -186,7 +185,7 @@ def test_layers_that_are_alike_are_aligned_by_one_call() -> None:
     other = DeltaRope(ROPE.frequencies / 4, HEAD_SIZE, True)
     ropes = [ROPE, ROPE, DeltaRope(ROPE.frequencies.clone(), HEAD_SIZE, True), other]
     subject = Aligner(layers, found, ropes, lambda pages, parts, moves: calls.append(len(pages)))
-    slots = torch.arange(9)
+    slots = np.arange(9)
     subject.align(align_module.TokenCopies(slots, slots + 500, slots))
     assert calls == [2, 1, 1]
     calls.clear()

@@ -15,7 +15,7 @@ from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill.attention import PassAttention, ScatteredQueries
 from vllm_segreuse.prefill.kv_layout import discover_layout
-from vllm_segreuse.prefill.rows import TokenTable
+from vllm_segreuse.prefill.tokens import TokenTable
 
 TABLES = torch.arange(6, dtype=torch.int32).view(2, 3)
 

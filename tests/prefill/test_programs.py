@@ -74,7 +74,8 @@ class Known:
         self.ran.append((first, last, tokens.slots.tolist()))
         return LayerState(torch.zeros(len(tokens), 4), None)
 
-    def attention_paid(self, batch, layer, probed, queries) -> torch.Tensor:
+    def attention_paid(self, batch, layer, probed, counts, queries) -> torch.Tensor:
+        assert sum(counts) == len(probed)
         mass = torch.zeros(len(batch.tokens))
         for probe in probed.tolist():
             for rank, target in enumerate(self.attention.get(probe, [])):
@@ -82,7 +83,7 @@ class Known:
         return mass
 
     @contextmanager
-    def _capture(self, _: int) -> Iterator[list[torch.Tensor]]:
+    def _capture(self, _: int, wanted: np.ndarray | None = None) -> Iterator[list[torch.Tensor]]:
         yield [torch.zeros(0, HEADS, CHANNELS)]
 
 
@@ -134,7 +135,7 @@ def test_plans_side_by_side_choose_each_for_itself() -> None:
         plan([47], 12, Score.ALL_LAYERS, 0.7), plan([45, 46], 20, Score.ALL_LAYERS, 0.7, first=3)
     )
     active, _ = asked(layers, batch)
-    assert batch.num_active(active) == {"from 0": 12, "from 3": 11}
+    assert batch.num_active(active).tolist() == [12, 11]
     assert active.tolist() == [*range(11), 47, *seen[:9], TOKENS + 45, TOKENS + 46]
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.prefill.rows import RowBuilder, TokenTable, row_starts
+from vllm_segreuse.prefill.rows import common_metadata
+from vllm_segreuse.prefill.tokens import Index, TokenTable, row_starts
 
 BLOCK_SIZE = 16
 
@@ -59,7 +60,7 @@ def test_a_row_begins_where_a_run_or_a_request_begins(chosen: list[list[int]]) -
 def test_each_run_is_a_row_that_ends_with_it(chosen: list[list[int]]) -> None:
     tokens, rows = table_of(chosen), rows_of(chosen)
     block_tables = torch.arange(len(chosen) * 7, dtype=torch.int32).view(len(chosen), 7)
-    common = RowBuilder._common_metadata(tokens, block_tables)
+    common = common_metadata(tokens, block_tables)
 
     lengths = [row.last - row.first + 1 for row in rows]
     assert common.num_reqs == len(rows)
@@ -89,9 +90,12 @@ def test_a_part_of_the_tokens_keeps_everything_together(
     tokens = table_of(chosen)
     first = data.draw(st.integers(0, len(tokens) - 1))
     last = data.draw(st.integers(first + 1, len(tokens)))
-    for index in (slice(first, last), torch.arange(first, last)):
+    for index in (slice(first, last), Index.computed(torch.arange(first, last))):
         part = tokens.take(index)
         assert len(part) == last - first
         assert torch.equal(part.token_ids, part.positions + 7000)
         assert torch.equal(part.slots, 1000 * part.request + part.positions)
         assert torch.equal(part.positions, tokens.positions[first:last])
+        assert part.host is not None
+        assert part.host.positions.tolist() == part.positions.tolist()
+        assert part.host.request.tolist() == part.request.tolist()

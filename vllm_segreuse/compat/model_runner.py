@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A handle on the loaded model for the worker-side connector.
+"""`vllm/v1/worker/*model_runner.py`: a handle on the loaded model, and room for the pass.
 
 vLLM gives connectors the KV caches but not the model (`register_kv_caches`,
 `v1/worker/gpu_model_runner.py`). Wrapping `load_model` of each runner class keeps a reference to
 the runner of this process. Obsolete once connectors are handed the model.
+
+Nor are connectors asked how much memory they take. While vLLM measures what the model takes
+(`profile_run`), what the pass takes on top is held, so that the KV cache leaves room for it.
+Obsolete once connectors can reserve memory.
 """
 
 from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
@@ -25,9 +30,12 @@ _latest: weakref.ref[Any] | None = None
 
 
 def install() -> None:
-    """Wrap `load_model` of vLLM's model runners (V1 on GPU and CPU, V2), once."""
+    """Wrap methods of vLLM's model runners (V1 on GPU and CPU, V2), once."""
     for module_name, class_name in _RUNNERS:
-        wrap(getattr(importlib.import_module(module_name), class_name), "load_model", _load_model)
+        runner = getattr(importlib.import_module(module_name), class_name)
+        wrap(runner, "load_model", _load_model)
+        if class_name == "GPUModelRunner":
+            wrap(runner, "profile_run", _profile_run)
 
 
 def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,6 +46,32 @@ def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_model
+
+
+def _profile_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _room_for_the_pass(self.vllm_config, self.device):
+            return original(self, *args, **kwargs)
+
+    return profile_run
+
+
+@contextmanager
+def _room_for_the_pass(vllm_config: Any, device: Any) -> Iterator[None]:
+    """Holds as much memory as a pass takes, where an engine that reuses measures a GPU's."""
+    import torch
+
+    from vllm_segreuse.prefill.memory import pass_bytes
+    from vllm_segreuse.serve.launch import names_connector
+
+    if device.type == "cpu" or not names_connector(vllm_config.kv_transfer_config):
+        yield
+        return
+    held = torch.empty(pass_bytes(vllm_config), dtype=torch.uint8, device=device)
+    try:
+        yield
+    finally:
+        del held
 
 
 def loaded_model() -> Any:

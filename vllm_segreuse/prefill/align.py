@@ -17,23 +17,22 @@ import torch
 from vllm_segreuse.cache.plan import ReusePlan
 from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, flat_pages
 from vllm_segreuse.prefill.rope import DeltaRope
+from vllm_segreuse.prefill.tokens import upload
 
 
 @dataclass(frozen=True)
 class TokenCopies:
-    """Token by token: `source_slots[i]` to `target_slots[i]`, `deltas[i]` positions on."""
+    """Token by token: `source_slots[i]` to `target_slots[i]`, `deltas[i]` positions on; int64."""
 
-    source_slots: torch.Tensor
-    target_slots: torch.Tensor
-    deltas: torch.Tensor
+    source_slots: np.ndarray
+    target_slots: np.ndarray
+    deltas: np.ndarray
 
     def __len__(self) -> int:
-        return self.source_slots.numel()
+        return len(self.source_slots)
 
 
-def token_copies(
-    plans: list[ReusePlan], block_size: int, device: torch.device, skip_always: bool
-) -> TokenCopies:
+def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> TokenCopies:
     """The copies of all plans, one entry per token.
 
     Args:
@@ -54,9 +53,7 @@ def token_copies(
         sources.append(source)
         targets.append(blocks[to // block_size] * block_size + to % block_size)
         deltas.append(delta)
-    return TokenCopies(
-        *(torch.from_numpy(np.concatenate(part)).to(device) for part in (sources, targets, deltas))
-    )
+    return TokenCopies(*(np.concatenate(part) for part in (sources, targets, deltas)))
 
 
 class Aligner:
@@ -94,12 +91,12 @@ class Aligner:
         if not len(copies):
             return
         # A plan has few distinct differences: one per segment.
-        distinct, angles = torch.unique(copies.deltas, return_inverse=True)
-        read, written = (
-            torch.unique(slots // self._block_size)
-            for slots in (copies.source_slots, copies.target_slots)
+        distinct, angles = np.unique(copies.deltas, return_inverse=True)
+        device = self._groups[0].pages[0].device
+        sources, targets, angles_of = (
+            upload(array, device) for array in (copies.source_slots, copies.target_slots, angles)
         )
-        overlapping = bool(torch.isin(read, written).any())
+        overlapping = self._overlap(copies)
         for group in self._groups:
             pages = [
                 pages
@@ -107,11 +104,19 @@ class Aligner:
                 if index >= first_layer
             ]
             if pages:
-                cos, sin = group.tables(distinct)
-                moves = Moves(
-                    copies.source_slots, copies.target_slots, angles, cos, sin, overlapping
-                )
+                tables = group.tables(torch.from_numpy(distinct))
+                cos, sin = (upload(table.numpy(), device) for table in tables)
+                moves = Moves(sources, targets, angles_of, cos, sin, overlapping)
                 self._kernel(pages, group.parts, moves)
+
+    def _overlap(self, copies: TokenCopies) -> bool:
+        """Whether a page is both read and written."""
+        read, written = (
+            slots // self._block_size for slots in (copies.source_slots, copies.target_slots)
+        )
+        is_read = np.zeros(max(read.max(), written.max()) + 1, dtype=np.bool_)
+        is_read[read] = True
+        return bool(is_read[written].any())
 
 
 @dataclass

@@ -17,9 +17,10 @@ import torch
 from vllm_segreuse.compat.attention_impl import replaced_forward
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
-from vllm_segreuse.prefill.rows import RowBuilder, TokenTable, pass_context, row_starts
+from vllm_segreuse.prefill.rows import RowBuilder, pass_context
+from vllm_segreuse.prefill.tokens import TokenTable, row_starts
 
-_LONG_RUN = 16
+LONG_RUN = 16
 """Tokens per run, on average, from which on rows are at least as fast (`bench kernels`)."""
 
 
@@ -78,9 +79,7 @@ class PassAttention:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
         """
-        if self._kernels.sparse_attention is None or len(tokens) >= _LONG_RUN * int(
-            row_starts(tokens).sum()
-        ):
+        if self._kernels.sparse_attention is None or _has_long_runs(tokens):
             with self._rows.forward_context(tokens, block_tables):
                 yield
             return
@@ -122,3 +121,9 @@ class PassAttention:
             **prepared,
         )
         return output
+
+
+def _has_long_runs(tokens: TokenTable) -> bool:
+    """Where only the device knows the tokens, most were chosen one by one: asking would cost more
+    than it could save."""
+    return tokens.host is not None and len(tokens) >= LONG_RUN * int(row_starts(tokens).sum())

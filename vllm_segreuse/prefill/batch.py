@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from vllm_segreuse.cache.plan import ReusePlan
-from vllm_segreuse.prefill.rows import TokenTable
+from vllm_segreuse.kernels.pages import TiledStrides
 from vllm_segreuse.prefill.selection import choose
+from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
 
 class Batch:
@@ -20,7 +21,7 @@ class Batch:
 
     Attributes:
         tokens: every token, by plan, then by position.
-        always, probes: bool `[tokens]`; see `Recipe`.
+        always, probes: see `Recipe`.
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
     """
@@ -42,29 +43,60 @@ class Batch:
         slots = tables[request, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
 
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
-        def joined(parts: list[np.ndarray], behind: list[list[Any]], dtype: type) -> torch.Tensor:
+        def joined(parts: list[np.ndarray], behind: list[list[Any]], dtype: type) -> np.ndarray:
             both = [part for pair in zip(parts, behind, strict=True) for part in pair]
-            return tensor(np.concatenate([np.asarray(part, dtype) for part in both]))
+            return np.concatenate([np.asarray(part, dtype) for part in both])
 
         true = [[True] * len(more) for more in last]
         self.tokens = TokenTable(
-            joined([p.token_ids for p in plans], last, np.int64),
-            tensor(positions),
-            tensor(request),
-            tensor(slots),
+            upload(joined([p.token_ids for p in plans], last, np.int64), device),
+            upload(positions, device),
+            upload(request, device),
+            upload(slots, device),
+            HostTokens(positions, request),
         )
-        self.always = joined([p.recipe.always for p in plans], true, np.bool_)
-        self.probes = joined([p.recipe.probes for p in plans], true, np.bool_)
+        self._device, self._block_size, self._slots = device, block_size, slots
+        self._always = joined([p.recipe.always for p in plans], true, np.bool_)
+        self.always = Index.known(np.flatnonzero(self._always), device)
+        probes = joined([p.recipe.probes for p in plans], true, np.bool_)
+        self.probes = Index.known(np.flatnonzero(probes), device)
         self.bounds = np.concatenate([[0], np.cumsum(self._lengths)])
-        self.block_tables = tensor(tables)
+        self.block_tables = upload(tables, device)
 
-    def choose(
-        self, scores: torch.Tensor, excluded: torch.Tensor, top_k: list[int]
-    ) -> torch.Tensor:
-        """Flat indices, ascending, of each plan's tokens with the largest scores.
+    @property
+    def everything(self) -> Index:
+        """All tokens."""
+        return Index.known(np.arange(len(self.tokens)), self._device)
+
+    def always_mask(self) -> torch.Tensor:
+        """bool `[tokens]`, a new one: which tokens are always computed."""
+        return upload(self._always.copy(), self._device)
+
+    def counts(self, index: Index) -> list[int]:
+        """How many tokens of each plan are in an index that the host knows."""
+        assert index.host is not None
+        return np.diff(np.searchsorted(index.host, self.bounds)).tolist()
+
+    def num_active(self, active: torch.Tensor) -> torch.Tensor:
+        """How many of these flat indices are each plan's, int64 `[plans]`, on the device."""
+        counts = torch.zeros(len(self.plans), dtype=torch.int64, device=self._device)
+        request = self.tokens.request[active]
+        return counts.scatter_add_(0, request, torch.ones_like(request))
+
+    def held(self, pages: torch.Tensor, strides: TiledStrides) -> torch.Tensor:
+        """What the tokens' slots hold: `[tokens, heads, channels]`.
+
+        Args:
+            pages: flat pages `[num_blocks, page_elements]` of a layer.
+            strides: where its keys, or its values, lie in a page.
+        """
+        blocks, which = np.unique(self._slots // self._block_size, return_inverse=True)
+        token = which * self._block_size + self._slots % self._block_size
+        held = strides.tokens(pages[upload(blocks, self._device)])
+        return held[upload(token, self._device)]
+
+    def choose(self, scores: torch.Tensor, excluded: torch.Tensor, top_k: list[int]) -> Index:
+        """Each plan's tokens with the largest scores.
 
         Args:
             scores: float32 `[tokens]`.
@@ -73,9 +105,4 @@ class Batch:
         """
         candidates = scores.masked_fill(excluded, float("-inf"))
         least_share = self.plans[0].recipe.least_share
-        return choose(list(candidates.split(self._lengths)), top_k, least_share)
-
-    def num_active(self, active: torch.Tensor) -> dict[str, int]:
-        """How many of these flat indices each plan has, by request; waits for the device."""
-        counts = torch.bincount(self.tokens.request[active], minlength=len(self.plans)).tolist()
-        return {plan.request_id: n for plan, n in zip(self.plans, counts, strict=True)}
+        return Index.computed(choose(list(candidates.split(self._lengths)), top_k, least_share))

@@ -22,15 +22,16 @@ from vllm_segreuse.kernels import dispatch
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill import rope
 from vllm_segreuse.prefill.align import Aligner, TokenCopies
-from vllm_segreuse.prefill.attention import PassAttention
+from vllm_segreuse.prefill.attention import LONG_RUN, PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.fast_norms import fast_norms
+from vllm_segreuse.prefill.fast_ops import FastOps
 from vllm_segreuse.prefill.kv_layout import LayoutError, discover_layout
 from vllm_segreuse.prefill.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.prefill.programs import Layers
 from vllm_segreuse.prefill.rope import DeltaRope, RopeError
-from vllm_segreuse.prefill.rows import RowBuilder, TokenTable
+from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.supported import RefusedError
+from vllm_segreuse.prefill.tokens import TokenTable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,12 +68,17 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         stack = DecoderStack(model, attention)
         layouts = [discover_layout(layer, block_size) for layer in stack.attention]
         first = stack.attention[0]
-        rows = RowBuilder(
-            vllm_config, group.layer_names, group.kv_cache_spec, first.get_attn_backend()
-        )
-        proof = _Proof(stack, rows, block_size, kv_cache_config.num_blocks, vllm_config)
-        ropes = proof.ropes()
         kernels = dispatch.choose(first.kv_cache.device, first.kv_cache.dtype, layouts[0])
+        rows = RowBuilder(
+            vllm_config,
+            group.layer_names,
+            group.kv_cache_spec,
+            first.get_attn_backend(),
+            _most_rows(vllm_config, kernels),
+        )
+        fast_ops = FastOps(model)
+        proof = _Proof(stack, rows, fast_ops, block_size, kv_cache_config.num_blocks, vllm_config)
+        ropes = proof.ropes()
         aligner = Aligner(stack.attention, layouts, ropes, kernels.align)
         layers = Layers(
             stack,
@@ -81,13 +87,24 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             kernels.token_scores,
             vllm_config.scheduler_config.max_num_batched_tokens,
         )
-        prefill = SparsePrefill(layers, aligner)
+        prefill = SparsePrefill(layers, aligner, fast_ops)
         proof.moves(aligner, layouts, ropes)
         max_deviation = proof.sparse_pass(prefill)
+        proof.warm_up(prefill)
         layers.compiled = _may_run_compiled(vllm_config)
         return Runtime(prefill, max_deviation, kernels.description)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}; serve this model without --segreuse") from error
+
+
+def _most_rows(vllm_config: VllmConfig, kernels: dispatch.Kernels) -> int:
+    """Most runs of active tokens that the stock backend is given at once."""
+    scheduler = vllm_config.scheduler_config
+    tokens = scheduler.max_num_batched_tokens
+    if kernels.sparse_attention is None:
+        return tokens
+    # Long on average, or, in the exact tier, whole blocks and one end of each plan.
+    return tokens // LONG_RUN + scheduler.max_num_seqs + 1
 
 
 def _may_run_compiled(vllm_config: VllmConfig) -> bool:
@@ -138,6 +155,7 @@ class _Proof:
         self,
         stack: DecoderStack,
         rows: RowBuilder,
+        fast_ops: FastOps,
         block_size: int,
         num_blocks: int,
         vllm_config: VllmConfig,
@@ -148,6 +166,7 @@ class _Proof:
             )
         self._stack = stack
         self._rows = rows
+        self._fast_ops = fast_ops
         self._block_size = block_size
         self._count = min(
             self._BLOCKS * block_size - 3,
@@ -225,8 +244,8 @@ class _Proof:
             torch.zeros_like(positions),
             slots + positions % self._block_size,
         )
-        # With the pass's own norms: what is compared is the pass, not the rounding of two kernels.
-        with fast_norms(), self._rows.forward_context(tokens, blocks[None]):
+        # With the pass's own kernels: the pass is compared, not the rounding of two kernels.
+        with self._fast_ops.preferred(), self._rows.forward_context(tokens, blocks[None]):
             self._stack.forward(tokens.token_ids, positions + distance)
 
     def moves(
@@ -237,17 +256,16 @@ class _Proof:
         Moves the scratch tokens one slot on, so that the copy crosses pages.
         """
         size, count = self._block_size, self._count - 1
-        device = self._stack.attention[0].kv_cache.device
-        tokens = torch.arange(count, device=device)
+        tokens = np.arange(count)
 
-        def slots(blocks: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
-            table = torch.from_numpy(blocks).to(device).long()
-            return table[positions // size] * size + positions % size
+        def slots(blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+            return blocks.astype(np.int64)[positions // size] * size + positions % size
 
         # Some stay, some move back: one call carries all kinds.
-        distances = torch.tensor([self._distance, 0, -7], device=device)[tokens // 50 % 3]
+        moved = np.array([self._distance, 0, -7])[tokens // 50 % 3]
         source, target = slots(self._own, tokens), slots(self._copy, tokens + 1)
-        aligner.align(TokenCopies(source, target, distances))
+        aligner.align(TokenCopies(source, target, moved))
+        distances = torch.from_numpy(moved).to(self._stack.attention[0].kv_cache.device)
         for layer, layout, delta_rope in zip(self._stack.attention, layouts, ropes, strict=True):
             pages = flat_pages(layer.kv_cache)
             for part, rotation in ((layout.keys, delta_rope), (layout.values, None)):
@@ -272,8 +290,7 @@ class _Proof:
         Returns:
             The largest deviation of a layer's keys and values, relative to their norm.
         """
-        count, size = self._count, self._block_size
-        positions = np.arange(count)
+        positions = np.arange(self._count)
         worst = 0.0
         # Short stretches are scattered queries, long ones are rows (`attention.py`).
         programs: list[tuple[int, dict[str, Any]]] = [
@@ -287,28 +304,10 @@ class _Proof:
             (7, {"top_k": 9, "score": Score.ALL_LAYERS, "least_share": 0.3}),
         ]
         for stretch, program in programs:
-            reused = (positions // stretch) % 2 == 1
-            new = {"always": ~reused, "probes": ~reused}
-            recipe = Recipe(**new | {"dense_layers": 0, "top_k": 0} | program)
             for block in self._copy:
                 for layer in self._stack.attention:
                     flat_pages(layer.kv_cache)[block].zero_()
-            where = positions[reused]
-            pieces = np.stack(
-                [where, np.ones_like(where), self._own[where // size], where % size, where], 1
-            )
-            plan = ReusePlan(
-                "start-up proof",
-                0,
-                count,
-                self._token_ids,
-                pieces.astype(np.int32),
-                recipe,
-                self._own.tolist(),
-                0,
-                self._copy,
-            )
-            prefill.run([plan])
+            prefill.run([self._plan((positions // stretch) % 2 == 1, program)])
             worst = max(worst, self._deviation())
         dtype = self._stack.attention[0].kv_cache.dtype
         tolerance = max(8 * torch.finfo(dtype).eps, 1e-4)
@@ -318,6 +317,32 @@ class _Proof:
                 f"{worst:.2g} of its norm, allowed {tolerance:.2g})"
             )
         return worst
+
+    def warm_up(self, prefill: SparsePrefill) -> None:
+        """Passes of few active tokens, for which Triton compiles programs of other sizes."""
+        for few in (1, 2, 4, 8):
+            reused = np.ones(self._count, dtype=np.bool_)
+            reused[: 3 * few : 3] = False
+            prefill.run([self._plan(reused, {"top_k": 1})])
+
+    def _plan(self, reused: np.ndarray, program: dict[str, Any]) -> ReusePlan:
+        """A plan that takes some of the scratch tokens as they are, and computes the others."""
+        size, where = self._block_size, np.flatnonzero(reused)
+        new = {"always": ~reused, "probes": ~reused}
+        pieces = np.stack(
+            [where, np.ones_like(where), self._own[where // size], where % size, where], 1
+        )
+        return ReusePlan(
+            "start-up proof",
+            0,
+            self._count,
+            self._token_ids,
+            pieces.astype(np.int32),
+            Recipe(**new | {"dense_layers": 0, "top_k": 0} | program),
+            self._own.tolist(),
+            0,
+            self._copy,
+        )
 
     def _deviation(self) -> float:
         worst = 0.0

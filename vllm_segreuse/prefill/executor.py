@@ -13,8 +13,7 @@ import torch
 from vllm_segreuse.cache.plan import ReusePlan
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.fast_norms import fast_norms
-from vllm_segreuse.prefill.layers import LayerState
+from vllm_segreuse.prefill.fast_ops import FastOps
 from vllm_segreuse.prefill.programs import Layers, program_of
 
 
@@ -53,9 +52,11 @@ class SparsePrefill:
     Args:
         layers: the model's decoder layers, run on a batch's tokens.
         aligner: copies and rotates KV.
+        fast_ops: the kernels that the pass prefers.
     """
 
-    def __init__(self, layers: Layers, aligner: Aligner) -> None:
+    def __init__(self, layers: Layers, aligner: Aligner, fast_ops: FastOps) -> None:
+        self._fast_ops = fast_ops
         self._layers = layers
         self._aligner = aligner
         self._block_size = layers.layouts[0].keys.shape[1]
@@ -79,7 +80,7 @@ class SparsePrefill:
         groups = [list(group) for _, group in groupby(sorted(plans, key=program), key=program)]
         batches = [Batch(group, self._block_size, self._device) for group in groups]
         for group in groups:
-            copies = token_copies(group, self._block_size, self._device, skip_always=True)
+            copies = token_copies(group, self._block_size, skip_always=True)
             self._aligner.align(copies, first_layer=group[0].recipe.dense_layers)
         return Prepared(batches, time.perf_counter() - started)
 
@@ -91,11 +92,19 @@ class SparsePrefill:
         the reason. Tensor-parallel ranks hold the same hidden states, so they agree on it.
         """
         started = time.perf_counter()
-        computed: dict[str, int] = {}
-        spoilt = [plan for batch in prepared.batches for plan in self._compute(batch, computed)]
+        told = [self._compute(batch) for batch in prepared.batches]
+        # The one question of a pass that the host waits for.
+        answers = torch.cat(told).tolist()
+        plans = [plan for batch in prepared.batches for plan in batch.plans]
+        spoilt = [plan for plan, (fine, _) in zip(plans, answers, strict=True) if not fine]
+        computed = {
+            plan.request_id: active
+            for plan, (_, active) in zip(plans, answers, strict=True)
+            if plan.recipe.least_share
+        }
         if spoilt:
             in_full = [plan.in_full() for plan in spoilt]
-            self._compute(Batch(in_full, self._block_size, self._device), computed)
+            self._compute(Batch(in_full, self._block_size, self._device))
         return PassReport(
             align_s=prepared.seconds,
             sparse_s=time.perf_counter() - started,
@@ -103,23 +112,22 @@ class SparsePrefill:
             computed=computed,
         )
 
-    def _compute(self, batch: Batch, computed: dict[str, int]) -> list[ReusePlan]:
-        """Run plans of one program; returns those whose hidden states are not finite, and notes in
-        `computed` what the scheduler cannot know."""
+    def _compute(self, batch: Batch) -> torch.Tensor:
+        """Run plans of one program.
+
+        Returns:
+            int64 `[plans, 2]`: whether the hidden states of a plan's active tokens are finite, and
+            how many these tokens are.
+        """
         recipe = batch.plans[0].recipe
-        with nullcontext() if recipe.stock else fast_norms():
+        with nullcontext() if recipe.stock else self._fast_ops.preferred():
             active, state = program_of(recipe)(self._layers, batch)
-        if recipe.least_share:
-            computed |= batch.num_active(active)
-        return [] if state is None else _not_finite(batch, active, state)
-
-
-def _not_finite(batch: Batch, active: torch.Tensor, state: LayerState) -> list[ReusePlan]:
-    """The plans with NaN or infinity in the given states of their active tokens."""
-    finite = state.hidden_states.isfinite().all(-1)
-    if state.residual is not None:
-        finite &= state.residual.isfinite().all(-1)
-    if bool(finite.all()):
-        return []
-    rows = batch.tokens.request[active[~finite]].unique().tolist()
-    return [batch.plans[row] for row in rows]
+        request = batch.tokens.request[active]
+        finite = torch.ones_like(request)
+        if state is not None:
+            finite &= state.hidden_states.isfinite().all(-1)
+            if state.residual is not None:
+                finite &= state.residual.isfinite().all(-1)
+        fine = torch.ones(len(batch.plans), dtype=torch.int64, device=self._device)
+        fine.scatter_reduce_(0, request, finite, "amin")
+        return torch.stack([fine, batch.num_active(active)], dim=1)

@@ -16,8 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+
+from vllm_segreuse.prefill.tokens import upload
 
 
 class UnsupportedModelError(RuntimeError):
@@ -44,15 +47,42 @@ class LayerState:
         )
 
     @staticmethod
-    def concatenate(states: list[LayerState]) -> LayerState:
-        """Rows of several states, one after the other."""
-        if len(states) == 1:
-            return states[0]
-        residuals = [s.residual for s in states if s.residual is not None]
-        return LayerState(
-            torch.cat([s.hidden_states for s in states]),
-            torch.cat(residuals) if residuals else None,
-        )
+    def concatenate(first: LayerState, second: LayerState) -> LayerState:
+        """Rows of two states, one after the other."""
+        residual = None
+        if first.residual is not None and second.residual is not None:
+            residual = torch.cat([first.residual, second.residual])
+        return LayerState(torch.cat([first.hidden_states, second.hidden_states]), residual)
+
+
+class Collected:
+    """States of waves, put where they belong among all tokens: never held twice.
+
+    Args:
+        count: how many tokens there are.
+    """
+
+    state: LayerState
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def add(self, part: slice, wave: LayerState) -> None:
+        """The state of tokens `part`."""
+        if len(wave.hidden_states) == self._count:
+            self.state = wave
+            return
+        if part.start == 0:
+            self.state = LayerState(self._room(wave.hidden_states), None)
+            if wave.residual is not None:
+                self.state.residual = self._room(wave.residual)
+        self.state.hidden_states[part] = wave.hidden_states
+        if wave.residual is not None:
+            assert self.state.residual is not None
+            self.state.residual[part] = wave.residual
+
+    def _room(self, wave: torch.Tensor) -> torch.Tensor:
+        return wave.new_empty(self._count, *wave.shape[1:])
 
 
 class _EmbeddingsReady(BaseException):
@@ -188,15 +218,29 @@ class DecoderStack:
         return key, value
 
     @contextmanager
-    def capture_queries(self, layer_index: int) -> Iterator[list[torch.Tensor]]:
-        """Collect the queries `[tokens, heads, head_size]` that reach a layer's attention."""
+    def capture_queries(
+        self, layer_index: int, wanted: np.ndarray | None = None
+    ) -> Iterator[list[torch.Tensor]]:
+        """Collect the queries `[tokens, heads, head_size]` that reach a layer's attention.
+
+        Args:
+            wanted: which of them, counted over all waves, ascending; all if not given.
+        """
         captured: list[torch.Tensor] = []
         attention = self.attention[layer_index]
+        seen = 0
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             query = self._attention_signature.bind(*args, **kwargs).arguments["query"]
-            # The backend may reuse the projection's memory once attention is done.
-            captured.append(query.view(-1, attention.num_heads, attention.head_size).clone())
+            query = query.view(-1, attention.num_heads, attention.head_size)
+            nonlocal seen
+            first, seen = seen, seen + len(query)
+            if wanted is None:
+                # The backend may reuse the projection's memory once attention is done.
+                captured.append(query.clone())
+            else:
+                here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, seen)]
+                captured.append(query[upload(here - first, query.device)])
 
         handle = attention.register_forward_pre_hook(keep, with_kwargs=True)
         try:

@@ -15,11 +15,10 @@ import torch
 
 from vllm_segreuse.cache.plan import Recipe, Score
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
-from vllm_segreuse.kernels.reference import read_tokens
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.layers import DecoderStack, LayerState
-from vllm_segreuse.prefill.rows import TokenTable
+from vllm_segreuse.prefill.layers import Collected, DecoderStack, LayerState
+from vllm_segreuse.prefill.tokens import Index, TokenTable
 
 Computed = tuple[torch.Tensor, LayerState | None]
 """Flat indices of the tokens computed last, and what entered their last layer."""
@@ -69,7 +68,7 @@ class Layers:
         if first == last and state is not None:
             return state
         whole = min(last, len(self.stack) - 1)
-        outputs = []
+        outputs = Collected(len(tokens))
         for part, wave in self._waves(tokens):
             with self._attention.forward_context(wave, batch.block_tables):
                 if state is None:
@@ -79,20 +78,20 @@ class Layers:
                 output = self.stack.run(first, whole, wave.positions, inputs)
                 if whole < last:
                     self.stack.write_kv(whole, wave.positions, wave.slots, output)
-                outputs.append(output)
-        return LayerState.concatenate(outputs)
+                outputs.add(part, output)
+        return outputs.state
 
     def model(self, tokens: TokenTable, batch: Batch) -> LayerState:
         """The whole model on these tokens and the stock backend, wave by wave.
 
         Returns: what left the last layer.
         """
-        outputs = []
-        for _, wave in self._waves(tokens):
+        outputs = Collected(len(tokens))
+        for part, wave in self._waves(tokens):
             with self._attention.stock_context(wave, batch.block_tables, self.compiled):
                 hidden_states = self.stack.forward(wave.token_ids, wave.positions)
-            outputs.append(LayerState(hidden_states, None))
-        return LayerState.concatenate(outputs)
+            outputs.add(part, LayerState(hidden_states, None))
+        return outputs.state
 
     def _waves(self, tokens: TokenTable) -> Iterator[tuple[slice, TokenTable]]:
         """What is computed at once, in order of position, and where it stands among the tokens."""
@@ -101,7 +100,12 @@ class Layers:
             yield part, tokens.take(part)
 
     def attention_paid(
-        self, batch: Batch, layer: int, probed: torch.Tensor, queries: torch.Tensor
+        self,
+        batch: Batch,
+        layer: int,
+        probed: torch.Tensor,
+        counts: list[int],
+        queries: torch.Tensor,
     ) -> torch.Tensor:
         """Attention that queries pay, at one layer, to each token of their plan.
 
@@ -109,6 +113,7 @@ class Layers:
             batch: the plans.
             layer: whose keys, written by now, are attended to.
             probed: flat indices of the queries' tokens, ascending.
+            counts: how many of them are each plan's.
             queries: `[probed, heads, head_size]`.
 
         Returns:
@@ -116,11 +121,11 @@ class Layers:
         """
         attention = self.stack.attention[layer]
         pages, keys = flat_pages(attention.kv_cache), self.layouts[layer].keys
-        firsts = torch.searchsorted(probed, torch.from_numpy(batch.bounds).to(probed.device))
-        paid = []
+        paid, first = [], 0
         lengths = np.diff(batch.bounds).tolist()
         for row, (plan, length) in enumerate(zip(batch.plans, lengths, strict=True)):
-            mine = slice(int(firsts[row]), int(firsts[row + 1]))
+            mine = slice(first, first + counts[row])
+            first += counts[row]
             mass = self._token_scores(
                 queries[mine],
                 probed[mine] - int(batch.bounds[row]) + plan.start,
@@ -148,46 +153,49 @@ def program_of(recipe: Recipe) -> Callable[[Layers, Batch], Computed]:
 def stock(layers: Layers, batch: Batch) -> Computed:
     """What vLLM itself would do with these tokens: to the last bit the same, wherever its results
     do not depend on the batch."""
-    active = batch.always.nonzero().flatten()
-    return active, layers.model(batch.tokens.take(active), batch) if len(active) else None
+    active = batch.always
+    state = layers.model(batch.tokens.take(active), batch) if len(active) else None
+    return active.device, state
 
 
 def fixed(layers: Layers, batch: Batch) -> Computed:
     """No choice to make: the active tokens of every layer are known."""
     dense_layers = batch.plans[0].recipe.dense_layers
-    active = batch.always.nonzero().flatten()
+    active = batch.always
     state = None
     if dense_layers:
-        state = layers.layers(0, dense_layers, batch.tokens, None, batch).take(active)
+        state = layers.layers(0, dense_layers, batch.tokens, None, batch).take(active.device)
     if len(active):
         tokens = batch.tokens.take(active)
         state = layers.layers(dense_layers, len(layers), tokens, state, batch)
-    return active, state
+    return active.device, state
 
 
 def attended(layers: Layers, batch: Batch) -> Computed:
     """SparseX, algorithm 1: dense up to the boundary, score there, sparse from there on."""
     dense_layers = batch.plans[0].recipe.dense_layers
     boundary = max(dense_layers, 1)
-    always = batch.always.nonzero().flatten()
-    probed = torch.arange(len(batch.tokens), device=always.device) if dense_layers else always
-    with layers.stack.capture_queries(boundary - 1) as captured:
-        state = layers.layers(0, boundary, batch.tokens.take(probed), None, batch)
-    wanted = batch.probes[probed]
-    queries = torch.cat(captured)[wanted]
-    scores = layers.attention_paid(batch, boundary - 1, probed[wanted], queries)
-    chosen = batch.choose(scores, batch.always, _top_k(batch))
-    active = torch.cat([always, chosen]).sort().values
+    always, probes = batch.always.device, batch.probes
+    first = batch.everything if dense_layers else batch.always
+    assert first.host is not None
+    assert probes.host is not None
+    wanted = np.flatnonzero(np.isin(first.host, probes.host))
+    with layers.stack.capture_queries(boundary - 1, wanted) as captured:
+        state = layers.layers(0, boundary, batch.tokens.take(first), None, batch)
+    queries, counts = torch.cat(captured), batch.counts(probes)
+    scores = layers.attention_paid(batch, boundary - 1, probes.device, counts, queries)
+    chosen = batch.choose(scores, batch.always_mask(), _top_k(batch))
+    active = Index.computed(torch.cat([always, chosen.device]).sort().values)
     if dense_layers:
-        state = state.take(active)
+        state = state.take(active.device)
     else:
         # Keys and values of the first layer depend on the token alone: what the new tokens read
         # of the chosen ones there was exact already, so these may follow.
         late = layers.layers(0, boundary, batch.tokens.take(chosen), None, batch)
-        order = torch.cat([always, chosen]).argsort()
-        state = LayerState.concatenate([state, late]).take(order)
+        order = torch.cat([always, chosen.device]).argsort()
+        state = LayerState.concatenate(state, late).take(order)
     tokens = batch.tokens.take(active)
-    return active, layers.layers(boundary, len(layers), tokens, state, batch)
+    return active.device, layers.layers(boundary, len(layers), tokens, state, batch)
 
 
 def deviating(layers: Layers, batch: Batch) -> Computed:
@@ -199,32 +207,34 @@ def deviating(layers: Layers, batch: Batch) -> Computed:
     layout = layers.layouts[boundary]
     distance = torch.zeros(len(batch.tokens), device=pages.device)
     for new, strides in zip(computed, (layout.keys, layout.values), strict=True):
-        held = read_tokens(pages, strides, batch.tokens.slots)
+        held = batch.held(pages, strides)
         distance += (new.float() - held.float()).square().sum((1, 2))
-    chosen = batch.choose(distance, batch.always, _top_k(batch))
-    active = torch.cat([batch.always.nonzero().flatten(), chosen]).sort().values
-    tokens = batch.tokens.take(active)
-    return active, layers.layers(boundary, len(layers), tokens, state.take(active), batch)
+    chosen = batch.choose(distance, batch.always_mask(), _top_k(batch))
+    active = Index.computed(torch.cat([batch.always.device, chosen.device]).sort().values)
+    tokens, state = batch.tokens.take(active), state.take(active.device)
+    return active.device, layers.layers(boundary, len(layers), tokens, state, batch)
 
 
 def asked(layers: Layers, batch: Batch) -> Computed:
     """The probes alone through the layers, and then all that is chosen together with the new."""
-    chosen = batch.choose(_paid_at_all_layers(layers, batch), batch.always, _top_k(batch))
-    active = torch.cat([batch.always.nonzero().flatten(), chosen]).sort().values
-    return active, layers.layers(0, len(layers), batch.tokens.take(active), None, batch)
+    scores = _paid_at_all_layers(layers, batch)
+    chosen = batch.choose(scores, batch.always_mask(), _top_k(batch))
+    active = Index.computed(torch.cat([batch.always.device, chosen.device]).sort().values)
+    state = layers.layers(0, len(layers), batch.tokens.take(active), None, batch)
+    return active.device, state
 
 
 def _paid_at_all_layers(layers: Layers, batch: Batch) -> torch.Tensor:
     """Attention that the probes pay to each token of their plan, summed over all layers but the
     last, whose queries a pass does not compute."""
-    probed = batch.probes.nonzero().flatten()
+    probes, counts = batch.probes, batch.counts(batch.probes)
     last = len(layers) - 1
     with ExitStack() as stack:
         captured = [stack.enter_context(layers.stack.capture_queries(i)) for i in range(last)]
-        layers.layers(0, last, batch.tokens.take(probed), None, batch)
-    total = torch.zeros(len(batch.tokens), device=probed.device)
+        layers.layers(0, last, batch.tokens.take(probes), None, batch)
+    total = torch.zeros(len(batch.tokens), device=probes.device.device)
     for layer, queries in enumerate(captured):
-        total += layers.attention_paid(batch, layer, probed, torch.cat(queries))
+        total += layers.attention_paid(batch, layer, probes.device, counts, torch.cat(queries))
     return total
 
 

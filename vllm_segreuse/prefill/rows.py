@@ -11,48 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-
-@dataclass
-class TokenTable:
-    """Active tokens of several requests, sorted by request, then by position.
-
-    Attributes:
-        token_ids: int64 `[tokens]`.
-        positions: int64 `[tokens]`.
-        request: index of each token's request, int64 `[tokens]`.
-        slots: KV slot of each token, int64 `[tokens]`.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    request: torch.Tensor
-    slots: torch.Tensor
-
-    def __len__(self) -> int:
-        return self.positions.numel()
-
-    def take(self, index: torch.Tensor | slice) -> TokenTable:
-        """The given rows; an index must be ascending to keep the order."""
-        return TokenTable(
-            self.token_ids[index], self.positions[index], self.request[index], self.slots[index]
-        )
-
-
-def row_starts(tokens: TokenTable) -> torch.Tensor:
-    """bool `[tokens]`: where a contiguous run of positions of one request begins."""
-    starts = torch.ones(len(tokens), dtype=torch.bool, device=tokens.positions.device)
-    starts[1:] = (tokens.positions[1:] != tokens.positions[:-1] + 1) | (
-        tokens.request[1:] != tokens.request[:-1]
-    )
-    return starts
+from vllm_segreuse.compat.metadata_builder import private_builder
+from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
 
 
 @contextmanager
@@ -78,19 +46,28 @@ def pass_context(
 
 
 class RowBuilder:
-    """Builds attention metadata for the pass with builders of its own.
+    """Builds attention metadata for the pass with a builder of its own.
 
-    The runner's builders must not be called here: the main batch's metadata exists already, and on
-    CUDA building again overwrites buffers that the main step is about to replay.
+    Args:
+        backend: vLLM's attention backend of the layers.
+        max_rows: most rows of one pass.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, layer_names: list[str], kv_cache_spec: Any, backend: Any
+        self,
+        vllm_config: VllmConfig,
+        layer_names: list[str],
+        kv_cache_spec: Any,
+        backend: Any,
+        max_rows: int,
     ) -> None:
         self.vllm_config = vllm_config
         self.layer_names = layer_names
+        self._max_rows = max_rows
         device = torch.device(vllm_config.device_config.device)
-        self._builder = backend.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
+        self._builder = private_builder(
+            backend, kv_cache_spec, layer_names, vllm_config, max_rows, device
+        )
 
     @contextmanager
     def forward_context(
@@ -102,30 +79,39 @@ class RowBuilder:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
             compiled: whether the model may run as vLLM has compiled it, or does so eagerly.
+
+        Raises:
+            ValueError: more rows than the builder has room for.
         """
-        metadata = self._builder.build(0, self._common_metadata(tokens, block_tables))
+        common = common_metadata(tokens, block_tables)
+        if common.num_reqs > self._max_rows:
+            raise ValueError(
+                f"{len(tokens)} active tokens are {common.num_reqs} runs; the pass has room for "
+                f"{self._max_rows}"
+            )
+        metadata = self._builder.build(0, common)
         with pass_context(self.vllm_config, self.layer_names, metadata, tokens, compiled):
             yield
 
-    @staticmethod
-    def _common_metadata(tokens: TokenTable, block_tables: torch.Tensor) -> CommonAttentionMetadata:
-        count = len(tokens)
-        starts = row_starts(tokens).nonzero().flatten()
-        bounds = torch.cat([starts, starts.new_tensor([count])])
-        lengths = bounds[1:] - bounds[:-1]
-        query_start_loc = bounds.to(torch.int32)
-        seq_lens = (tokens.positions[bounds[1:] - 1] + 1).to(torch.int32)
-        return CommonAttentionMetadata(
-            query_start_loc=query_start_loc,
-            query_start_loc_cpu=query_start_loc.cpu(),
-            seq_lens=seq_lens,
-            seq_lens_cpu_upper_bound=seq_lens.cpu(),
-            num_reqs=starts.numel(),
-            num_actual_tokens=count,
-            max_query_len=int(lengths.max()),
-            max_seq_len=int(seq_lens.max()),
-            block_table_tensor=block_tables[tokens.request[starts]].contiguous(),
-            slot_mapping=tokens.slots,
-            causal=True,
-            positions=tokens.positions,
-        )
+
+def common_metadata(tokens: TokenTable, block_tables: torch.Tensor) -> CommonAttentionMetadata:
+    """What every backend's builder starts from, laid out on the host."""
+    device = tokens.positions.device
+    positions, request = tokens.read_host()
+    starts = np.flatnonzero(row_starts(tokens))
+    bounds = np.append(starts, len(tokens)).astype(np.int32)
+    seq_lens = (positions[bounds[1:] - 1] + 1).astype(np.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=upload(bounds, device),
+        query_start_loc_cpu=torch.from_numpy(bounds),
+        seq_lens=upload(seq_lens, device),
+        seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens),
+        num_reqs=len(starts),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(np.diff(bounds).max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=block_tables[upload(request[starts], device)].contiguous(),
+        slot_mapping=tokens.slots,
+        causal=True,
+        positions=tokens.positions,
+    )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers run their kernels inside the block, and only there."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_segreuse.compat import custom_op
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    """A norm, and a rotary embedding and an activation in plain torch, as under torch.compile."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    plain = VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"]))
+    with set_current_vllm_config(plain):
+        yield nn.ModuleDict(
+            {
+                "rotary": RotaryEmbedding(32, 32, 128, 10000.0, True, torch.float32),
+                "activation": SiluAndMul(compile_native=False),
+                "norm": RMSNorm(32),
+            }
+        )
+
+
+def test_rotations_and_activations_have_kernels_that_do_not_run(model: nn.ModuleDict) -> None:
+    found = custom_op.plain_ops(model, "forward_cuda")
+    assert found == [model["rotary"], model["activation"]]
+    with custom_op.running("forward_cuda", found):
+        assert custom_op.plain_ops(model, "forward_cuda") == []
+
+
+def test_the_kernel_runs_inside_the_block_only(model: nn.ModuleDict) -> None:
+    rotary = model["rotary"]
+    before = rotary._forward_method
+    calls: list[str] = []
+    rotary.forward_cuda = lambda *args: calls.append("kernel")
+    with custom_op.running("forward_cuda", [rotary]):
+        rotary(torch.arange(3), torch.zeros(3, 32), torch.zeros(3, 32))
+    assert calls == ["kernel"]
+    assert rotary._forward_method == before
+
+
+def test_the_kernel_rotates_as_plain_torch_does(model: nn.ModuleDict) -> None:
+    """vLLM's rotary kernel has a version for CPUs."""
+    positions = torch.tensor([0, 5, 99])
+    query, key = torch.randn(3, 64), torch.randn(3, 32)
+    expected = model["rotary"](positions, query.clone(), key.clone())
+    with custom_op.running("forward_cuda", [model["rotary"]]):
+        found = model["rotary"](positions, query.clone(), key.clone())
+    torch.testing.assert_close(found, expected)
+
+
+def test_an_op_that_dispatches_otherwise_fails_loudly(model: nn.ModuleDict) -> None:
+    del model["rotary"]._forward_method
+    with pytest.raises(RuntimeError, match=r"RotaryEmbedding._forward_method, which this vLLM"):
+        custom_op.plain_ops(model, "forward_cuda")

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass asks the device once, at its end: on a GPU every question stops the host until that has
+caught up.
+
+Questions are counted on the CPU, where device and host are one, while the pass is told that they
+are not.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.e2e.engine import NAMESPACE, Engine, Prompts, engine
+from vllm_segreuse.kernels import cpu
+
+# What waits for a GPU: the host gets a number, or the size of a result depends on the data.
+METHODS = ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__")
+OPERATORS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "masked_select")
+RECOMPUTING = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_recompute_ratio": 0.2}
+OPTIONS = {
+    "shift": NAMESPACE | {"segreuse_policy": "shift"},
+    "sparsex": RECOMPUTING | {"segreuse_dense_layers": 0},
+    "hybrid": RECOMPUTING | {"segreuse_dense_layers": 1},
+    "dense": RECOMPUTING | {"segreuse_dense_layers": 4, "segreuse_recompute_ratio": 0.0},
+    "cacheblend": RECOMPUTING | {"segreuse_policy": "cacheblend"},
+    "epic": NAMESPACE | {"segreuse_policy": "epic"},
+    "prophet": RECOMPUTING | {"segreuse_policy": "prophet"},
+    "focus": RECOMPUTING | {"segreuse_policy": "focus"},
+    "exact": NAMESPACE | {"segreuse_policy": "exact"},
+}
+
+
+class Questions(TorchDispatchMode):
+    """Names of the questions asked inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if name in OPERATORS or masks:
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The questions asked inside the block, those of methods included."""
+    with pytest.MonkeyPatch.context() as patch, Questions() as questions:
+        for name in METHODS:
+            original = getattr(torch.Tensor, name)
+
+            def asking(*args: Any, _name: str = name, _original: Any = original) -> Any:
+                before = len(questions.asked)
+                result = _original(*args)
+                of_cpu_kernel = sys._getframe(1).f_code.co_filename == cpu.__file__
+                questions.asked[before:] = [] if of_cpu_kernel else [_name]  # however it is done
+                return result
+
+            patch.setattr(torch.Tensor, name, asking)
+        yield questions.asked
+
+
+@pytest.fixture(scope="module")
+def reusing() -> Iterator[Engine]:
+    with engine("qwen3", max_model_len=1024, max_num_batched_tokens=256) as running:
+        yield running
+
+
+@pytest.fixture
+def passes(reusing: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The questions of each pass from here on."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from vllm_segreuse.prefill import tokens
+
+    prefill = get_kv_transfer_group()._prefill
+    run, found = prefill.run, []
+
+    def counting(plans: Any) -> Any:
+        with counted() as asked:
+            report = run(plans)
+        found.append(asked)
+        return report
+
+    monkeypatch.setattr(prefill, "run", counting)
+    monkeypatch.setattr(tokens, "host_reads", lambda device: False)
+    return found
+
+
+@pytest.mark.parametrize("policy", OPTIONS)
+def test_a_pass_asks_once(reusing: Engine, passes: list[list[str]], policy: str) -> None:
+    reusing.reset()
+    text = Prompts(reusing.vocab_size, seed=5)
+    documents = [text.tokens(170), text.tokens(200)]
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    prompts = [text.around(*documents), text.around(documents[1], documents[0])]
+    if policy == "exact":
+        prompts = [documents[0] + text.tokens(90) for _ in range(2)]
+    answers = reusing.ask(*prompts, options=OPTIONS[policy], max_tokens=2)
+    if policy != "exact":  # nothing has a hole here: the tier may find nothing to do
+        assert all(answer.report["bypass_reason"] is None for answer in answers)
+        assert passes
+    # How many tokens `focus` chooses is the device's to say.
+    expected = ["index", "tolist"] if policy == "focus" else ["tolist"]
+    assert all(asked == expected for asked in passes), passes
+
+
+def test_questions_are_noticed() -> None:
+    """The count would see each kind."""
+    tensor = torch.arange(4)
+    kinds: list[Callable[[], Any]] = [
+        lambda: tensor.tolist(),
+        lambda: bool(tensor.any()),
+        lambda: int(tensor[2]),
+        lambda: tensor.nonzero(),
+        lambda: tensor[tensor > 1],
+        lambda: tensor.unique(),
+        lambda: tensor.cpu(),
+    ]
+    for kind in kinds:
+        with counted() as asked:
+            kind()
+        assert len(asked) == 1
