@@ -20,6 +20,7 @@ SUITES = {
     "isolation": "whether time tells a stranger what is cached for somebody else",
     "soak": "a long mixed load on a small pool: leaks, hangs, failures, memory, latency",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
+    "gpu": "on a GPU: models of real shapes, long contexts, serving (docs/gpu.md)",
 }
 
 
@@ -34,15 +35,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a rough answer within 50 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
+    parser.add_argument("--part", action="append", help="gpu: this part only; may be repeated")
     args = parser.parse_args(argv)
 
     suite = cast(harness.Suite, importlib.import_module(f"bench.suites.{args.suite}"))
     if args.html and not hasattr(suite, "write_html"):
         parser.error(f"{args.suite} writes no page: --html is for quality")
+    parts = getattr(suite, "PARTS", ())
+    for part in args.part or ():
+        if part not in parts:
+            parser.error(f"{args.suite} has no part {part!r}; its parts: {', '.join(parts) or '-'}")
     where = harness.environment() | {"quick": args.quick}
     started = time.monotonic()
     try:
-        result = suite.run(args.quick)
+        more = {"parts": args.part} if args.part else {}
+        result = suite.run(args.quick, **more)
     except harness.BenchError as error:
         print(f"bench {args.suite}: {error}", file=sys.stderr)
         return 1

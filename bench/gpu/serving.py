@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the suite `gpu` that need a server: vLLM alone against the plugin, and what others wait
+for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench import harness
+from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server
+
+_BENCH = (sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve")
+BACKEND = "SEGREUSE_BENCH_BACKEND"
+_LIMIT_S = 280
+_NAMESPACE = ["bench-gpu"]
+_FIGURES = (
+    *("completed", "output_throughput", "total_token_throughput"),
+    *("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms"),
+)
+
+Found = tuple[list[harness.Row], dict[str, float | str]]
+
+
+class Load(NamedTuple):
+    """Requests of `vllm bench serve`."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+
+
+def run(part: str, model: Path, tokens: int, quick: bool) -> Found:
+    """One part, by name."""
+    if part == "decode":
+        load = Load(8, 32, 16, 4) if quick else Load(512, 128, 256, 128)
+        return _decode(model, tokens, load, quick)
+    if part == "serve":
+        return _saturated(model, tokens, quick)
+    if part == "others":
+        return _others(model, tokens, quick)
+    raise harness.BenchError(f"no part is named {part!r}")
+
+
+def _server(model: Path, tokens: int, plugin: bool, quick: bool) -> Server:
+    args = ["--load-format", "dummy", "--max-model-len", str(2 * tokens)]
+    args += ["--max-num-batched-tokens", "8192" if not quick else str(2 * tokens)]
+    args += ["--no-enable-log-requests", "--block-size", "32" if quick else "16"]
+    if quick:
+        args.append("--enforce-eager")
+    if backend := os.environ.get(BACKEND):
+        args += ["--attention-backend", backend]
+    command = SEGREUSE_COMMAND if plugin else VLLM_COMMAND
+    environment = {} if plugin else {"VLLM_PLUGINS": "none"}
+    return Server(model, args, environment, command=command, start_timeout_s=400)
+
+
+def bench_serve(server: Server, model: Path, options: list[str]) -> dict[str, Any]:
+    """`vllm bench serve` against a server; its JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*_BENCH, "--base-url", server.url, "--model", server.model_name]
+        command += ["--tokenizer", str(model), "--save-result", "--result-dir", folder]
+        command += ["--result-filename", "result.json", "--percentile-metrics", "ttft,itl"]
+        command += ["--metric-percentiles", "50,99", "--ignore-eos", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+        result = Path(folder, "result.json")
+        if done.returncode or not result.exists():
+            raise harness.BenchError(f"vllm bench serve failed: {done.stderr[-1500:]}")
+        found: dict[str, Any] = json.loads(result.read_text())
+    if found["completed"] == 0:
+        raise harness.BenchError("vllm bench serve completed no request")
+    return found
+
+
+def _row(name: str, found: dict[str, Any]) -> harness.Row:
+    return {"server": name, **{key: found[key] for key in _FIGURES}}
+
+
+def _decode(model: Path, tokens: int, load: Load, quick: bool) -> Found:
+    """Requests without extra keys, on vLLM alone and with the plugin."""
+    options = ["--dataset-name", "random", "--random-input-len", str(load.prompt_tokens)]
+    options += ["--random-output-len", str(load.output_tokens)]
+    options += ["--num-prompts", str(load.requests), "--max-concurrency", str(load.concurrency)]
+    rows, figures = [], {}
+    for name, plugin in (("vllm", False), ("segreuse", True)):
+        with _server(model, tokens, plugin, quick) as server:
+            bench_serve(server, model, [*options, "--seed", "1"])  # warms up
+            found = [bench_serve(server, model, [*options, "--seed", str(s)]) for s in (2, 3, 4)]
+        rows += [_row(name, each) for each in found]
+        figures[name] = (
+            statistics.median(each["output_throughput"] for each in found),
+            statistics.median(each["p50_itl_ms"] for each in found),
+        )
+    (plain, plain_itl), (with_plugin, plugin_itl) = figures["vllm"], figures["segreuse"]
+    return rows, {
+        "decode_throughput_ratio": with_plugin / plain,
+        "decode_itl_ratio": plain_itl / plugin_itl,
+    }
+
+
+class Texts:
+    """Documents as text, and prompts that have them in ever new orders."""
+
+    def __init__(self, model: Path, tokens: int, share: float) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        self._draw = random.Random(7)
+        self._words = [w for w in map(tokenizer.decode, range(300, 4000)) if w.isascii()]
+        self._tokenizer = tokenizer
+        self.new_tokens = max(8, tokens - int(tokens * share))
+        size = (tokens - self.new_tokens) // 4
+        self.documents = [self._text(size) for _ in range(4)]
+
+    def prompt(self) -> str:
+        """A prompt that no prefix cache knows."""
+        documents = self._draw.sample(self.documents, 4)
+        head = self._text(self.new_tokens // 2)
+        return "\n".join([head, *documents, self._text(self.new_tokens // 2)])
+
+    def _text(self, tokens: int) -> str:
+        ids = self._tokenizer.encode("".join(self._draw.choices(self._words, k=tokens)))
+        return str(self._tokenizer.decode(ids[:tokens]))
+
+
+POLICIES: dict[str, dict[str, Any] | None] = {
+    "full": None,
+    "shift": {"segreuse_policy": "shift"},
+    "hybrid": {"segreuse_dense_layers": 5, "segreuse_recompute_ratio": 0.1},
+    "focus": {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.03},
+}
+
+
+def _xargs(policy: str) -> dict[str, Any]:
+    options = POLICIES[policy]
+    if options is None:
+        return {}
+    return {"vllm_xargs": {"extra_keys": _NAMESPACE, "segreuse_min_reused_tokens": 16, **options}}
+
+
+def _know(server: Server, texts: Texts) -> None:
+    """Have the documents computed."""
+    client = server.client()
+    for document in texts.documents:
+        body = {"vllm_xargs": {"extra_keys": _NAMESPACE}}
+        client.completions.create(
+            model=server.model_name, prompt=document, max_tokens=1, extra_body=body
+        )
+
+
+def _saturated(model: Path, tokens: int, quick: bool) -> Found:
+    """As many prompts as the server takes, 98 % of each known."""
+    texts = Texts(model, tokens, 0.98)
+    rows, figures = [], dict[str, float | str]()
+    with _server(model, tokens, True, quick) as server, tempfile.TemporaryDirectory() as folder:
+        _know(server, texts)
+        for policy in POLICIES:
+            file = Path(folder, f"{policy}.jsonl")
+            count = 8 if quick else 48
+            lines = [json.dumps({"prompt": texts.prompt()}) for _ in range(count)]
+            file.write_text("\n".join(lines))
+            options = ["--dataset-name", "custom", "--dataset-path", str(file)]
+            options += ["--num-prompts", str(count), "--custom-output-len", "64"]
+            options += ["--skip-chat-template", "--extra-body", json.dumps(_xargs(policy))]
+            found = bench_serve(server, model, options)
+            rows.append(_row(policy, found))
+            figures[f"served_{policy}_per_s"] = found["request_throughput"]
+    for policy in ("shift", "hybrid", "focus"):
+        full = float(figures["served_full_per_s"])
+        figures[f"served_{policy}_ratio"] = float(figures[f"served_{policy}_per_s"]) / full
+    return rows, figures
+
+
+def _others(model: Path, tokens: int, quick: bool) -> Found:
+    """Inter-token latency of decoding requests while prompts of known documents come in."""
+    texts = Texts(model, tokens, 0.9)
+    rows, p99 = [], {}
+    with _server(model, tokens, True, quick) as server:
+        _know(server, texts)
+        for policy in ("full", "shift", "hybrid", "focus"):
+            streams, prompts = (2, 2) if quick else (16, 12)
+            asyncio.run(_mixed(server, texts, policy, 1, 1))  # warms up
+            gaps = sorted(asyncio.run(_mixed(server, texts, policy, streams, prompts)))
+            p99[policy] = gaps[int(0.99 * (len(gaps) - 1))]
+            rows.append(
+                {
+                    "server": policy,
+                    "p50_itl_ms": statistics.median(gaps),
+                    "p99_itl_ms": p99[policy],
+                    "max_itl_ms": gaps[-1],
+                    "gaps": len(gaps),
+                }
+            )
+    figures = {f"others_itl_p99_ratio_{name}": p99[name] / p99["full"] for name in p99}
+    return rows, dict[str, float | str](figures)
+
+
+async def _mixed(
+    server: Server, texts: Texts, policy: str, streams: int, prompts: int
+) -> list[float]:
+    """Gaps between tokens, in milliseconds, of streams that decode while prompts come in."""
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)
+    gaps, working = list[float](), True
+
+    async def decode(number: int) -> None:
+        while working:
+            stream = await client.completions.create(
+                model=server.model_name,
+                prompt=f"stream {number} {random.random()}",
+                max_tokens=64,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            last = None
+            async for _ in stream:
+                now = time.perf_counter()
+                if last is not None and working:
+                    gaps.append((now - last) * 1e3)
+                last = now
+
+    tasks = [asyncio.create_task(decode(number)) for number in range(streams)]
+    await asyncio.sleep(0.5)
+    for _ in range(prompts):
+        await client.completions.create(
+            model=server.model_name,
+            prompt=texts.prompt(),
+            max_tokens=1,
+            extra_body=_xargs(policy),
+        )
+        await asyncio.sleep(0.05)
+    working = False
+    await asyncio.gather(*tasks)
+    if not gaps:
+        raise harness.BenchError("no token was decoded while prompts came in")
+    return gaps

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU suite measures what it says, and its bundle holds what it needs."""
+
+import argparse
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import engine, harness
+from bench.gpu import models, pack, unpack
+from bench.suites import gpu
+
+
+def test_it_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert command.main(["gpu"]) == 1
+    assert "there is no GPU here; --quick runs a tiny shape" in capsys.readouterr().err
+
+
+def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["gpu", "--part", "ttft-gpt"])
+    assert "gpu has no part 'ttft-gpt'; its parts: ttft-qwen3-8b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(256, 0.5), (512, 0.9), (16384, 0.98)])
+def test_prompts_have_the_length_and_the_share(tokens: int, share: float) -> None:
+    prompts = gpu.Prompts(tokens, share, seed=1)
+    first, second = prompts.next(), prompts.next()
+    assert abs(len(first) - tokens) < gpu.DOCUMENTS
+    assert 0 <= tokens * share - prompts.donated_tokens < gpu.DOCUMENTS * 33
+    assert first != second
+    for document in prompts.documents:
+        places = range(len(first) - len(document) + 1)
+        assert any(first[at : at + len(document)] == document for at in places)
+
+
+SHARES = {
+    "full": 1.0,
+    "shift": 0.02,
+    "sparsex": 0.12,
+    "hybrid": 0.27,
+    "one_dense": 0.07,
+    "prophet": 0.06,
+    "focus": 0.05,
+}
+
+
+class Engine:
+    """Answers in a time that depends on the share of the prompt that is computed."""
+
+    def first_token(
+        self, llm: Any, prompt: list[int], extra_args: dict[str, Any] | None = None
+    ) -> engine.Timed:
+        label = (
+            next(p.label for p in gpu.POLICIES if p.extra_args(36) == extra_args)
+            if (extra_args is None or "segreuse_policy" in extra_args)
+            else "full"
+        )
+        share = SHARES[label]
+        report = None
+        if extra_args is not None and "segreuse_policy" in extra_args:
+            report = {
+                "policy": extra_args["segreuse_policy"],
+                "reused_tokens": int(0.98 * len(prompt)),
+                "computed_share": share,
+            }
+        return engine.Timed(len(prompt) * share, 1, 0, report)
+
+
+def test_the_headline_is_in_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "first_token", Engine().first_token)
+    prompts = gpu.Prompts(16384, 0.98, seed=0)
+    rows = list(gpu._cell(None, "qwen3-8b", 36, prompts, 16384, 0.98, rounds=2))
+    assert {row["policy"] for row in rows} == {policy.label for policy in gpu.POLICIES}
+    summary = gpu._ttft_summary(rows)
+    assert summary["shift_speedup"] == pytest.approx(50)
+    assert summary["hybrid_efficiency"] == pytest.approx(1.0)
+    assert summary["one_dense_speedup"] == pytest.approx(1 / 0.07)
+    assert summary["best_speedup_at_7_percent"] == pytest.approx(20)
+    assert summary["break_even_tokens_qwen3-8b_focus"] == rows[-1]["reused"]
+
+
+def test_break_even_is_behind_the_last_loss() -> None:
+    def rows(*speedups: float) -> list[harness.Row]:
+        return [{"reused": 100 * (i + 1), "speedup": s} for i, s in enumerate(speedups)]
+
+    assert gpu.break_even(rows(0.5, 0.9, 1.1, 2.0)) == 300
+    assert gpu.break_even(rows(2.0, 0.9, 1.1, 2.0)) == 300
+    assert gpu.break_even(rows(1.1, 2.0)) == 100
+    assert gpu.break_even(rows(2.0, 0.9)) == float("inf")
+
+
+@pytest.mark.parametrize("name", models.SHAPES)
+def test_a_model_is_a_config_and_a_tokenizer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig
+
+    monkeypatch.setattr(
+        models.shapes, "_write_tokenizer", lambda folder: (folder / "tokenizer.json").touch()
+    )
+    config = AutoConfig.from_pretrained(models.make_model(name, tmp_path))
+    assert config.num_hidden_layers == models.SHAPES[name]["num_hidden_layers"]
+    assert config.max_position_embeddings >= 65536 + 64
+
+
+WHEEL = {
+    "vllm/__init__.py": b"version = 1",
+    "vllm/envs.py": b"",
+    "vllm/_C_stable_libtorch.abi3.so": b"core",
+    "vllm/_moe_C_stable_libtorch.abi3.so": b"experts",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": b"flash 3",
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": b"flash 2",
+    "vllm/third_party/deep_gemm/jit.py": b"other machines",
+    "vllm-0.32.0.dist-info/METADATA": b"Name: vllm",
+}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Packs a small wheel, with one dependency."""
+    wheel, dependency = tmp_path / "vllm.whl", tmp_path / "msgspec.whl"
+    for file, members in ((wheel, WHEEL), (dependency, {"msgspec.py": b"", "x.data/a": b""})):
+        with zipfile.ZipFile(file, "w") as made:
+            for name, content in members.items():
+                made.writestr(name, content)
+    monkeypatch.setattr(pack, "dependencies", lambda folder, python: [dependency])
+
+    def run(*options: str) -> int:
+        return pack.main([str(tmp_path / "out"), "--vllm", str(wheel), *options])
+
+    return run
+
+
+def test_what_is_packed_is_unpacked(bundle: Callable[..., int], tmp_path: Path) -> None:
+    assert bundle() == 0
+    archives = sorted((tmp_path / "out").glob("*.tar.xz"))
+    assert [a.name.split(".")[0] for a in archives] == ["core", "experts", "flash3", "python"]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["bytes"] == {a.name: a.stat().st_size for a in archives}
+    site = tmp_path / "site"
+    for archive in archives:
+        unpack.unpack(archive, site)
+    found = {p.relative_to(site).as_posix(): p.read_bytes() for p in site.rglob("*") if p.is_file()}
+    left_out = {"vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/deep_gemm/jit.py"}
+    expected = {name: content for name, content in WHEEL.items() if name not in left_out}
+    assert found == expected | {"msgspec.py": b""}
+
+
+def test_an_archive_that_cannot_travel_is_an_error(
+    bundle: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bundle("--limit-mib", "0.0001") == 1
+    assert "is larger than 0.0001 MiB" in capsys.readouterr().err
+
+
+def test_a_library_that_torch_cannot_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def symbols(library: Path, which: str) -> set[str]:
+        if which == "--defined-only":
+            return {"aoti_torch_new"}
+        return {"aoti_torch_new", "aoti_torch_newer", "cudaMalloc", "memcpy@GLIBC_2.14"}
+
+    monkeypatch.setattr(pack, "symbols", symbols)
+    with pytest.raises(pack.PackError, match=r"needs 1 symbols .*: aoti_torch_newer"):
+        pack.require_symbols(Path("vllm.so"), Path(torch.__file__).parent / "lib")
+
+
+def test_the_check_says_in_one_sentence_what_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = (("Python", "print(3)"), ("the GPU", "assert False, 'no device'"), ("late", ""))
+    monkeypatch.setattr(unpack, "CHECKS", checks)
+    assert unpack.check(tmp_path, go_on=False) == 1
+    out = capsys.readouterr().out
+    assert "the GPU does not work: AssertionError: no device" in out
+    assert "late" not in out
+    assert json.loads(out.splitlines()[-1])["ok"] is False
+    assert unpack.check(tmp_path, go_on=True) == 1
+    assert "late: works" in capsys.readouterr().out
+
+
+def test_unpacking_needs_nothing_but_python() -> None:
+    source = Path(unpack.__file__).read_text()
+    imported = {
+        line.split()[1] for line in source.splitlines() if line.startswith(("import", "from"))
+    }
+    assert imported <= set(sys.stdlib_module_names)
+    assert argparse.__name__ in imported
