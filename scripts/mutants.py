@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,9 @@ SUITES = {
         "tests/model/test_machine.py",
     ),
 }
-TIMEOUT_S = 600.0
+CPU_S = 600
+TIMEOUT_S = 3600.0
+"""Who spins or hangs has failed; a machine with other things to do has not."""
 HASTE = """# Found is enough: nobody reads the smallest example.
 from hypothesis.internal.conjecture import engine
 
@@ -356,8 +360,8 @@ def apply(mutant: Mutant, root: Path) -> None:
         path.write_text(text.replace(old, new))
 
 
-def notices(root: Path, tests: tuple[str, ...]) -> bool:
-    """Whether a suite fails on the copy; one that hangs has failed."""
+def failure(root: Path, tests: tuple[str, ...]) -> str | None:
+    """How a suite fails on the copy, or None; one that hangs has failed."""
     (root / "haste.py").write_text(HASTE)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "haste"]
     command += ["--hypothesis-seed=0", *tests]
@@ -368,24 +372,32 @@ def notices(root: Path, tests: tuple[str, ...]) -> bool:
         raise CannotRunError(f"the tests would run {found.stdout.strip()}, not the copy in {root}")
     try:
         done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, timeout=TIMEOUT_S
+            command,
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 9)),
         )
     except subprocess.TimeoutExpired:
-        return True
+        return f"not done within {TIMEOUT_S:.0f} s"
+    if done.returncode == -signal.SIGXCPU:
+        return f"not done within {CPU_S} s of computing"
     if done.returncode not in (0, 1):  # 1: tests failed; others: pytest itself did
         raise CannotRunError(done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:])
-    return done.returncode == 1
+    return done.stdout.decode()[-2000:] if done.returncode else None
 
 
-def run(sources: Path, mutant: Mutant | None, everything: bool) -> list[str]:
-    """Suites that notice a mutant (None: the sources as they are); at most one, or all of them."""
+def run(sources: Path, mutant: Mutant | None, everything: bool) -> dict[str, str]:
+    """Suites that notice a mutant (None: the sources as they are), and how; at most one, or all."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         root = Path(directory).resolve()
         copy_sources(sources, root)
         if mutant is not None:
             apply(mutant, root)
-        found = (suite for suite, tests in SUITES.items() if notices(root, tests))
-        return list(found if everything else itertools.islice(found, 1))
+        failures = ((suite, failure(root, tests)) for suite, tests in SUITES.items())
+        found = ((suite, how) for suite, how in failures if how is not None)
+        return dict(found if everything else itertools.islice(found, 1))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -403,8 +415,9 @@ def main(arguments: list[str] | None = None) -> int:
         sources = Path(directory)  # what is edited meanwhile must not come between
         copy_sources(REPOSITORY, sources)
         try:
-            if run(sources, None, everything=True):
-                raise CannotRunError("the sources fail unchanged: mend them first")
+            if failed := run(sources, None, everything=True):
+                how = "\n".join(failed.values())
+                raise CannotRunError(f"{how}\nthe sources fail unchanged: mend them first")
             for mutant in chosen:
                 began = time.monotonic()
                 killers = run(sources, mutant, options.all)

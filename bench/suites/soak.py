@@ -3,8 +3,8 @@
 
 One engine in this process, always as many requests as it may run and a few that wait. Their prompts
 hold known documents in any order, some carry no extra keys, and the pool holds a few of them only:
-requests are preempted all the time. One in ten is aborted at some point, one in ten computes a
-document that is frozen then while another is let go (`documents`), and now and then the prefix cache is
+requests are preempted all the time. One in ten is aborted at some point, and one in ten computes a
+document that is frozen then while another is let go (`documents`). Now and then the prefix cache is
 reset, running requests included. It ends after a number of requests, or of steps.
 
 `p99_ratio` compares the time to the first token in the last quarter with that in the first;
@@ -41,9 +41,8 @@ OUTPUT_TOKENS = (1, 8, 40, 120)
 NAMESPACES = (EXTRA_KEY, "b")
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"segreuse_policy": "shift"},
-    {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3},
-    {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
-    {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
+    {"segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
+    {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
 )
 KINDS = ("ended", "reused", "preempted", "aborted", "frozen", "let_go", "resets")
 _STEPS_PER_REQUEST = 500  # far more than any takes: who is not done by then hangs

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import httpx
 
-CLIENTS = 3
+CLIENTS = 2
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}},

@@ -31,6 +31,7 @@ SMALL = (
 """Flags of a small engine, before those of the test: a flag given twice counts the second time."""
 
 STARTUP_S = 300.0
+ADMIN_TOKEN = "an admin token of these tests"
 
 
 class ServerError(RuntimeError):
