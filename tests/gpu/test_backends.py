@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reuse under Model Runner V2 with two steps in flight, on one attention backend of GPUs.
+
+Runs in a process of its own, which `test_pretending.py` starts for each backend.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gpu import pretending
+
+if pretending.BACKEND is None:
+    pytest.skip("test_pretending.py runs it", allow_module_level=True)
+
+pretending.pretend(pretending.BACKEND)
+
+from tests.e2e.engine import NAMESPACE, Engine, Prompts, engine  # noqa: E402
+from tests.e2e.test_equality import EVERYTHING, WAYS, assert_same  # noqa: E402
+
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def reusing() -> Iterator[Engine]:
+    with engine(
+        "llama",
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=4,
+        max_model_len=512,
+        max_num_batched_tokens=256,
+    ) as running:
+        yield running
+
+
+def test_it_is_what_a_gpu_would_run(reusing: Engine) -> None:
+    core = reusing.llm.llm_engine.engine_core.engine_core
+    assert type(core.scheduler).__name__ == "AsyncScheduler"
+    assert core.batch_queue_size == 2
+    runner = core.model_executor.driver_worker.worker.model_runner
+    assert type(runner).__mro__[1].__module__ == "vllm.v1.worker.gpu.model_runner"
+    [[group]] = runner.attn_groups
+    assert group.backend.get_name() == pretending.BACKEND
+
+
+def test_recomputing_everything_equals_full_prefill(reusing: Engine) -> None:
+    """Several plans of one step, in waves, while others decode."""
+    text = Prompts(reusing.vocab_size, seed=3)
+    documents = [text.tokens(61), text.tokens(83)]
+    prompts = [text.around(*documents, gaps=(9, 20, 3)), text.around(documents[1], gaps=(1, 3))]
+    reference = reusing.ask(*prompts)
+    for way, options in WAYS.items():
+        reusing.reset()
+        reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+        for ours, theirs in zip(reusing.ask(*prompts, options=options), reference, strict=True):
+            assert ours.report["bypass_reason"] is None, way
+            assert ours.report["reused_tokens"] > 48
+            assert_same(ours, theirs, noise=2e-3)
+    reusing.check_idle()
+
+
+def test_the_next_step_does_not_overwrite_what_a_pass_reads(reusing: Engine) -> None:
+    """Donors are free as soon as the step has left; a pool that is full gives them to the next."""
+    text = Prompts(reusing.vocab_size, seed=4)
+    document = text.tokens(70)
+    prompt = text.around(document, gaps=(5, 7))
+    others = [text.tokens(20) for _ in range(3)]
+    reference = reusing.ask(prompt)[0]
+    reusing.reset()
+    reusing.ask(document, options=NAMESPACE, max_tokens=1)
+    answers = reusing.ask(prompt, *others, options=EVERYTHING | {"segreuse_dense_layers": 0})
+    assert answers[0].report["reused_tokens"] >= 64
+    assert_same(answers[0], reference, noise=2e-3)
+    reusing.check_idle()
