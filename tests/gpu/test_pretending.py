@@ -3,7 +3,8 @@
 
 TRITON_ATTN takes long in the interpreter, so it is not among them; by hand:
 
-    TRITON_INTERPRET=1 SEGREUSE_PRETEND_BACKEND=TRITON_ATTN python -m pytest tests/gpu/test_backends.py
+    TRITON_INTERPRET=1 SEGREUSE_PRETEND_BACKEND=TRITON_ATTN \\
+        python -m pytest tests/gpu/test_backends.py
 """
 
 import os
