@@ -37,7 +37,7 @@ CURRICULUM = [
     # Counting is learnt last: it needs many examples at little else to learn.
     (Stage(128, 36, max_hops=3, counting=0.9, frequent=0.8), 1200, 1.01),
     (Stage(512, 9, max_hops=4, counting=0.8, frequent=0.8), 500, 1.01),
-    (Stage(2304, 2, max_hops=4, counting=0.9, frequent=0.75), 6000, 1.01),
+    (Stage(2304, 2, max_hops=4, counting=0.7, frequent=0.7), 6000, 1.01),
 ]
 COUNTING = ("common", "frequent")
 WINDOW = 100
