@@ -21,7 +21,11 @@ from vllm_segreuse.kernels import cpu
 # What waits for a GPU: the host gets a number, or the size of a result depends on the data.
 METHODS = ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__")
 OPERATORS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "masked_select")
-RECOMPUTING = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_recompute_ratio": 0.2}
+RECOMPUTING = NAMESPACE | {
+    "segreuse_policy": "sparsex",
+    "segreuse_min_reused_tokens": 16,
+    "segreuse_recompute_ratio": 0.2,
+}
 OPTIONS = {
     "shift": NAMESPACE | {"segreuse_policy": "shift"},
     "sparsex": RECOMPUTING | {"segreuse_dense_layers": 0},
