@@ -136,7 +136,11 @@ class Texts:
 POLICIES: dict[str, dict[str, Any] | None] = {
     "full": None,
     "shift": {"segreuse_policy": "shift"},
-    "hybrid": {"segreuse_dense_layers": 5, "segreuse_recompute_ratio": 0.1},
+    "hybrid": {
+        "segreuse_policy": "sparsex",
+        "segreuse_dense_layers": 5,
+        "segreuse_recompute_ratio": 0.1,
+    },
     "focus": {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.03},
 }
 

@@ -41,8 +41,9 @@ OUTPUT_TOKENS = (1, 8, 40, 120)
 NAMESPACES = (EXTRA_KEY, "b")
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"segreuse_policy": "shift"},
-    {"segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
-    {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
+    {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3},
+    {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
+    {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
 )
 KINDS = ("ended", "reused", "preempted", "aborted", "frozen", "let_go", "resets")
 _STEPS_PER_REQUEST = 500  # far more than any takes: who is not done by then hangs
