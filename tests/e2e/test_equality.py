@@ -82,6 +82,30 @@ def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
     check_everything("qwen3", "bfloat16", noise=0.0625)
 
 
+def test_passes_of_a_compiled_model_answer_like_eager_ones() -> None:
+    """Only a model that vLLM has compiled runs compiled passes; all other tests here are eager."""
+    ways = {
+        "scattered tokens": NAMESPACE | {"segreuse_policy": "shift"},
+        "beginnings": NAMESPACE | {"segreuse_policy": "epic"},
+        "everything, scored at one layer": WAYS["sparse from the first layer"],
+        "everything, scored at all layers": EVERYTHING | {"segreuse_policy": "prophet"},
+    }
+    answers: dict[bool, list[list[Answer]]] = {}
+    for eager in (True, False):
+        with engine("qwen3", dtype="float32", enforce_eager=eager) as reusing:
+            documents, prompts = prompts_for(reusing.vocab_size)
+            answers[eager] = []
+            for options in ways.values():
+                reusing.reset()
+                reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+                answers[eager].append(reusing.ask(*prompts, options=options))
+    for way, ours, theirs in zip(ways, answers[False], answers[True], strict=True):
+        for mine, reference in zip(ours, theirs, strict=True):
+            assert mine.report == reference.report, way
+            assert mine.report["reused_tokens"] > 200
+            assert_same(mine, reference, noise=2e-3)
+
+
 def test_the_comparison_can_fail() -> None:
     """Without recomputation the same prompts answer differently, far beyond the tolerance above."""
     with engine("qwen3", dtype="float32") as reusing:

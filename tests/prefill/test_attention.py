@@ -33,9 +33,13 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel: bool, plans: bool) -> None:
         self.log: list[str] = []
         self.metadata: Any = None
+        self.compiled: bool | None = None
         self.scheduled: list[Any] = []
         pages = [make_layer("HND") for _ in range(2)]
-        self.layers = [SimpleNamespace(impl=Impl(), kv_cache=p.kv_cache) for p in pages]
+        self.layers = [
+            SimpleNamespace(impl=Impl(), kv_cache=p.kv_cache, num_heads=4, head_size=32)
+            for p in pages
+        ]
         kernels = Kernels(
             align=lambda *_: None,
             token_scores=lambda *_: torch.empty(0),
@@ -49,13 +53,16 @@ class World:
         self.subject = PassAttention(rows, self.layers, layouts, kernels)  # type: ignore[arg-type]
 
     @contextmanager
-    def _context(self, config: Any, names: Any, metadata: Any, tokens: Any) -> Iterator[None]:
-        self.metadata = metadata
+    def _context(
+        self, config: Any, names: Any, metadata: Any, tokens: Any, compiled: bool
+    ) -> Iterator[None]:
+        self.metadata, self.compiled = metadata, compiled
         yield
 
     @contextmanager
-    def _rows(self, tokens: TokenTable, tables: torch.Tensor) -> Iterator[None]:
+    def _rows(self, tokens: TokenTable, tables: torch.Tensor, compiled: bool) -> Iterator[None]:
         self.log.append("rows")
+        self.compiled = compiled
         yield
 
     def _attend(self, out: torch.Tensor, query: torch.Tensor, *args: Any, **more: Any) -> None:
@@ -103,6 +110,31 @@ def test_long_runs_are_rows(
             else:
                 assert torch.equal(out, query + torch.tensor(positions)[:, None, None])
     assert world.log == (["rows"] if expected == "rows" else ["kernel"] * 2)
+
+
+@pytest.mark.parametrize("positions", [[1, 5, 9], list(range(16))], ids=["kernel", "rows"])
+def test_queries_are_captured_however_they_attend(
+    positions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, kernel=True, plans=False)
+    queries = [torch.randn(len(positions), 4, 32) for _ in world.layers]
+    with world.subject.captured_queries() as captured:
+        for _ in range(2):  # two waves
+            with world.subject.forward_context(tokens(*positions), TABLES, compiled=True):
+                assert world.compiled
+                for layer, query in zip(world.layers, queries, strict=True):
+                    out, given = torch.empty_like(query), query.clone()
+                    layer.impl.forward(
+                        layer, given, None, None, layer.kv_cache, world.metadata, out
+                    )
+                    given.zero_()  # the backend may reuse its memory
+    for layer, query in zip(world.layers, queries, strict=True):
+        assert all(torch.equal(kept, query) for kept in captured[id(layer)])
+        assert len(captured[id(layer)]) == 2
+    assert all("forward" not in vars(layer.impl) for layer in world.layers)
+    with world.subject.forward_context(tokens(*positions), TABLES):
+        layer.impl.forward(layer, query, None, None, layer.kv_cache, world.metadata, out)
+    assert len(captured[id(layer)]) == 2, "nobody asks any more"
 
 
 def test_the_schedule_is_made_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer programs choose by what they say they choose by, on layers whose numbers are known."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,8 +58,6 @@ class Known:
         layer = SimpleNamespace(kv_cache=cache)
         self.stack = SimpleNamespace(
             attention=[layer] * LAYERS,
-            capture_queries=self._capture,
-            keys_and_values=lambda *_: self.computed,
         )
         pages = flat_pages(cache)
         self.computed = (layout.keys.tokens(pages), layout.values.tokens(pages))
@@ -74,6 +70,16 @@ class Known:
         self.ran.append((first, last, tokens.slots.tolist()))
         return LayerState(torch.zeros(len(tokens), 4), None)
 
+    def all_layers(self, tokens, batch) -> LayerState:
+        return self.layers(0, LAYERS, tokens, None, batch)
+
+    def queries(self, tokens, batch) -> list[torch.Tensor]:
+        self.layers(0, LAYERS - 1, tokens, None, batch)
+        return [torch.zeros(len(tokens), HEADS, CHANNELS)] * (LAYERS - 1)
+
+    def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.computed
+
     def attention_paid(self, batch, layer, probed, counts, queries) -> torch.Tensor:
         assert sum(counts) == len(probed)
         mass = torch.zeros(len(batch.tokens))
@@ -81,10 +87,6 @@ class Known:
             for rank, target in enumerate(self.attention.get(probe, [])):
                 mass[target] += 1 / (1 + rank)
         return mass
-
-    @contextmanager
-    def _capture(self, _: int, wanted: np.ndarray | None = None) -> Iterator[list[torch.Tensor]]:
-        yield [torch.zeros(0, HEADS, CHANNELS)]
 
 
 def batch_of(*plans: ReusePlan) -> Batch:

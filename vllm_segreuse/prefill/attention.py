@@ -8,7 +8,7 @@ rows of one token each, and each would read the whole context alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class PassAttention:
         self._layers = {id(layer): layout for layer, layout in zip(attention, layouts, strict=True)}
         self._impls = [layer.impl for layer in attention]
         self._kernels = kernels
+        self._captured: dict[int, list[torch.Tensor]] | None = None
 
     def stock_context(
         self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool
@@ -72,23 +73,52 @@ class PassAttention:
         return self._rows.forward_context(tokens, block_tables, compiled)
 
     @contextmanager
-    def forward_context(self, tokens: TokenTable, block_tables: torch.Tensor) -> Iterator[None]:
-        """Forward context in which the model's attention layers compute these tokens, eagerly.
+    def forward_context(
+        self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool = False
+    ) -> Iterator[None]:
+        """Forward context in which the model's attention layers compute these tokens.
 
         Args:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
+            compiled: let the model run as vLLM has compiled it, if it runs as a whole.
         """
         if self._kernels.sparse_attention is None or _has_long_runs(tokens):
-            with self._rows.forward_context(tokens, block_tables):
+            watched: AbstractContextManager[None] = nullcontext()
+            if self._captured is not None:
+                watched = replaced_forward(self._impls, self._attend_in_rows)
+            with watched, self._rows.forward_context(tokens, block_tables, compiled):
                 yield
             return
         queries = ScatteredQueries(block_tables, tokens.request, tokens.positions)
+        config, names = self._rows.vllm_config, self._rows.layer_names
         with (
             replaced_forward(self._impls, self._attend),
-            pass_context(self._rows.vllm_config, self._rows.layer_names, queries, tokens),
+            pass_context(config, names, queries, tokens, compiled),
         ):
             yield
+
+    @contextmanager
+    def captured_queries(self) -> Iterator[dict[int, list[torch.Tensor]]]:
+        """Collects the queries `[tokens, heads, head_size]` that reach attention, {id of layer: by
+        wave}; also those of a compiled model, which calls no hooks."""
+        self._captured = {id_: [] for id_ in self._layers}
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
+
+    def _attend_in_rows(
+        self, layer: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self._capture(layer, query)
+        return type(layer.impl).forward(layer.impl, layer, query, *args, **kwargs)
+
+    def _capture(self, layer: torch.nn.Module, query: torch.Tensor) -> None:
+        if self._captured is not None:
+            # The backend may reuse the projection's memory once attention is done.
+            shape = (-1, layer.num_heads, layer.head_size)
+            self._captured[id(layer)].append(query.view(shape).clone())
 
     def _attend(
         self,
@@ -103,6 +133,7 @@ class PassAttention:
         **__: Any,
     ) -> torch.Tensor:
         assert self._kernels.sparse_attention is not None
+        self._capture(layer, query)
         layout = self._layers[id(layer)]
         where = (queries.block_tables, queries.request, queries.positions)
         prepared = {}

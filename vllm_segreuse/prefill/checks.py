@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from vllm.config import CompilationMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -85,9 +86,10 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             layouts,
             PassAttention(rows, stack.attention, layouts, kernels),
             kernels.token_scores,
+            fast_ops,
             vllm_config.scheduler_config.max_num_batched_tokens,
         )
-        prefill = SparsePrefill(layers, aligner, fast_ops)
+        prefill = SparsePrefill(layers, aligner)
         proof.moves(aligner, layouts, ropes)
         max_deviation = proof.sparse_pass(prefill)
         proof.warm_up(prefill)
@@ -108,12 +110,14 @@ def _most_rows(vllm_config: VllmConfig, kernels: dispatch.Kernels) -> int:
 
 
 def _may_run_compiled(vllm_config: VllmConfig) -> bool:
-    """Whether the compiled model takes token ids and positions, and nothing else of the runner's.
+    """Whether there is a compiled model that takes token ids and positions, and nothing else of
+    the runner's.
 
     Multimodal models take embeddings; experts count their calls, and take a mask of the padding.
     """
     model = vllm_config.model_config
-    return not (model.is_multimodal_model or model.is_moe)
+    eager = vllm_config.compilation_config.mode == CompilationMode.NONE
+    return not (eager or model.is_multimodal_model or model.is_moe)
 
 
 def _check_attention(attention: dict[str, nn.Module], block_size: int) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,7 +12,6 @@ import torch
 from vllm_segreuse.cache.plan import ReusePlan
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.fast_ops import FastOps
 from vllm_segreuse.prefill.programs import Layers, program_of
 
 
@@ -52,11 +50,9 @@ class SparsePrefill:
     Args:
         layers: the model's decoder layers, run on a batch's tokens.
         aligner: copies and rotates KV.
-        fast_ops: the kernels that the pass prefers.
     """
 
-    def __init__(self, layers: Layers, aligner: Aligner, fast_ops: FastOps) -> None:
-        self._fast_ops = fast_ops
+    def __init__(self, layers: Layers, aligner: Aligner) -> None:
         self._layers = layers
         self._aligner = aligner
         self._block_size = layers.layouts[0].keys.shape[1]
@@ -119,9 +115,7 @@ class SparsePrefill:
             int64 `[plans, 2]`: whether the hidden states of a plan's active tokens are finite, and
             how many these tokens are.
         """
-        recipe = batch.plans[0].recipe
-        with nullcontext() if recipe.stock else self._fast_ops.preferred():
-            active, state = program_of(recipe)(self._layers, batch)
+        active, state = program_of(batch.plans[0].recipe)(self._layers, batch)
         request = batch.tokens.request[active]
         finite = torch.ones_like(request)
         if state is not None:

@@ -8,7 +8,7 @@ measure, the attention that queries pay to keys of the cache (`Layers.attention_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from vllm_segreuse.cache.plan import Recipe, Score
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.fast_ops import FastOps
 from vllm_segreuse.prefill.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.prefill.tokens import Index, TokenTable
 
@@ -32,10 +33,11 @@ class Layers:
         layouts: page layout of each layer.
         attention: how the pass's queries attend.
         token_scores: the kernel that scores reused tokens.
+        fast_ops: the kernels that layers prefer when they run eagerly.
         max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
 
     Attributes:
-        compiled: whether `model` runs as vLLM has compiled it; set once vLLM has.
+        compiled: whether passes through all layers run as vLLM has compiled them; set once it has.
     """
 
     compiled = False
@@ -46,12 +48,14 @@ class Layers:
         layouts: list[PageLayout],
         attention: PassAttention,
         token_scores: Callable[..., torch.Tensor],
+        fast_ops: FastOps,
         max_wave_tokens: int,
     ) -> None:
         self.stack = stack
         self.layouts = layouts
         self._attention = attention
         self._token_scores = token_scores
+        self._fast_ops = fast_ops
         self._max_wave_tokens = max_wave_tokens
 
     def __len__(self) -> int:
@@ -70,7 +74,8 @@ class Layers:
         whole = min(last, len(self.stack) - 1)
         outputs = Collected(len(tokens))
         for part, wave in self._waves(tokens):
-            with self._attention.forward_context(wave, batch.block_tables):
+            attending = self._attention.forward_context(wave, batch.block_tables)
+            with attending, self._fast_ops.preferred():
                 if state is None:
                     inputs = self.stack.embed(wave.token_ids, wave.positions)
                 else:
@@ -81,17 +86,49 @@ class Layers:
                 outputs.add(part, output)
         return outputs.state
 
-    def model(self, tokens: TokenTable, batch: Batch) -> LayerState:
-        """The whole model on these tokens and the stock backend, wave by wave.
+    def all_layers(self, tokens: TokenTable, batch: Batch) -> LayerState:
+        """All layers on these tokens.
+
+        As vLLM has compiled them where that may be: that computes the last layer's output, too, but
+        starts a fraction of the kernels.
+        """
+        if not self.compiled:
+            return self.layers(0, len(self), tokens, None, batch)
+        return self._model(self._attention.forward_context, tokens, batch)
+
+    def stock_model(self, tokens: TokenTable, batch: Batch) -> LayerState:
+        """The whole model on these tokens and the stock backend.
 
         Returns: what left the last layer.
         """
+        return self._model(self._attention.stock_context, tokens, batch)
+
+    def _model(
+        self, context: Callable[..., AbstractContextManager[None]], tokens: TokenTable, batch: Batch
+    ) -> LayerState:
         outputs = Collected(len(tokens))
         for part, wave in self._waves(tokens):
-            with self._attention.stock_context(wave, batch.block_tables, self.compiled):
+            with context(wave, batch.block_tables, self.compiled):
                 hidden_states = self.stack.forward(wave.token_ids, wave.positions)
             outputs.add(part, LayerState(hidden_states, None))
         return outputs.state
+
+    def queries(self, tokens: TokenTable, batch: Batch) -> list[torch.Tensor]:
+        """The queries `[tokens, heads, head_size]` of these tokens at every layer but the last,
+        whose queries a pass need not compute."""
+        with self._attention.captured_queries() as captured:
+            if self.compiled:
+                self._model(self._attention.forward_context, tokens, batch)
+            else:
+                self.layers(0, len(self) - 1, tokens, None, batch)
+        return [torch.cat(captured[id(layer)]) for layer in self.stack.attention[:-1]]
+
+    def keys_and_values(
+        self, layer: int, tokens: TokenTable, state: LayerState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[tokens, heads, head_size]` that a layer would write for this state."""
+        with self._fast_ops.preferred():
+            return self.stack.keys_and_values(layer, tokens.positions, state.clone())
 
     def _waves(self, tokens: TokenTable) -> Iterator[tuple[slice, TokenTable]]:
         """What is computed at once, in order of position, and where it stands among the tokens."""
@@ -154,7 +191,7 @@ def stock(layers: Layers, batch: Batch) -> Computed:
     """What vLLM itself would do with these tokens: to the last bit the same, wherever its results
     do not depend on the batch."""
     active = batch.always
-    state = layers.model(batch.tokens.take(active), batch) if len(active) else None
+    state = layers.stock_model(batch.tokens.take(active), batch) if len(active) else None
     return active.device, state
 
 
@@ -162,11 +199,11 @@ def fixed(layers: Layers, batch: Batch) -> Computed:
     """No choice to make: the active tokens of every layer are known."""
     dense_layers = batch.plans[0].recipe.dense_layers
     active = batch.always
-    state = None
-    if dense_layers:
-        state = layers.layers(0, dense_layers, batch.tokens, None, batch).take(active.device)
+    tokens = batch.tokens.take(active)
+    if not dense_layers:
+        return active.device, layers.all_layers(tokens, batch) if len(active) else None
+    state = layers.layers(0, dense_layers, batch.tokens, None, batch).take(active.device)
     if len(active):
-        tokens = batch.tokens.take(active)
         state = layers.layers(dense_layers, len(layers), tokens, state, batch)
     return active.device, state
 
@@ -175,7 +212,7 @@ def attended(layers: Layers, batch: Batch) -> Computed:
     """SparseX, algorithm 1: dense up to the boundary, score there, sparse from there on."""
     dense_layers = batch.plans[0].recipe.dense_layers
     boundary = max(dense_layers, 1)
-    always, probes = batch.always.device, batch.probes
+    probes = batch.probes
     first = batch.everything if dense_layers else batch.always
     assert first.host is not None
     assert probes.host is not None
@@ -185,16 +222,11 @@ def attended(layers: Layers, batch: Batch) -> Computed:
     queries, counts = torch.cat(captured), batch.counts(probes)
     scores = layers.attention_paid(batch, boundary - 1, probes.device, counts, queries)
     chosen = batch.choose(scores, batch.always_mask(), _top_k(batch))
-    active = Index.computed(torch.cat([always, chosen.device]).sort().values)
-    if dense_layers:
-        state = state.take(active.device)
-    else:
-        # Keys and values of the first layer depend on the token alone: what the new tokens read
-        # of the chosen ones there was exact already, so these may follow.
-        late = layers.layers(0, boundary, batch.tokens.take(chosen), None, batch)
-        order = torch.cat([always, chosen.device]).argsort()
-        state = LayerState.concatenate(state, late).take(order)
+    active = Index.computed(torch.cat([batch.always.device, chosen.device]).sort().values)
     tokens = batch.tokens.take(active)
+    if not dense_layers:  # the first layer once more, for some: cheaper than to stop behind it
+        return active.device, layers.all_layers(tokens, batch)
+    state = state.take(active.device)
     return active.device, layers.layers(boundary, len(layers), tokens, state, batch)
 
 
@@ -202,7 +234,7 @@ def deviating(layers: Layers, batch: Batch) -> Computed:
     """CacheBlend: dense up to the boundary, compare keys and values there with the reused ones."""
     boundary = batch.plans[0].recipe.dense_layers
     state = layers.layers(0, boundary, batch.tokens, None, batch)
-    computed = layers.stack.keys_and_values(boundary, batch.tokens.positions, state.clone())
+    computed = layers.keys_and_values(boundary, batch.tokens, state)
     pages = flat_pages(layers.stack.attention[boundary].kv_cache)
     layout = layers.layouts[boundary]
     distance = torch.zeros(len(batch.tokens), device=pages.device)
@@ -220,21 +252,16 @@ def asked(layers: Layers, batch: Batch) -> Computed:
     scores = _paid_at_all_layers(layers, batch)
     chosen = batch.choose(scores, batch.always_mask(), _top_k(batch))
     active = Index.computed(torch.cat([batch.always.device, chosen.device]).sort().values)
-    state = layers.layers(0, len(layers), batch.tokens.take(active), None, batch)
-    return active.device, state
+    return active.device, layers.all_layers(batch.tokens.take(active), batch)
 
 
 def _paid_at_all_layers(layers: Layers, batch: Batch) -> torch.Tensor:
     """Attention that the probes pay to each token of their plan, summed over all layers but the
-    last, whose queries a pass does not compute."""
+    last."""
     probes, counts = batch.probes, batch.counts(batch.probes)
-    last = len(layers) - 1
-    with ExitStack() as stack:
-        captured = [stack.enter_context(layers.stack.capture_queries(i)) for i in range(last)]
-        layers.layers(0, last, batch.tokens.take(probes), None, batch)
     total = torch.zeros(len(batch.tokens), device=probes.device.device)
-    for layer, queries in enumerate(captured):
-        total += layers.attention_paid(batch, layer, probes.device, counts, torch.cat(queries))
+    for layer, queries in enumerate(layers.queries(batch.tokens.take(probes), batch)):
+        total += layers.attention_paid(batch, layer, probes.device, counts, queries)
     return total
 
 
