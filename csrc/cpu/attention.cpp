@@ -28,23 +28,22 @@ struct Tile {
   int head;
 };
 
-// Queries times heads of a group; whole blocks of what the products compute at once.
-#if defined(__AMX_BF16__)
+// Query rows, of a group's heads each, that share what is read of keys and values.
 constexpr int kTileRows = 112;
-#else
-constexpr int kTileRows = 108;
-#endif
 
 int64_t queries_per_tile(int64_t group) { return std::max<int64_t>(1, kTileRows / group); }
 
+// Room for rows that are computed in whole stripes.
+int64_t padded(int64_t rows) { return rows + kStripe; }
+
 // Rows [query, head of the group] of a tile.
 template <class Format, class Products>
-void read_queries(const Products& products, const void* query, int64_t heads, int head_size,
-                  int group, const Tile& tile, typename Products::Query* out) {
+void read_queries(const void* query, int64_t heads, int head_size, int group, const Tile& tile,
+                  typename Products::Query* out) {
   const auto* codes = static_cast<const typename Format::Code*>(query);
   for (int64_t q = 0; q < tile.count; ++q, out += group * head_size) {
     const int64_t row = (tile.first + q) * heads + int64_t{tile.head} * group;
-    products.read_query(codes + row * head_size, group * head_size, out);
+    Products::read_query(codes + row * head_size, group * head_size, out);
   }
 }
 
@@ -53,30 +52,33 @@ inline void hide(float* row, int visible) {
   for (int i = std::max(visible, 0); i < kChunk; ++i) row[i] = kNever;
 }
 
-// The online softmax of a tile's rows: peaks, and sums of weights, lane by lane.
+// The online softmax of a tile's rows: peaks, and sums of weights, lane by lane. Logits are products
+// times a scale, to base 2.
 class Softmax {
  public:
-  explicit Softmax(int64_t rows) : peak_(rows), sums_(rows * kLanes) {}
+  Softmax(int64_t rows, float scale) : scale_(scale), peak_(rows), sums_(rows * kLanes) {}
 
   void reset() {
     std::fill(peak_.begin(), peak_.end(), kNever);
     std::fill(sums_.begin(), sums_.end(), 0.0f);
   }
 
-  // Logits of a chunk become weights. Returns what the row's earlier results are to be multiplied
-  // by.
-  float step(int64_t row, float* logits) {
-    Floats high = load(logits);
+  // Takes a row's products with a chunk of keys; write(key, weights, weights of the lanes behind).
+  // Returns what the row's earlier results are to be multiplied by.
+  template <class Write>
+  float step(int64_t row, const float* products, Write&& write) {
+    Floats high = load(products);
     for (int i = kLanes; i < kChunk; i += kLanes) {
-      const Floats next = load(logits + i);
+      const Floats next = load(products + i);
       high = select(next > high, next, high);
     }
-    const float before = peak_[row], after = std::max(before, largest(high));
+    const float before = peak_[row], after = std::max(before, largest(high) * scale_);
     Floats weights{};
-    for (int i = 0; i < kChunk; i += kLanes) {
-      const Floats weight = power_of_two(load(logits + i) - after);
-      store(logits + i, weight);
-      weights += weight;
+    for (int i = 0; i < kChunk; i += 2 * kLanes) {
+      const Floats low = power_of_two(load(products + i) * scale_ - after);
+      const Floats next = power_of_two(load(products + i + kLanes) * scale_ - after);
+      write(i, low, next);
+      weights += low + next;
     }
     float* sums = &sums_[row * kLanes];
     if (before == after) {
@@ -93,30 +95,39 @@ class Softmax {
   float peak(int64_t row) const { return peak_[row]; }
 
  private:
+  float scale_;
   std::vector<float> peak_, sums_;
 };
 
-// Walk a tile's keys: logits of every row that sees any of a chunk, masked.
-// visit(first row, rows, first key, keys, logits).
-template <class Format, class Products, class Visit>
-void for_each_chunk(Products& products, const HeadReader<Format>& keys, const int64_t* positions,
-                    int group, int64_t count, int head_size,
-                    const typename Products::Query* queries, float* logits, Visit&& visit) {
+// Products of a tile's rows with the keys that were read last, stripe by stripe, masked. The rows
+// of the first `skipped` queries see none of these keys.
+// visit(first row, rows, products[kStripe][kChunk]).
+template <class Products, class Visit>
+void for_each_stripe(const Products& products, const int64_t* positions, int group, int64_t count,
+                     int64_t skipped, int64_t first, int head_size,
+                     const typename Products::Query* queries, Visit&& visit) {
+  alignas(64) float stripe[kStripe * kChunk];
+  const int end = static_cast<int>(count) * group;
+  for (int row = static_cast<int>(skipped) * group; row < end; row += kStripe) {
+    const int rows = std::min(kStripe, end - row);
+    products.logits(queries + int64_t{row} * head_size, rows, stripe);
+    for (int r = 0; r < rows; ++r) {
+      const int64_t position = positions[(row + r) / group];
+      if (position >= first + kChunk - 1) break;  // so do all later rows
+      hide(stripe + r * kChunk, static_cast<int>(position - first) + 1);
+    }
+    visit(row, rows, stripe);
+  }
+}
+
+// Walk a tile's keys, chunk by chunk: visit(queries that see none of it, first key, keys).
+template <class Visit>
+void for_each_chunk(const int64_t* positions, int64_t count, Visit&& visit) {
   const int64_t end = positions[count - 1] + 1;
   int64_t skipped = 0;
   for (int64_t first = 0; first < end; first += kChunk) {
-    const int seen = static_cast<int>(std::min<int64_t>(kChunk, end - first));
     while (positions[skipped] < first) ++skipped;
-    const int row = static_cast<int>(skipped) * group;
-    const int rows = static_cast<int>(count) * group - row;
-    products.read_keys(keys, first, seen);
-    products.logits(queries + int64_t{row} * head_size, rows, logits);
-    for (int r = 0; r < rows; ++r) {
-      const int64_t position = positions[skipped + r / group];
-      if (position >= first + kChunk - 1) break;  // so do all later rows
-      hide(logits + r * kChunk, static_cast<int>(position - first) + 1);
-    }
-    visit(row, rows, first, seen, logits);
+    visit(skipped, first, static_cast<int>(std::min<int64_t>(kChunk, end - first)));
   }
 }
 
@@ -140,10 +151,11 @@ void attend(const AttentionArgs& args) {
   const int64_t rows = queries_per_tile(group) * group;
 #pragma omp parallel
   {
-    Products products(head_size, args.scale * kLog2E);
+    Products products(head_size);
     std::vector<typename Products::Query> queries(padded(rows) * head_size);
-    std::vector<float> sums(padded(rows) * head_size), logits(padded(rows) * kChunk);
-    Softmax softmax(rows);
+    std::vector<float> sums(padded(rows) * head_size);
+    std::vector<typename Products::Weight> weights(padded(rows) * kChunk);
+    Softmax softmax(rows, args.scale * kLog2E);
 #pragma omp for schedule(dynamic)
     for (size_t index = 0; index < tiles.size(); ++index) {
       const Tile& tile = tiles[index];
@@ -151,23 +163,34 @@ void attend(const AttentionArgs& args) {
           args.block_tables + args.request[tile.first] * args.table_stride;
       const HeadReader<Format> keys(args.pages, args.page_stride, blocks, args.keys, tile.head);
       const HeadReader<Format> values(args.pages, args.page_stride, blocks, args.values, tile.head);
-      read_queries<Format>(products, args.query, args.heads, head_size, group, tile,
-                           queries.data());
+      const int64_t* positions = args.positions + tile.first;
+      read_queries<Format, Products>(args.query, args.heads, head_size, group, tile,
+                                     queries.data());
       std::fill(sums.begin(), sums.end(), 0.0f);
       softmax.reset();
-      for_each_chunk(
-          products, keys, args.positions + tile.first, group, tile.count, head_size,
-          queries.data(), logits.data(),
-          [&](int row, int active, int64_t first, int seen, float* chunk) {
-            for (int r = 0; r < active; ++r) {
-              const float shrink = softmax.step(row + r, chunk + r * kChunk);
-              float* sum = &sums[int64_t{row + r} * head_size];
-              if (shrink != 1.0f)
-                for (int c = 0; c < head_size; ++c) sum[c] *= shrink;
-            }
-            products.read_values(values, first, seen);
-            products.add(chunk, active, &sums[int64_t{row} * head_size]);
-          });
+      for_each_chunk(positions, tile.count, [&](int64_t skipped, int64_t first, int seen) {
+        products.read_keys(keys, first, seen);
+        products.read_values(values, first, seen);
+        for_each_stripe(
+            products, positions, group, tile.count, skipped, first, head_size, queries.data(),
+            [&](int row, int active, const float* stripe) {
+              for (int r = 0; r < active; ++r) {
+                auto* own = &weights[int64_t{row + r} * kChunk];
+                const float shrink = softmax.step(
+                    row + r, stripe + r * kChunk, [&](int key, Floats low, Floats high) {
+                      Products::write_weights(low, high, own + key);
+                    });
+                float* sum = &sums[int64_t{row + r} * head_size];
+                if (shrink != 1.0f)
+                  for (int c = 0; c < head_size; ++c) sum[c] *= shrink;
+              }
+            });
+        // Not stripe by stripe: the matrix unit would wait for weights on their way to the cache.
+        for (int64_t row = skipped * group; row < tile.count * group; row += kStripe)
+          products.add(&weights[row * kChunk],
+                       static_cast<int>(std::min<int64_t>(kStripe, tile.count * group - row)),
+                       &sums[row * head_size]);
+      });
       auto* out = static_cast<typename Format::Code*>(args.out);
       for (int64_t q = 0; q < tile.count; ++q) {
         auto* to = out + ((tile.first + q) * args.heads + int64_t{tile.head} * group) * head_size;
@@ -187,6 +210,7 @@ void score(const ScoreArgs& args) {
   const int kv_heads = args.keys.heads, head_size = args.keys.channels;
   const int group = static_cast<int>(args.heads / kv_heads);
   const int64_t step = queries_per_tile(group), rows = step * group;
+  const float scale = args.scale * kLog2E;
   std::vector<Tile> tiles;
   for (int head = 0; head < kv_heads; ++head)
     for (int64_t first = 0; first < args.queries; first += step)
@@ -196,24 +220,27 @@ void score(const ScoreArgs& args) {
   const int64_t chunks = (args.tokens + kChunk - 1) / kChunk;
 #pragma omp parallel
   {
-    Products products(head_size, args.scale * kLog2E);
-    std::vector<float> logits(padded(rows) * kChunk), columns(kChunk);
-    Softmax softmax(rows);
+    Products products(head_size);
+    std::vector<float> columns(kChunk);
+    Softmax softmax(rows, scale);
     // The logarithm of each row's sum of exponentials.
 #pragma omp for schedule(dynamic)
     for (size_t t = 0; t < tiles.size(); ++t) {
       const Tile& tile = tiles[t];
+      const int64_t* positions = args.positions + tile.first;
       auto* own = &queries[t * rows * head_size];
-      read_queries<Format>(products, args.query, args.heads, head_size, group, tile, own);
+      read_queries<Format, Products>(args.query, args.heads, head_size, group, tile, own);
       const HeadReader<Format> keys(args.pages, args.page_stride, args.block_ids, args.keys,
                                     tile.head);
       softmax.reset();
-      for_each_chunk(products, keys, args.positions + tile.first, group, tile.count, head_size,
-                     own, logits.data(),
-                     [&](int row, int active, int64_t, int, float* chunk) {
-                       for (int r = 0; r < active; ++r)
-                         softmax.step(row + r, chunk + r * kChunk);
-                     });
+      for_each_chunk(positions, tile.count, [&](int64_t skipped, int64_t first, int seen) {
+        products.read_keys(keys, first, seen);
+        for_each_stripe(products, positions, group, tile.count, skipped, first, head_size, own,
+                        [&](int row, int active, const float* stripe) {
+                          for (int r = 0; r < active; ++r)
+                            softmax.step(row + r, stripe + r * kChunk, [](int, Floats, Floats) {});
+                        });
+      });
       for (int64_t r = 0; r < tile.count * group; ++r)
         level[t * rows + r] = softmax.peak(r) + std::log2(softmax.sum(r));
     }
@@ -233,17 +260,16 @@ void score(const ScoreArgs& args) {
           reader_of = head;
           int64_t skipped = 0;
           while (positions[skipped] < first) ++skipped;
-          const int64_t row = skipped * group;
-          const int active = static_cast<int>(tile.count * group - row);
-          products.logits(&queries[(t * rows + row) * head_size], active, logits.data());
-          for (int r = 0; r < active; ++r) {
-            float* logit = &logits[r * kChunk];
-            const int64_t position = positions[skipped + r / group];
-            if (position < first + kChunk - 1) hide(logit, static_cast<int>(position - first) + 1);
-            for (int i = 0; i < kChunk; i += kLanes)
-              store(&columns[i], load(&columns[i]) +
-                                     power_of_two(load(logit + i) - level[t * rows + row + r]));
-          }
+          for_each_stripe(products, positions, group, tile.count, skipped, first, head_size,
+                          &queries[t * rows * head_size],
+                          [&](int row, int active, const float* stripe) {
+                            for (int r = 0; r < active; ++r)
+                              for (int i = 0; i < kChunk; i += kLanes)
+                                store(&columns[i],
+                                      load(&columns[i]) +
+                                          power_of_two(load(stripe + r * kChunk + i) * scale -
+                                                       level[t * rows + row + r]));
+                          });
         }
       }
       std::copy(columns.begin(), columns.begin() + seen, args.scores + first);

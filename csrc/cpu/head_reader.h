@@ -79,49 +79,48 @@ class HeadReader {
     });
   }
 
-  // out[tile of 32 channels][tile of 16 keys][16 pairs of channels][16 keys][2], keys from `count` on
-  // 0; of the codes, undecoded.
-  void key_pairs(int64_t first, int count, Code* out) const {
+  // tiles[16 keys each]: where [pairs of channels][16 keys][2] lie, undecoded: in the page itself, or
+  // in `copy`, keys from `count` on 0.
+  void key_tiles(int64_t first, int count, Code* copy, const Code** tiles_of_keys) const {
     const int channels = strides_.channels;
-    if (count < kChunk) std::fill(out, out + channels * kChunk, Code{});
-    const bool paired = strides_.channel_tile == 2 && strides_.channel_lo == 1 &&
-                        strides_.token_lo == 2 && strides_.token_tile == 16;
-    tiles(first, count, [&](const Code* token, int done, int step) {
-      for (int c = 0; c < channels; c += 2) {
-        Code* to = out + c / 32 * 32 * kChunk + done / 16 * 512 + c % 32 * 16;
-        if (paired) {  // a tile of the page is one of ours, and chunks begin with a tile
-          std::memcpy(to, token + at_[c], step * 2 * sizeof(Code));
-          continue;
-        }
-        for (int i = 0; i < step; ++i) {
-          const int key = done + i;
-          Code* pair = out + c / 32 * 32 * kChunk + key / 16 * 512 + c % 32 * 16 + key % 16 * 2;
-          pair[0] = token[i * strides_.token_lo + at_[c]];
-          pair[1] = token[i * strides_.token_lo + at_[c + 1]];
+    const bool ready = strides_.token_tile == 16 && strides_.token_lo == 2 &&
+                       strides_.channel_tile == 2 && strides_.channel_lo == 1 &&
+                       strides_.channel_hi == 32;
+    if (ready && count == kChunk) {
+      for (int k = 0; k < kChunk / 16; ++k) tiles_of_keys[k] = token(first + k * 16) + at_[0];
+      return;
+    }
+    for (int k = 0; k < kChunk / 16; ++k) tiles_of_keys[k] = copy + k * 16 * channels;
+    if (count < kChunk) std::fill(copy, copy + channels * kChunk, Code{});
+    tiles(first, count, [&](const Code* from, int done, int step) {
+      for (int i = 0; i < step; ++i, from += strides_.token_lo) {
+        const int key = done + i;
+        Code* to = copy + key / 16 * 16 * channels + key % 16 * 2;
+        for (int c = 0; c < channels; c += 2) {
+          to[c * 16] = from[at_[c]];
+          to[c * 16 + 1] = from[at_[c + 1]];
         }
       }
     });
   }
 
-  // out[tile of 32 keys][tile of 16 channels][16 pairs of keys][16 channels][2], keys from `count` on
-  // 0; of the codes, undecoded.
-  void value_pairs(int64_t first, int count, Code* out) const {
+  // tiles[32 keys each]: where [pairs of keys][channels][2] lie, likewise.
+  void value_tiles(int64_t first, int count, Code* copy, const Code** tiles_of_keys) const {
     const int channels = strides_.channels;
-    if (count < kChunk) std::fill(out, out + channels * kChunk, Code{});
-    const bool paired = strides_.token_tile == 2 && strides_.token_lo == 1 &&
-                        strides_.channel_tile == channels && strides_.channel_lo == 2;
-    tiles(first, count, [&](const Code* token, int done, int step) {
-      if (paired && step == 2) {
-        Code* to = out + done / 32 * 32 * channels + done % 32 / 2 * 32;
-        for (int c = 0; c < channels; c += 16)
-          std::memcpy(to + c * 32, token + at_[c], 32 * sizeof(Code));
-        return;
-      }
-      for (int i = 0; i < step; ++i) {
+    const bool ready = strides_.token_tile == 2 && strides_.token_lo == 1 &&
+                       strides_.token_hi == 2 * channels && strides_.block_size % 32 == 0 &&
+                       strides_.channel_tile == channels && strides_.channel_lo == 2;
+    if (ready && count == kChunk) {
+      for (int k = 0; k < kChunk / 32; ++k) tiles_of_keys[k] = token(first + k * 32) + at_[0];
+      return;
+    }
+    for (int k = 0; k < kChunk / 32; ++k) tiles_of_keys[k] = copy + k * 32 * channels;
+    if (count < kChunk) std::fill(copy, copy + channels * kChunk, Code{});
+    tiles(first, count, [&](const Code* from, int done, int step) {
+      for (int i = 0; i < step; ++i, from += strides_.token_lo) {
         const int key = done + i;
-        Code* to = out + key / 32 * 32 * channels + key % 32 / 2 * 32 + key % 2;
-        for (int c = 0; c < channels; ++c)
-          to[c / 16 * 512 + c % 16 * 2] = token[i * strides_.token_lo + at_[c]];
+        Code* to = copy + key / 2 * 2 * channels + key % 2;
+        for (int c = 0; c < channels; ++c) to[c * 2] = from[at_[c]];
       }
     });
   }
@@ -134,10 +133,16 @@ class HeadReader {
       const int64_t position = first + done;
       const int offset = static_cast<int>(position % strides_.block_size);
       const int step = std::min(count - done, strides_.token_tile - offset % strides_.token_tile);
-      const int64_t block = blocks_[position / strides_.block_size];
-      visit(pages_ + block * page_stride_ + strides_.of_token(offset), done, step);
+      visit(token(position), done, step);
       done += step;
     }
+  }
+
+  // Where a position's token begins.
+  const Code* token(int64_t position) const {
+    const int64_t block = blocks_[position / strides_.block_size];
+    const int offset = static_cast<int>(position % strides_.block_size);
+    return pages_ + block * page_stride_ + strides_.of_token(offset);
   }
 
   const Code* pages_;

@@ -17,33 +17,36 @@
 
 namespace segreuse::cpu {
 
-// Rows of a buffer for `rows` rows: the matrix unit takes 16 at a time.
-constexpr int64_t padded(int64_t rows) { return rows + 16; }
+// Query rows that the products take at a time: their logits stay in the innermost cache.
+constexpr int kStripe = 16;
 
 // For any format: queries, keys and values are unpacked to float32.
 template <class Format>
 class FloatProducts {
  public:
   using Query = float;
+  using Weight = float;
 
-  FloatProducts(int head_size, float scale)
-      : head_size_(head_size),
-        scale_(scale),
-        keys_(head_size * kChunk),
-        values_(head_size * kChunk) {}
+  explicit FloatProducts(int head_size)
+      : head_size_(head_size), keys_(head_size * kChunk), values_(head_size * kChunk) {}
 
-  void read_query(const typename Format::Code* from, int count, Query* out) const {
-    for (int i = 0; i < count; ++i) out[i] = Format::decode(from[i]) * scale_;
+  static void read_query(const typename Format::Code* from, int count, Query* out) {
+    for (int i = 0; i < count; ++i) out[i] = Format::decode(from[i]);
   }
 
   void read_keys(const HeadReader<Format>& reader, int64_t first, int count) {
     reader.by_channel(first, count, keys_.data());
   }
 
-  // out[rows][kChunk]: scaled products of queries with the keys that were read last.
+  // out[rows][kChunk]: products of queries with the keys that were read last.
   void logits(const Query* queries, int rows, float* out) const {
     multiply<false>(queries, head_size_, keys_.data(), kChunk, head_size_, out, kChunk, rows,
                     kChunk);
+  }
+
+  static void write_weights(Floats low, Floats high, Weight* out) {
+    store(out, low);
+    store(out + kLanes, high);
   }
 
   void read_values(const HeadReader<Format>& reader, int64_t first, int count) {
@@ -51,33 +54,31 @@ class FloatProducts {
   }
 
   // sums[rows][head_size] += weights[rows][kChunk] times the values that were read last.
-  void add(const float* weights, int rows, float* sums) {
+  void add(const Weight* weights, int rows, float* sums) const {
     multiply<true>(weights, kChunk, values_.data(), head_size_, kChunk, sums, head_size_, rows,
                    head_size_);
   }
 
  private:
   int head_size_;
-  float scale_;
   std::vector<float> keys_, values_;
 };
 
 #if defined(__AMX_BF16__)
 
 // For bfloat16 and head sizes that are multiples of 32. Products of queries and keys are as exact as
-// in float32; weights are rounded to bfloat16 before they meet the values.
+// in float32; weights are rounded to bfloat16 before they meet the values. Pages that lie as the
+// matrix unit wants them are read where they are.
 //
 // One object per thread and parallel region: it configures the thread's tiles, and puts back what
 // was there, which other libraries count on.
 class MatrixProducts {
  public:
   using Query = uint16_t;
+  using Weight = uint16_t;
 
-  MatrixProducts(int head_size, float scale)
-      : head_size_(head_size),
-        scale_(scale),
-        keys_(head_size * kChunk),
-        values_(head_size * kChunk) {
+  explicit MatrixProducts(int head_size)
+      : head_size_(head_size), keys_(head_size * kChunk), values_(head_size * kChunk) {
     _tile_storeconfig(before_);
     alignas(64) uint8_t config[64] = {};
     config[0] = 1;  // palette
@@ -100,76 +101,70 @@ class MatrixProducts {
 
   static bool takes(int head_size) { return head_size % 32 == 0; }
 
-  void read_query(const uint16_t* from, int count, Query* out) const {
+  static void read_query(const uint16_t* from, int count, Query* out) {
     std::memcpy(out, from, count * sizeof *from);
   }
 
   void read_keys(const HeadReader<BFloat16>& reader, int64_t first, int count) {
-    reader.key_pairs(first, count, keys_.data());
+    reader.key_tiles(first, count, keys_.data(), key_tiles_);
   }
 
-  void logits(const Query* queries, int rows, float* out) const {
-    const int stride = 2 * head_size_;
-    for (int r = 0; r < rows; r += 16)
-      for (int k = 0; k < kChunk; k += 64) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int c = 0; c < head_size_; c += 32) {
-          _tile_loadd(4, queries + r * head_size_ + c, stride);
-          const uint16_t* keys = &keys_[c * kChunk + k * 32];  // tiles of 16 keys, 32 channels
-          _tile_loadd(5, keys, 64);
-          _tile_dpbf16ps(0, 4, 5);
-          _tile_loadd(6, keys + 512, 64);
-          _tile_dpbf16ps(1, 4, 6);
-          _tile_loadd(7, keys + 1024, 64);
-          _tile_dpbf16ps(2, 4, 7);
-          _tile_loadd(5, keys + 1536, 64);
-          _tile_dpbf16ps(3, 4, 5);
-        }
-        float* to = out + r * kChunk + k;
-        _tile_stored(0, to, 4 * kChunk);
-        _tile_stored(1, to + 16, 4 * kChunk);
-        _tile_stored(2, to + 32, 4 * kChunk);
-        _tile_stored(3, to + 48, 4 * kChunk);
+  // All 16 rows, of which only `rows` matter.
+  void logits(const Query* queries, int, float* out) const {
+    for (int k = 0; k < kChunk / 16; k += 4) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int c = 0; c < head_size_; c += 32) {
+        _tile_loadd(4, queries + c, 2 * head_size_);
+        _tile_loadd(5, key_tiles_[k] + c * 16, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, key_tiles_[k + 1] + c * 16, 64);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(7, key_tiles_[k + 2] + c * 16, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, key_tiles_[k + 3] + c * 16, 64);
+        _tile_dpbf16ps(3, 4, 5);
       }
-    for (int i = 0; i < rows * kChunk; i += kLanes) store(out + i, load(out + i) * scale_);
+      float* to = out + k * 16;
+      _tile_stored(0, to, 4 * kChunk);
+      _tile_stored(1, to + 16, 4 * kChunk);
+      _tile_stored(2, to + 32, 4 * kChunk);
+      _tile_stored(3, to + 48, 4 * kChunk);
+    }
+  }
+
+  static void write_weights(Floats low, Floats high, Weight* out) {
+    const auto rounded = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    std::memcpy(out, &rounded, sizeof rounded);
   }
 
   void read_values(const HeadReader<BFloat16>& reader, int64_t first, int count) {
-    reader.value_pairs(first, count, values_.data());
+    reader.value_tiles(first, count, values_.data(), value_tiles_);
   }
 
-  void add(const float* weights, int rows, float* sums) {
-    weights_.resize(padded(rows) * kChunk);
-    for (int i = 0; i < rows * kChunk; i += 32) {
-      const auto rounded =
-          _mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights + i + 16), _mm512_loadu_ps(weights + i));
-      std::memcpy(&weights_[i], &rounded, sizeof rounded);
-    }
-    for (int r = 0; r < rows; r += 16)
-      for (int c = 0; c < head_size_; c += 32) {
-        float* sum = sums + r * head_size_ + c;
-        _tile_loadd(0, sum, 4 * head_size_);
-        _tile_loadd(1, sum + 16, 4 * head_size_);
-        for (int k = 0; k < kChunk; k += 32) {
-          const uint16_t* values = &values_[k * head_size_ + c * 32];  // of 32 keys, 16 channels
-          _tile_loadd(4, &weights_[r * kChunk + k], 2 * kChunk);
-          _tile_loadd(5, values, 64);
-          _tile_dpbf16ps(0, 4, 5);
-          _tile_loadd(6, values + 512, 64);
-          _tile_dpbf16ps(1, 4, 6);
-        }
-        _tile_stored(0, sum, 4 * head_size_);
-        _tile_stored(1, sum + 16, 4 * head_size_);
+  void add(const Weight* weights, int, float* sums) const {
+    for (int c = 0; c < head_size_; c += 32) {
+      _tile_loadd(0, sums + c, 4 * head_size_);
+      _tile_loadd(1, sums + c + 16, 4 * head_size_);
+      for (int k = 0; k < kChunk / 32; ++k) {
+        const uint16_t* values = value_tiles_[k] + c * 2;
+        _tile_loadd(4, weights + k * 32, 2 * kChunk);
+        _tile_loadd(5, values, 4 * head_size_);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, values + 32, 4 * head_size_);
+        _tile_dpbf16ps(1, 4, 6);
       }
+      _tile_stored(0, sums + c, 4 * head_size_);
+      _tile_stored(1, sums + c + 16, 4 * head_size_);
+    }
   }
 
  private:
   int head_size_;
-  float scale_;
-  std::vector<uint16_t> keys_, values_, weights_;
+  std::vector<uint16_t> keys_, values_;
+  const uint16_t *key_tiles_[kChunk / 16], *value_tiles_[kChunk / 32];
   alignas(64) uint8_t before_[64];
 };
 

@@ -7,6 +7,10 @@
 #include <cstring>
 #include <type_traits>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace segreuse::cpu {
 
 #if defined(__AVX512F__)
@@ -80,28 +84,40 @@ inline void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, i
   }
 }
 
-// 2 to the power of x <= 0, relative error below 2e-7; 0 below the range of normal numbers.
-inline Floats power_of_two(Floats x) {
-  const Floats shift = Floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats lowest = Floats{} - 126.0f;
-  const Ints vanishes = x < lowest;
-  const Floats bounded = select(vanishes, lowest, x);
-  const Floats rounded = bounded + shift;
-  const Floats f = bounded - (rounded - shift);  // in [-1/2, 1/2]
-  // Taylor series of 2^f.
+// 2^f for f in [-1/2, 1/2]: its Taylor series.
+inline Floats fraction_power(Floats f) {
   Floats value = Floats{} + 1.540353e-4f;
   value = value * f + 1.333356e-3f;
   value = value * f + 9.618129e-3f;
   value = value * f + 5.5504109e-2f;
   value = value * f + 2.4022651e-1f;
   value = value * f + 6.9314718e-1f;
-  value = value * f + 1.0f;
+  return value * f + 1.0f;
+}
+
+// 2 to the power of x <= 0, relative error below 2e-7; 0 below the range of normal numbers.
+inline Floats power_of_two(Floats x) {
+#if defined(__AVX512F__)
+  const __m512 power = (__m512)x;
+  const __mmask16 normal = _mm512_cmp_ps_mask(power, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  const __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats fraction = fraction_power((Floats)_mm512_sub_ps(power, whole));
+  return (Floats)_mm512_maskz_scalef_ps(normal, (__m512)fraction, whole);
+#else
+  const Floats shift = Floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats lowest = Floats{} - 126.0f;
+  const Ints vanishes = x < lowest;
+  const Floats bounded = select(vanishes, lowest, x);
+  const Floats rounded = bounded + shift;
+  const Floats value = fraction_power(bounded - (rounded - shift));
   Ints bits, exponent;
   std::memcpy(&bits, &value, sizeof bits);
   std::memcpy(&exponent, &rounded, sizeof exponent);
   bits += exponent << 23;  // the shift's own bits fall off at the upper end
-  std::memcpy(&value, &bits, sizeof value);
-  return select(vanishes, Floats{}, value);
+  Floats power;
+  std::memcpy(&power, &bits, sizeof power);
+  return select(vanishes, Floats{}, power);
+#endif
 }
 
 // Every lane's partner, `kDistance` lanes away.
