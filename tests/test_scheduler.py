@@ -29,7 +29,7 @@ _ids = count()
 class World:
     """A scheduler half on a pool of its own."""
 
-    def __init__(self, lora: bool = False) -> None:
+    def __init__(self, lora: bool = False, **options: Any) -> None:
         init_none_hash(sha256)
         self.pool: Any = BlockPool(64, enable_caching=True, hash_block_size=SIZE)
         config: Any = SimpleNamespace(
@@ -40,7 +40,7 @@ class World:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         )
         manager: Any = SimpleNamespace(block_pool=self.pool, watermark_blocks=0)
-        self.side = SchedulerSide(config, SegReuseConfig(), manager, SegReuseStats())
+        self.side = SchedulerSide(config, SegReuseConfig(**options), manager, SegReuseStats())
         self.ends_with: RequestStatus | None = None
         self.answer: dict[str, Any] | None = None
 
@@ -84,6 +84,16 @@ class World:
 
 DOCUMENT = [*range(100, 132)]
 PROMPT = [7, *DOCUMENT, 8]
+
+
+@pytest.mark.parametrize(("most", "admitted"), [(512, [33, 33, 33]), (3, [33, 0, 0]), (4, [33, 33, 0])])
+def test_a_step_computes_no_more_than_it_may(most: int, admitted: list[int]) -> None:
+    world = World(max_step_tokens=most)
+    world.run(world.add(DOCUMENT))
+    # Each computes its first two tokens; vLLM itself computes the last.
+    waiting = [world.add([first, 6, *DOCUMENT[1:], 8]) for first in (1, 2, 3)]
+    assert [world.side.match(request, 0) for request in waiting] == admitted
+    assert (0 in admitted) == world.side._planner.admission_closed
 
 
 def image(identifier: str) -> dict[str, Any]:

@@ -212,6 +212,10 @@ class SegReuseConfig(RequestOptions):
     max_provenance_depth: Annotated[int, _count(0, 255)] = 4
     """How often KV computed behind reused KV may donate in turn; 0: only exact KV donates."""
 
+    max_step_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 512
+    """Most tokens that the reusing requests of one step compute together; a request that computes
+    more has a step to itself. Never more than `max_num_batched_tokens`."""
+
     enabled: Annotated[bool, BeforeValidator(_switch)] = True
     """Whether reuse is on when the server starts; the kill switch changes it at run time."""
 

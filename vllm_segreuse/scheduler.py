@@ -94,7 +94,9 @@ class SchedulerSide:
         self._planner = Planner(
             index,
             pool,
-            max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_step_tokens=min(
+                config.max_step_tokens, vllm_config.scheduler_config.max_num_batched_tokens
+            ),
             max_depth=config.max_provenance_depth,
             clock=time.perf_counter,
             on_match=functools.partial(stats.observe, "match"),

@@ -82,7 +82,8 @@ def engine(
     """Start an engine on a test model.
 
     Args:
-        segreuse: options of segment reuse, True for the defaults, False for plain vLLM.
+        segreuse: options of segment reuse, True for none, False for plain vLLM. Requests that
+            arrive together share a pass, unless the options say otherwise.
     """
     environment = dict(os.environ)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -96,7 +97,7 @@ def engine(
 
     triton_dispatcher.install()  # other tests have loaded numba into this process
     if segreuse is not False:
-        options = {} if segreuse is True else segreuse
+        options = {"max_step_tokens": 4096} | ({} if segreuse is True else segreuse)
         arguments["kv_transfer_config"] = vllm_segreuse.kv_transfer_config(**options)
     arguments = {
         "model": str(make_model(shape)),
