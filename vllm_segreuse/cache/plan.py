@@ -120,7 +120,9 @@ class ReusePlan:
     def layer_tokens(self, num_layers: int, chosen: int | None = None) -> int:
         """Tokens computed, summed over the layers: the work of the pass.
 
-        Where scores come from all layers, the probes are computed once more, at all but the last.
+        Who is asked before the pass is computed once more: the probes, at all layers but the last,
+        where scores come from all layers; what is always computed, at the first, where they come
+        from there.
 
         Args:
             num_layers: of the model.
@@ -132,6 +134,8 @@ class ReusePlan:
         always = int(recipe.always.sum()) + asked
         work = recipe.dense_layers * (self.num_tokens + asked)
         work += (num_layers - recipe.dense_layers) * (always + chosen)
+        if recipe.score is Score.ATTENTION and recipe.top_k and not recipe.dense_layers:
+            work += always
         if recipe.score is Score.ALL_LAYERS and recipe.top_k:
             work += (num_layers - 1) * (int(recipe.probes.sum()) + asked)
         return work
