@@ -202,6 +202,40 @@ def test_26_a_reset_makes_documents_cold_and_one_call_warm(client: Client) -> No
     assert [d["status"] for d in found] == ["warm", "warm"]
 
 
+def away(client: Client, how: list[tuple[str, Any]]) -> None:
+    """Two documents of a base, cold after these requests to vLLM, which the tests' server takes."""
+    client.create("base")
+    client.add("base", doc=tokens(100), other=tokens(50))
+    for path, body in how:
+        answer = client.server.post(path, body)
+        assert answer.status_code == 200, answer.text
+    stats = client.stats()
+    assert stats["documents"] == {"warm": 0, "cold": 2, "warming": 0, "failed": 0}
+    assert (stats["blocks"]["frozen"], stats["blocks"]["free"]) == (0, stats["blocks"]["total"])
+
+
+def test_26_asleep_documents_are_cold_and_one_call_warms_them(client: Client) -> None:
+    # On CPU vLLM keeps the memory, but the scheduler sleeps and forgets as it does elsewhere.
+    away(client, [("/sleep?level=1", None)])
+    assert client.server.get("/is_sleeping").json() == {"is_sleeping": True}
+    found = client.admin("POST", "base/warm", {}, 202)["data"]
+    assert [d["status"] for d in found] == ["warming", "warming"], "whoever sleeps computes nothing"
+    assert client.stats()["documents"]["warming"] == 2
+    assert client.server.post("/wake_up").status_code == 200
+    for document in ("doc", "other"):
+        client.until("base", document, "warm")
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_26_new_weights_make_documents_cold_and_one_call_warms_them(
+    client: Client, mode: str
+) -> None:
+    update = {"method": "reload_weights"}
+    away(client, [(f"/pause?mode={mode}", None), ("/collective_rpc", update), ("/resume", None)])
+    found = client.admin("POST", "base/warm", {"wait": True})["data"]
+    assert [d["status"] for d in found] == ["warm", "warm"]
+
+
 def test_25_deleting_twice_is_no_error(client: Client) -> None:
     client.create("base")
     client.add("base", doc=tokens(100))

@@ -18,7 +18,7 @@ from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.knowledge.engine import Engine
 from vllm_segreuse.knowledge.store import Tokens
 
-_AT_ONCE = 4
+AT_ONCE = 4
 _LOOK_AGAIN_S = 0.02
 
 
@@ -79,7 +79,7 @@ class Warming:
     def _push(self, urgency: Urgency, entry: str) -> None:
         # A second job of an entry finds it done, and is passed over.
         heapq.heappush(self._queue, _Job(urgency, next(self._numbers), entry))
-        if len(self._workers) < _AT_ONCE:
+        if len(self._workers) < AT_ONCE:
             self._workers.add(asyncio.create_task(self._work()))
 
     def is_queued(self, entry: str) -> bool:
