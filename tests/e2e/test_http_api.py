@@ -10,26 +10,23 @@ import httpx
 import openai
 import pytest
 
-from bench.shapes import make_model, passages
-from tests.e2e.server import Server
+from bench.shapes import passages
+from tests.e2e.server import ADMIN_TOKEN, Server
 from vllm_segreuse.config import SegReuseConfig
 
 pytestmark = pytest.mark.e2e
 
-TOKEN = "an admin token of this test"
-ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 SWITCH = "/plugins/segreuse/v1"
 DOCUMENTS = [text[:2500] for _, text in passages() if len(text) > 2500][:2]
 _preambles = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    environment = {"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN}
-    with Server(make_model("llama"), ["--enable-scale-out"], environment) as server:
-        for document in DOCUMENTS:
-            server.post("/v1/completions", completion(document)).raise_for_status()
-        yield server
+def server(shared_server: Server) -> Server:
+    for document in DOCUMENTS:
+        shared_server.post("/v1/completions", completion(document)).raise_for_status()
+    return shared_server
 
 
 @pytest.fixture(autouse=True)
