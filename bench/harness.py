@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -59,10 +60,14 @@ def environment() -> dict[str, Any]:
 
 
 def progress(steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """`steps` with a progress bar on stderr; silent where stderr is no terminal."""
+    """`steps` with a progress bar on stderr; twice a minute where that is no terminal."""
     from tqdm import tqdm
 
-    return iter(tqdm(steps, desc=description, total=total, leave=False, disable=None))
+    often = {} if sys.stderr.isatty() else {"delay": 30, "mininterval": 30}
+    # Terminals of some tools say that they have no columns and no rows; tqdm would show nothing.
+    columns, rows = shutil.get_terminal_size()
+    size = {"ncols": columns - 1, "nrows": rows}
+    return iter(tqdm(steps, desc=description, total=total, leave=False, **size, **often))
 
 
 def median(values: Sequence[float]) -> float:

@@ -99,7 +99,12 @@ def test_06_bad_value_is_refused_for_the_server_and_for_a_request(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("max_provenance_depth", -1), ("max_provenance_depth", True), ("max_step_tokens", 0), ("enabled", 1)],
+    [
+        ("max_provenance_depth", -1),
+        ("max_provenance_depth", True),
+        ("max_step_tokens", 0),
+        ("enabled", 1),
+    ],
 )
 def test_bad_server_only_value_is_refused(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):

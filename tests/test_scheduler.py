@@ -86,7 +86,9 @@ DOCUMENT = [*range(100, 132)]
 PROMPT = [7, *DOCUMENT, 8]
 
 
-@pytest.mark.parametrize(("most", "admitted"), [(512, [33, 33, 33]), (3, [33, 0, 0]), (4, [33, 33, 0])])
+@pytest.mark.parametrize(
+    ("most", "admitted"), [(512, [33, 33, 33]), (3, [33, 0, 0]), (4, [33, 33, 0])]
+)
 def test_a_step_computes_no_more_than_it_may(most: int, admitted: list[int]) -> None:
     world = World(max_step_tokens=most)
     world.run(world.add(DOCUMENT))
