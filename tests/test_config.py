@@ -31,7 +31,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "overflow_tokens": None,
         "min_reused_tokens": 128,
         "max_provenance_depth": 4,
-        "max_step_tokens": 512,
+        "max_step_tokens": None,
         "enabled": True,
         "frozen_share": 0.5,
         "frozen_pressure": 0.9,

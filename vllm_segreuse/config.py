@@ -51,6 +51,10 @@ MAX_EXTRA_KEY_BYTES = 256
 DISABLE_ENV = "VLLM_SEGREUSE_DISABLE"
 """Kill switch at start: `1` starts the server with segment reuse off."""
 
+STEP_TOKENS = {"cpu": 128, "other": 512}
+"""Tokens from which on a pass takes time in proportion to them, by kind of device: to compute more
+at once serves nobody sooner."""
+
 _MAX_TOKENS = 2**31 - 1  # also keeps integers within what msgpack carries to the engine
 _MAX_LAYERS = 4096
 
@@ -140,6 +144,14 @@ def _overflow(value: Any) -> Any:
     return value
 
 
+def _step_tokens(value: Any) -> Any:
+    if value is not None and not (_is_int(value) and 1 <= value <= _MAX_TOKENS):
+        raise ValueError(
+            f"must be an integer from 1 to {_MAX_TOKENS}, or null for the device's own"
+        )
+    return value
+
+
 def _switch(value: Any) -> Any:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
@@ -212,9 +224,9 @@ class SegReuseConfig(RequestOptions):
     max_provenance_depth: Annotated[int, _count(0, 255)] = 4
     """How often KV computed behind reused KV may donate in turn; 0: only exact KV donates."""
 
-    max_step_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 512
+    max_step_tokens: Annotated[int | None, BeforeValidator(_step_tokens)] = None
     """Most tokens that the reusing requests of one step compute together; a request that computes
-    more has a step to itself. Never more than `max_num_batched_tokens`."""
+    more has a step to itself. None: `STEP_TOKENS`. Never more than `max_num_batched_tokens`."""
 
     enabled: Annotated[bool, BeforeValidator(_switch)] = True
     """Whether reuse is on when the server starts; the kill switch changes it at run time."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPool
@@ -22,7 +23,7 @@ from vllm_segreuse.cache.planner import Planner, Report, TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
-from vllm_segreuse.config import RequestOptions, SegReuseConfig, parse_request
+from vllm_segreuse.config import STEP_TOKENS, RequestOptions, SegReuseConfig, parse_request
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.serve.metrics import SegReuseStats
 
@@ -94,9 +95,7 @@ class SchedulerSide:
         self._planner = Planner(
             index,
             pool,
-            max_step_tokens=min(
-                config.max_step_tokens, vllm_config.scheduler_config.max_num_batched_tokens
-            ),
+            max_step_tokens=_step_tokens(vllm_config, config),
             max_depth=config.max_provenance_depth,
             clock=time.perf_counter,
             on_match=functools.partial(stats.observe, "match"),
@@ -334,6 +333,13 @@ class SchedulerSide:
             self._stats.count_request("reused")
         else:
             self._stats.count_request("bypassed", report.bypass_reason)
+
+
+def _step_tokens(vllm_config: VllmConfig, config: SegReuseConfig) -> int:
+    """Most tokens that the plans of one step compute."""
+    device = "cpu" if current_platform.is_cpu() else "other"
+    wanted = config.max_step_tokens or STEP_TOKENS[device]
+    return min(wanted, vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def _frozen_limit(
