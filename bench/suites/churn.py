@@ -50,8 +50,8 @@ min_reused_tokens: 32
 frozen_share: 0.9
 frozen_pressure: 0.98
 """
-_PROMISED = 0.89
-"""Of all blocks. With 0.87, and what eight requests hold, 92 % of the pool was in use."""
+_PROMISED = 0.93
+"""Of all blocks. With 0.89, and what eight requests hold, 93 % of the pool was in use."""
 _FIRST_TOKEN = 300
 _IDLE_TRIES, _IDLE_S = 100, 0.1
 
