@@ -5,8 +5,8 @@ Every example is asked in full and under every policy, on documents that were co
 prompts: differences are paired. `best` is the policy with the highest mean over the four RULER
 tasks; of policies that do not differ from it (paired test, p >= 0.05), the one of least work.
 
-An interrupt (Ctrl-C) ends the run early, with what was asked so far. `BENCH_QUALITY_TASKS=vt,cwe`
-names the tasks to ask.
+A full run has one engine per core. An interrupt (Ctrl-C) ends it early, with what was asked so far.
+`BENCH_QUALITY_TASKS=vt,cwe` names the tasks to ask.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
+from typing import Any
 
 from bench import harness
 from bench.harness import Row
 from bench.quality import statistics
-from bench.quality.engine import Arm, Lab, Outcome, lab_engine
+from bench.quality.engine import Arm, Outcome, lab_engine
 from bench.quality.tasks import RULER, TASKS, Example, example
+from bench.quality.workers import Alone, Workers, alone
 from vllm_segreuse.calibrate.search import divergence, most_likely
 
 PROMPT_TOKENS = 2048
@@ -41,6 +43,7 @@ ARMS = (
     Arm("prophet", {"policy": "prophet", "recompute_ratio": 0.1}),
     Arm("prophet 1 %", {"policy": "prophet", "recompute_ratio": 0.01}),
     Arm("focus", {"policy": "focus", "recompute_ratio": 0.1}),
+    Arm("focus 5 %", {"policy": "focus", "recompute_ratio": 0.05}),
 )
 PUBLISHED = ("shift", "epic", "cacheblend", "sparsex", "hybrid", "prophet")
 
@@ -71,33 +74,47 @@ def run(quick: bool) -> harness.SuiteResult:
                 f"BENCH_QUALITY_TASKS: no task {sorted(unknown)}; there are {', '.join(TASKS)}"
             )
         load = replace(load, tasks=tuple(named.split(",")))
-    with lab_engine() as lab:
-        results = ask_all(lab, load)
+    with alone() if quick else Workers() as engines:
+        results = ask_all(engines, load)
     return {"rows": list(_rows(results, load.arms)), "summary": _summary(results, load)}
 
 
-def ask_all(lab: Lab, load: Load) -> Results:
+def ask_all(engines: Alone | Workers, load: Load) -> Results:
     """Outcomes by task; layouts of the prompt vary from plain to interleaved."""
     results: Results = {task: [] for task in load.tasks}
-    steps = [(task, number) for number in range(load.samples) for task in load.tasks]
+    ruler, others = ([t for t in load.tasks if (t in RULER) is first] for first in (True, False))
+    steps = [
+        (task, number)
+        for tasks in (ruler, others)  # the former are what the summary is made of
+        for number in range(load.samples)
+        for task in tasks
+    ]
+    answers = engines.ask((_draw(task, number) for task, number in steps), load.arms)
     try:
-        for task, number in harness.progress(steps, "examples"):
-            # An example depends on its task and number alone: any part of a run can be repeated.
-            drawn = example(
-                task,
-                Random(f"{SEED} {task} {number}"),
-                PROMPT_TOKENS,
-                question_first=number % 4 == 3,
-                interleaved=(0.0, 0.0, 0.5, 1.0)[number % 4],
-            )
-            results[task].append((drawn, lab.ask(drawn, list(load.arms))))
+        for drawn, outcomes in harness.progress(answers, "examples", total=len(steps)):
+            results[drawn.task].append((drawn, outcomes))
     except KeyboardInterrupt:
-        asked = min(len(outcomes) for outcomes in results.values())
-        if not asked:
+        kept: Results = {}
+        for tasks in (ruler, others):
+            asked = min((len(results[task]) for task in tasks), default=0)
+            if asked:
+                kept |= {task: results[task][:asked] for task in tasks}
+                print(f"interrupted: {asked} examples of {', '.join(tasks)}", file=sys.stderr)
+        if not kept:
             raise
-        print(f"interrupted: {asked} examples of each task", file=sys.stderr)
-        results = {task: outcomes[:asked] for task, outcomes in results.items()}
+        results = kept
     return results
+
+
+def _draw(task: str, number: int) -> dict[str, Any]:
+    """An example depends on its task and number alone: any part of a run can be repeated."""
+    return {
+        "task": task,
+        "rng": Random(f"{SEED} {task} {number}"),
+        "tokens": PROMPT_TOKENS,
+        "question_first": number % 4 == 3,
+        "interleaved": (0.0, 0.0, 0.5, 1.0)[number % 4],
+    }
 
 
 def _rows(results: Results, arms: Sequence[Arm]) -> Iterator[Row]:

@@ -15,6 +15,7 @@ import yaml
 from bench.quality import page
 from bench.quality.engine import MODEL, Arm, Lab, lab_engine
 from bench.quality.tasks import example
+from bench.quality.workers import Alone, Workers
 from bench.server import cpu_environment
 from bench.suites import quality
 
@@ -49,7 +50,7 @@ def test_hops_across_documents_need_recomputation(lab: Lab) -> None:
 def test_a_run_becomes_a_page(lab: Lab, tmp_path: Path) -> None:
     arms = (FULL, SHIFT, quality.Arm("hybrid", {"policy": "sparsex", "dense_layers": 2}))
     load = quality.Load(("vt",), 3, arms)
-    results = quality.ask_all(lab, load)
+    results = quality.ask_all(Alone(lab), load)
     rows = list(quality._rows(results, arms))
     assert {row["samples"] for row in rows if row["task"] == "vt"} == {3}
     drawn = results["vt"][0][0]
@@ -64,6 +65,20 @@ def test_a_run_becomes_a_page(lab: Lab, tmp_path: Path) -> None:
     assert text.count("<svg") == 2
     for row in rows:
         assert f"{row['accuracy']:.3f}" in text
+
+
+def test_engines_side_by_side_answer_as_one_does(lab: Lab) -> None:
+    load = quality.Load(("vt", "fwe"), 2, (FULL, SHIFT))
+    with Workers() as workers:
+        together = quality.ask_all(workers, load)
+    one_by_one = quality.ask_all(Alone(lab), load)
+    assert together.keys() == one_by_one.keys() == set(load.tasks)
+    for task, asked in together.items():
+        assert [drawn for drawn, _ in asked] == [drawn for drawn, _ in one_by_one[task]]
+        for (_, theirs), (_, ours) in zip(asked, one_by_one[task], strict=True):
+            assert [theirs[a.name].score for a in load.arms] == [
+                ours[a.name].score for a in load.arms
+            ]
 
 
 def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path) -> None:

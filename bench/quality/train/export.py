@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m bench.quality.train.export MODEL.pt DIR`: a checkpoint that vLLM and others load."""
+"""`python -m bench.quality.train.export MODEL.pt ... DIR`: a checkpoint that vLLM and others load.
+
+Of several models the mean is written: of runs that went on from each other with small steps it is
+better than each of them (Wortsman et al. 2022, "Model soups").
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,12 +18,15 @@ from safetensors.torch import save_file
 from bench.quality import language
 
 
-def export(trained: Path, folder: Path) -> None:
+def export(trained: Sequence[Path], folder: Path) -> None:
     """Write `model.safetensors` (bfloat16), the configuration and the tokenizer."""
-    saved = torch.load(trained, map_location="cpu", weights_only=True)
-    shape, weights = saved["shape"], saved["model"]
+    saved = [torch.load(path, map_location="cpu", weights_only=True) for path in trained]
+    shape = dict(saved[0]["shape"])
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"model.{name}": tensor.bfloat16() for name, tensor in weights.items()}
+    tensors = {
+        f"model.{name}": torch.stack([one["model"][name] for one in saved]).mean(0).bfloat16()
+        for name in saved[0]["model"]
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     theta = shape.pop("rope_theta")
     config = {
@@ -45,7 +53,7 @@ def export(trained: Path, folder: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trained", type=Path, help="model.pt of a training")
+    parser.add_argument("trained", type=Path, nargs="+", help="model.pt of a training")
     parser.add_argument("folder", type=Path, help="folder of the checkpoint")
     arguments = parser.parse_args()
     export(arguments.trained, arguments.folder)
