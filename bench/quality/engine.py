@@ -56,14 +56,19 @@ class Outcome:
     reused: float
 
 
-@contextmanager
-def lab_engine(model: Path = MODEL, **arguments: Any) -> Iterator[Lab]:
-    """The bundled model, served with segment reuse."""
-    engine.prepare_environment(KV_SPACE_GIB)
+def require_model(model: Path = MODEL) -> None:
+    """Raises BenchError where there is none."""
     if not (model / "model.safetensors").is_file():
         raise harness.BenchError(
             f"no model at {model}: train one with `python -m bench.quality.train DIR`"
         )
+
+
+@contextmanager
+def lab_engine(model: Path = MODEL, **arguments: Any) -> Iterator[Lab]:
+    """The bundled model, served with segment reuse."""
+    engine.prepare_environment(KV_SPACE_GIB)
+    require_model(model)
     with engine.engine(
         model,
         # Only exact KV donates: what one arm leaves behind must not help the next.

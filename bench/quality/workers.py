@@ -14,7 +14,7 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
-from bench.quality.engine import Arm, Lab, Outcome, lab_engine
+from bench.quality.engine import Arm, Lab, Outcome, lab_engine, require_model
 from bench.quality.tasks import Example, example
 
 AHEAD = 4
@@ -32,6 +32,7 @@ class Workers:
     """Asks examples in processes; use as a context manager."""
 
     def __init__(self) -> None:
+        require_model()
         spawn = get_context("spawn")  # an engine must not inherit another's threads
         cores = sorted(os.sched_getaffinity(0))
         free = spawn.Queue()
