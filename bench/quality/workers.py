@@ -33,6 +33,8 @@ class Workers:
 
     def __init__(self) -> None:
         require_model()
+        # Read by the processes to come when they load torch: their engines have a thread each.
+        os.environ["OMP_NUM_THREADS"] = "1"
         spawn = get_context("spawn")  # an engine must not inherit another's threads
         cores = sorted(os.sched_getaffinity(0))
         free = spawn.Queue()
