@@ -47,7 +47,7 @@ _CONFIG = """
 policy: sparsex
 dense_layers: 0
 min_reused_tokens: 32
-frozen_share: 0.9
+frozen_share: 0.95
 frozen_pressure: 0.98
 """
 _PROMISED = 0.93
