@@ -32,13 +32,12 @@ from hypothesis.errors import Unsatisfiable
 from bench.shapes import make_model, passages
 from tests.e2e.http_bodies import MOST_TOKENS, SOUND, bodies
 from tests.e2e.http_load import Load
-from tests.e2e.server import Server
+from tests.e2e.server import EVERYTHING, Server
 
 ROUTES = {*SOUND, "/tokenize", "/detokenize"}
 ROUTES |= {"/v1/completions/render", "/v1/chat/completions/render"}
 """What is fuzzed from the server's description."""
 NOT_OFFERED = 501
-FLAGS = ["--enable-scale-out"]
 PARTS = 6
 SLACK_MB = 40.0
 SLOPE_MB_PER_1K = 10.0
@@ -236,7 +235,7 @@ def main() -> int:
     say(f"{versions}, {platform.platform()}")
     say(f"python -m tests.e2e.http_fuzz {' '.join(sys.argv[1:])}")
     began = time.monotonic()
-    with Server(make_model("llama"), FLAGS) as server:
+    with Server(make_model("llama"), EVERYTHING) as server:
         findings = fuzz(server, make_prompts(), options.requests, options.seed, say)
     for finding in findings:
         say(f"FINDING {finding}")

@@ -116,12 +116,12 @@ def structured_output(client: httpx.Client, prompt: str) -> bool:
 
 
 def tool(client: httpx.Client, prompt: str) -> bool:
-    body = _body(prompt, tools=[TOOL], max_tokens=40)
+    body = _body(prompt, tools=[TOOL], max_tokens=40, ignore_eos=True)
     body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-    body["tool_choice"] = {"type": "function", "function": {"name": "look_up"}}
+    body["tool_choice"] = "auto"
     answer = _ask(client, "/v1/chat/completions", body)
-    (call,) = answer["choices"][0]["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo"), answer
+    # A model of random weights never calls it: its schema in the prompt is what is tried here.
+    assert answer["usage"]["completion_tokens"] == 40, answer
     return _has_reused(answer)
 
 

@@ -31,6 +31,9 @@ SMALL = (
 )
 """Flags of a small engine, before those of the test: a flag given twice counts the second time."""
 
+EVERYTHING = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+"""Flags with which every inference route is there, and answers requests with tools."""
+
 STARTUP_S = 300.0
 ADMIN_TOKEN = "an admin token of these tests"
 

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e import http_fuzz, http_load
 from tests.e2e.server import Server
 
-REQUESTS = 120
+REQUESTS = 60
 
 
 def test_nothing_a_client_sends_ends_in_5xx_or_stays_behind(shared_server: Server) -> None:
