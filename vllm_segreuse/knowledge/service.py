@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,9 +46,6 @@ from vllm_segreuse.knowledge.warming import Urgency, Warming
 _T = TypeVar("_T")
 
 logger = logging.getLogger("vllm.segreuse")
-
-_LAST_STATE_S = 2.0
-"""How long a service that ends waits for the engine to tell the last uses."""
 
 
 class KnowledgeService:
@@ -97,11 +94,9 @@ class KnowledgeService:
         self._poller = asyncio.create_task(self._poll())
 
     async def close(self) -> None:
-        """Stop warming, save what was counted, the uses since the last poll included."""
+        """Stop warming, save what was counted."""
         if self._poller is not None:
             self._poller.cancel()
-        with suppress(Exception):  # the engine may be gone before us
-            await asyncio.wait_for(self._state(), _LAST_STATE_S)
         await self._warming.close()
         await self.save_uses()
         await self._in_thread(self._store.close)
