@@ -138,18 +138,13 @@ def _count(low: int, high: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _overflow(value: Any) -> Any:
-    if value is not None and not (_is_int(value) and 0 <= value <= _MAX_TOKENS):
-        raise ValueError(f"must be an integer from 0 to {_MAX_TOKENS}, or null for one KV block")
-    return value
+def _tokens_or_null(low: int, null: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if value is not None and not (_is_int(value) and low <= value <= _MAX_TOKENS):
+            raise ValueError(f"must be an integer from {low} to {_MAX_TOKENS}, or null for {null}")
+        return value
 
-
-def _step_tokens(value: Any) -> Any:
-    if value is not None and not (_is_int(value) and 1 <= value <= _MAX_TOKENS):
-        raise ValueError(
-            f"must be an integer from 1 to {_MAX_TOKENS}, or null for the device's own"
-        )
-    return value
+    return BeforeValidator(check)
 
 
 def _switch(value: Any) -> Any:
@@ -205,7 +200,7 @@ class RequestOptions(BaseModel):
     """Layers computed for every token before the policy selects: a number of layers (int >= 0), or
     a share s of them (0 < s < 1), which means max(1, round(s * layers))."""
 
-    overflow_tokens: Annotated[int | None, BeforeValidator(_overflow)] = None
+    overflow_tokens: Annotated[int | None, _tokens_or_null(0, "one KV block")] = None
     """Reused tokens computed again on both sides of every new interval; None: those of one KV
     block."""
 
@@ -224,7 +219,7 @@ class SegReuseConfig(RequestOptions):
     max_provenance_depth: Annotated[int, _count(0, 255)] = 4
     """How often KV computed behind reused KV may donate in turn; 0: only exact KV donates."""
 
-    max_step_tokens: Annotated[int | None, BeforeValidator(_step_tokens)] = None
+    max_step_tokens: Annotated[int | None, _tokens_or_null(1, "the device's own")] = None
     """Most tokens that the reusing requests of one step compute together; a request that computes
     more has a step to itself. None: `STEP_TOKENS`. Never more than `max_num_batched_tokens`."""
 

@@ -56,9 +56,7 @@ class Known:
         self.layouts = [layout] * LAYERS
         self.attention: dict[int, list[int]] = {}
         layer = SimpleNamespace(kv_cache=cache)
-        self.stack = SimpleNamespace(
-            attention=[layer] * LAYERS,
-        )
+        self.stack = SimpleNamespace(attention=[layer] * LAYERS)
         pages = flat_pages(cache)
         self.computed = (layout.keys.tokens(pages), layout.values.tokens(pages))
         self.ran: list[tuple[int, int, list[int]]] = []

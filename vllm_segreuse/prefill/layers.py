@@ -46,14 +46,6 @@ class LayerState:
             self.hidden_states.clone(), None if self.residual is None else self.residual.clone()
         )
 
-    @staticmethod
-    def concatenate(first: LayerState, second: LayerState) -> LayerState:
-        """Rows of two states, one after the other."""
-        residual = None
-        if first.residual is not None and second.residual is not None:
-            residual = torch.cat([first.residual, second.residual])
-        return LayerState(torch.cat([first.hidden_states, second.hidden_states]), residual)
-
 
 class Collected:
     """States of waves, put where they belong among all tokens: never held twice.
@@ -218,13 +210,11 @@ class DecoderStack:
         return key, value
 
     @contextmanager
-    def capture_queries(
-        self, layer_index: int, wanted: np.ndarray | None = None
-    ) -> Iterator[list[torch.Tensor]]:
-        """Collect the queries `[tokens, heads, head_size]` that reach a layer's attention.
+    def capture_queries(self, layer_index: int, wanted: np.ndarray) -> Iterator[list[torch.Tensor]]:
+        """Collect queries `[tokens, heads, head_size]` that reach a layer's attention.
 
         Args:
-            wanted: which of them, counted over all waves, ascending; all if not given.
+            wanted: which of them, counted over all waves, ascending.
         """
         captured: list[torch.Tensor] = []
         attention = self.attention[layer_index]
@@ -235,12 +225,8 @@ class DecoderStack:
             query = query.view(-1, attention.num_heads, attention.head_size)
             nonlocal seen
             first, seen = seen, seen + len(query)
-            if wanted is None:
-                # The backend may reuse the projection's memory once attention is done.
-                captured.append(query.clone())
-            else:
-                here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, seen)]
-                captured.append(query[upload(here - first, query.device)])
+            here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, seen)]
+            captured.append(query[upload(here - first, query.device)])
 
         handle = attention.register_forward_pre_hook(keep, with_kwargs=True)
         try:
