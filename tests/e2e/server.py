@@ -121,6 +121,12 @@ class Server:
         self.stop()
         raise ServerError(f"not healthy after {STARTUP_S:.0f} s:\n{self.tail()}")
 
+    def interrupt(self) -> None:
+        """Has the server end by itself, and waits; it may be started again."""
+        assert self._process is not None, "the server is not running"
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(60)
+
     def stop(self) -> None:
         """Stops the server and every process it started."""
         self._client.close()

@@ -320,8 +320,7 @@ def test_a_restart_brings_documents_back_but_not_torn_ones(files: Path, client: 
     client.add("base", popular=text, torn=tokens(100), quiet=tokens(40))
     client.ask([*tokens(3), *text, *tokens(3)], keys="base")
     assert client.admin("GET", "base/documents/popular")["hits"] == 1
-    client.server._process.send_signal(2)  # type: ignore[union-attr]
-    client.server._process.wait(60)  # type: ignore[union-attr]
+    client.server.interrupt()
     with sqlite3.connect(files / "manifest.sqlite") as manifest:
         manifest.execute(
             "UPDATE documents SET tokens = x'01000000' || substr(tokens, 5) WHERE id = 'torn'"

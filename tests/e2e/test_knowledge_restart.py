@@ -66,12 +66,6 @@ def bring(server: Server, document: str) -> int:
     return ask(server, [*tokens(7), *CONTENT[document], *tokens(5)])["reused_tokens"]
 
 
-def stop(server: Server) -> None:
-    assert server._process is not None
-    server._process.send_signal(2)
-    server._process.wait(60)
-
-
 def start(server: Server, bases: KnowledgeClient) -> Stats:
     """Start again; the first statistics that are to be had, asked for all the time."""
     starting = threading.Thread(target=server.start)
@@ -118,7 +112,7 @@ def test_200_documents_come_back_in_order_and_statistics_tell_the_truth(server: 
             assert [bring(server, id_) for _ in range(hits)] == [DOCUMENT_TOKENS] * hits
         # Asked now: what is used within the last two seconds of a server's life may be forgotten.
         assert bases.stats().hits == sum(USED.values())
-        stop(server)
+        server.interrupt()
 
         stats = start(server, bases)
         check(stats)
