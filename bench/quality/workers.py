@@ -10,15 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
 from bench.quality.engine import Arm, Lab, Outcome, lab_engine, require_model
 from bench.quality.tasks import Example, example
-
-AHEAD = 4
-"""Examples per worker that are handed out before the first of them is answered."""
 
 Asked = tuple[Example, dict[str, Outcome]]
 Draw = dict[str, Any]
@@ -40,8 +36,7 @@ class Workers:
         free = spawn.Queue()
         for core in cores:
             free.put(core)
-        self._count = len(cores)
-        self._pool = ProcessPoolExecutor(self._count, spawn, _start, (free,))
+        self._pool = ProcessPoolExecutor(len(cores), spawn, _start, (free,))
 
     def __enter__(self) -> "Workers":
         return self
@@ -51,13 +46,7 @@ class Workers:
 
     def ask(self, draws: Iterable[Draw], arms: Sequence[Arm]) -> Iterator[Asked]:
         """Outcomes of all examples, in order."""
-        coming = iter(draws)
-        one = partial(_ask, arms=list(arms))
-        pending = [self._pool.submit(one, draw) for draw in islice(coming, AHEAD * self._count)]
-        while pending:
-            answer = pending.pop(0).result()
-            pending += [self._pool.submit(one, draw) for draw in islice(coming, 1)]
-            yield answer
+        return self._pool.map(partial(_ask, arms=arms), draws)
 
 
 @contextmanager
@@ -75,9 +64,7 @@ class Alone:
 
     def ask(self, draws: Iterable[Draw], arms: Sequence[Arm]) -> Iterator[Asked]:
         """Outcomes of all examples, in order."""
-        for draw in draws:
-            drawn = example(**draw)
-            yield drawn, self._lab.ask(drawn, list(arms))
+        return (_asked(self._lab, draw, arms) for draw in draws)
 
 
 def _start(cores: Any) -> None:
@@ -87,6 +74,10 @@ def _start(cores: Any) -> None:
     _lab = _engine.enter_context(lab_engine())
 
 
-def _ask(draw: Draw, arms: list[Arm]) -> Asked:
+def _ask(draw: Draw, arms: Sequence[Arm]) -> Asked:
+    return _asked(_lab, draw, arms)
+
+
+def _asked(lab: Lab, draw: Draw, arms: Sequence[Arm]) -> Asked:
     drawn = example(**draw)
-    return drawn, _lab.ask(drawn, arms)
+    return drawn, lab.ask(drawn, list(arms))
