@@ -51,7 +51,7 @@ frozen_share: 0.96
 frozen_pressure: 0.995
 """
 _PROMISED = 0.95
-"""Of all blocks; with what eight requests hold, more than 95 % of the pool are in use."""
+"""Of all blocks. With 0.94, and what eight requests hold, 95 % of the pool was in use."""
 _FIRST_TOKEN = 300
 _IDLE_TRIES, _IDLE_S = 100, 0.1
 
