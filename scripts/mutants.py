@@ -52,6 +52,7 @@ INDEX = "vllm_segreuse/cache/index.py"
 NAMESPACE = "vllm_segreuse/cache/namespace.py"
 POOL = "vllm_segreuse/compat/block_pool.py"
 SCHEDULER = "vllm_segreuse/scheduler.py"
+VLLM_SCHEDULER = "vllm_segreuse/compat/scheduler.py"
 SELECTION = "vllm_segreuse/prefill/selection.py"
 
 
@@ -320,6 +321,64 @@ MUTANTS = [
                 "        _unlink_group",
             ),
         ),
+    ),
+    Mutant(
+        "the token behind a spread plan donates before it is computed",
+        (
+            (
+                PLANNER,
+                "            computed[max(plan.stop - first, 0) : behind] = False\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a spread plan has no slot for the token behind it",
+        (
+            (
+                PLANNER,
+                "        return plan.num_written if plan.spread else plan.num_tokens\n",
+                "        return plan.num_tokens\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a spread plan is forgotten when its request runs",
+        (
+            (
+                SCHEDULER,
+                "        if tracked is None or request.num_computed_tokens:\n",
+                "        if tracked is None:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "workers carry on with what a reset has called back",
+        (
+            (
+                SCHEDULER,
+                "        self._called_back.append(request.request_id)\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "a reset leaves alone what is set aside",
+        ((VLLM_SCHEDULER, "            _call_back(self)\n", "            pass\n"),),
+    ),
+    Mutant(
+        "a late word of a plan that was called back counts",
+        (
+            (
+                VLLM_SCHEDULER,
+                "{i for i in told.finished_recving if _is_loading(self, i)}",
+                "set(told.finished_recving)",
+            ),
+        ),
+    ),
+    Mutant(
+        "what was called back is planned again",
+        ((PLANNER, '            tracked.bypass = "reset"\n', ""),),
     ),
     Mutant(
         "TP ranks choose for themselves",

@@ -39,7 +39,7 @@ rm -f "$stamp"
 : >"$log"
 
 pip_install() {
-    # --no-compile: byte code is written on first import, and only of what is imported.
+    # --no-compile: done below, on all cores.
     .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
         --no-deps --no-compile "$@" >>"$log" 2>&1 && return
     grep -E '^ *(ERROR|error)' "$log" >&2 || tail -n 20 "$log" >&2
@@ -53,6 +53,10 @@ pip_install() {
 echo "setup: installing $(grep -c == "$requirements") pinned packages into .venv (minutes, the first time only)"
 pip_install -r "$requirements"
 pip_install --no-build-isolation --editable .
+
+# Where PYTHONDONTWRITEBYTECODE is set nobody else would write byte code, and each process of vLLM
+# would take twice as long to start. Some packages carry templates that are no Python: never mind.
+.venv/bin/python -m compileall -q -j 0 .venv/lib/python*/site-packages >>"$log" 2>&1 || true
 
 # A CUDA build of these beside a CPU torch breaks the import of transformers.
 for name in torchvision torchaudio torchcodec; do

@@ -39,7 +39,13 @@ class World:
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         )
-        manager: Any = SimpleNamespace(block_pool=self.pool, watermark_blocks=0)
+        self.tables: dict[str, Any] = {}  # of requests that are admitted, for vLLM's manager
+        group = SimpleNamespace(req_to_blocks=self.tables)
+        manager: Any = SimpleNamespace(
+            block_pool=self.pool,
+            watermark_blocks=0,
+            coordinator=SimpleNamespace(single_type_managers=[group]),
+        )
         self.side = SchedulerSide(config, SegReuseConfig(**options), manager, SegReuseStats())
         self.ends_with: RequestStatus | None = None
         self.answer: dict[str, Any] | None = None
@@ -61,9 +67,15 @@ class World:
         self.side.add(request)
         return request
 
+    def match(self, request: Request, num_hit_tokens: int) -> int | None:
+        """What is supplied at once."""
+        supplied, over_several_steps = self.side.match(request, num_hit_tokens)
+        assert not over_several_steps
+        return supplied
+
     def run(self, request: Request) -> int | None:
         """What vLLM does with a request: ask, allocate, name the full blocks, end the step."""
-        supplied = self.side.match(request, 0)
+        supplied = self.match(request, 0)
         full = request.num_tokens // SIZE
         blocks = self.pool.get_new_blocks(full + 1)
         self.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
@@ -94,7 +106,7 @@ def test_a_step_computes_no_more_than_it_may(most: int, admitted: list[int]) -> 
     world.run(world.add(DOCUMENT))
     # Each computes its first two tokens; vLLM itself computes the last.
     waiting = [world.add([first, 6, *DOCUMENT[1:], 8]) for first in (1, 2, 3)]
-    assert [world.side.match(request, 0) for request in waiting] == admitted
+    assert [world.match(request, 0) for request in waiting] == admitted
     assert (0 in admitted) == world.side._planner.admission_closed
 
 
@@ -167,7 +179,7 @@ def test_15_pooling_requests_are_none_of_ours() -> None:
     world = cached_document()
     request = Request("pooling", PROMPT, None, PoolingParams())
     world.side.add(request)
-    assert world.side.match(request, 0) == 0
+    assert world.match(request, 0) == 0
     assert world.side.finished(request, []) is None
 
 
@@ -205,7 +217,7 @@ def test_a_block_freed_in_the_step_that_named_it_does_not_donate() -> None:
     """Its request was preempted or aborted before it was computed."""
     world = World()
     request = world.add(DOCUMENT)
-    world.side.match(request, 0)
+    world.match(request, 0)
     blocks = world.pool.get_new_blocks(8)
     world.pool.cache_full_blocks(request, blocks, 0, 8, SIZE, 0)
     assert len(world.pool.index) == 8
@@ -219,7 +231,7 @@ def test_a_block_named_by_the_output_of_a_step_keeps_its_name() -> None:
     """With asynchronous scheduling: the step that computes it has left by then."""
     world = World()
     request = world.add(DOCUMENT)
-    world.side.match(request, 0)
+    world.match(request, 0)
     blocks = world.pool.get_new_blocks(8)
     world.side.take_plans()
     request.num_computed_tokens = len(DOCUMENT)
@@ -241,7 +253,7 @@ def test_pinned_donors_are_not_handed_out() -> None:
     world = cached_document()
     donors = {b.block_id for b in world.pool.blocks if b.block_id in world.pool.index}
     request = world.add(PROMPT)
-    assert world.side.match(request, 0)
+    assert world.match(request, 0)
     room = world.pool.get_num_free_blocks()
     assert donors.isdisjoint(b.block_id for b in world.pool.get_new_blocks(room))
     world.side.take_plans()
@@ -254,7 +266,7 @@ def test_20_a_request_may_end_at_any_point() -> None:
     for steps in range(3):
         request = world.add(PROMPT)
         if steps > 0:
-            world.side.match(request, 0)
+            world.match(request, 0)
         if steps > 1:
             world.side.take_plans()
         assert world.side.finished(request, []) is None
@@ -264,13 +276,54 @@ def test_20_a_request_may_end_at_any_point() -> None:
     assert not world.side._planner._requests
 
 
+@pytest.mark.parametrize(
+    ("others", "most", "spread"),
+    [([], 1, False), ([1], 1, True), ([1], None, False), ([1], 1000, False), ([1], 0, False)],
+)
+def test_what_would_hold_others_up_is_spread_over_steps(
+    others: list[int], most: int | None, spread: bool
+) -> None:
+    world = World(spread_tokens=most)
+    world.run(world.add(DOCUMENT))
+    world.tables["ended"] = []
+    world.tables["runs"] = others
+    prompt = [7, 6, *DOCUMENT, 8]
+    assert world.side.match(world.add(prompt), 0) == (len(prompt) - 1, spread)
+    world.side.take_plans()
+    # A choice by attention asks the last token, too: it needs its slot before vLLM computes it.
+    chooses = OPTIONS | {"segreuse_policy": "sparsex", "segreuse_overflow_tokens": 0}
+    request = world.add(prompt, chooses | {"segreuse_recompute_ratio": 0.5})
+    assert world.side.match(request, 0) == (len(prompt) - (0 if spread else 1), spread)
+
+
+def test_a_spread_plan_leaves_the_step_to_others_and_no_pin_behind() -> None:
+    world = World(spread_tokens=1, max_step_tokens=3)
+    world.run(world.add(DOCUMENT))
+    world.tables["runs"] = [1]
+    for _ in range(3):
+        request = world.add([next(_ids) + 1000, *PROMPT])
+        supplied, spread = world.side.match(request, 0)
+        assert (supplied, spread) == (len(PROMPT), True)
+        blocks = world.pool.get_new_blocks(9)
+        world.side.allocated(request, [b.block_id for b in blocks])
+        world.pool.free_blocks(blocks)
+    plans = world.side.take_plans()
+    assert [plan.spread for plan in plans] == [True] * 3
+    assert world.pool.get_num_free_blocks() == world.pool.num_gpu_blocks - 1
+    # Set aside until the plan is done, it is told of again when it runs.
+    request.num_computed_tokens = len(PROMPT)
+    world.side.allocated(request, [b.block_id for b in blocks])
+    assert world.side.take_plans() == []
+    assert world.report(request)["reused_tokens"] == len(DOCUMENT)
+
+
 def test_a_full_step_closes_the_pool_until_it_ends() -> None:
     """So vLLM's loop over the waiting requests ends; see `SegmentBlockPool`."""
     world = cached_document()
     filler = world.add([*range(1000, 1120), *DOCUMENT, 8])
-    assert world.side.match(filler, 0)
+    assert world.match(filler, 0)
     assert world.pool.get_num_free_blocks() > 0
-    assert world.side.match(world.add(PROMPT), 0) == 0
+    assert world.match(world.add(PROMPT), 0) == 0
     assert world.pool.get_num_free_blocks() == 0
     world.side.take_plans()
     assert world.pool.get_num_free_blocks() == world.pool.num_gpu_blocks - 1
@@ -453,7 +506,7 @@ def test_resident_blocks_behind_a_hole_are_reused_in_place() -> None:
     first = world.pool.blocks[1].block_id
     holes(world, first + 1, first + 4)
     request = world.add([*DOCUMENT, 8], EXACT)
-    assert world.side.match(request, SIZE) == 28
+    assert world.match(request, SIZE) == 28
     tracked = world.side._planner.get(request.request_id)
     assert tracked is not None
     assert tracked.plan is not None
@@ -508,7 +561,7 @@ def test_what_the_exact_tier_filled_has_no_exact_name() -> None:
 def test_22_blocks_named_in_this_step_are_not_resident() -> None:
     world = World()
     document = world.add(DOCUMENT)
-    world.side.match(document, 0)
+    world.match(document, 0)
     blocks = world.pool.get_new_blocks(8)
     world.pool.cache_full_blocks(document, blocks, 0, 8, SIZE, 0)
     request = world.add([*DOCUMENT, 8], EXACT)

@@ -223,6 +223,11 @@ class SegReuseConfig(RequestOptions):
     """Most tokens that the reusing requests of one step compute together; a request that computes
     more has a step to itself. None: `STEP_TOKENS`. Never more than `max_num_batched_tokens`."""
 
+    spread_tokens: Annotated[int | None, _tokens_or_null(0, "half of a step")] = None
+    """While others run, a request that computes more than so many tokens do at all layers is
+    carried out over several steps, that much in each. None: half of `max_num_batched_tokens`; 0:
+    never."""
+
     enabled: Annotated[bool, BeforeValidator(_switch)] = True
     """Whether reuse is on when the server starts; the kill switch changes it at run time."""
 
@@ -251,6 +256,12 @@ class SegReuseConfig(RequestOptions):
     """Which extra keys an API key may share, by the SHA-256 of the API key: a request may use
     `extra_keys` whose first key is listed ("*": all). Under any other name a caller is alone. None:
     names are shared by all callers."""
+
+    def spread_work(self, max_num_batched_tokens: int, num_layers: int) -> int | None:
+        """Layer-tokens (a token computed at a layer) of one step, and of the largest plan that has
+        to be done in one while others run; None: of any."""
+        tokens = max_num_batched_tokens // 2 if self.spread_tokens is None else self.spread_tokens
+        return tokens * num_layers or None
 
     @model_validator(mode="before")
     @classmethod

@@ -3,13 +3,14 @@
 
 One class, two lives (vLLM `KVConnectorRole`). In the scheduler process it asks what each request
 can reuse (`scheduler.py`, `cache/`) and sends the plans along with the step; in the workers it
-carries them out before the step's forward (`prefill/`). It moves nothing between machines or to
-disk.
+carries them out before the step's forward, the largest behind that and the following ones
+(`prefill/`). It moves nothing between machines or to disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import CacheHitSource
     from vllm.v1.request import Request
 
-    from vllm_segreuse.prefill.executor import SparsePrefill
+    from vllm_segreuse.prefill.backlog import Backlog
+    from vllm_segreuse.prefill.executor import PassReport
     from vllm_segreuse.scheduler import SchedulerSide
 
 logger = init_logger("vllm.segreuse")
@@ -45,9 +47,10 @@ logger = init_logger("vllm.segreuse")
 
 @dataclass
 class SegReuseMetadata(KVConnectorMetadata):
-    """Plans of one step."""
+    """Plans of one step; requests whose plan has been under way and is called back."""
 
     plans: list[ReusePlan] = field(default_factory=list)
+    called_back: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -66,7 +69,7 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     # Set by the hook that vLLM calls in the process concerned, and nowhere else.
     _scheduler: SchedulerSide
-    _prefill: SparsePrefill
+    _backlog: Backlog | None = None
 
     _computed: dict[str, int]
 
@@ -121,7 +124,7 @@ class SegReuseConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens), False
+        return self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -136,7 +139,11 @@ class SegReuseConnector(KVConnectorBase_V1):
         return {self._cache_hit_source: saved} if saved else {}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegReuseMetadata:
-        return SegReuseMetadata(self._scheduler.take_plans())
+        return SegReuseMetadata(self._scheduler.take_plans(), self._scheduler.take_called_back())
+
+    def call_back(self, request: Request) -> None:
+        """The request's spread plan is not wanted any more (`compat/scheduler.py`)."""
+        self._scheduler.call_back(request)
 
     def worker_told(
         self, metadata: SegReuseWorkerMetadata, requests: Mapping[str, Request]
@@ -171,13 +178,19 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm_segreuse.compat.model_runner import loaded_model
+        from vllm_segreuse.prefill.backlog import Backlog
         from vllm_segreuse.prefill.checks import prove
 
         if self._vllm_config.lora_config is not None:
             logger.warning("segment reuse: every request runs without reuse while LoRA is enabled")
             return
         runtime = prove(loaded_model(), self._vllm_config, self._kv_cache_config)
-        self._prefill = runtime.prefill
+        config = self._vllm_config
+        step_work = self._config.spread_work(
+            config.scheduler_config.max_num_batched_tokens,
+            config.model_config.get_num_layers(config.parallel_config),
+        )
+        self._backlog = Backlog(runtime.prefill, step_work or 0)
         logger.info(
             "segment reuse: proven on this model (largest deviation %.1e); %s",
             runtime.max_deviation,
@@ -185,18 +198,41 @@ class SegReuseConnector(KVConnectorBase_V1):
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        from vllm_segreuse.prefill.contained import run_contained
-
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, SegReuseMetadata)
         if not metadata.plans:
             return
-        # The attention layers of our own pass must not call a connector's per-layer hooks.
+        assert self._backlog is not None
+        with self._own_pass():
+            report = self._backlog.take(metadata.plans)
+        if report is not None:
+            self._note(report)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Called behind every forward, and in steps without one: what is spread goes on here."""
+        if self._backlog is None:
+            return None, None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, SegReuseMetadata)
+        self._backlog.drop(metadata.called_back)  # vLLM does not wait for these
+        over = self._backlog.drop(finished_req_ids)
+        with self._own_pass():
+            done = self._backlog.advance()
+        for report in done.values():
+            self._note(report)
+        return None, over | done.keys()
+
+    @contextmanager
+    def _own_pass(self) -> Iterator[None]:
+        """The attention layers of our own pass must not call a connector's per-layer hooks."""
+        metadata = self._get_connector_metadata()
         self.clear_connector_metadata()
         try:
-            report = run_contained(self._prefill, metadata.plans)
+            yield
         finally:
             self.bind_connector_metadata(metadata)
+
+    def _note(self, report: PassReport) -> None:
         self._stats.observe("align", report.align_s)
         self._stats.observe("sparse_pass", report.sparse_s)
         self._computed |= report.computed

@@ -85,9 +85,13 @@ class SchedulerSide:
         self._config = config
         self._stats = stats
         self._manager = kv_cache_manager
+        self._called_back: list[str] = []
         self._lora = vllm_config.lora_config is not None
         self._num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
         self._block_size = vllm_config.cache_config.block_size
+        self._spread_above = config.spread_work(
+            vllm_config.scheduler_config.max_num_batched_tokens, self._num_layers
+        )
         pool = SegmentBlockPool.adopt(kv_cache_manager.block_pool)
         index = SegmentIndex(pool.num_gpu_blocks, self._block_size)
         self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
@@ -96,6 +100,7 @@ class SchedulerSide:
             index,
             pool,
             max_step_tokens=_step_tokens(vllm_config, config),
+            is_spread=self._is_spread,
             max_depth=config.max_provenance_depth,
             clock=time.perf_counter,
             on_match=functools.partial(stats.observe, "match"),
@@ -163,26 +168,31 @@ class SchedulerSide:
             hashes = functools.partial(tracked.hashes, self._block_size)
             self._frozen.notice(tracked.namespace, hashes)
 
-    @_contained(otherwise=0)
-    def match(self, request: Request, num_hit_tokens: int) -> int | None:
-        """Tokens to supply behind vLLM's prefix hit; None to be asked again in a later step."""
+    @_contained(otherwise=(0, False))
+    def match(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to supply behind vLLM's prefix hit, None to be asked again in a later step; and
+        whether that takes several steps."""
         if self._planner.admission_closed:
-            return 0
+            return 0, False
         tracked = self._planner.get(request.request_id)
         if tracked is None:
-            return 0
+            return 0, False
         if request.num_tokens != len(tracked.tokens):
             tracked.retoken(_all_tokens(request))
         prefix = functools.partial(
             self._pool.prefix_state, request, num_hit_tokens, self._manager.watermark_blocks
         )
-        return self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
+        supplied = self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
+        return supplied, tracked.plan is not None and tracked.plan.spread
 
     @_contained(otherwise=None)
     def allocated(self, request: Request, block_ids: list[int]) -> None:
-        """vLLM allocated the request's blocks: it runs in this step."""
+        """vLLM allocated the request's blocks: it runs in this step, or is set aside for its plan.
+
+        Told once more when its spread plan is done and it runs.
+        """
         tracked = self._planner.get(request.request_id)
-        if tracked is None:
+        if tracked is None or request.num_computed_tokens:
             return
         report = self._planner.allocated(tracked, block_ids)
         if tracked.plan is not None:
@@ -232,6 +242,20 @@ class SchedulerSide:
         if tracked is None or tracked.plan is None:
             return 0
         return tracked.plan.num_reused - tracked.plan.num_recomputed
+
+    def call_back(self, request: Request) -> None:
+        """vLLM takes the blocks from a request whose spread plan is under way, or just done.
+
+        It reuses nothing from here on: a word of this plan may still come, and must not be taken
+        for that of another.
+        """
+        self._planner.call_back(request.request_id)
+        self._called_back.append(request.request_id)
+
+    def take_called_back(self) -> list[str]:
+        """Requests that were called back since the last step."""
+        taken, self._called_back = self._called_back, []
+        return taken
 
     def take_plans(self) -> list[ReusePlan]:
         """The scheduling step is over."""
@@ -315,6 +339,14 @@ class SchedulerSide:
                 dense_layers=options.dense_layers,
                 overflow_tokens=options.overflow_tokens,
             )
+        )
+
+    def _is_spread(self, plan: ReusePlan) -> bool:
+        """Whether a plan is so large that others who run would wait for it too long."""
+        return (
+            self._spread_above is not None
+            and plan.layer_tokens(self._num_layers) > self._spread_above
+            and compat_manager.is_anybody_admitted(self._manager)
         )
 
     def _computed_share(self, plan: ReusePlan, num_tokens: int, chosen: int | None = None) -> float:

@@ -70,11 +70,18 @@ class World:
     def __init__(self, num_blocks: int = 256) -> None:
         self.index = SegmentIndex(num_blocks, SIZE)
         self.pins = Pins()
+        self.spread = False  # whether the plans to come are
         self.match_times: list[float] = []
         self.prefix_lookups = 0
         ticks = count()
         self.planner = Planner(
-            self.index, self.pins, BUDGET, MAX_DEPTH, lambda: next(ticks), self.match_times.append
+            self.index,
+            self.pins,
+            BUDGET,
+            lambda plan: self.spread,
+            MAX_DEPTH,
+            lambda: next(ticks),
+            self.match_times.append,
         )
         self._block_ids, self._tokens, self._ids = count(), count(1), count()
 
@@ -489,6 +496,44 @@ def test_tokens_chosen_by_score_do_not_donate_unless_all_are_chosen(world, docum
     tracked = world.request(prompt, make_recipe=all_by_score)
     world.admit(tracked)
     assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1] * 6
+
+
+# Plans over several steps.
+
+
+def test_a_spread_plan_takes_nothing_of_the_step(world, document):
+    world.spread = True
+    for _ in range(3):
+        prompt = world.new_tokens(BUDGET + 1) + document[0] + world.new_tokens(2)
+        assert world.decide(world.request(prompt)) == len(prompt) - 1
+    world.spread = False
+    assert world.decide(world.request(document[0] + world.new_tokens(2))) == 13
+    assert not world.planner.admission_closed
+
+
+def test_a_token_that_is_asked_needs_its_slot_before_vllm_computes_it(world, document):
+    world.spread = True
+    prompt = world.new_tokens(4) + document[0] + world.new_tokens(4)
+    tracked = world.request(prompt, make_recipe=half_by_score)
+    assert world.decide(tracked) == len(prompt)
+    world.planner.allocated(tracked, blocks_of(tracked))
+    # Its block is named before vLLM has computed it.
+    assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, -1, 1]
+    assert world.planner.donor_depths(tracked, 4, 1).tolist() == [-1]
+    assert world.planner.donor_depths(tracked, 5, 1).tolist() == [1]
+
+
+def test_what_was_called_back_reuses_nothing(world, document):
+    world.spread = True
+    tracked = world.request(document[0] + world.new_tokens(3))
+    world.admit(tracked)
+    world.planner.take_plans()
+    world.planner.call_back(tracked.request_id)
+    world.planner.call_back("nobody")
+    assert world.decide(tracked) == 0
+    assert world.planner.allocated(tracked, blocks_of(tracked)).bypass_reason == "reset"
+    assert world.planner.take_plans() == []
+    assert not world.pins.blocks
 
 
 class Protocol(RuleBasedStateMachine):

@@ -27,7 +27,6 @@ SMALL = (
     *("--max-model-len", "4096", "--max-num-seqs", "16", "--max-num-batched-tokens", "4096"),
     *("--kv-cache-memory-bytes", str(256 << 20), "--block-size", "32", "--dtype", "bfloat16"),
     *("--enforce-eager", "--enable-prompt-tokens-details"),
-    *("--distributed-executor-backend", "uni"),  # a process less to start: ten seconds
 )
 """Flags of a small engine, before those of the test: a flag given twice counts the second time."""
 

@@ -43,11 +43,12 @@ def drain(running: Engine, between: Callable[[], None] = lambda: None) -> dict[s
 
 
 def check_pool(running: Engine) -> None:
-    """Between steps only running requests hold blocks, and the index knows named blocks only."""
+    """Between steps only requests that run, or are set aside, hold blocks, and the index knows
+    named blocks only."""
     pool, scheduler = running.pool, running.scheduler
     held = Counter(
         block
-        for request in scheduler.running
+        for request in [*scheduler.running, *scheduler.kv_holding_waiting]
         for block in scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
     )
     counts = {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt and not b.is_null}

@@ -61,7 +61,7 @@ WORKING = {
     "prefill.layers.DecoderStack.write_kv": SHIFT,
     "prefill.attention.PassAttention._attend": SCATTERED,
     "prefill.programs.Layers.attention_paid": SELECTED,
-    "prefill.batch.Batch.choose": SELECTED,
+    "prefill.batch.Batch.with_chosen": SELECTED,
     "prefill.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
     "prefill.programs._paid_at_all_layers": SELECTED | {"segreuse_policy": "focus"},
 }

@@ -78,7 +78,11 @@ def tensor_parallel_engine(answers: Path) -> None:
     """Write the answers of an engine of two ranks, one core each; then break it for good."""
     extension = f"{MODULE}.{Breaking.__name__}"
     with engine(
-        "qwen3", dtype="float32", tensor_parallel_size=2, worker_extension_cls=extension
+        "qwen3",
+        segreuse={"spread_tokens": 64},  # of two prompts the second is carried out over steps
+        dtype="float32",
+        tensor_parallel_size=2,
+        worker_extension_cls=extension,
     ) as running:
         found = ask_every_way(running)
         documents, prompts = documents_and_prompts(running)

@@ -19,12 +19,14 @@ from tests.e2e.engine import NAMESPACE, Engine, Prompts, engine  # noqa: E402
 from tests.e2e.test_equality import EVERYTHING, WAYS, assert_same  # noqa: E402
 
 BLOCK_SIZE = 16
+SPREAD_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
 def reusing() -> Iterator[Engine]:
     with engine(
         "llama",
+        segreuse={"spread_tokens": SPREAD_TOKENS},
         dtype="float32",
         block_size=BLOCK_SIZE,
         max_num_seqs=4,
@@ -44,8 +46,11 @@ def test_it_is_what_a_gpu_would_run(reusing: Engine) -> None:
     assert group.backend.get_name() == pretending.BACKEND
 
 
-def test_recomputing_everything_equals_full_prefill(reusing: Engine) -> None:
-    """Several plans of one step, in waves, while others decode."""
+@pytest.mark.parametrize("spread", [False, True])
+def test_recomputing_everything_equals_full_prefill(reusing: Engine, spread: bool) -> None:
+    """Several plans of one step, in waves, while others decode; or the second over several."""
+    side = reusing.scheduler.connector._scheduler
+    side._spread_above = SPREAD_TOKENS * side._num_layers if spread else None
     text = Prompts(reusing.vocab_size, seed=3)
     documents = [text.tokens(61), text.tokens(83)]
     prompts = [text.around(*documents, gaps=(9, 20, 3)), text.around(documents[1], gaps=(1, 3))]

@@ -32,6 +32,7 @@ SETUPS = st.builds(
     watermark=st.sampled_from([0.0, 0.1]),
     max_depth=st.sampled_from([4, 1, 0]),
     frozen_pressure=st.sampled_from([0.9, 0.9, 0.5]),
+    spread_tokens=st.sampled_from([0, 1, 1, 5]),
 )
 OPTIONS = st.builds(
     lambda policy, ratio, dense, overflow, least: {
@@ -192,3 +193,4 @@ class Machine(RuleBasedStateMachine):
         totals.update({f"fault: {site}": n for site, n in self.faults.raised.items()})
         totals.update({"engines": 1, "copied tokens": world.worker.copied_tokens})
         totals["exact tokens"] += world.worker.exact_tokens
+        totals["spread plans"] += world.worker.spread_plans

@@ -119,6 +119,7 @@ class _Run:
         counts.update(world.counts)
         counts["copied tokens"] = world.worker.copied_tokens
         counts["exact tokens"] = world.worker.exact_tokens
+        counts["spread plans"] = world.worker.spread_plans
         counts.update({f"fault: {site}": n for site, n in self._faults.raised.items()})
 
     # Events. What they return goes into the digest.
@@ -229,6 +230,7 @@ class _Run:
             whole_prompts=choose([True, True, False]),
             watermark=choose([0.0, 0.05]),
             max_depth=choose([4, 4, 1, 0]),
+            spread_tokens=choose([0, 1, 1, 5]),
         )
 
     def _make_ask(self) -> Ask:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the models found, once more and by hand."""
 
+from vllm.v1.request import Request
+
 from tests.model.world import DOCUMENTS, Ask, Setup, World
 from vllm_segreuse.cache.frozen import FreezeOrder
 
@@ -62,5 +64,55 @@ def test_21_a_reader_is_waited_for() -> None:
     world.step()
     assert world.side.frozen()["warm"]["doc"][1] >= 1, "its prefix is frozen"
     world.unfreeze(["doc"])
+    world.check()
+    world.drain()
+
+
+def _under_way(in_flight: int) -> tuple[World, Request]:
+    """Others decode; the plan of a request has just left, to be spread over steps."""
+    world = World(Setup(40, in_flight=in_flight, spread_tokens=1))
+    world.add(Ask(tokens=list(DOCUMENTS[0]), keys=("a",), max_tokens=1))
+    for seed in range(4):  # some of whom have not met the token that ends them
+        world.add(Ask(tokens=[*range(200, 205)], max_tokens=40, seed=seed))
+    for _ in range(3):
+        world.step()
+    while world.under_way:
+        world.complete()
+    options = {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
+    tokens = [90, 91, 92, *DOCUMENTS[0], 93]
+    request = world.add(Ask(tokens=tokens, keys=("a",), options=options))
+    world.schedule()
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    return world, request
+
+
+def _is_done(world: World, request: Request) -> bool:
+    """Whether the step that has left last says that the plan is done."""
+    told = world.under_way[-1][1].kv_connector_output
+    return told is not None and request.request_id in told.finished_recving
+
+
+def test_26_a_late_word_of_a_plan_that_was_called_back_is_not_heard() -> None:
+    world, request = _under_way(in_flight=2)
+    while not _is_done(world, request):
+        if not world.may_schedule:
+            world.complete()
+        world.schedule()
+    assert world.reset(preempt=True)
+    assert request.status.name == "WAITING"
+    while world.under_way:
+        world.complete()
+        world.check()
+    world.drain()
+    assert request.status.name.startswith("FINISHED")
+
+
+def test_22_an_end_while_the_word_is_under_way_is_told_once() -> None:
+    world, request = _under_way(in_flight=2)
+    while not _is_done(world, request):
+        if not world.may_schedule:
+            world.complete()
+        world.schedule()
+    world.abort(request)
     world.check()
     world.drain()

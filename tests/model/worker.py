@@ -10,12 +10,14 @@ as the test likes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
 
 from vllm_segreuse.cache.plan import ReusePlan
 
@@ -69,6 +71,17 @@ class Running:
     is_new: bool = True  # in this step, after its admission
 
 
+@dataclass
+class Spread:
+    """A plan that is carried out over several steps, and what its first step has copied."""
+
+    plan: ReusePlan
+    request: Running
+    token: np.ndarray
+    position: np.ndarray
+    steps: int  # that it takes
+
+
 def _in_full(plan: ReusePlan) -> ReusePlan:
     full = plan.in_full()
     return replace(full, recipe=replace(full.recipe, stock=plan.recipe.stock))
@@ -79,10 +92,15 @@ class Worker:
 
     Args:
         identities: identity and sampling seed of each request, by id.
+        live: vLLM's requests, by id; read where a real worker need not know a request's tokens.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, identities: dict[str, tuple[Identity, int]]
+        self,
+        num_blocks: int,
+        block_size: int,
+        identities: dict[str, tuple[Identity, int]],
+        live: Mapping[str, Request],
     ) -> None:
         slots = num_blocks * block_size
         self.block_size = block_size
@@ -99,8 +117,11 @@ class Worker:
         self.fail_next_pass = False
         self.copied_tokens = self.exact_tokens = 0
         self._identities = identities
+        self._live = live
         self._requests: dict[str, Running] = {}
-        self.num_steps = 0
+        self._spread: dict[str, Spread] = {}
+        self._loaded: dict[str, tuple[int, int]] = {}  # span of a spread plan that is done
+        self.num_steps = self.spread_plans = 0
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """One step: plans, then the forward.
@@ -109,15 +130,20 @@ class Worker:
             AssertionError: something reads what it must not read.
         """
         self.num_steps += 1
+        for name in step.kv_connector_metadata.called_back:
+            self._spread.pop(name, None)
+            self._loaded.pop(name, None)
         starts = self._update_requests(step)
         ids = list(step.num_scheduled_tokens)
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens
         self._run_plans(step.kv_connector_metadata.plans, step.num_scheduled_tokens, starts)
         sampled = [self._forward(i, starts[i], step.num_scheduled_tokens[i]) for i in ids]
+        loaded = self._go_on(step.finished_req_ids)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(finished_recving=loaded) if loaded else None,
         )
 
     def slots(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
@@ -135,6 +161,7 @@ class Worker:
         starts: dict[str, int] = {}
         for request_id in step.finished_req_ids:
             self._requests.pop(request_id, None)
+            self._loaded.pop(request_id, None)
         for new in step.scheduled_new_reqs:
             identity, seed = self._identities[new.req_id]
             tokens = list(new.prompt_token_ids or [])
@@ -155,7 +182,11 @@ class Worker:
         for request in self._requests.values():
             self.histories.of(request.identity, request.tokens, request.history)
         for request_id, start in starts.items():
-            self._meet(self._requests[request_id], start)
+            request = self._requests[request_id]
+            self._meet(request, start)
+            if request.is_new and request_id in self._loaded:
+                request.exact_until, stop = self._loaded.pop(request_id)
+                assert start == stop, f"{request_id} goes on at {start}, its plan ended at {stop}"
         return starts
 
     def _meet(self, request: Running, computed: int) -> None:
@@ -188,24 +219,68 @@ class Worker:
             self.fail_next_pass = False
             # As the connector does after an error; what a plan may copy remains what it was.
             plans = [_in_full(plan) for plan in plans]
-        written = self._written(plans, scheduled, starts)
+        requests = [self._requests_of(plan) for plan in plans]
+        written = self._written(plans, requests, scheduled, starts)
         reads = []
-        for plan in plans:
-            request = self._requests[plan.request_id]
+        for plan, request in zip(plans, requests, strict=True):
             self._check_plan(plan, request, scheduled, starts)
             reads.append(self._read_donors(plan, request, written))
-        for plan, read in zip(plans, reads, strict=True):
-            self._write_plan(plan, self._requests[plan.request_id], *read)
+        for plan, request, read in zip(plans, requests, reads, strict=True):
+            if plan.spread:
+                steps = 1 + (self.num_steps + plan.num_tokens) % 4
+                self._spread[plan.request_id] = Spread(plan, request, *read, steps)
+                self._write_unfinished(plan, request)
+                self.spread_plans += 1
+            else:
+                self._write_plan(plan, request, *read)
+
+    def _requests_of(self, plan: ReusePlan) -> Running:
+        name = plan.request_id
+        if not plan.spread:
+            return self._requests[name]
+        assert name not in self._spread, f"{name}: two plans under way"
+        identity, seed = self._identities[name]
+        tokens = list(self._live[name].all_token_ids[:])
+        request = Running(identity, seed, tokens, plan.block_ids.tolist())
+        self.histories.of(identity, tokens, request.history)
+        self._meet(request, plan.start)
+        return request
+
+    def _go_on(self, ended: set[str]) -> set[str]:
+        """What is spread: who has ended is dropped, others come nearer to their end."""
+        over = {name for name in ended if self._spread.pop(name, None) is not None}
+        for name, spread in list(self._spread.items()):
+            spread.steps -= 1
+            if spread.steps:
+                self._write_unfinished(spread.plan, spread.request)
+                continue
+            plan = self._spread.pop(name).plan
+            self._write_plan(plan, spread.request, spread.token, spread.position)
+            self._loaded[name] = plan.start, plan.stop
+            over.add(name)
+        return over
+
+    def _write_unfinished(self, plan: ReusePlan, request: Running) -> None:
+        """Slots that hold nothing that anybody may read, also that of the token behind."""
+        slots = self._write(request, plan.start, plan.start + plan.num_written)
+        self.position[slots] = -1
+        self.history[slots] = APPROXIMATE
 
     def _written(
-        self, plans: list[ReusePlan], scheduled: dict[str, int], starts: dict[str, int]
+        self,
+        plans: list[ReusePlan],
+        requests: list[Running],
+        scheduled: dict[str, int],
+        starts: dict[str, int],
     ) -> set[int]:
         """Blocks in which this step writes."""
-        spans = [(i, starts[i], starts[i] + count) for i, count in scheduled.items()]
-        spans += [(plan.request_id, plan.start, plan.stop) for plan in plans]
+        spans = [(self._requests[i], starts[i], starts[i] + n) for i, n in scheduled.items()]
+        under_way = [(spread.plan, spread.request) for spread in self._spread.values()]
+        for plan, request in [*zip(plans, requests, strict=True), *under_way]:
+            spans.append((request, plan.start, plan.start + plan.num_written))
         blocks: set[int] = set()
-        for request_id, start, stop in spans:
-            slots = self.slots(self._requests[request_id].blocks, start, stop)
+        for request, start, stop in spans:
+            slots = self.slots(request.blocks, start, stop)
             blocks |= set((slots // self.block_size).tolist())
         return blocks
 
@@ -218,10 +293,15 @@ class Worker:
     ) -> None:
         name = plan.request_id
         assert request.identity.keys is not None, f"{name}: a plan for a request without keys"
-        assert starts[name] == plan.stop < len(request.tokens), f"{name}: where the plan ends"
+        assert plan.stop < len(request.tokens), f"{name}: where the plan ends"
+        if plan.spread:
+            assert name not in scheduled, f"{name} runs, though its plan takes several steps"
+        else:
+            assert starts[name] == plan.stop, f"{name}: where the plan ends"
         if not plan.recipe.stock:
             assert plan.stop == len(request.tokens) - 1, f"{name}: where the plan ends"
-            assert scheduled.get(name) == 1, f"{name}: vLLM computes more than the last token"
+            alone = plan.spread or scheduled.get(name) == 1
+            assert alone, f"{name}: vLLM computes more than the last token"
         assert plan.block_ids.tolist() == request.blocks, f"{name}: a plan of other blocks"
         tokens = request.tokens[plan.start : plan.stop]
         assert plan.token_ids.tolist() == tokens, f"{name}: a plan of other tokens"

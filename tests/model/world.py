@@ -67,6 +67,7 @@ class Setup:
         max_step_tokens: of vLLM's steps, and of our plans in one step.
         long_prompt_tokens: of one request in one step, if there are others; 0: any number.
         whole_prompts: admit a prompt only if there is room for all of it (vLLM's default).
+        spread_tokens: see `SegReuseConfig`.
     """
 
     num_blocks: int = 40
@@ -78,6 +79,7 @@ class Setup:
     whole_prompts: bool = True
     watermark: float = 0.0
     max_depth: int = 4
+    spread_tokens: int = 0
     frozen_pressure: float = 0.9
     frozen_share: float = 0.5
 
@@ -116,7 +118,7 @@ class World:
         self.pool: Any = self.manager.block_pool
         self.side = self.scheduler.connector._scheduler
         self.identities: dict[str, tuple[Identity, int]] = {}
-        self.worker = Worker(setup.num_blocks, SIZE, self.identities)
+        self.worker = Worker(setup.num_blocks, SIZE, self.identities, self.scheduler.requests)
         self.held: list[Any] = []
         """Blocks that somebody else took."""
         self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -293,6 +295,8 @@ class World:
 
     def _note_names(self) -> None:
         for request_id, request in self.scheduler.requests.items():
+            if request.is_finished():
+                continue  # while its plan was under way
             known = self._histories[request_id]
             if known and len(known) == request.num_tokens:
                 continue
@@ -349,6 +353,7 @@ def _scheduler(setup: Setup) -> Any:
     vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
     vllm_config.kv_transfer_config.kv_connector_extra_config = SegReuseConfig(
         max_provenance_depth=setup.max_depth,
+        spread_tokens=setup.spread_tokens,
         frozen_pressure=setup.frozen_pressure,
         frozen_share=setup.frozen_share,
     ).model_dump()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from tests.prefill.pages import BLOCK_SIZE, make_layer
 from vllm_segreuse.compat.attention_impl import replaced_forward
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.prefill import attention as attention_module
-from vllm_segreuse.prefill.attention import PassAttention, ScatteredQueries
+from vllm_segreuse.prefill.attention import PassAttention, Queries, ScatteredQueries
 from vllm_segreuse.prefill.kv_layout import discover_layout
 from vllm_segreuse.prefill.tokens import TokenTable
 
@@ -118,9 +119,12 @@ def test_queries_are_captured_however_they_attend(
 ) -> None:
     world = World(monkeypatch, kernel=True, plans=False)
     queries = [torch.randn(len(positions), 4, 32) for _ in world.layers]
-    with world.subject.captured_queries() as captured:
+    kept = Queries(world.layers)  # type: ignore[arg-type]
+    few = Queries(world.layers[1:], np.array([1, len(positions), len(positions) + 2]))  # type: ignore[arg-type]
+    for collected in (kept, few):
         for _ in range(2):  # two waves
-            with world.subject.forward_context(tokens(*positions), TABLES, compiled=True):
+            context = world.subject.forward_context(tokens(*positions), TABLES, True, collected)
+            with context:
                 assert world.compiled
                 for layer, query in zip(world.layers, queries, strict=True):
                     out, given = torch.empty_like(query), query.clone()
@@ -128,13 +132,14 @@ def test_queries_are_captured_however_they_attend(
                         layer, given, None, None, layer.kv_cache, world.metadata, out
                     )
                     given.zero_()  # the backend may reuse its memory
-    for layer, query in zip(world.layers, queries, strict=True):
-        assert all(torch.equal(kept, query) for kept in captured[id(layer)])
-        assert len(captured[id(layer)]) == 2
+    for found, query in zip(kept.by_layer(), queries, strict=True):
+        assert torch.equal(found, torch.cat([query, query]))
+    [found] = few.by_layer()
+    assert torch.equal(found, queries[1][[1, 0, 2]])
     assert all("forward" not in vars(layer.impl) for layer in world.layers)
     with world.subject.forward_context(tokens(*positions), TABLES):
         layer.impl.forward(layer, query, None, None, layer.kv_cache, world.metadata, out)
-    assert len(captured[id(layer)]) == 2, "nobody asks any more"
+    assert len(kept.by_layer()[1]) == 2 * len(positions), "nobody asks any more"
 
 
 def test_the_schedule_is_made_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layers import LayerState
-from vllm_segreuse.prefill.programs import asked, deviating, program_of
+from vllm_segreuse.prefill.programs import Waves, asked, deviating, finish, program_of
 
 SIZE, HEADS, CHANNELS, LAYERS = 16, 2, 8, 3
 TOKENS = 48
@@ -64,15 +64,16 @@ class Known:
     def __len__(self) -> int:
         return LAYERS
 
-    def layers(self, first: int, last: int, tokens, state, batch) -> LayerState:
+    def layers(self, first: int, last: int, tokens, state, batch) -> Waves[LayerState]:
         self.ran.append((first, last, tokens.slots.tolist()))
+        yield len(tokens) * (last - first)
         return LayerState(torch.zeros(len(tokens), 4), None)
 
-    def all_layers(self, tokens, batch) -> LayerState:
-        return self.layers(0, LAYERS, tokens, None, batch)
+    def all_layers(self, tokens, batch) -> Waves[LayerState]:
+        return (yield from self.layers(0, LAYERS, tokens, None, batch))
 
-    def queries(self, tokens, batch) -> list[torch.Tensor]:
-        self.layers(0, LAYERS - 1, tokens, None, batch)
+    def queries(self, tokens, batch) -> Waves[list[torch.Tensor]]:
+        yield from self.layers(0, LAYERS - 1, tokens, None, batch)
         return [torch.zeros(len(tokens), HEADS, CHANNELS)] * (LAYERS - 1)
 
     def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +107,7 @@ def test_deviation_picks_the_tokens_whose_keys_or_values_moved_most() -> None:
     keys[40] += 0.1
     values[47] += 9.0  # new: it is computed anyway, and must not take a place
     layers.computed = (keys[:TOKENS], values[:TOKENS])
-    active, _ = deviating(layers, batch_of(plan([46, 47], 2, Score.DEVIATION)))
+    active, _ = finish(deviating(layers, batch_of(plan([46, 47], 2, Score.DEVIATION))))
     assert active.tolist() == [7, 30, 46, 47]
     assert layers.ran == [(0, 1, list(range(TOKENS))), (1, LAYERS, [7, 30, 46, 47])]
 
@@ -114,7 +115,7 @@ def test_deviation_picks_the_tokens_whose_keys_or_values_moved_most() -> None:
 def test_what_the_question_attends_to_at_any_layer_is_computed_with_it() -> None:
     layers = Known()
     layers.attention = {47: [20, 3], 20: [9], 9: [5]}
-    active, _ = asked(layers, batch_of(plan([47], 2, Score.ALL_LAYERS)))
+    active, _ = finish(asked(layers, batch_of(plan([47], 2, Score.ALL_LAYERS))))
     assert active.tolist() == [3, 20, 47]
     assert layers.ran == [(0, LAYERS - 1, [47]), (0, LAYERS, [3, 20, 47])]
 
@@ -123,7 +124,7 @@ def test_what_the_question_attends_to_at_any_layer_is_computed_with_it() -> None
 def test_as_many_are_chosen_as_have_a_share_of_the_peak(least_share: float, chosen: int) -> None:
     layers = Known()
     layers.attention = {47: list(range(30))}  # the eighth gets 1/8, the thirteenth 1/13, ...
-    active, _ = asked(layers, batch_of(plan([47], 20, Score.ALL_LAYERS, least_share)))
+    active, _ = finish(asked(layers, batch_of(plan([47], 20, Score.ALL_LAYERS, least_share))))
     assert active.tolist() == [*range(chosen), 47]
 
 
@@ -134,7 +135,7 @@ def test_plans_side_by_side_choose_each_for_itself() -> None:
     batch = batch_of(
         plan([47], 12, Score.ALL_LAYERS, 0.7), plan([45, 46], 20, Score.ALL_LAYERS, 0.7, first=3)
     )
-    active, _ = asked(layers, batch)
+    active, _ = finish(asked(layers, batch))
     assert batch.num_active(active).tolist() == [12, 11]
     assert active.tolist() == [*range(11), 47, *seen[:9], TOKENS + 45, TOKENS + 46]
 

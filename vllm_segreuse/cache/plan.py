@@ -74,6 +74,7 @@ class ReusePlan:
             it after the pass, but no query says more about what the answer will need. Whoever
             computes such a plan writes the KV of that token, too: what a spoilt pass left there
             would spoil the next one.
+        spread: carried out over several steps, while the request is set aside.
     """
 
     request_id: str
@@ -86,6 +87,12 @@ class ReusePlan:
     donor_depth: int
     block_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     next_token: int | None = None
+    spread: bool = False
+
+    @property
+    def num_written(self) -> int:
+        """Tokens whose slots the pass writes."""
+        return self.num_tokens + int(self.next_token is not None)
 
     @property
     def num_tokens(self) -> int:

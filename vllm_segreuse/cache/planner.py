@@ -157,6 +157,7 @@ class Planner:
         pins: the block pool.
         max_step_tokens: most tokens all plans of one step may compute (a single larger plan is
             admitted alone and runs in several waves).
+        is_spread: whether a plan is to be carried out over several steps.
         max_depth: deepest provenance that may donate.
         on_match: called with the seconds each match took.
     """
@@ -166,6 +167,7 @@ class Planner:
         index: SegmentIndex,
         pins: BlockPins,
         max_step_tokens: int,
+        is_spread: Callable[[ReusePlan], bool],
         max_depth: int,
         clock: Callable[[], float],
         on_match: Callable[[float], None],
@@ -175,6 +177,7 @@ class Planner:
         self._index = index
         self._pins = pins
         self._max_step_tokens = max_step_tokens
+        self._is_spread = is_spread
         self._max_depth = max_depth
         self._clock = clock
         self._on_match = on_match
@@ -216,6 +219,13 @@ class Planner:
             tracked.bypass = tracked.reason = "error"
             tracked.donates = False
 
+    def call_back(self, request_id: str) -> None:
+        """The blocks of a request are taken from it: it starts anew, without reuse."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.plan = tracked.awaited = None
+            tracked.bypass = "reset"
+
     def break_down(self, where: str) -> None:
         """An error occurred over what all requests share; call it where the error is handled.
 
@@ -245,8 +255,9 @@ class Planner:
 
         Returns:
             `num_tokens - 1 - start`, or up to the end of the last resident block in the exact tier;
-            0 to run without reuse, or not at all in this step if that closed admission; None to be
-            asked again in a later step.
+            one more where a spread plan computes the last token, whose slot it then needs; 0 to run
+            without reuse, or not at all in this step if that closed admission; None to be asked
+            again in a later step.
         """
         self._drop(tracked.request_id)
         tracked.plan, tracked.start = None, start
@@ -267,7 +278,8 @@ class Planner:
             self._step_lookups += 1
             return None
         plan = self._make_plan(tracked, matches, start, stop)
-        if self._step_tokens and self._step_tokens + plan.active_tokens > self._max_step_tokens:
+        plan.spread = self._is_spread(plan)
+        if self._step_tokens and self._step_tokens + _at_once(plan) > self._max_step_tokens:
             return self._close()
         room = self._pins.room_beside(plan.donor_blocks, state.blocks_needed)
         if room < state.blocks_needed:
@@ -277,9 +289,9 @@ class Planner:
             return 0
         self._pins.pin(plan.donor_blocks)
         self._pending[tracked.request_id] = tracked
-        self._step_tokens += plan.active_tokens
+        self._step_tokens += _at_once(plan)
         tracked.plan = plan
-        return plan.num_tokens
+        return plan.num_written if plan.spread else plan.num_tokens
 
     def allocated(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> Report:
         """vLLM gave the request its block table: it runs in this step, with its plan or without.
@@ -336,6 +348,10 @@ class Planner:
         first = first_block * size
         computed = np.ones(count * size, dtype=np.bool_)
         low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
+        if plan.spread:
+            # The token behind the plan is vLLM's to compute, in a step after the one that names it.
+            behind = max(plan.start + plan.num_written - first, 0)
+            computed[max(plan.stop - first, 0) : behind] = False
         all_of_it = plan.num_recomputed == plan.num_reused and not plan.recipe.least_share
         if low < high and not all_of_it:
             computed[low:high] = plan.recipe.always[low + first - plan.start :][: high - low]
@@ -412,5 +428,10 @@ class Planner:
         tracked = self._pending.pop(request_id, None)
         if tracked is not None and tracked.plan is not None:
             self._pins.unpin(tracked.plan.donor_blocks)
-            self._step_tokens -= tracked.plan.active_tokens
+            self._step_tokens -= _at_once(tracked.plan)
             tracked.plan = None
+
+
+def _at_once(plan: ReusePlan) -> int:
+    """Tokens that a plan computes in the step that it leaves with."""
+    return 0 if plan.spread else plan.active_tokens

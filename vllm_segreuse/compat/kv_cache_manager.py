@@ -51,3 +51,9 @@ def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dic
     shared = 0 if hit is None else sum(block.ref_cnt > 0 for block in hit.blocks[0])
     held = len(manager.get_block_ids(request.request_id)[0])
     return int(total - held - shared + manager.watermark_blocks)
+
+
+def is_anybody_admitted(manager: Any) -> bool:
+    """Whether a request holds blocks: it runs, or is set aside for what it loads."""
+    (of_group,) = manager.coordinator.single_type_managers
+    return any(of_group.req_to_blocks.values())

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand on what workers tell their connector before requests end by the same step.
+"""Two things that vLLM's scheduler (`v1/core/sched/scheduler.py`) does not do for a connector.
 
-`Scheduler.update_from_output` (`v1/core/sched/scheduler.py`) gives the connector its workers'
-metadata last, when a request of one token has ended and its report has left.
+- It hands on what workers tell their connector last of all, when a request of one token has ended
+  in the same step and its report has left. Here it is handed on first.
+- A reset that preempts running requests raises if others are set aside for what they load: their
+  blocks are held. Here their plans are called back, and they wait as if they had just arrived.
 """
 
 from __future__ import annotations
@@ -14,18 +16,71 @@ from vllm_segreuse.compat.patching import wrap
 
 
 def install() -> None:
-    """Wrap `Scheduler.update_from_output`, once. Other connectors see no change."""
+    """Wrap `Scheduler.update_from_output` and `reset_prefix_cache`, once. Other connectors see no
+    change."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     wrap(Scheduler, "update_from_output", _update_from_output)
+    wrap(Scheduler, "reset_prefix_cache", _reset_prefix_cache)
 
 
 def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         told = model_runner_output.kv_connector_output
-        metadata = told.kv_connector_worker_meta if told else None
-        if metadata is not None and hasattr(self.connector, "worker_told"):
-            self.connector.worker_told(metadata, self.requests)
+        if told is not None and hasattr(self.connector, "worker_told"):
+            if told.kv_connector_worker_meta is not None:
+                self.connector.worker_told(told.kv_connector_worker_meta, self.requests)
+            if told.finished_recving:
+                told.finished_recving = {i for i in told.finished_recving if _is_loading(self, i)}
         return original(self, scheduler_output, model_runner_output)
 
     return update_from_output
+
+
+def _is_loading(scheduler: Any, request_id: str) -> bool:
+    """Whether vLLM waits for this request's plan; not once it was called back."""
+    from vllm.v1.request import RequestStatus
+
+    request = scheduler.requests.get(request_id)
+    return request is not None and (
+        request.is_finished() or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    )
+
+
+def _reset_prefix_cache(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reset_prefix_cache(
+        self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        if reset_running_requests and hasattr(self.connector, "call_back"):
+            _call_back(self)
+        return original(self, reset_running_requests, *args, **kwargs)
+
+    return reset_prefix_cache
+
+
+def _call_back(scheduler: Any) -> None:
+    """Have all that is set aside give its blocks back, as after a load that failed
+    (`Scheduler._update_waiting_for_remote_kv`).
+
+    A step that has left may still write them. Whoever gets them next writes in a later one, before
+    which the workers drop the plan.
+    """
+    from vllm.v1.request import RequestStatus
+
+    for request in [r for r in scheduler.requests.values() if r.is_finished()]:
+        scheduler._free_blocks(request)
+    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    for request in scheduler.kv_holding_waiting:
+        if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS and (
+            request.status not in ready or not request.num_computed_tokens
+        ):
+            continue
+        scheduler.connector.call_back(request)
+        scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+        scheduler.deferred_waiting.discard(request)
+        scheduler._inflight_prefills.discard(request)
+        scheduler._set_kv_fetch_stage(request, None)
+        scheduler.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        preempted = request.num_preemptions > 0
+        request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING

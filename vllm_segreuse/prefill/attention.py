@@ -7,18 +7,20 @@ rows of one token each, and each would read the whole context alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_segreuse.compat.attention_impl import replaced_forward
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill.rows import RowBuilder, pass_context
-from vllm_segreuse.prefill.tokens import TokenTable, row_starts
+from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
 
 LONG_RUN = 16
 """Tokens per run, on average, from which on rows are at least as fast (`bench kernels`)."""
@@ -35,6 +37,40 @@ class ScatteredQueries:
     request: torch.Tensor
     positions: torch.Tensor
     schedule: Any = None
+
+
+class Queries:
+    """Collects queries that reach attention, wave by wave; also those of a compiled model, which
+    calls no hooks.
+
+    Args:
+        layers: vLLM `Attention` layers whose queries are wanted.
+        wanted: which of them, counted over all waves, ascending; None: all.
+    """
+
+    def __init__(self, layers: list[torch.nn.Module], wanted: np.ndarray | None = None) -> None:
+        self._layers = layers
+        self._wanted = wanted
+        self._kept: dict[int, list[torch.Tensor]] = {id(layer): [] for layer in layers}
+        self._seen = dict.fromkeys(self._kept, 0)
+
+    def keep(self, layer: torch.nn.Module, query: torch.Tensor) -> None:
+        """The queries of a wave at a layer; they may be overwritten once attention is done."""
+        if id(layer) not in self._kept:
+            return
+        query = query.view(-1, layer.num_heads, layer.head_size)
+        if self._wanted is None:
+            query = query.clone()
+        else:
+            first = self._seen[id(layer)]
+            self._seen[id(layer)] = last = first + len(query)
+            here = self._wanted[slice(*np.searchsorted(self._wanted, [first, last]))]
+            query = query[upload(here - first, query.device)]
+        self._kept[id(layer)].append(query)
+
+    def by_layer(self) -> list[torch.Tensor]:
+        """What was collected: `[tokens, heads, head_size]` of each layer."""
+        return [torch.cat(self._kept[id(layer)]) for layer in self._layers]
 
 
 class PassAttention:
@@ -58,7 +94,6 @@ class PassAttention:
         self._layers = {id(layer): layout for layer, layout in zip(attention, layouts, strict=True)}
         self._impls = [layer.impl for layer in attention]
         self._kernels = kernels
-        self._captured: dict[int, list[torch.Tensor]] | None = None
 
     def stock_context(
         self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool
@@ -74,7 +109,11 @@ class PassAttention:
 
     @contextmanager
     def forward_context(
-        self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool = False
+        self,
+        tokens: TokenTable,
+        block_tables: torch.Tensor,
+        compiled: bool = False,
+        queries: Queries | None = None,
     ) -> Iterator[None]:
         """Forward context in which the model's attention layers compute these tokens.
 
@@ -82,43 +121,23 @@ class PassAttention:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
             compiled: let the model run as vLLM has compiled it, if it runs as a whole.
+            queries: collects those that reach attention.
         """
         if self._kernels.sparse_attention is None or _has_long_runs(tokens):
             watched: AbstractContextManager[None] = nullcontext()
-            if self._captured is not None:
-                watched = replaced_forward(self._impls, self._attend_in_rows)
+            if queries is not None:
+                watched = replaced_forward(self._impls, _kept_in(queries, _attend_in_rows))
             with watched, self._rows.forward_context(tokens, block_tables, compiled):
                 yield
             return
-        queries = ScatteredQueries(block_tables, tokens.request, tokens.positions)
+        scattered = ScatteredQueries(block_tables, tokens.request, tokens.positions)
         config, names = self._rows.vllm_config, self._rows.layer_names
+        attend = self._attend if queries is None else _kept_in(queries, self._attend)
         with (
-            replaced_forward(self._impls, self._attend),
-            pass_context(config, names, queries, tokens, compiled),
+            replaced_forward(self._impls, attend),
+            pass_context(config, names, scattered, tokens, compiled),
         ):
             yield
-
-    @contextmanager
-    def captured_queries(self) -> Iterator[dict[int, list[torch.Tensor]]]:
-        """Collects the queries `[tokens, heads, head_size]` that reach attention, {id of layer: by
-        wave}; also those of a compiled model, which calls no hooks."""
-        self._captured = {id_: [] for id_ in self._layers}
-        try:
-            yield self._captured
-        finally:
-            self._captured = None
-
-    def _attend_in_rows(
-        self, layer: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        self._capture(layer, query)
-        return type(layer.impl).forward(layer.impl, layer, query, *args, **kwargs)
-
-    def _capture(self, layer: torch.nn.Module, query: torch.Tensor) -> None:
-        if self._captured is not None:
-            # The backend may reuse the projection's memory once attention is done.
-            shape = (-1, layer.num_heads, layer.head_size)
-            self._captured[id(layer)].append(query.view(shape).clone())
 
     def _attend(
         self,
@@ -133,7 +152,6 @@ class PassAttention:
         **__: Any,
     ) -> torch.Tensor:
         assert self._kernels.sparse_attention is not None
-        self._capture(layer, query)
         layout = self._layers[id(layer)]
         where = (queries.block_tables, queries.request, queries.positions)
         prepared = {}
@@ -152,6 +170,23 @@ class PassAttention:
             **prepared,
         )
         return output
+
+
+def _attend_in_rows(
+    layer: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    return type(layer.impl).forward(layer.impl, layer, query, *args, **kwargs)
+
+
+def _kept_in(queries: Queries, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(attend)
+    def keep_and_attend(
+        layer: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        queries.keep(layer, query)
+        return attend(layer, query, *args, **kwargs)
+
+    return keep_and_attend
 
 
 def _has_long_runs(tokens: TokenTable) -> bool:

@@ -19,6 +19,12 @@ class Batch:
 
     Behind them stands the token at `stop`, where a plan asks for it: always computed, and a probe.
 
+    Args:
+        plans: with one program.
+        block_size: tokens per block.
+        device: where the KV cache is.
+        wave_work: most layer-tokens of a wave, where others are to run between waves.
+
     Attributes:
         tokens: every token, by plan, then by position.
         always, probes: see `Recipe`.
@@ -26,8 +32,15 @@ class Batch:
         block_tables: int32 `[plans, blocks]`.
     """
 
-    def __init__(self, plans: list[ReusePlan], block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        plans: list[ReusePlan],
+        block_size: int,
+        device: torch.device,
+        wave_work: int | None = None,
+    ) -> None:
         self.plans = plans
+        self.wave_work = wave_work
         widest = max(len(plan.block_ids) for plan in plans)
         tables = np.zeros((len(plans), widest), dtype=np.int32)
         for row, plan in zip(tables, plans, strict=True):
@@ -68,10 +81,6 @@ class Batch:
         """All tokens."""
         return Index.known(np.arange(len(self.tokens)), self._device)
 
-    def always_mask(self) -> torch.Tensor:
-        """bool `[tokens]`, a new one: which tokens are always computed."""
-        return upload(self._always.copy(), self._device)
-
     def counts(self, index: Index) -> list[int]:
         """How many tokens of each plan are in an index that the host knows."""
         assert index.host is not None
@@ -95,14 +104,15 @@ class Batch:
         held = strides.tokens(pages[upload(blocks, self._device)])
         return held[upload(token, self._device)]
 
-    def choose(self, scores: torch.Tensor, excluded: torch.Tensor, top_k: list[int]) -> Index:
-        """Each plan's tokens with the largest scores.
+    def with_chosen(self, scores: torch.Tensor) -> Index:
+        """What is always computed, and each plan's `top_k` other tokens with the largest scores;
+        fewer, where its recipe has a `least_share`.
 
         Args:
             scores: float32 `[tokens]`.
-            excluded: bool `[tokens]`: tokens that are no candidates.
-            top_k: how many of each plan; the most of each, where its recipe has a `least_share`.
         """
-        candidates = scores.masked_fill(excluded, float("-inf"))
+        candidates = scores.masked_fill(upload(self._always.copy(), self._device), float("-inf"))
+        top_k = [plan.recipe.top_k for plan in self.plans]
         least_share = self.plans[0].recipe.least_share
-        return Index.computed(choose(list(candidates.split(self._lengths)), top_k, least_share))
+        chosen = choose(list(candidates.split(self._lengths)), top_k, least_share)
+        return Index.computed(torch.cat([self.always.device, chosen]).sort().values)

@@ -15,24 +15,67 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_segreuse.cache.plan import ReusePlan
-from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
+from vllm_segreuse.prefill.executor import PassReport, Prepared, SparsePrefill
+from vllm_segreuse.prefill.programs import Waves
 
 logger = init_logger("vllm.segreuse")
 
 
-def run_contained(prefill: SparsePrefill, plans: list[ReusePlan]) -> PassReport:
-    """Carry plans out; if that fails, compute their tokens without reuse."""
-    if get_tp_group().world_size == 1:
-        return _run_alone(prefill, plans)
+def prepare(
+    prefill: SparsePrefill, plans: list[ReusePlan], wave_work: int | None = None
+) -> Prepared:
+    """Prepare plans; if that fails on any rank, on all of them without reuse.
+
+    Args:
+        prefill: carries them out.
+        plans: of one step.
+        wave_work: see `Batch`.
+    """
+    prepared = None
+    with _fatal_between_ranks(plans):
+        try:
+            prepared = prefill.prepare(plans, wave_work)
+        except Exception:
+            _log(plans)
+        everywhere = _on_all_ranks(prepared is not None)
+        if prepared is None or not everywhere:
+            prepared = prefill.prepare([plan.in_full() for plan in plans], wave_work)
+        return prepared
+
+
+def compute(prefill: SparsePrefill, prepared: Prepared) -> Waves[PassReport]:
+    """Compute prepared plans; if that fails, once more without reuse."""
+    plans = prepared.plans
+    with _fatal_between_ranks(plans):
+        try:
+            return (yield from prefill.compute(prepared))
+        except Exception:
+            if not _is_alone():
+                raise
+            _log(plans)
+        again = prefill.prepare([plan.in_full() for plan in plans], prepared.wave_work)
+        return (yield from prefill.compute(again))
+
+
+def _is_alone() -> bool:
+    return bool(get_tp_group().world_size == 1)
+
+
+@contextmanager
+def _fatal_between_ranks(plans: list[ReusePlan]) -> Iterator[None]:
     try:
-        return _run_together(prefill, plans)
+        yield
     except Exception:
+        if _is_alone():
+            raise
         logger.critical(
             "segment reuse failed between tensor-parallel ranks, which cannot start over: the "
             "engine stops; requests of the pass: %s",
@@ -43,27 +86,9 @@ def run_contained(prefill: SparsePrefill, plans: list[ReusePlan]) -> PassReport:
         os._exit(1)  # an orderly end would wait for the other ranks, which wait for this one
 
 
-def _run_alone(prefill: SparsePrefill, plans: list[ReusePlan]) -> PassReport:
-    try:
-        return prefill.run(plans)
-    except Exception:
-        _log(plans)
-        return prefill.run([plan.in_full() for plan in plans])
-
-
-def _run_together(prefill: SparsePrefill, plans: list[ReusePlan]) -> PassReport:
-    prepared = None
-    try:
-        prepared = prefill.prepare(plans)
-    except Exception:
-        _log(plans)
-    if not _on_all_ranks(prepared is not None):
-        prepared = prefill.prepare([plan.in_full() for plan in plans])
-    assert prepared is not None
-    return prefill.compute(prepared)
-
-
 def _on_all_ranks(ready: bool) -> bool:
+    if _is_alone():
+        return ready
     flag = torch.tensor([ready], dtype=torch.int32)
     torch.distributed.all_reduce(
         flag, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group

@@ -12,7 +12,7 @@ import torch
 from vllm_segreuse.cache.plan import ReusePlan
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.programs import Layers, program_of
+from vllm_segreuse.prefill.programs import Layers, T, Waves, finish, program_of
 
 
 @dataclass
@@ -38,10 +38,17 @@ class Prepared:
 
     Attributes:
         seconds: what that took.
+        wave_work: see `Batch`.
     """
 
     batches: list[Batch]
     seconds: float
+    wave_work: int | None
+
+    @property
+    def plans(self) -> list[ReusePlan]:
+        """Of all batches."""
+        return [plan for batch in self.batches for plan in batch.plans]
 
 
 class SparsePrefill:
@@ -60,11 +67,16 @@ class SparsePrefill:
 
     def run(self, plans: list[ReusePlan]) -> PassReport:
         """Fill the KV of `[start, stop)` of every plan; plans with one program share passes."""
-        return self.compute(self.prepare(plans))
+        return finish(self.compute(self.prepare(plans)))
 
     @torch.inference_mode()
-    def prepare(self, plans: list[ReusePlan]) -> Prepared:
-        """All that needs no other tensor-parallel rank: lay the plans out, and align them."""
+    def prepare(self, plans: list[ReusePlan], wave_work: int | None = None) -> Prepared:
+        """All that needs no other tensor-parallel rank: lay the plans out, and align them.
+
+        Args:
+            plans: of one step.
+            wave_work: see `Batch`.
+        """
         started = time.perf_counter()
 
         def program(plan: ReusePlan) -> tuple[bool, int, str, float]:
@@ -74,48 +86,50 @@ class SparsePrefill:
             return recipe.stock, recipe.dense_layers, recipe.score.name, recipe.least_share
 
         groups = [list(group) for _, group in groupby(sorted(plans, key=program), key=program)]
-        batches = [Batch(group, self._block_size, self._device) for group in groups]
+        batches = [Batch(group, self._block_size, self._device, wave_work) for group in groups]
         for group in groups:
             copies = token_copies(group, self._block_size, skip_always=True)
             self._aligner.align(copies, first_layer=group[0].recipe.dense_layers)
-        return Prepared(batches, time.perf_counter() - started)
+        return Prepared(batches, time.perf_counter() - started, wave_work)
 
     @torch.inference_mode()
-    def compute(self, prepared: Prepared) -> PassReport:
+    def compute(self, prepared: Prepared) -> Waves[PassReport]:
         """Compute what prepared plans leave to be computed.
 
         A plan whose hidden states are not finite is computed again, in full: what it reused may be
         the reason. Tensor-parallel ranks hold the same hidden states, so they agree on it.
         """
-        started = time.perf_counter()
-        told = [self._compute(batch) for batch in prepared.batches]
+        clock = _Clock()
+        told = []
+        for batch in prepared.batches:
+            told.append((yield from clock.running(self._compute(batch))))
         # The one question of a pass that the host waits for.
         answers = torch.cat(told).tolist()
-        plans = [plan for batch in prepared.batches for plan in batch.plans]
-        spoilt = [plan for plan, (fine, _) in zip(plans, answers, strict=True) if not fine]
+        spoilt = [plan for plan, (fine, _) in zip(prepared.plans, answers, strict=True) if not fine]
         computed = {
             plan.request_id: active
-            for plan, (_, active) in zip(plans, answers, strict=True)
+            for plan, (_, active) in zip(prepared.plans, answers, strict=True)
             if plan.recipe.least_share
         }
         if spoilt:
             in_full = [plan.in_full() for plan in spoilt]
-            self._compute(Batch(in_full, self._block_size, self._device))
+            again = Batch(in_full, self._block_size, self._device, prepared.wave_work)
+            yield from clock.running(self._compute(again))
         return PassReport(
             align_s=prepared.seconds,
-            sparse_s=time.perf_counter() - started,
+            sparse_s=clock.seconds(),
             not_finite=[plan.request_id for plan in spoilt],
             computed=computed,
         )
 
-    def _compute(self, batch: Batch) -> torch.Tensor:
+    def _compute(self, batch: Batch) -> Waves[torch.Tensor]:
         """Run plans of one program.
 
         Returns:
             int64 `[plans, 2]`: whether the hidden states of a plan's active tokens are finite, and
             how many these tokens are.
         """
-        active, state = program_of(batch.plans[0].recipe)(self._layers, batch)
+        active, state = yield from program_of(batch.plans[0].recipe)(self._layers, batch)
         request = batch.tokens.request[active]
         finite = torch.ones_like(request)
         if state is not None:
@@ -125,3 +139,26 @@ class SparsePrefill:
         fine = torch.ones(len(batch.plans), dtype=torch.int64, device=self._device)
         fine.scatter_reduce_(0, request, finite, "amin")
         return torch.stack([fine, batch.num_active(active)], dim=1)
+
+
+class _Clock:
+    """Seconds of work, without the time between waves."""
+
+    def __init__(self) -> None:
+        self._total, self._since = 0.0, time.perf_counter()
+
+    def running(self, waves: Waves[T]) -> Waves[T]:
+        """The same waves, with the clock stopped in between."""
+        while True:
+            try:
+                work = next(waves)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            self._total += time.perf_counter() - self._since
+            yield work
+            self._since = time.perf_counter()
+
+    def seconds(self) -> float:
+        """So far."""
+        return self._total + time.perf_counter() - self._since

@@ -11,16 +11,11 @@ the layers is proven at start-up by comparing with the model's own forward (`che
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-
-from vllm_segreuse.prefill.tokens import upload
 
 
 class UnsupportedModelError(RuntimeError):
@@ -208,31 +203,6 @@ class DecoderStack:
             handle.remove()
         key, value = caught
         return key, value
-
-    @contextmanager
-    def capture_queries(self, layer_index: int, wanted: np.ndarray) -> Iterator[list[torch.Tensor]]:
-        """Collect queries `[tokens, heads, head_size]` that reach a layer's attention.
-
-        Args:
-            wanted: which of them, counted over all waves, ascending.
-        """
-        captured: list[torch.Tensor] = []
-        attention = self.attention[layer_index]
-        seen = 0
-
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            query = self._attention_signature.bind(*args, **kwargs).arguments["query"]
-            query = query.view(-1, attention.num_heads, attention.head_size)
-            nonlocal seen
-            first, seen = seen, seen + len(query)
-            here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, seen)]
-            captured.append(query[upload(here - first, query.device)])
-
-        handle = attention.register_forward_pre_hook(keep, with_kwargs=True)
-        try:
-            yield captured
-        finally:
-            handle.remove()
 
 
 def _find_layers(

@@ -3,26 +3,47 @@
 
 Each is a loop around one primitive, *run layers [a, b) on these tokens* (`Layers.layers`), and one
 measure, the attention that queries pay to keys of the cache (`Layers.attention_paid`).
+
+A program is a generator: it stops behind each wave and yields the work done, in layer-tokens (one
+token computed at one layer), so that whoever runs it may let others run in between (`backlog.py`).
+Between waves nothing of the model or its attention is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from vllm_segreuse.cache.plan import Recipe, Score
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
-from vllm_segreuse.prefill.attention import PassAttention
+from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.fast_ops import FastOps
 from vllm_segreuse.prefill.layers import Collected, DecoderStack, LayerState
-from vllm_segreuse.prefill.tokens import Index, TokenTable
+from vllm_segreuse.prefill.tokens import TokenTable
+
+T = TypeVar("T")
+
+Waves = Generator[int, None, T]
+"""Work in waves: yields the layer-tokens of each; its result is what the last one made."""
 
 Computed = tuple[torch.Tensor, LayerState | None]
 """Flat indices of the tokens computed last, and what entered their last layer."""
+
+
+def finish(waves: Waves[T]) -> T:
+    """All waves at once."""
+    while True:
+        try:
+            next(waves)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 class Layers:
@@ -62,8 +83,14 @@ class Layers:
         return len(self.stack)
 
     def layers(
-        self, first: int, last: int, tokens: TokenTable, state: LayerState | None, batch: Batch
-    ) -> LayerState:
+        self,
+        first: int,
+        last: int,
+        tokens: TokenTable,
+        state: LayerState | None,
+        batch: Batch,
+        queries: Queries | None = None,
+    ) -> Waves[LayerState]:
         """Run layers `[first, last)`, wave by wave in order of position.
 
         Of the model's last layer only keys and values are computed: its output is nobody's input.
@@ -73,8 +100,8 @@ class Layers:
             return state
         whole = min(last, len(self.stack) - 1)
         outputs = Collected(len(tokens))
-        for part, wave in self._waves(tokens):
-            attending = self._attention.forward_context(wave, batch.block_tables)
+        for part, wave in self._waves(tokens, last - first, batch):
+            attending = self._attention.forward_context(wave, batch.block_tables, queries=queries)
             with attending, self._fast_ops.preferred():
                 if state is None:
                     inputs = self.stack.embed(wave.token_ids, wave.positions)
@@ -84,44 +111,47 @@ class Layers:
                 if whole < last:
                     self.stack.write_kv(whole, wave.positions, wave.slots, output)
                 outputs.add(part, output)
+            yield len(wave) * (last - first)
         return outputs.state
 
-    def all_layers(self, tokens: TokenTable, batch: Batch) -> LayerState:
+    def all_layers(self, tokens: TokenTable, batch: Batch) -> Waves[LayerState]:
         """All layers on these tokens.
 
         As vLLM has compiled them where that may be: that computes the last layer's output, too, but
         starts a fraction of the kernels.
         """
         if not self.compiled:
-            return self.layers(0, len(self), tokens, None, batch)
-        return self._model(self._attention.forward_context, tokens, batch)
+            return (yield from self.layers(0, len(self), tokens, None, batch))
+        return (yield from self._model(self._attention.forward_context, tokens, batch))
 
-    def stock_model(self, tokens: TokenTable, batch: Batch) -> LayerState:
+    def stock_model(self, tokens: TokenTable, batch: Batch) -> Waves[LayerState]:
         """The whole model on these tokens and the stock backend.
 
         Returns: what left the last layer.
         """
-        return self._model(self._attention.stock_context, tokens, batch)
+        return (yield from self._model(self._attention.stock_context, tokens, batch))
 
     def _model(
         self, context: Callable[..., AbstractContextManager[None]], tokens: TokenTable, batch: Batch
-    ) -> LayerState:
+    ) -> Waves[LayerState]:
         outputs = Collected(len(tokens))
-        for part, wave in self._waves(tokens):
+        for part, wave in self._waves(tokens, len(self), batch):
             with context(wave, batch.block_tables, self.compiled):
                 hidden_states = self.stack.forward(wave.token_ids, wave.positions)
             outputs.add(part, LayerState(hidden_states, None))
+            yield len(wave) * len(self)
         return outputs.state
 
-    def queries(self, tokens: TokenTable, batch: Batch) -> list[torch.Tensor]:
+    def queries(self, tokens: TokenTable, batch: Batch) -> Waves[list[torch.Tensor]]:
         """The queries `[tokens, heads, head_size]` of these tokens at every layer but the last,
         whose queries a pass need not compute."""
-        with self._attention.captured_queries() as captured:
-            if self.compiled:
-                self._model(self._attention.forward_context, tokens, batch)
-            else:
-                self.layers(0, len(self) - 1, tokens, None, batch)
-        return [torch.cat(captured[id(layer)]) for layer in self.stack.attention[:-1]]
+        queries = Queries(self.stack.attention[:-1])
+        if self.compiled:
+            context = functools.partial(self._attention.forward_context, queries=queries)
+            yield from self._model(context, tokens, batch)
+        else:
+            yield from self.layers(0, len(self) - 1, tokens, None, batch, queries)
+        return queries.by_layer()
 
     def keys_and_values(
         self, layer: int, tokens: TokenTable, state: LayerState
@@ -130,10 +160,15 @@ class Layers:
         with self._fast_ops.preferred():
             return self.stack.keys_and_values(layer, tokens.positions, state.clone())
 
-    def _waves(self, tokens: TokenTable) -> Iterator[tuple[slice, TokenTable]]:
+    def _waves(
+        self, tokens: TokenTable, num_layers: int, batch: Batch
+    ) -> Iterator[tuple[slice, TokenTable]]:
         """What is computed at once, in order of position, and where it stands among the tokens."""
-        for begin in range(0, len(tokens), self._max_wave_tokens):
-            part = slice(begin, begin + self._max_wave_tokens)
+        size = self._max_wave_tokens
+        if batch.wave_work is not None:
+            size = min(size, max(1, batch.wave_work // num_layers))
+        for begin in range(0, len(tokens), size):
+            part = slice(begin, begin + size)
             yield part, tokens.take(part)
 
     def attention_paid(
@@ -176,7 +211,10 @@ class Layers:
         return torch.cat(paid)
 
 
-def program_of(recipe: Recipe) -> Callable[[Layers, Batch], Computed]:
+Program = Callable[[Layers, Batch], Waves[Computed]]
+
+
+def program_of(recipe: Recipe) -> Program:
     """The program that carries out recipes like this one."""
     if recipe.stock:
         return stock
@@ -187,28 +225,32 @@ def program_of(recipe: Recipe) -> Callable[[Layers, Batch], Computed]:
     ]
 
 
-def stock(layers: Layers, batch: Batch) -> Computed:
+def stock(layers: Layers, batch: Batch) -> Waves[Computed]:
     """What vLLM itself would do with these tokens: to the last bit the same, wherever its results
     do not depend on the batch."""
     active = batch.always
-    state = layers.stock_model(batch.tokens.take(active), batch) if len(active) else None
-    return active.device, state
+    if not len(active):
+        return active.device, None
+    return active.device, (yield from layers.stock_model(batch.tokens.take(active), batch))
 
 
-def fixed(layers: Layers, batch: Batch) -> Computed:
+def fixed(layers: Layers, batch: Batch) -> Waves[Computed]:
     """No choice to make: the active tokens of every layer are known."""
     dense_layers = batch.plans[0].recipe.dense_layers
     active = batch.always
     tokens = batch.tokens.take(active)
     if not dense_layers:
-        return active.device, layers.all_layers(tokens, batch) if len(active) else None
-    state = layers.layers(0, dense_layers, batch.tokens, None, batch).take(active.device)
+        if not len(active):
+            return active.device, None
+        return active.device, (yield from layers.all_layers(tokens, batch))
+    state = yield from layers.layers(0, dense_layers, batch.tokens, None, batch)
+    state = state.take(active.device)
     if len(active):
-        state = layers.layers(dense_layers, len(layers), tokens, state, batch)
+        state = yield from layers.layers(dense_layers, len(layers), tokens, state, batch)
     return active.device, state
 
 
-def attended(layers: Layers, batch: Batch) -> Computed:
+def attended(layers: Layers, batch: Batch) -> Waves[Computed]:
     """SparseX, algorithm 1: dense up to the boundary, score there, sparse from there on."""
     dense_layers = batch.plans[0].recipe.dense_layers
     boundary = max(dense_layers, 1)
@@ -217,23 +259,24 @@ def attended(layers: Layers, batch: Batch) -> Computed:
     assert first.host is not None
     assert probes.host is not None
     wanted = np.flatnonzero(np.isin(first.host, probes.host))
-    with layers.stack.capture_queries(boundary - 1, wanted) as captured:
-        state = layers.layers(0, boundary, batch.tokens.take(first), None, batch)
-    queries, counts = torch.cat(captured), batch.counts(probes)
-    scores = layers.attention_paid(batch, boundary - 1, probes.device, counts, queries)
-    chosen = batch.choose(scores, batch.always_mask(), _top_k(batch))
-    active = Index.computed(torch.cat([batch.always.device, chosen.device]).sort().values)
+    queries = Queries([layers.stack.attention[boundary - 1]], wanted)
+    state = yield from layers.layers(0, boundary, batch.tokens.take(first), None, batch, queries)
+    [asked] = queries.by_layer()
+    counts = batch.counts(probes)
+    scores = layers.attention_paid(batch, boundary - 1, probes.device, counts, asked)
+    active = batch.with_chosen(scores)
     tokens = batch.tokens.take(active)
     if not dense_layers:  # the first layer once more, for some: cheaper than to stop behind it
-        return active.device, layers.all_layers(tokens, batch)
+        return active.device, (yield from layers.all_layers(tokens, batch))
     state = state.take(active.device)
-    return active.device, layers.layers(boundary, len(layers), tokens, state, batch)
+    state = yield from layers.layers(boundary, len(layers), tokens, state, batch)
+    return active.device, state
 
 
-def deviating(layers: Layers, batch: Batch) -> Computed:
+def deviating(layers: Layers, batch: Batch) -> Waves[Computed]:
     """CacheBlend: dense up to the boundary, compare keys and values there with the reused ones."""
     boundary = batch.plans[0].recipe.dense_layers
-    state = layers.layers(0, boundary, batch.tokens, None, batch)
+    state = yield from layers.layers(0, boundary, batch.tokens, None, batch)
     computed = layers.keys_and_values(boundary, batch.tokens, state)
     pages = flat_pages(layers.stack.attention[boundary].kv_cache)
     layout = layers.layouts[boundary]
@@ -241,29 +284,26 @@ def deviating(layers: Layers, batch: Batch) -> Computed:
     for new, strides in zip(computed, (layout.keys, layout.values), strict=True):
         held = batch.held(pages, strides)
         distance += (new.float() - held.float()).square().sum((1, 2))
-    chosen = batch.choose(distance, batch.always_mask(), _top_k(batch))
-    active = Index.computed(torch.cat([batch.always.device, chosen.device]).sort().values)
+    active = batch.with_chosen(distance)
     tokens, state = batch.tokens.take(active), state.take(active.device)
-    return active.device, layers.layers(boundary, len(layers), tokens, state, batch)
+    state = yield from layers.layers(boundary, len(layers), tokens, state, batch)
+    return active.device, state
 
 
-def asked(layers: Layers, batch: Batch) -> Computed:
+def asked(layers: Layers, batch: Batch) -> Waves[Computed]:
     """The probes alone through the layers, and then all that is chosen together with the new."""
-    scores = _paid_at_all_layers(layers, batch)
-    chosen = batch.choose(scores, batch.always_mask(), _top_k(batch))
-    active = Index.computed(torch.cat([batch.always.device, chosen.device]).sort().values)
-    return active.device, layers.all_layers(batch.tokens.take(active), batch)
+    scores = yield from _paid_at_all_layers(layers, batch)
+    active = batch.with_chosen(scores)
+    return active.device, (yield from layers.all_layers(batch.tokens.take(active), batch))
 
 
-def _paid_at_all_layers(layers: Layers, batch: Batch) -> torch.Tensor:
+def _paid_at_all_layers(layers: Layers, batch: Batch) -> Waves[torch.Tensor]:
     """Attention that the probes pay to each token of their plan, summed over all layers but the
     last."""
     probes, counts = batch.probes, batch.counts(batch.probes)
     total = torch.zeros(len(batch.tokens), device=probes.device.device)
-    for layer, queries in enumerate(layers.queries(batch.tokens.take(probes), batch)):
-        total += layers.attention_paid(batch, layer, probes.device, counts, queries)
+    queries = yield from layers.queries(batch.tokens.take(probes), batch)
+    for layer, of_layer in enumerate(queries):
+        total += layers.attention_paid(batch, layer, probes.device, counts, of_layer)
+        yield len(probes)  # about what these tokens' attention at one layer takes
     return total
-
-
-def _top_k(batch: Batch) -> list[int]:
-    return [plan.recipe.top_k for plan in batch.plans]

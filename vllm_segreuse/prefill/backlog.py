@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of a worker: small ones before a step's forward, large ones a few waves behind each.
+
+    step n     start: align all of the plan ─► forward ─► waves
+    step n+1                                   forward ─► waves
+    step n+2                                   forward ─► waves ─► done: vLLM may schedule it
+
+Requests that decode beside a large plan get a token in every step. Donors are read in the first
+step only; from then on the plan reads and writes blocks of its own request, which vLLM keeps from
+everybody until it is told that they are loaded. All ranks hold the same queue and do the same work
+in a step, so they tell it in the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.prefill import contained
+from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
+from vllm_segreuse.prefill.programs import Waves, finish
+
+
+class Backlog:
+    """The plans that a worker has taken over.
+
+    Args:
+        prefill: carries them out.
+        step_work: layer-tokens of spread plans in one step.
+    """
+
+    def __init__(self, prefill: SparsePrefill, step_work: int) -> None:
+        self._prefill = prefill
+        self._step_work = step_work
+        self._under_way: dict[str, Waves[PassReport]] = {}  # in order of arrival
+
+    def take(self, plans: list[ReusePlan]) -> PassReport | None:
+        """A step's plans: align all, finish those that are not spread.
+
+        Returns:
+            What the finished ones took; None if there were none.
+        """
+        for plan in plans:
+            if plan.spread:
+                prepared = contained.prepare(self._prefill, [plan], self._step_work)
+                self._under_way[plan.request_id] = contained.compute(self._prefill, prepared)
+        now = [plan for plan in plans if not plan.spread]
+        if not now:
+            return None
+        return finish(contained.compute(self._prefill, contained.prepare(self._prefill, now)))
+
+    def advance(self) -> dict[str, PassReport]:
+        """A step's share of the spread plans, the oldest first.
+
+        Returns:
+            Those that are done, by request.
+        """
+        done: dict[str, PassReport] = {}
+        left = self._step_work
+        while self._under_way and left > 0:
+            request_id, waves = next(iter(self._under_way.items()))
+            try:
+                left -= next(waves)
+            except StopIteration as end:
+                del self._under_way[request_id]
+                done[request_id] = end.value
+        return done
+
+    def drop(self, request_ids: Iterable[str]) -> set[str]:
+        """Requests have ended; those of them whose plan was under way, which now is not."""
+        dropped = self._under_way.keys() & set(request_ids)
+        for request_id in dropped:
+            self._under_way.pop(request_id).close()
+        return dropped
