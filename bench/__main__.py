@@ -19,6 +19,7 @@ SUITES = {
     "churn": "knowledge bases that change all the time in a nearly full pool: leaks, failures",
     "isolation": "whether time tells a stranger what is cached for somebody else",
     "soak": "a long mixed load on a small pool: leaks, hangs, failures, memory, latency",
+    "stall": "what decoding requests wait for the long prompts of others",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
     "gpu": "on a GPU: models of real shapes, long contexts, serving (docs/gpu.md)",
 }

@@ -32,6 +32,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "min_reused_tokens": 128,
         "max_provenance_depth": 4,
         "max_step_tokens": None,
+        "spread_tokens": None,
         "enabled": True,
         "frozen_share": 0.5,
         "frozen_pressure": 0.9,
@@ -103,6 +104,7 @@ def test_06_bad_value_is_refused_for_the_server_and_for_a_request(
         ("max_provenance_depth", -1),
         ("max_provenance_depth", True),
         ("max_step_tokens", 0),
+        ("spread_tokens", -1),
         ("enabled", 1),
     ],
 )

@@ -89,9 +89,8 @@ class SchedulerSide:
         self._lora = vllm_config.lora_config is not None
         self._num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
         self._block_size = vllm_config.cache_config.block_size
-        self._spread_above = config.spread_work(
-            vllm_config.scheduler_config.max_num_batched_tokens, self._num_layers
-        )
+        self._max_wave_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._spread_above = config.spread_work(self._max_wave_tokens, self._num_layers)
         pool = SegmentBlockPool.adopt(kv_cache_manager.block_pool)
         index = SegmentIndex(pool.num_gpu_blocks, self._block_size)
         self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
@@ -292,7 +291,11 @@ class SchedulerSide:
         completed = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if order is None or request.status not in completed:
             return False
-        part = self._pool.frozen_part(tracked, order.first_token, block_ids)
+        try:
+            part = self._pool.frozen_part(tracked, order.first_token, block_ids)
+        except ValueError as reason:
+            logger.warning("segment reuse: %s is not frozen: %s", order.entry, reason)
+            return False
         return self._frozen.add(order, part)
 
     def frozen(self) -> dict[str, Any]:
@@ -342,12 +345,12 @@ class SchedulerSide:
         )
 
     def _is_spread(self, plan: ReusePlan) -> bool:
-        """Whether a plan is so large that others who run would wait for it too long."""
-        return (
-            self._spread_above is not None
-            and plan.layer_tokens(self._num_layers) > self._spread_above
-            and compat_manager.is_anybody_admitted(self._manager)
-        )
+        """Whether a plan is so large that others who run would wait for it too long, or that its
+        states would not fit beside those of another that is under way (`prefill/memory.py`)."""
+        if self._spread_above is None or not compat_manager.is_anybody_admitted(self._manager):
+            return False
+        is_long = plan.layer_tokens(self._num_layers) > self._spread_above
+        return is_long or plan.active_tokens > self._max_wave_tokens
 
     def _computed_share(self, plan: ReusePlan, num_tokens: int, chosen: int | None = None) -> float:
         by_vllm = (num_tokens - plan.stop) * self._num_layers  # the last token, as a rule

@@ -7,22 +7,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import harness
+from bench import harness, streams
 from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server
 
 _BENCH = (sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve")
 BACKEND = "SEGREUSE_BENCH_BACKEND"
 _LIMIT_S = 280
-_NAMESPACE = ["bench-gpu"]
+NAMESPACE = ["bench-gpu"]
 _FIGURES = (
     *("completed", "output_throughput", "total_token_throughput"),
     *("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms"),
@@ -108,31 +107,6 @@ def _decode(model: Path, tokens: int, load: Load, quick: bool) -> Found:
     }
 
 
-class Texts:
-    """Documents as text, and prompts that have them in ever new orders."""
-
-    def __init__(self, model: Path, tokens: int, share: float) -> None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        self._draw = random.Random(7)
-        self._words = [w for w in map(tokenizer.decode, range(300, 4000)) if w.isascii()]
-        self._tokenizer = tokenizer
-        self.new_tokens = max(8, tokens - int(tokens * share))
-        size = (tokens - self.new_tokens) // 4
-        self.documents = [self._text(size) for _ in range(4)]
-
-    def prompt(self) -> str:
-        """A prompt that no prefix cache knows."""
-        documents = self._draw.sample(self.documents, 4)
-        head = self._text(self.new_tokens // 2)
-        return "\n".join([head, *documents, self._text(self.new_tokens // 2)])
-
-    def _text(self, tokens: int) -> str:
-        ids = self._tokenizer.encode("".join(self._draw.choices(self._words, k=tokens)))
-        return str(self._tokenizer.decode(ids[:tokens]))
-
-
 POLICIES: dict[str, dict[str, Any] | None] = {
     "full": None,
     "shift": {"segreuse_policy": "shift"},
@@ -149,25 +123,15 @@ def _xargs(policy: str) -> dict[str, Any]:
     options = POLICIES[policy]
     if options is None:
         return {}
-    return {"vllm_xargs": {"extra_keys": _NAMESPACE, "segreuse_min_reused_tokens": 16, **options}}
-
-
-def _know(server: Server, texts: Texts) -> None:
-    """Have the documents computed."""
-    client = server.client()
-    for document in texts.documents:
-        body = {"vllm_xargs": {"extra_keys": _NAMESPACE}}
-        client.completions.create(
-            model=server.model_name, prompt=document, max_tokens=1, extra_body=body
-        )
+    return {"vllm_xargs": {"extra_keys": NAMESPACE, "segreuse_min_reused_tokens": 16, **options}}
 
 
 def _saturated(model: Path, tokens: int, quick: bool) -> Found:
     """As many prompts as the server takes, 98 % of each known."""
-    texts = Texts(model, tokens, 0.98)
+    texts = streams.Texts(model, tokens, 0.98)
     rows, figures = [], dict[str, float | str]()
     with _server(model, tokens, True, quick) as server, tempfile.TemporaryDirectory() as folder:
-        _know(server, texts)
+        streams.know(server, texts, NAMESPACE)
         for policy in POLICIES:
             file = Path(folder, f"{policy}.jsonl")
             count = 8 if quick else 48
@@ -187,65 +151,16 @@ def _saturated(model: Path, tokens: int, quick: bool) -> Found:
 
 def _others(model: Path, tokens: int, quick: bool) -> Found:
     """Inter-token latency of decoding requests while prompts of known documents come in."""
-    texts = Texts(model, tokens, 0.9)
+    texts = streams.Texts(model, tokens, 0.9)
     rows, p99 = [], {}
     with _server(model, tokens, True, quick) as server:
-        _know(server, texts)
+        streams.know(server, texts, NAMESPACE)
         for policy in ("full", "shift", "hybrid", "focus"):
-            streams, prompts = (2, 2) if quick else (16, 12)
-            asyncio.run(_mixed(server, texts, policy, 1, 1))  # warms up
-            gaps = sorted(asyncio.run(_mixed(server, texts, policy, streams, prompts)))
-            p99[policy] = gaps[int(0.99 * (len(gaps) - 1))]
-            rows.append(
-                {
-                    "server": policy,
-                    "p50_itl_ms": statistics.median(gaps),
-                    "p99_itl_ms": p99[policy],
-                    "max_itl_ms": gaps[-1],
-                    "gaps": len(gaps),
-                }
-            )
+            load = (2, 2) if quick else (16, 12)
+            beside = partial(streams.decode_beside, server, texts, _xargs(policy))
+            asyncio.run(beside(1, 1))  # warms up
+            found = asyncio.run(beside(*load))
+            p99[policy] = found.p99_gap_ms
+            rows.append({"server": policy, **found.row()})
     figures = {f"others_itl_p99_ratio_{name}": p99[name] / p99["full"] for name in p99}
     return rows, dict[str, float | str](figures)
-
-
-async def _mixed(
-    server: Server, texts: Texts, policy: str, streams: int, prompts: int
-) -> list[float]:
-    """Gaps between tokens, in milliseconds, of streams that decode while prompts come in."""
-    import openai
-
-    client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)
-    gaps, working = list[float](), True
-
-    async def decode(number: int) -> None:
-        while working:
-            stream = await client.completions.create(
-                model=server.model_name,
-                prompt=f"stream {number} {random.random()}",
-                max_tokens=64,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            last = None
-            async for _ in stream:
-                now = time.perf_counter()
-                if last is not None and working:
-                    gaps.append((now - last) * 1e3)
-                last = now
-
-    tasks = [asyncio.create_task(decode(number)) for number in range(streams)]
-    await asyncio.sleep(0.5)
-    for _ in range(prompts):
-        await client.completions.create(
-            model=server.model_name,
-            prompt=texts.prompt(),
-            max_tokens=1,
-            extra_body=_xargs(policy),
-        )
-        await asyncio.sleep(0.05)
-    working = False
-    await asyncio.gather(*tasks)
-    if not gaps:
-        raise harness.BenchError("no token was decoded while prompts came in")
-    return gaps

@@ -21,12 +21,14 @@ _FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_
 def pass_bytes(vllm_config: VllmConfig) -> int:
     """Most bytes on the device that a pass holds beside the activations of one wave.
 
-    The states of a prompt of maximum length at a boundary layer (hidden states and residual), the
-    scratch of overlapping moves, and the buffers of the metadata builder.
+    The states (hidden states and residual) of a prompt of maximum length at a boundary layer, and
+    those of a step's plans while that one is under way; the scratch of overlapping moves, and the
+    buffers of the metadata builder.
     """
     model = vllm_config.model_config
     element = model.dtype.itemsize
-    states = 2 * model.max_model_len * model.get_hidden_size() * element
+    tokens = model.max_model_len + vllm_config.scheduler_config.max_num_batched_tokens
+    states = 2 * tokens * model.get_hidden_size() * element
     return states + _ALIGN_SCRATCH_BYTES + _builder_bytes(vllm_config)
 
 
