@@ -94,10 +94,9 @@ async def decode_beside(
     Raises:
         BenchError: no token was decoded meanwhile.
     """
-    client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)
     seen, working = Beside([], []), True
 
-    async def decode(number: int) -> None:
+    async def decode(client: openai.AsyncOpenAI, number: int) -> None:
         while working:
             stream = await client.completions.create(
                 model=server.model_name,
@@ -113,17 +112,20 @@ async def decode_beside(
                     seen.gaps_ms.append((now - last) * 1e3)
                 last = now
 
-    tasks = [asyncio.create_task(decode(number)) for number in range(streams)]
-    await asyncio.sleep(0.5)
-    for _ in range(prompts):
-        began = time.perf_counter()
-        await client.completions.create(
-            model=server.model_name, prompt=texts.prompt(), max_tokens=1, extra_body=options
-        )
-        seen.ttft_ms.append((time.perf_counter() - began) * 1e3)
-        await asyncio.sleep(0.05)
-    working = False
-    await asyncio.gather(*tasks)
+    async with openai.AsyncOpenAI(
+        base_url=server.base_url, api_key="none", max_retries=0
+    ) as client:
+        tasks = [asyncio.create_task(decode(client, number)) for number in range(streams)]
+        await asyncio.sleep(0.5)
+        for _ in range(prompts):
+            began = time.perf_counter()
+            await client.completions.create(
+                model=server.model_name, prompt=texts.prompt(), max_tokens=1, extra_body=options
+            )
+            seen.ttft_ms.append((time.perf_counter() - began) * 1e3)
+            await asyncio.sleep(0.05)
+        working = False
+        await asyncio.gather(*tasks)
     if not seen.gaps_ms:
         raise harness.BenchError("no token was decoded while prompts came in")
     return seen

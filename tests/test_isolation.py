@@ -110,7 +110,7 @@ class Cache:
         request = self._request(who, tokens, policy, freeze)
         self._side.add(request)
         blocks, hit, *_ = self._manager.get_computed_blocks(request)
-        supplied = self._side.match(request, hit)
+        supplied, _ = self._side.match(request, hit)
         assert supplied is not None
         new = len(tokens) - hit - supplied
         allocated = self._manager.allocate_slots(

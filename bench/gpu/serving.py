@@ -5,6 +5,7 @@ for."""
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import statistics
@@ -18,7 +19,14 @@ from typing import Any, NamedTuple
 from bench import harness, streams
 from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server
 
-_BENCH = (sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve")
+_BENCH = (
+    *(sys.executable, "-c"),
+    # As `vllm bench serve` does; the command itself does not start with vLLM's CPU wheel.
+    "from vllm.benchmarks import serve; "
+    "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
+    "parser = FlexibleArgumentParser(); serve.add_cli_args(parser); "
+    "serve.main(parser.parse_args())",
+)
 BACKEND = "SEGREUSE_BENCH_BACKEND"
 _LIMIT_S = 280
 NAMESPACE = ["bench-gpu"]
@@ -128,6 +136,10 @@ def _xargs(policy: str) -> dict[str, Any]:
 
 def _saturated(model: Path, tokens: int, quick: bool) -> Found:
     """As many prompts as the server takes, 98 % of each known."""
+    if importlib.util.find_spec("pandas") is None:
+        raise harness.BenchError(
+            "part serve: `vllm bench serve` reads prompts with pandas: pip install pandas"
+        )
     texts = streams.Texts(model, tokens, 0.98)
     rows, figures = [], dict[str, float | str]()
     with _server(model, tokens, True, quick) as server, tempfile.TemporaryDirectory() as folder:

@@ -76,7 +76,8 @@ def counted() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def reusing() -> Iterator[Engine]:
-    with engine("qwen3", max_model_len=1024, max_num_batched_tokens=256) as running:
+    at_once = {"spread_tokens": 0}
+    with engine("qwen3", at_once, max_model_len=1024, max_num_batched_tokens=256) as running:
         yield running
 
 
@@ -87,16 +88,16 @@ def passes(reusing: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     from vllm_segreuse.prefill import tokens
 
-    prefill = get_kv_transfer_group()._prefill
-    run, found = prefill.run, []
+    backlog = get_kv_transfer_group()._backlog
+    take, found = backlog.take, []
 
     def counting(plans: Any) -> Any:
         with counted() as asked:
-            report = run(plans)
+            report = take(plans)
         found.append(asked)
         return report
 
-    monkeypatch.setattr(prefill, "run", counting)
+    monkeypatch.setattr(backlog, "take", counting)
     monkeypatch.setattr(tokens, "host_reads", lambda device: False)
     return found
 

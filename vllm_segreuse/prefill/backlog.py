@@ -27,10 +27,13 @@ class Backlog:
     Args:
         prefill: carries them out.
         step_work: layer-tokens of spread plans in one step.
+
+    Attributes:
+        prefill: as given.
     """
 
     def __init__(self, prefill: SparsePrefill, step_work: int) -> None:
-        self._prefill = prefill
+        self.prefill = prefill
         self._step_work = step_work
         self._under_way: dict[str, Waves[PassReport]] = {}  # in order of arrival
 
@@ -42,12 +45,12 @@ class Backlog:
         """
         for plan in plans:
             if plan.spread:
-                prepared = contained.prepare(self._prefill, [plan], self._step_work)
-                self._under_way[plan.request_id] = contained.compute(self._prefill, prepared)
+                prepared = contained.prepare(self.prefill, [plan], self._step_work)
+                self._under_way[plan.request_id] = contained.compute(self.prefill, prepared)
         now = [plan for plan in plans if not plan.spread]
         if not now:
             return None
-        return finish(contained.compute(self._prefill, contained.prepare(self._prefill, now)))
+        return finish(contained.compute(self.prefill, contained.prepare(self.prefill, now)))
 
     def advance(self) -> dict[str, PassReport]:
         """A step's share of the spread plans, the oldest first.
