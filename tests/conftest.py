@@ -20,8 +20,18 @@ settings.load_profile("segreuse")
 _E2E = Path(__file__).parent / "e2e"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts engines or servers as `e2e`, and run it after everything else."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--slow`."""
+    parser.addoption("--slow", action="store_true", help="run what is marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what starts engines or servers as `e2e`, and run it after everything else; leave the
+    slow ones out, unless they are wanted."""
+    if not config.getoption("--slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
     for item in items:
         if item.path.is_relative_to(_E2E):
             item.add_marker(pytest.mark.e2e)

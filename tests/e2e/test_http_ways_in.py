@@ -50,6 +50,7 @@ def test_stock_server_with_kv_transfer_config_switched_off_at_start() -> None:
         assert report(server, "Three. ")["reused_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_two_api_servers_share_the_flag_and_the_switch() -> None:
     with Server(
         make_model("llama"),

@@ -313,6 +313,7 @@ def test_32_without_token_nothing_is_shown(client: Client) -> None:
     assert not any(path.startswith("/v1") for path in paths)
 
 
+@pytest.mark.slow
 def test_a_restart_brings_documents_back_but_not_torn_ones(files: Path, client: Client) -> None:
     # Last in this file: the server is stopped, and started anew.
     client.create("base")

@@ -67,6 +67,7 @@ def test_a_run_becomes_a_page(lab: Lab, tmp_path: Path) -> None:
         assert f"{row['accuracy']:.3f}" in text
 
 
+@pytest.mark.slow
 def test_engines_side_by_side_answer_as_one_does(lab: Lab) -> None:
     load = quality.Load(("vt", "fwe"), 2, (FULL, SHIFT))
     with Workers() as workers:
@@ -81,6 +82,7 @@ def test_engines_side_by_side_answer_as_one_does(lab: Lab) -> None:
             ]
 
 
+@pytest.mark.slow
 def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path) -> None:
     lines = []
     for seed in range(12):

@@ -19,6 +19,7 @@ from tests.gpu import pretending
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(pretending.BACKEND is not None, reason="this is such a process")

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests run on the GPU")
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     files = [str(HERE / f"test_triton_{kernel}.py") for kernel in ("align", "attention", "scores")]
