@@ -36,6 +36,7 @@ ABORTED = 0.1
 PLAIN = 0.1
 INGESTED = 0.1
 PARTS = 4
+SPREAD_TOKENS = 96  # a few requests are set aside at any time
 DOCUMENT_TOKENS = (96, 133, 200, 64, 310, 180)
 OUTPUT_TOKENS = (1, 8, 40, 120)
 NAMESPACES = (EXTRA_KEY, "b")
@@ -45,7 +46,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
     {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
 )
-KINDS = ("ended", "reused", "preempted", "aborted", "frozen", "let_go", "resets")
+KINDS = ("ended", "reused", "set_aside", "preempted", "aborted", "frozen", "let_go", "resets")
 _STEPS_PER_REQUEST = 500  # far more than any takes: who is not done by then hangs
 
 
@@ -94,7 +95,7 @@ def run(quick: bool) -> harness.SuiteResult:
     engine.prepare_environment(1)
     with engine.engine(
         shapes.make_model(SHAPE),
-        segreuse=True,
+        segreuse={"spread_tokens": SPREAD_TOKENS},
         num_gpu_blocks_override=NUM_BLOCKS,
         max_model_len=1024,
         max_num_batched_tokens=512,
@@ -128,7 +129,7 @@ class Soak:
         self._hung = self._leaked = self._errors = 0
         self._parts = [Part() for _ in range(PARTS)]
         self._memory: list[tuple[int, float]] = []
-        self._count_preemptions()
+        self._count_steps()
 
     def run(self) -> None:
         """The load, then the end of every request; whoever does not end hangs."""
@@ -276,13 +277,15 @@ class Soak:
     def _part(self, number: int) -> Part:
         return self._parts[number * PARTS // self._load.requests]
 
-    def _count_preemptions(self) -> None:
+    def _count_steps(self) -> None:
         schedule = self._scheduler.schedule
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             step = schedule(*args, **kwargs)
             now = self._part(self._submitted - 1)
             now.counts["preempted"] += len(step.preempted_req_ids or ())
+            plans = step.kv_connector_metadata.plans
+            now.counts["set_aside"] += sum(plan.spread for plan in plans)
             return step
 
         self._scheduler.schedule = counting
