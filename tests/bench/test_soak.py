@@ -16,6 +16,9 @@ from vllm_segreuse.config import FREEZE
 LOAD = soak.Load(requests=240, warm_up=8, reset_every=20)
 
 
+PLANS = SimpleNamespace(plans=[SimpleNamespace(spread=True), SimpleNamespace(spread=False)])
+
+
 class Engine:
     """Answers every request after a few steps; loses some blocks, or hangs, if told so.
 
@@ -32,7 +35,9 @@ class Engine:
         self.let_go: list[str] = []
         self.scheduler = SimpleNamespace(
             kv_cache_manager=SimpleNamespace(block_pool=pool),
-            schedule=lambda: SimpleNamespace(preempted_req_ids={"somebody"}),
+            schedule=lambda: SimpleNamespace(
+                preempted_req_ids={"somebody"}, kv_connector_metadata=PLANS
+            ),
         )
         core = SimpleNamespace(
             scheduler=self.scheduler,
@@ -120,7 +125,9 @@ def test_who_never_ends_hangs_and_does_not_stop_the_soak(monkeypatch: pytest.Mon
 
 def test_without_pressure_it_says_so() -> None:
     made_up = Engine()
-    made_up.scheduler.schedule = lambda: SimpleNamespace(preempted_req_ids=None)
+    made_up.scheduler.schedule = lambda: SimpleNamespace(
+        preempted_req_ids=None, kv_connector_metadata=PLANS
+    )
     one = soak.Soak(made_up, LOAD)
     one.run()
     with pytest.raises(BenchError, match="preempted: 0"):

@@ -15,6 +15,9 @@ EVERYTHING = NAMESPACE | {
     "segreuse_recompute_ratio": 1.0,
     "segreuse_min_reused_tokens": 16,
 }
+QUICK = ("llama", "llama3", "qwen3", "qwen3_moe")
+"""Shapes that are compared in every run; the others are slow together."""
+
 WAYS = {
     "sparse from the first layer": EVERYTHING | {"segreuse_dense_layers": 0},
     "two dense layers": EVERYTHING | {"segreuse_dense_layers": 2},
@@ -71,7 +74,13 @@ def check_everything(shape: str, dtype: str, noise: float) -> None:
         reusing.check_idle()
 
 
-@pytest.mark.parametrize("shape", SUPPORTED)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=[] if shape in QUICK else [pytest.mark.slow])
+        for shape in SUPPORTED
+    ],
+)
 def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
     # In float32, where rounding hides nothing: a wrong mask or position is off by far more.
     check_everything(shape, "float32", noise=2e-3)
@@ -82,6 +91,7 @@ def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
     check_everything("qwen3", "bfloat16", noise=0.0625)
 
 
+@pytest.mark.slow
 def test_passes_of_a_compiled_model_answer_like_eager_ones() -> None:
     """Only a model that vLLM has compiled runs compiled passes; all other tests here are eager."""
     ways = {

@@ -18,7 +18,9 @@ PROMPTS = {"TP=1": 32, "TP=2 chunked": 16}
 CONTROLS = 8
 
 
-@pytest.fixture(scope="module", params=PROMPTS)
+@pytest.fixture(
+    scope="module", params=["TP=1", pytest.param("TP=2 chunked", marks=pytest.mark.slow)]
+)
 def found(request: pytest.FixtureRequest) -> Found:
     name = request.param
     if "TP=2" in name:

@@ -10,7 +10,7 @@ import pytest
 from bench.shapes import make_model, passages
 from tests.e2e.server import Server, failed_start
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow  # each starts a server of its own
 
 TOKEN = "an admin token of this test"
 ADMIN = {"Authorization": f"Bearer {TOKEN}"}
@@ -50,7 +50,6 @@ def test_stock_server_with_kv_transfer_config_switched_off_at_start() -> None:
         assert report(server, "Three. ")["reused_tokens"] > 0
 
 
-@pytest.mark.slow
 def test_two_api_servers_share_the_flag_and_the_switch() -> None:
     with Server(
         make_model("llama"),
