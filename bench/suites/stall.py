@@ -10,6 +10,7 @@ ever new orders. `full` prompts name no extra keys: vLLM computes them in chunks
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -52,37 +53,38 @@ def run(quick: bool) -> harness.SuiteResult:
     """Prompts of 4,096 tokens on the 28-layer shape (`quick`: 1,024, on the 8-layer shape)."""
     load = QUICK if quick else FULL
     model = shapes.make_model(load.shape)
-    rows: list[harness.Row] = []
-    p99: dict[tuple[str, str], float] = {}
-    ttft: dict[tuple[str, str], float] = {}
+    seen: dict[tuple[str, str], streams.Beside] = {}
     for arm, spread_tokens in ARMS.items():
         texts = streams.Texts(model, load.prompt_tokens, 0.9)
-        with _server(model, load, spread_tokens) as server:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            _server(model, load, _config(Path(folder), spread_tokens)) as server,
+        ):
             streams.know(server, texts, NAMESPACE)
             for policy, options in POLICIES.items():
                 beside = partial(streams.decode_beside, server, texts, _body(options))
                 asyncio.run(beside(1, 1))  # warms up
-                found = asyncio.run(beside(2, load.prompts))
-                row = found.row()
-                rows.append({"plans": arm, "policy": policy, **row})
-                p99[arm, policy] = found.p99_gap_ms
-                ttft[arm, policy] = float(row["p50_ttft_ms"])
+                seen[arm, policy] = asyncio.run(beside(2, load.prompts))
+    rows = [{"plans": arm, "policy": policy, **it.row()} for (arm, policy), it in seen.items()]
     summary: dict[str, float | str] = {}
-    for policy in POLICIES:
+    for (arm, policy), it in seen.items():
         if policy != "full":
-            for arm in ARMS:
-                name = f"{policy}_{arm}".replace(" ", "_")
-                summary[f"itl_p99_ratio_{name}"] = p99[arm, policy] / p99[arm, "full"]
-                summary[f"ttft_ratio_{name}"] = ttft[arm, policy] / ttft[arm, "full"]
+            name, full = f"{policy}_{arm}".replace(" ", "_"), seen[arm, "full"]
+            summary[f"itl_p99_ratio_{name}"] = it.p99_gap_ms / full.p99_gap_ms
+            summary[f"ttft_ratio_{name}"] = it.p50_ttft_ms / full.p50_ttft_ms
     return {"rows": rows, "summary": summary}
 
 
-def _server(model: Path, load: Load, spread_tokens: int | None) -> Server:
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
-        file.write(f"spread_tokens: {'null' if spread_tokens is None else spread_tokens}\n")
+def _config(folder: Path, spread_tokens: int | None) -> Path:
+    path = folder / "stall.yaml"
+    path.write_text(json.dumps({"spread_tokens": spread_tokens}))  # which is YAML, too
+    return path
+
+
+def _server(model: Path, load: Load, config: Path) -> Server:
     args = ["--max-model-len", str(2 * load.prompt_tokens), "--block-size", "32"]
     args += ["--max-num-batched-tokens", str(load.step_tokens), "--dtype", "bfloat16"]
-    args += ["--segreuse-config", file.name]
+    args += ["--segreuse-config", str(config)]
     if load.eager:
         args.append("--enforce-eager")
     return Server(model, args, {"VLLM_CPU_KVCACHE_SPACE": "2"}, start_timeout_s=_START_S)

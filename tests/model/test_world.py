@@ -68,9 +68,9 @@ def test_21_a_reader_is_waited_for() -> None:
     world.drain()
 
 
-def _under_way(in_flight: int) -> tuple[World, Request]:
-    """Others decode; the plan of a request has just left, to be spread over steps."""
-    world = World(Setup(40, in_flight=in_flight, spread_tokens=1))
+def _word_under_way() -> tuple[World, Request]:
+    """Others decode; the step that has left last says that a request's spread plan is done."""
+    world = World(Setup(40, in_flight=2, spread_tokens=1))
     world.add(Ask(tokens=list(DOCUMENTS[0]), keys=("a",), max_tokens=1))
     for seed in range(4):  # some of whom have not met the token that ends them
         world.add(Ask(tokens=[*range(200, 205)], max_tokens=40, seed=seed))
@@ -83,21 +83,20 @@ def _under_way(in_flight: int) -> tuple[World, Request]:
     request = world.add(Ask(tokens=tokens, keys=("a",), options=options))
     world.schedule()
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    while not _is_done(world, request):
+        if not world.may_schedule:
+            world.complete()
+        world.schedule()
     return world, request
 
 
 def _is_done(world: World, request: Request) -> bool:
-    """Whether the step that has left last says that the plan is done."""
     told = world.under_way[-1][1].kv_connector_output
     return told is not None and request.request_id in told.finished_recving
 
 
 def test_26_a_late_word_of_a_plan_that_was_called_back_is_not_heard() -> None:
-    world, request = _under_way(in_flight=2)
-    while not _is_done(world, request):
-        if not world.may_schedule:
-            world.complete()
-        world.schedule()
+    world, request = _word_under_way()
     assert world.reset(preempt=True)
     assert request.status.name == "WAITING"
     while world.under_way:
@@ -108,11 +107,7 @@ def test_26_a_late_word_of_a_plan_that_was_called_back_is_not_heard() -> None:
 
 
 def test_22_an_end_while_the_word_is_under_way_is_told_once() -> None:
-    world, request = _under_way(in_flight=2)
-    while not _is_done(world, request):
-        if not world.may_schedule:
-            world.complete()
-        world.schedule()
+    world, request = _word_under_way()
     world.abort(request)
     world.check()
     world.drain()

@@ -219,7 +219,7 @@ class Worker:
             self.fail_next_pass = False
             # As the connector does after an error; what a plan may copy remains what it was.
             plans = [_in_full(plan) for plan in plans]
-        requests = [self._requests_of(plan) for plan in plans]
+        requests = [self._request_of(plan) for plan in plans]
         written = self._written(plans, requests, scheduled, starts)
         reads = []
         for plan, request in zip(plans, requests, strict=True):
@@ -234,7 +234,7 @@ class Worker:
             else:
                 self._write_plan(plan, request, *read)
 
-    def _requests_of(self, plan: ReusePlan) -> Running:
+    def _request_of(self, plan: ReusePlan) -> Running:
         name = plan.request_id
         if not plan.spread:
             return self._requests[name]
