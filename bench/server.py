@@ -111,16 +111,45 @@ class Server:
             **{"base_url": self.base_url, "api_key": "none", "max_retries": 0} | options
         )
 
-    def log_tail(self, lines: int = 30) -> str:
-        """Last lines of what the server wrote."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def log_text(self) -> str:
+        """All that the server has written so far."""
+        return self.log.read_text(errors="replace")
 
-    def get(self, path: str, timeout_s: float = 10) -> str:
+    def log_tail(self, lines: int = 30) -> str:
+        """Last lines of it."""
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    def read(self, path: str, timeout_s: float = 10) -> str:
         """Body of a GET on `path`, such as `/metrics`."""
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
             return str(response.read().decode())
 
+    def is_healthy(self) -> bool:
+        """Whether `/health` answers 200: the engine lives."""
+        try:
+            self.read("/health", timeout_s=5)
+        except OSError:
+            return False
+        return True
+
     def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it, and wait until it is healthy; also after it was stopped.
+
+        Raises:
+            ServerError: it ended, or was not healthy in time.
+        """
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._argv,
@@ -136,14 +165,16 @@ class Server:
         except BaseException:
             self.stop()
             raise
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def interrupt(self) -> None:
+        """Ctrl-C: have it end by itself, and wait for that.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after a minute.
+        """
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(60)
         self.stop()
 
     def stop(self) -> None:
@@ -163,11 +194,9 @@ class Server:
         while time.monotonic() < deadline:
             if process.poll() is not None:
                 raise self._error(f"the server ended with exit code {process.returncode}")
-            try:
-                self.get("/health", timeout_s=2)
+            if self.is_healthy():
                 return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(_POLL_S)
+            time.sleep(_POLL_S)
         raise self._error(f"the server did not answer within {self.start_timeout_s:.0f} s")
 
     def _error(self, what: str) -> ServerError:

@@ -36,7 +36,7 @@ def _is_running(pid: int) -> bool:
 def test_it_answers_inside_the_block_and_is_gone_after(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with Server("a-model", env={"FLAG": "7"}, command=FAKE_COMMAND, log=log) as server:
-        assert server.get("/metrics") == "/metrics"
+        assert server.read("/metrics") == "/metrics"
         assert server.base_url == f"{server.url}/v1"
         assert "model a-model flag 7" in server.log_tail()
         pids = [server.pid, int(server.log_tail().split("child ")[1].split()[0])]

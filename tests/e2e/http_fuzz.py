@@ -166,7 +166,7 @@ class Watched:
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             if left := self._settled(f"vllm:{name}{{"):
                 wrong.append(f"{name} is {left} though nobody waits for an answer")
-        if "segment reuse failed" in self._server.log():
+        if "segment reuse failed" in self._server.log_text():
             wrong.append("an error of ours was contained; see the server's log")
         return wrong
 
@@ -188,7 +188,7 @@ def fuzz(
 ) -> list[str]:
     """Send about as many requests, a quarter after the description; returns the findings."""
     watched, one = Watched(server), Fuzz(server, prompts)
-    with Load(server.base_url, prompts) as load:
+    with Load(server.url, prompts) as load:
         for part in range(PARTS):
             one.ours(requests * 3 // 4 // PARTS, first_seed + part)
             one.described(requests // 4 // PARTS, first_seed + part, part)

@@ -32,7 +32,7 @@ def server(shared_server: Server) -> Server:
 @pytest.fixture(autouse=True)
 def engine_survives(server: Server) -> Iterator[None]:
     yield
-    assert server.is_healthy(), server.tail()
+    assert server.is_healthy(), server.log_tail()
 
 
 def completion(prompt: str | list[str], **options: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_responses_api(server: Server, stream: bool) -> None:
 
 
 def test_official_client(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     stream = client.completions.create(
         model="m", prompt=shuffled(), max_tokens=3, stream=True, extra_body={"extra_keys": ["docs"]}
     )

@@ -40,7 +40,7 @@ def test_stock_server_with_kv_transfer_config_switched_off_at_start() -> None:
         {"VLLM_SEGREUSE_DISABLE": "1", "VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN},
         stock=True,
     ) as server:
-        assert "Unknown vLLM environment variable detected: VLLM_SEGREUSE" not in server.log()
+        assert "Unknown vLLM environment variable detected: VLLM_SEGREUSE" not in server.log_text()
         assert server.get(f"{SWITCH}/status", headers=ADMIN).json()["enabled"] is False
         for preamble in ("One. ", "Two. "):
             off = report(server, preamble)
@@ -57,7 +57,7 @@ def test_two_api_servers_share_the_flag_and_the_switch() -> None:
         {"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN},
     ) as server:
         first = report(server, "One. ")
-        assert first is not None, server.tail()
+        assert first is not None, server.log_tail()
         # Each request opens a connection of its own and meets either of the two.
         for number in range(6):
             close = {"Connection": "close"}

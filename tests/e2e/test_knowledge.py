@@ -54,7 +54,7 @@ class Client:
 
     def admin(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
         url = path if path.startswith("/") else f"{BASES}/{path}"
-        answer = self.server._client.request(method, url, json=body, headers=ADMIN)
+        answer = self.server.request(method, url, json=body, headers=ADMIN)
         assert answer.status_code == status, answer.text
         return answer.json() if answer.content else None
 
@@ -181,7 +181,7 @@ def test_pressure_gives_back_and_a_prompt_brings_it_back(client: Client) -> None
     client.create("base")
     text = tokens(320)
     client.add("base", doc=text, other=tokens(1200))
-    with httpx.Client(base_url=client.server.base_url, timeout=60) as http:
+    with httpx.Client(base_url=client.server.url, timeout=60) as http:
         body = {"model": "m", "prompt": [tokens(1000) for _ in range(6)], "max_tokens": 8}
         assert http.post("/v1/completions", json=body).status_code == 200
     assert client.stats()["given_back"] > 0

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from bench.shapes import make_model
@@ -104,7 +103,7 @@ def check_order(documents: list[Document]) -> None:
 
 @pytest.mark.slow
 def test_200_documents_come_back_in_order_and_statistics_tell_the_truth(server: Server) -> None:
-    with KnowledgeClient(server.base_url, TOKEN) as bases:
+    with KnowledgeClient(server.url, TOKEN) as bases:
         bases.create("base")
         new = [NewDocument(id=i, token_ids=content) for i, content in CONTENT.items()]
         added = bases.add("base", new, wait=True)
@@ -120,7 +119,6 @@ def test_200_documents_come_back_in_order_and_statistics_tell_the_truth(server: 
         first_warm = stats.documents.warm
         assert first_warm < DOCUMENTS, "the server waited for its documents"
         # It serves while it warms.
-        server._client = httpx.Client(base_url=server.base_url, timeout=120)
         most_used = next(iter(USED))
         bring(server, most_used)
         seen = [first_warm]
