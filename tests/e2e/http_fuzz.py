@@ -6,8 +6,10 @@
 Two generators, both of hypothesis: bodies that the server's own OpenAPI description allows or
 forbids (schemathesis), and sound bodies with anything at all for `extra_keys`, our options and what
 vLLM has beside them. Beside them runs the load of `http_load`, whose answers are checked. No answer
-may be 5xx; at the end the same processes must run, hold no request and no block, and no more memory
-than they did after the first third.
+may be 5xx, unless vLLM without the plugin gives it, too; at the end the same processes must run,
+hold no request and no block, and no more memory than they did after the first third.
+
+With `--stock` vLLM alone is asked, to compare.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +41,30 @@ ROUTES = {*SOUND, "/tokenize", "/detokenize"}
 ROUTES |= {"/v1/completions/render", "/v1/chat/completions/render"}
 """What is fuzzed from the server's description."""
 NOT_OFFERED = 501
+SMALL_POOL = ("--num-gpu-blocks-override", "1024")
+"""So few blocks that all are used before memory is first noted: tables of blocks grow with use."""
 PARTS = 6
 SLACK_MB = 40.0
 SLOPE_MB_PER_1K = 10.0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that got no answer, or one that may not be.
+
+    Attributes:
+        path: its route.
+        text: its body.
+        why: the status, or the error of the connection.
+    """
+
+    path: str
+    text: str
+    why: str
+
+    def __str__(self) -> str:
+        """What was sent, and what became of it."""
+        return f"{self.path} {self.why}: {self.text[:2000]}"
 
 
 class Fuzz:
@@ -48,14 +72,14 @@ class Fuzz:
 
     Attributes:
         statuses: number of answers by route and status.
-        findings: answers that may not be, with what was sent.
+        failed: what may not be.
     """
 
     def __init__(self, server: Server, prompts: list[str]) -> None:
         self._server = server
         self._prompts = prompts
         self.statuses: dict[str, Counter[int]] = {}
-        self.findings: list[str] = []
+        self.failed: list[Failed] = []
 
     def ours(self, requests: int, first_seed: int) -> None:
         """As many sound bodies with odd options."""
@@ -93,16 +117,37 @@ class Fuzz:
             text = json.dumps(body)
         except TypeError:
             return  # schemathesis stands for "no body" and for files with objects of its own
-        try:
-            status = self._server.post(
-                path, content=text, headers={"Content-Type": "application/json"}
-            ).status_code
-        except httpx.TransportError as error:
-            status = 0
-            self.findings.append(f"{path} {error!r}: {text[:2000]}")
+        status, failed = ask(self._server, path, text)
         self.statuses.setdefault(path, Counter())[status] += 1
-        if status >= 500 and status != NOT_OFFERED:
-            self.findings.append(f"{path} {status}: {text[:2000]}")
+        if failed:
+            self.failed.append(failed)
+
+
+def ask(server: Server, path: str, text: str) -> tuple[int, Failed | None]:
+    """The status of the answer (0: there was none), and what is wrong with that."""
+    headers = {"Content-Type": "application/json"}
+    try:
+        status = server.post(path, content=text, headers=headers).status_code
+    except httpx.TransportError as error:
+        return 0, Failed(path, text, repr(error))
+    if status >= 500 and status != NOT_OFFERED:
+        return status, Failed(path, text, str(status))
+    return status, None
+
+
+def ours_alone(failed: Sequence[Failed], say: Callable[[str], None]) -> list[str]:
+    """What does not fail if vLLM without the plugin is asked the same."""
+    if not failed:
+        return []
+    found = []
+    with Server(make_model("llama"), EVERYTHING, stock=True) as server:
+        for one in failed:
+            _, other = ask(server, one.path, one.text)
+            if other:
+                say(f"  vLLM alone fails, too: {other}")
+            else:
+                found.append(str(one))
+    return found
 
 
 def _bounded(body: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +183,7 @@ class Watched:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._pids = self.pids()
-        self.memory_mb: list[float] = []
+        self.memory_mb: list[list[float]] = []
 
     def pids(self) -> list[int]:
         """Of the server and of all that it started."""
@@ -149,12 +194,12 @@ class Watched:
         return found
 
     def note(self) -> None:
-        """Memory at this moment that no file backs, of all processes together."""
-        total = 0
+        """Memory at this moment that no file backs, by process."""
+        now = []
         for pid in self._pids:
             status = Path(f"/proc/{pid}/status").read_text()
-            total += int(status.partition("RssAnon:")[2].split()[0])
-        self.memory_mb.append(total / 1024)
+            now.append(int(status.partition("RssAnon:")[2].split()[0]) / 1024)
+        self.memory_mb.append(now)
 
     def at_rest(self) -> list[str]:
         """What is not as it should be once all requests have ended."""
@@ -193,13 +238,16 @@ def fuzz(
             one.ours(requests * 3 // 4 // PARTS, first_seed + part)
             one.described(requests // 4 // PARTS, first_seed + part, part)
             watched.note()
-    findings = one.findings + load.findings + watched.at_rest()
+    findings = load.findings + watched.at_rest()
     for path, statuses in sorted(one.statuses.items()):
         say(f"  {path:28} {statuses.total():6} {dict(sorted(statuses.items()))}")
     say(f"  beside them: {dict(sorted(load.counts.items()))}")
-    say(f"  memory after each part, MB: {', '.join(f'{mb:.0f}' for mb in watched.memory_mb)}")
-    findings += growth(watched.memory_mb, requests)
-    return findings
+    memory_mb = [sum(now) for now in watched.memory_mb]
+    say(f"  memory after each part, MB: {', '.join(f'{mb:.0f}' for mb in memory_mb)}")
+    by_process = zip(watched.memory_mb[PARTS // 3 - 1], watched.memory_mb[-1], strict=True)
+    grown = ", ".join(f"{last - first:.1f}" for first, last in by_process)
+    say(f"  grown behind the first third, MB, by process: {grown}")
+    return ours_alone(one.failed, say) + findings + growth(memory_mb, requests)
 
 
 def growth(memory_mb: list[float], requests: int) -> list[str]:
@@ -224,6 +272,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.http_fuzz")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stock", action="store_true", help="ask vLLM without the plugin")
     parser.add_argument("--log", type=Path, help="file to write what is printed to, as well")
     options = parser.parse_args()
     log = options.log.open("w") if options.log else None
@@ -237,7 +286,8 @@ def main() -> int:
     say(f"{versions}, {platform.platform()}")
     say(f"python -m tests.e2e.http_fuzz {' '.join(sys.argv[1:])}")
     began = time.monotonic()
-    with Server(make_model("llama"), EVERYTHING) as server:
+    flags = (*EVERYTHING, *SMALL_POOL)
+    with Server(make_model("llama"), flags, stock=options.stock) as server:
         findings = fuzz(server, make_prompts(), options.requests, options.seed, say)
     for finding in findings:
         say(f"FINDING {finding}")

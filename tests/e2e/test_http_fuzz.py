@@ -4,6 +4,7 @@
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e import http_fuzz, http_load
@@ -33,6 +34,33 @@ def test_a_wrong_answer_of_the_load_is_a_finding(monkeypatch: pytest.MonkeyPatch
         while not load.findings:
             time.sleep(0.01)
     assert "lost a choice" in load.findings[0]
+
+
+def test_what_vllm_alone_answers_as_badly_is_no_finding_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Alone:
+        """vLLM without the plugin: it fails where the route says so, and once cannot be reached."""
+
+        def __init__(self, *_: Any, stock: bool) -> None:
+            assert stock
+
+        def __enter__(self) -> "Alone":
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+        def post(self, path: str, **_: Any) -> httpx.Response:
+            if path == "/gone":
+                raise httpx.ReadError("reset")
+            return httpx.Response(500 if path == "/both" else 400)
+
+    monkeypatch.setattr(http_fuzz, "Server", Alone)
+    said: list[str] = []
+    failed = [http_fuzz.Failed(path, "{}", "500") for path in ("/both", "/ours", "/gone")]
+    assert http_fuzz.ours_alone(failed, said.append) == ["/ours 500: {}"]
+    assert ["/both" in said[0], "/gone" in said[1]] == [True, True]
 
 
 def test_growth_is_a_finding() -> None:
