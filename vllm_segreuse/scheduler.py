@@ -19,7 +19,8 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
 from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan
-from vllm_segreuse.cache.planner import Planner, Report, TrackedRequest
+from vllm_segreuse.cache.planner import Planner
+from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool

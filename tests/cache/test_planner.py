@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm_segreuse.cache import planner as planner_module
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan
-from vllm_segreuse.cache.planner import Planner, PrefixState, Report, TrackedRequest
+from vllm_segreuse.cache.planner import Planner, PrefixState
+from vllm_segreuse.cache.tracked import Report, TrackedRequest
 
 SIZE = 4  # tokens per block
 BUDGET = 60  # tokens per step
@@ -374,8 +375,8 @@ def test_nothing_is_looked_up_once_admission_is_closed(world, document, monkeypa
     filler = world.request(world.new_tokens(BUDGET) + document[0])
     assert world.decide(filler)
     waiting = [world.request(world.new_tokens(2) + document[0]) for _ in range(500)]
-    for name in ("find_matches", "reused_mask", "window_hashes"):
-        monkeypatch.setattr(planner_module, name, pytest.fail)
+    for name in ("planner.find_matches", "planner.reused_mask", "tracked.window_hashes"):
+        monkeypatch.setattr(f"vllm_segreuse.cache.{name}", pytest.fail)
     assert {world.decide(tracked) for tracked in waiting} == {0}
     assert (world.prefix_lookups, world.pins.pinned) == (1, 1)
 

@@ -25,7 +25,7 @@ DECIDING = {
     "cache.planner.Planner.decide": SHIFT,
     "cache.planner.find_matches": SHIFT,
     "cache.planner.reused_mask": SHIFT,
-    "cache.planner.window_hashes": SHIFT,
+    "cache.tracked.window_hashes": SHIFT,
     "compat.block_pool.SegmentBlockPool.prefix_state": SHIFT,
     "compat.block_pool.SegmentBlockPool.resident_blocks": EXACT,
     "compat.block_pool.SegmentBlockPool.room_beside": SHIFT,

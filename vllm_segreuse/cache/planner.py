@@ -18,24 +18,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_segreuse.cache.exact import resident_matches
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
-from vllm_segreuse.cache.plan import (
-    BoolArray,
-    IntArray,
-    Recipe,
-    ReusePlan,
-    reused_mask,
-    segment_starts,
-)
-from vllm_segreuse.cache.rolling_hash import window_hashes
+from vllm_segreuse.cache.plan import IntArray, ReusePlan, reused_mask, segment_starts
+from vllm_segreuse.cache.tracked import Memo, Report, TrackedRequest
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -58,24 +49,6 @@ class BlockPins(Protocol):
         """
 
 
-class Report(NamedTuple):
-    """Outcome of one request's admission; prefix + reused + new = prompt.
-
-    Recomputed tokens and exact ones (see `exact.py`) are part of the reused. `computed_share` is
-    the work: what is computed of (token, layer) pairs behind the prefix. Both are the most there
-    can be until the workers have told, where they decide.
-    """
-
-    prefix_tokens: int
-    reused_tokens: int
-    recomputed_tokens: int
-    new_tokens: int
-    matches: int
-    bypass_reason: str | None
-    exact_tokens: int = 0
-    computed_share: float = 1.0
-
-
 class PrefixState(NamedTuple):
     """vLLM's own prefix hit of a request.
 
@@ -86,67 +59,6 @@ class PrefixState(NamedTuple):
 
     fresh: bool
     blocks_needed: int
-
-
-@dataclass
-class _Memo:
-    key: tuple[int, int, int]
-    matches: Matches
-
-
-@dataclass
-class TrackedRequest:
-    """A request with extra keys, from arrival to end.
-
-    Attributes:
-        namespace: interned namespace of the index.
-        min_reused_tokens: below this many reusable tokens the request runs without reuse.
-        make_recipe: the request's policy with its options bound; takes the mask of reused tokens
-            and where segments begin.
-        tokens: int32, all tokens known so far.
-        policy: name of the policy, for the report.
-        bypass: reason why this request never reuses, or None.
-        donates: whether its blocks enter the index.
-        resident_blocks: for the exact tier, in the place of the index: block ids of blocks
-            `[first, last)` of the request, -1 where none is resident under its exact name.
-        freeze: what is to become of its blocks when it ends; None: nothing.
-        plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
-        report: outcome of its first admission.
-        awaited: the plan that the report is about, while the workers have not told what they
-            computed of it.
-        start: tokens of vLLM's own prefix hit when it was last asked about.
-        reason: why it was not planned then.
-    """
-
-    request_id: str
-    namespace: int
-    min_reused_tokens: int
-    make_recipe: Callable[[BoolArray, IntArray], Recipe]
-    tokens: IntArray
-    policy: str = ""
-    bypass: str | None = None
-    donates: bool = True
-    resident_blocks: Callable[[int, int], IntArray] | None = None
-    freeze: FreezeOrder | None = None
-    plan: ReusePlan | None = None
-    report: Report | None = None
-    awaited: ReusePlan | None = None
-    start: int = 0
-    reason: str | None = None
-    num_segments: int = 0
-    _hashes: np.ndarray[tuple[int], np.dtype[np.uint64]] | None = None
-    _memo: _Memo | None = field(default=None, repr=False)
-
-    def hashes(self, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Hash of every window of `block_size` tokens, computed once."""
-        if self._hashes is None:
-            self._hashes = window_hashes(self.tokens, block_size)
-        return self._hashes
-
-    def retoken(self, tokens: IntArray) -> None:
-        """The request was preempted and now has more tokens."""
-        self.tokens = tokens
-        self._hashes = self._memo = None
 
 
 class Planner:
@@ -380,7 +292,7 @@ class Planner:
         if tracked.resident_blocks is not None:
             return self._match_resident(tracked.resident_blocks, start, stop)
         key = (start, stop, self._index.version)
-        if tracked._memo is None or tracked._memo.key != key:
+        if tracked.memo is None or tracked.memo.key != key:
             began = self._clock()
             hashes = tracked.hashes(self._index.block_size)
             matches = find_matches(
@@ -388,8 +300,8 @@ class Planner:
             )
             self._on_match(self._clock() - began)
             self._step_lookups += 1
-            tracked._memo = _Memo(key, matches)
-        return tracked._memo.matches
+            tracked.memo = Memo(key, matches)
+        return tracked.memo.matches
 
     def _match_resident(
         self, resident_blocks: Callable[[int, int], IntArray], start: int, stop: int

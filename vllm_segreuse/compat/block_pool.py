@@ -28,8 +28,9 @@ from vllm.v1.core.kv_cache_utils import (
 
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.plan import IntArray
-from vllm_segreuse.cache.planner import Planner, PrefixState, TrackedRequest
+from vllm_segreuse.cache.planner import Planner, PrefixState
 from vllm_segreuse.cache.rolling_hash import window_hashes
+from vllm_segreuse.cache.tracked import TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
