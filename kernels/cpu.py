@@ -120,6 +120,7 @@ class _ScoreArgs(ctypes.Structure):
         ("tokens", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("dtype", ctypes.c_int32),
+        ("highest", ctypes.c_int32),
     ]
 
 
@@ -267,6 +268,7 @@ def token_scores(
     block_ids: torch.Tensor,
     num_tokens: int,
     scale: float,
+    highest: bool = False,
 ) -> torch.Tensor:
     """See `reference.token_scores`; the same in every run, whatever the number of threads."""
     scores = torch.zeros(num_tokens, dtype=torch.float32)
@@ -291,6 +293,7 @@ def token_scores(
             seen,
             scale,
             _DTYPES[pages.dtype],
+            highest,
         ),
     )
     return scores

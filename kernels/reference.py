@@ -109,8 +109,10 @@ def token_scores(
     block_ids: torch.Tensor,
     num_tokens: int,
     scale: float,
+    highest: bool = False,
 ) -> torch.Tensor:
-    """Attention that all queries and heads together pay to each key (SparseX, equations 1 and 2).
+    """Attention that all queries and heads together pay to each key (SparseX, equations 1 and 2),
+    or the most that one of them pays.
 
     Causal by the queries' own positions; the softmax runs over all keys a query may see.
 
@@ -122,6 +124,7 @@ def token_scores(
         block_ids: the request's block table, `[blocks]`.
         num_tokens: keys of positions `[0, num_tokens)` are scored.
         scale: softmax scale.
+        highest: the highest weight of each key, between 0 and 1, instead of the sum.
 
     Returns:
         float32 `[num_tokens]`.
@@ -145,7 +148,11 @@ def token_scores(
         hidden_from = min(int(where[0]) + 1, visible)
         future = torch.arange(hidden_from, visible, device=pages.device) > where[:, None]
         logits[..., hidden_from:].masked_fill_(future[None, :, None], float("-inf"))
-        mass[:visible] += logits.softmax(-1).sum((0, 1, 2))
+        weights = logits.softmax(-1)
+        if highest:
+            mass[:visible] = torch.maximum(mass[:visible], weights.amax((0, 1, 2)))
+        else:
+            mass[:visible] += weights.sum((0, 1, 2))
     return mass
 
 

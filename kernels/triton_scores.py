@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # ruff: noqa: N803 (compile-time arguments of kernels are written in capitals)
-"""`token_scores` in Triton: column sums of the attention weights, which are never all there.
+"""`token_scores` in Triton: column sums, or peaks, of attention weights that are never all there.
 
 First the log-sum-exp of every row (query and head), tile by tile as in attention, but without
 values. Then, tile of keys by tile of keys, the logits again: a weight is the exponential of logit
-minus log-sum-exp, and its column is summed where it is. Everything is added in a fixed order.
+minus log-sum-exp, and its column is gathered where it is. Everything is added in a fixed order.
 """
 
 import math
@@ -33,11 +33,13 @@ def token_scores(
     block_ids: torch.Tensor,
     num_tokens: int,
     scale: float,
+    highest: bool = False,
     *,
     splits: int | None = None,
     tuning: Tuning | None = None,
 ) -> torch.Tensor:
-    """Attention that all queries and heads together pay to each key (SparseX, equations 1 and 2).
+    """Attention that all queries and heads together pay to each key (SparseX, equations 1 and 2),
+    or the most that one of them pays.
 
     Causal by the queries' own positions; the softmax runs over all keys a query may see.
 
@@ -49,6 +51,7 @@ def token_scores(
         block_ids: the request's block table, `[blocks]`.
         num_tokens: keys of positions `[0, num_tokens)` are scored.
         scale: softmax scale.
+        highest: the highest weight of each key, between 0 and 1, instead of the sum.
         splits: among how many programs to divide keys, then queries; by default what fills the
             machine.
         tuning: sizes of one program, instead of `default_tuning`.
@@ -93,8 +96,8 @@ def token_scores(
     lse = torch.empty(shares, queries, heads, device=device)
     _row_sums[(row_tiles * kv_heads, shares)](lse, *inputs, *numbers, shares, **sizes)
     if shares > 1:
-        highest = lse.amax(0)
-        lse = highest + torch.exp2(lse - highest).sum(0).log2()
+        largest = lse.amax(0)
+        lse = largest + torch.exp2(lse - largest).sum(0).log2()
 
     shares = splits or splits_to_fill(key_tiles * kv_heads, queries * group, device)
     # First query that sees a key of the tile, and first that sees all of them.
@@ -102,10 +105,10 @@ def token_scores(
     some = torch.searchsorted(positions, begins[:-1])
     every = torch.searchsorted(positions, begins[1:] - 1)
     mass = torch.empty(shares * kv_heads, num_tokens, device=device)
-    _column_sums[(key_tiles * kv_heads, shares)](
-        mass, lse, some, every, *inputs, *numbers, shares, **sizes
+    _columns[(key_tiles * kv_heads, shares)](
+        mass, lse, some, every, *inputs, *numbers, shares, HIGHEST=highest, **sizes
     )
-    return mass.sum(0)
+    return mass.amax(0) if highest else mass.sum(0)
 
 
 # Numbers that change from call to call are not compiled in, not even as multiples of 16.
@@ -219,7 +222,7 @@ def _add_keys(
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_tokens", "splits"])
-def _column_sums(
+def _columns(
     mass,  # float32 [splits x KV heads, tokens], written
     lse,  # float32 [queries, heads], base 2
     some,  # int64 [tiles of keys]: first query that sees a key of the tile
@@ -235,6 +238,7 @@ def _column_sums(
     num_tokens,
     scale_log2,
     splits,
+    HIGHEST: tl.constexpr,
     KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -263,12 +267,12 @@ def _column_sums(
     for index in tl.range(begin, unmasked_from, per_tile):
         columns = _add_queries(
             columns, k, token, index, stop, query, query_stride, query_head_stride, positions, lse,
-            kv_head, scale_log2, KEYS, channels, GROUP, ROWS, True,
+            kv_head, scale_log2, HIGHEST, KEYS, channels, GROUP, ROWS, True,
         )  # fmt: skip
     for index in tl.range(unmasked_from, stop, per_tile):
         columns = _add_queries(
             columns, k, token, index, stop, query, query_stride, query_head_stride, positions, lse,
-            kv_head, scale_log2, KEYS, channels, GROUP, ROWS, False,
+            kv_head, scale_log2, HIGHEST, KEYS, channels, GROUP, ROWS, False,
         )  # fmt: skip
     at = (split * kv_heads + kv_head).to(tl.int64) * num_tokens + token
     tl.store(mass + at, columns, mask=token < num_tokens)
@@ -276,7 +280,7 @@ def _column_sums(
 
 @triton.jit
 def _add_queries(
-    columns,  # float32 [keys]: weights summed so far
+    columns,  # float32 [keys]: weights summed so far, or the highest
     k,
     token,
     first,
@@ -288,13 +292,14 @@ def _add_queries(
     lse,
     kv_head,
     scale_log2,
+    HIGHEST: tl.constexpr,
     KEYS: tl.constexpr,
     CHANNELS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Weights of a tile of queries, summed by key."""
+    """Weights of a tile of queries, gathered by key."""
     row = tl.arange(0, ROWS)
     exists = (first + row // GROUP < stop) & (row < ROWS // GROUP * GROUP)
     index = tl.minimum(first + row // GROUP, stop - 1)
@@ -308,4 +313,8 @@ def _add_queries(
     if MASKED:
         position = tl.load(positions + index).to(tl.int32)
         weights = tl.where(token[None, :] <= position[:, None], weights, 0.0)
-    return columns + tl.sum(weights, axis=0)
+    if HIGHEST:
+        columns = tl.maximum(columns, tl.max(weights, axis=0))
+    else:
+        columns += tl.sum(weights, axis=0)
+    return columns

@@ -205,7 +205,7 @@ void attend(const AttentionArgs& args) {
   }
 }
 
-template <class Format, class Products>
+template <class Format, class Products, bool kHighest>
 void score(const ScoreArgs& args) {
   const int kv_heads = args.keys.heads, head_size = args.keys.channels;
   const int group = static_cast<int>(args.heads / kv_heads);
@@ -244,7 +244,7 @@ void score(const ScoreArgs& args) {
       for (int64_t r = 0; r < tile.count * group; ++r)
         level[t * rows + r] = softmax.peak(r) + std::log2(softmax.sum(r));
     }
-    // Then the weights again, chunk by chunk, each summed by one thread in a fixed order.
+    // Then the weights again, chunk by chunk, each gathered by one thread in a fixed order.
 #pragma omp for schedule(dynamic)
     for (int64_t index = 0; index < chunks; ++index) {
       const int64_t first = (chunks - 1 - index) * kChunk;
@@ -264,17 +264,25 @@ void score(const ScoreArgs& args) {
                           &queries[t * rows * head_size],
                           [&](int row, int active, const float* stripe) {
                             for (int r = 0; r < active; ++r)
-                              for (int i = 0; i < kChunk; i += kLanes)
-                                store(&columns[i],
-                                      load(&columns[i]) +
-                                          power_of_two(load(stripe + r * kChunk + i) * scale -
-                                                       level[t * rows + row + r]));
+                              for (int i = 0; i < kChunk; i += kLanes) {
+                                const Floats column = load(&columns[i]);
+                                const Floats weight =
+                                    power_of_two(load(stripe + r * kChunk + i) * scale -
+                                                 level[t * rows + row + r]);
+                                store(&columns[i], kHighest ? select(column < weight, weight, column)
+                                                            : column + weight);
+                              }
                           });
         }
       }
       std::copy(columns.begin(), columns.begin() + seen, args.scores + first);
     }
   }
+}
+
+template <class Format, class Products>
+void score(const ScoreArgs& args) {
+  args.highest ? score<Format, Products, true>(args) : score<Format, Products, false>(args);
 }
 
 }  // namespace

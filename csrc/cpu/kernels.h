@@ -60,7 +60,8 @@ struct ScoreArgs {
   const int64_t* positions;
   int64_t queries, heads, tokens;
   float scale;
-  DType dtype;  // of queries, output and cache
+  DType dtype;      // of queries and cache
+  int32_t highest;  // nonzero: the highest weight of a key, not the sum
 };
 
 }  // namespace segreuse::cpu

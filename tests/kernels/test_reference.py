@@ -28,15 +28,24 @@ def paged(tokens: torch.Tensor) -> tuple[torch.Tensor, TiledStrides, torch.Tenso
 
 
 def mass_of(
-    queries: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, scale: float
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    highest: bool = False,
 ) -> torch.Tensor:
     """`token_scores` of keys that lie in pages."""
     pages, strides, blocks = paged(keys)
-    return reference.token_scores(queries, positions, pages, strides, blocks, len(keys), scale)
+    where = pages, strides, blocks, len(keys)
+    return reference.token_scores(queries, positions, *where, scale, highest)
 
 
 def dense_mass(
-    queries: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, scale: float
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    highest: bool = False,
 ) -> torch.Tensor:
     """Query by query and head by head, in float64."""
     num_tokens, kv_heads, _ = keys.shape
@@ -45,25 +54,29 @@ def dense_mass(
     for query, position in zip(queries.double(), positions.tolist(), strict=True):
         for head in range(queries.shape[1]):
             seen = keys[: position + 1, head // groups].double()
-            mass[: position + 1] += torch.softmax(seen @ query[head] * scale, dim=0)
+            weights = torch.softmax(seen @ query[head] * scale, dim=0)
+            so_far = mass[: position + 1]
+            mass[: position + 1] = torch.maximum(so_far, weights) if highest else so_far + weights
     return mass
 
 
 @pytest.mark.parametrize("block", [1 << 24, 4000, 1], ids=["one block", "blocks", "one by one"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("highest", [False, True], ids=["sum", "peak"])
 def test_scores_are_those_of_a_dense_softmax(
-    heads: int, kv_heads: int, block: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, block: int, highest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "_SCORE_ELEMENTS", block)
     num_tokens, size = 150, 16
     positions = torch.tensor([0, 1, 2, 40, 41, 77, 100, 148, 149])
     queries, keys = torch.randn(9, heads, size), torch.randn(num_tokens, kv_heads, size)
     scale = 1 / math.sqrt(size)
-    mass = mass_of(queries, positions, keys, scale)
+    mass = mass_of(queries, positions, keys, scale, highest)
     assert mass.dtype == torch.float32
-    expected = dense_mass(queries, positions, keys, scale)
+    expected = dense_mass(queries, positions, keys, scale, highest)
     torch.testing.assert_close(mass.double(), expected, atol=1e-5, rtol=1e-5)
-    assert float(mass.sum()) == pytest.approx(len(positions) * heads, rel=1e-5)
+    if not highest:
+        assert float(mass.sum()) == pytest.approx(len(positions) * heads, rel=1e-5)
 
 
 def test_no_query_pays_attention_to_the_future() -> None:

@@ -41,7 +41,7 @@ class Kernels:
             (triton_attention, "_attend"),
             (triton_attention, "_join"),
             (triton_scores, "_row_sums"),
-            (triton_scores, "_column_sums"),
+            (triton_scores, "_columns"),
         ):
             compiled = triton_compiling.Compiled(getattr(module, name), arch)
             monkeypatch.setattr(module, name, compiled)
@@ -129,7 +129,7 @@ def test_attention_and_scores_use_tensor_cores(
     triton_scores.token_scores(query, positions, pages, shape.keys, tables[0], 600, 1.0)
     assert len(kernels.launches("_join")) == (splits > 1)
     whole_warp_groups = arch == 90 and schedule.tuning.rows >= 64
-    for name in ("_attend", "_row_sums", "_column_sums"):
+    for name in ("_attend", "_row_sums", "_columns"):
         [compiled] = kernels.launches(name)
         assert compiled.metadata.shared <= SHARED_BYTES[arch]
         if dtype != torch.float32:
@@ -158,6 +158,8 @@ def test_one_compilation_serves_every_pass(kernels: Kernels) -> None:
             query, query, cache[0], keys, values, *places, 1.0, schedule=schedule
         )
         inputs = query, positions, cache[0], keys, tables[0], queries
-        triton_scores.token_scores(*inputs, 1.0, splits=splits)
-    for name in ("_move", "_attend", "_join", "_row_sums", "_column_sums"):
+        for highest in (False, True):
+            triton_scores.token_scores(*inputs, 1.0, highest, splits=splits)
+    for name in ("_move", "_attend", "_join", "_row_sums"):
         assert kernels.variants(name) == 1, name
+    assert kernels.variants("_columns") == 2, "sums and peaks"

@@ -36,9 +36,10 @@ def run(
     num_tokens: int,
     splits: int | None = None,
     tuning: Tuning | None = None,
+    highest: bool = False,
 ) -> torch.Tensor:
     inputs = batch.query, batch.positions, batch.pages, shape.keys, batch.block_tables[0]
-    return token_scores(*inputs, num_tokens, batch.scale, splits=splits, tuning=tuning)
+    return token_scores(*inputs, num_tokens, batch.scale, highest, splits=splits, tuning=tuning)
 
 
 def check(
@@ -48,25 +49,29 @@ def check(
     splits: int | None = None,
     tuning: Tuning | None = None,
 ) -> None:
-    mass = run(batch, shape, num_tokens, splits, tuning)
-    table = batch.block_tables[0]
-    expected = reference.token_scores(
-        batch.query.float(),
-        batch.positions,
-        batch.pages.float(),
-        shape.keys,
-        table,
-        num_tokens,
-        batch.scale,
-    )
-    plain = in_plain_torch(batch, shape, num_tokens)
-    assert mass.dtype == torch.float32
-    assert_close(mass, expected, plain, batch.query.dtype)
-    # Every row of weights sums to one.
-    assert mass.sum().item() == pytest.approx(batch.query.shape[:2].numel(), rel=1e-5)
+    for highest in (False, True):
+        scores = run(batch, shape, num_tokens, splits, tuning, highest)
+        table = batch.block_tables[0]
+        expected = reference.token_scores(
+            batch.query.float(),
+            batch.positions,
+            batch.pages.float(),
+            shape.keys,
+            table,
+            num_tokens,
+            batch.scale,
+            highest,
+        )
+        plain = in_plain_torch(batch, shape, num_tokens, highest)
+        assert scores.dtype == torch.float32
+        assert_close(scores, expected, plain, batch.query.dtype)
+        if not highest:  # every row of weights sums to one
+            assert scores.sum().item() == pytest.approx(batch.query.shape[:2].numel(), rel=1e-5)
 
 
-def in_plain_torch(batch: Batch, shape: Shape, num_tokens: int) -> torch.Tensor:
+def in_plain_torch(
+    batch: Batch, shape: Shape, num_tokens: int, highest: bool = False
+) -> torch.Tensor:
     """Every step in the dtype of the queries."""
     heads, size, channels = shape.keys.shape
     pages = batch.pages[batch.block_tables[0, : -(-num_tokens // size)].long()]
@@ -75,7 +80,8 @@ def in_plain_torch(batch: Batch, shape: Shape, num_tokens: int) -> torch.Tensor:
     logits = query.flatten(1, 2) @ key * batch.scale
     tokens = torch.arange(num_tokens, device=key.device)
     hidden = tokens > batch.positions.repeat_interleave(query.shape[2])[:, None]
-    return logits.masked_fill(hidden, float("-inf")).softmax(-1).sum((0, 1))
+    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+    return weights.amax((0, 1)) if highest else weights.sum((0, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

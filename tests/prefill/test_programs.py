@@ -79,12 +79,13 @@ class Known:
     def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return self.computed
 
-    def attention_paid(self, batch, layer, probed, counts, queries) -> torch.Tensor:
+    def attention_paid(self, batch, layer, probed, counts, queries, highest) -> torch.Tensor:
         assert sum(counts) == len(probed)
         mass = torch.zeros(len(batch.tokens))
         for probe in probed.tolist():
             for rank, target in enumerate(self.attention.get(probe, [])):
-                mass[target] += 1 / (1 + rank)
+                share = 1 / (1 + rank)
+                mass[target] = max(float(mass[target]), share) if highest else mass[target] + share
         return mass
 
 
@@ -120,24 +121,35 @@ def test_what_the_question_attends_to_at_any_layer_is_computed_with_it() -> None
     assert layers.ran == [(0, LAYERS - 1, [47]), (0, LAYERS, [3, 20, 47])]
 
 
-@pytest.mark.parametrize(("least_share", "chosen"), [(0.0, 20), (0.4, 20), (0.6, 13), (0.9, 8)])
-def test_as_many_are_chosen_as_have_a_share_of_the_peak(least_share: float, chosen: int) -> None:
+@pytest.mark.parametrize(("least_share", "chosen"), [(0.0, 20), (0.04, 20), (0.1, 10), (0.9, 1)])
+def test_as_many_are_chosen_as_get_a_share_of_attention(least_share: float, chosen: int) -> None:
     layers = Known()
-    layers.attention = {47: list(range(30))}  # the eighth gets 1/8, the thirteenth 1/13, ...
-    active, _ = finish(asked(layers, batch_of(plan([47], 20, Score.ALL_LAYERS, least_share))))
+    layers.attention = {47: list(range(30))}  # the second gets 1/2, the tenth 1/10, ...
+    active, _ = finish(asked(layers, batch_of(plan([47], 20, Score.PEAK, least_share))))
     assert active.tolist() == [*range(chosen), 47]
+
+
+def test_a_peak_counts_for_more_than_many_small_shares() -> None:
+    layers = Known()
+    # Everybody pays token 5 a third; one query pays token 20 all it has.
+    layers.attention = {probe: [30 + probe % 8, 40, 5] for probe in range(42, 47)} | {47: [20]}
+    new = list(range(42, 48))
+    active, _ = finish(asked(layers, batch_of(plan(new, 7, Score.PEAK))))
+    assert 20 in active
+    assert 5 not in active
+    active, _ = finish(asked(layers, batch_of(plan(new, 2, Score.ALL_LAYERS))))
+    assert 5 in active
+    assert 20 not in active
 
 
 def test_plans_side_by_side_choose_each_for_itself() -> None:
     layers = Known()
     seen = range(TOKENS, TOKENS + 30)
     layers.attention = {47: list(range(20)), TOKENS + 46: [*seen], TOKENS + 45: [*seen[:9]]}
-    batch = batch_of(
-        plan([47], 12, Score.ALL_LAYERS, 0.7), plan([45, 46], 20, Score.ALL_LAYERS, 0.7, first=3)
-    )
+    batch = batch_of(plan([47], 12, Score.PEAK, 0.1), plan([45, 46], 20, Score.PEAK, 0.1, first=3))
     active, _ = finish(asked(layers, batch))
-    assert batch.num_active(active).tolist() == [12, 11]
-    assert active.tolist() == [*range(11), 47, *seen[:9], TOKENS + 45, TOKENS + 46]
+    assert batch.num_active(active).tolist() == [11, 12]
+    assert active.tolist() == [*range(10), 47, *seen[:10], TOKENS + 45, TOKENS + 46]
 
 
 def test_a_recipe_without_a_choice_needs_no_score() -> None:

@@ -30,6 +30,11 @@ class Group:
         assert scores.isfinite().all()
         return scores + self.others
 
+    def all_gather(self, scores: torch.Tensor, dim: int) -> torch.Tensor:
+        self.calls.append("all_gather")
+        assert dim == 0
+        return torch.cat([scores, torch.as_tensor(self.others).expand_as(scores)])
+
     def broadcast(self, chosen: torch.Tensor, src: int) -> torch.Tensor:
         self.calls.append("broadcast")
         assert src == 0
@@ -68,6 +73,13 @@ def test_scores_of_all_ranks_decide(group: Group) -> None:
     assert group.calls == ["all_reduce", "broadcast"]
 
 
+def test_the_highest_peak_of_any_rank_decides(group: Group) -> None:
+    group.world_size, group.others = 2, torch.tensor([0.3, float("-inf"), 0.1, 0.0, 0.6])
+    scores = [torch.tensor([0.2, float("-inf"), 0.25]), torch.tensor([0.5, 0.1])]
+    assert choose(scores, [1, 2], 0.28, highest=True).tolist() == [0, 3, 4]
+    assert group.calls == ["all_gather", "broadcast"]
+
+
 @pytest.mark.parametrize("least_share", [0.0, 0.5])
 def test_the_choice_of_rank_0_is_everyones(group: Group, least_share: float) -> None:
     group.world_size, group.chosen = 2, torch.tensor([2, 0, 4])
@@ -81,10 +93,7 @@ def test_ranks_take_over_that_fewer_were_chosen(group: Group) -> None:
     assert choose(scores, [2, 1], 0.5).tolist() == [2, 3]
 
 
-def test_sinks_do_not_set_the_measure(group: Group) -> None:
-    scores = torch.full((100,), 0.1)
-    scores[:5] = 1000.0
-    scores[40:60] = 2.0
-    scores[60:70] = 1.1
-    scores[70:80] = 0.9
-    assert choose([scores], [50], 0.5).tolist() == [*range(5), *range(40, 70)]
+def test_of_the_largest_those_below_the_least_are_left_out(group: Group) -> None:
+    scores = [torch.tensor([0.1, 0.9, 0.5, 0.49]), torch.tensor([0.8, 0.7, 0.6])]
+    assert choose(scores, [3, 2], 0.5).tolist() == [1, 2, 4, 5]
+    assert choose(scores, [3, 0], 0.95).tolist() == []

@@ -19,6 +19,12 @@ class Score(Enum):
     ATTENTION = "the attention that the probes pay them at the boundary layer"
     DEVIATION = "how far keys and values at the boundary layer are from the reused ones"
     ALL_LAYERS = "the attention that the probes pay them, summed over the layers"
+    PEAK = "the largest share of its attention that any probe pays them, at any head and layer"
+
+    @property
+    def asks_all_layers(self) -> bool:
+        """Whether the probes run through all layers before the choice."""
+        return self in (Score.ALL_LAYERS, Score.PEAK)
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,8 @@ class Recipe:
             chosen by their score once the scores are known; with `least_share` the most of them.
         probes: bool `[stop - start]`: tokens whose queries give the scores.
         score: what the choice goes by.
-        least_share: of the `top_k` tokens only those are chosen whose score is at least this share
-            of the peak (see `prefill/selection.py`); 0: all of them. How many that are only the
-            workers know.
+        least_share: of the `top_k` tokens only those are chosen whose score is at least this; 0:
+            all of them. How many that are only the workers know.
         stock: the model's own forward computes what is computed, as it does for vLLM; nothing is
             dense or chosen.
     """
@@ -143,7 +148,7 @@ class ReusePlan:
         work += (num_layers - recipe.dense_layers) * (always + chosen)
         if recipe.score is Score.ATTENTION and recipe.top_k and not recipe.dense_layers:
             work += always
-        if recipe.score is Score.ALL_LAYERS and recipe.top_k:
+        if recipe.score.asks_all_layers and recipe.top_k:
             work += (num_layers - 1) * (int(recipe.probes.sum()) + asked)
         return work
 

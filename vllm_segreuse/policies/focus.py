@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`focus`: recompute what the question's attention is focused on, as many tokens as it takes.
+"""`focus`: recompute what any one head of any one new token looks at, as many tokens as there are.
 
-As in `prophet`, the last new tokens run through the model against the reused KV, and the attention
-that each reused token gets from them, summed over layers and heads, is its score. How many tokens
-matter differs from question to question: one that looks a value up rests on a handful, one that
-counts rests on hundreds. A fixed share is too much for the first, and too little for the second. So
-the number is read off the scores: every token is recomputed whose score is at least `LEAST_SHARE`
-of the peak, but at most `recompute_ratio` of the reused ones. A ratio of 1 recomputes all of them.
+As in `prophet`, the last new tokens run through the model against the reused KV. But where it sums
+the attention that a reused token gets, here the peak counts: the largest share of its attention
+that any of these queries pays it, with any head at any layer. A head that looks something up rests
+on a token or two. In a sum these drown in what many heads pay, a little each, to tokens that matter
+to none of them, and the more so the more is asked at once.
+
+A peak is a share of one head's attention, so it means the same for every model and length: every
+token is recomputed that gets at least `LEAST_SHARE` once, but at most `recompute_ratio` of the
+reused ones, the highest first. How many that are differs from question to question. A ratio of 1
+recomputes all of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_segreuse.cache.plan import Recipe
+from vllm_segreuse.cache.plan import Recipe, Score
 from vllm_segreuse.policies import prophet
 from vllm_segreuse.policies.base import Situation
 
-LEAST_SHARE = 0.5
+LEAST_SHARE = 0.2
 
 
 def recipe(situation: Situation) -> Recipe:
     """`prophet`'s recipe, with its number as the most."""
     least_share = 0.0 if situation.recompute_ratio == 1 else LEAST_SHARE
-    return replace(prophet.recipe(situation), least_share=least_share)
+    return replace(prophet.recipe(situation), score=Score.PEAK, least_share=least_share)

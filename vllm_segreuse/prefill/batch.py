@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.cache.plan import ReusePlan, Score
 from vllm_segreuse.kernels.pages import TiledStrides
 from vllm_segreuse.prefill.selection import choose
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
@@ -113,6 +113,11 @@ class Batch:
         """
         candidates = scores.masked_fill(upload(self._always.copy(), self._device), float("-inf"))
         top_k = [plan.recipe.top_k for plan in self.plans]
-        least_share = self.plans[0].recipe.least_share
-        chosen = choose(list(candidates.split(self._lengths)), top_k, least_share)
+        recipe = self.plans[0].recipe
+        chosen = choose(
+            list(candidates.split(self._lengths)),
+            top_k,
+            least_share=recipe.least_share,
+            highest=recipe.score is Score.PEAK,
+        )
         return Index.computed(torch.cat([self.always.device, chosen]).sort().values)

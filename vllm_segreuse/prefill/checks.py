@@ -305,7 +305,8 @@ class _Proof:
             (7, {"top_k": 9, "dense_layers": 1}),
             (7, {"dense_layers": len(self._stack)}),
             (7, {"top_k": 9, "dense_layers": 1, "score": Score.DEVIATION}),
-            (7, {"top_k": 9, "score": Score.ALL_LAYERS, "least_share": 0.3}),
+            (7, {"top_k": 9, "score": Score.ALL_LAYERS}),
+            (7, {"top_k": 9, "score": Score.PEAK, "least_share": 0.01}),
         ]
         for stretch, program in programs:
             for block in self._copy:

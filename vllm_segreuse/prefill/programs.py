@@ -178,6 +178,7 @@ class Layers:
         probed: torch.Tensor,
         counts: list[int],
         queries: torch.Tensor,
+        highest: bool = False,
     ) -> torch.Tensor:
         """Attention that queries pay, at one layer, to each token of their plan.
 
@@ -187,6 +188,7 @@ class Layers:
             probed: flat indices of the queries' tokens, ascending.
             counts: how many of them are each plan's.
             queries: `[probed, heads, head_size]`.
+            highest: the most that one query pays with one head, instead of the sum.
 
         Returns:
             float32 `[tokens]`.
@@ -206,6 +208,7 @@ class Layers:
                 batch.block_tables[row],
                 plan.start + length,
                 attention.impl.scale,
+                highest,
             )
             paid.append(mass[plan.start :])
         return torch.cat(paid)
@@ -220,9 +223,9 @@ def program_of(recipe: Recipe) -> Program:
         return stock
     if not recipe.top_k:
         return fixed
-    return {Score.ATTENTION: attended, Score.DEVIATION: deviating, Score.ALL_LAYERS: asked}[
-        recipe.score
-    ]
+    if recipe.score.asks_all_layers:
+        return asked
+    return {Score.ATTENTION: attended, Score.DEVIATION: deviating}[recipe.score]
 
 
 def stock(layers: Layers, batch: Batch) -> Waves[Computed]:
@@ -298,12 +301,15 @@ def asked(layers: Layers, batch: Batch) -> Waves[Computed]:
 
 
 def _paid_at_all_layers(layers: Layers, batch: Batch) -> Waves[torch.Tensor]:
-    """Attention that the probes pay to each token of their plan, summed over all layers but the
-    last."""
+    """Attention that the probes pay to each token of their plan at all layers but the last: its
+    sum, or its peak."""
+    highest = batch.plans[0].recipe.score is Score.PEAK
+    gather = torch.maximum if highest else torch.add
     probes, counts = batch.probes, batch.counts(batch.probes)
     total = torch.zeros(len(batch.tokens), device=probes.device.device)
     queries = yield from layers.queries(batch.tokens.take(probes), batch)
     for layer, of_layer in enumerate(queries):
-        total += layers.attention_paid(batch, layer, probes.device, counts, of_layer)
+        paid = layers.attention_paid(batch, layer, probes.device, counts, of_layer, highest)
+        total = gather(total, paid)
         yield len(probes)  # about what these tokens' attention at one layer takes
     return total
