@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +53,16 @@ class Optimizer:
             nn.utils.clip_grad_norm_(settings["params"], 1.0)
         self.others.step()
         self.others.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Any]:
+        """What going on takes, for `torch.save`."""
+        return {"momentum": list(self.momentum.values()), "others": self.others.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with what `state` returned, for a model of the same shape."""
+        for momentum, saved in zip(self.momentum.values(), state["momentum"], strict=True):
+            momentum.copy_(saved)
+        self.others.load_state_dict(state["others"])
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
