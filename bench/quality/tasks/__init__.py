@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from random import Random
+from statistics import fmean
 
 from bench.quality.tasks import agents, chat, counting, documents, retrieval, variables
 from bench.quality.tasks.base import Names, Question, Thread, World, instruction, lay_out
@@ -57,9 +59,9 @@ class Example:
         return [*words, *self.suffix]
 
     def score(self, said: list[str]) -> float:
-        """RULER's measure: the share of the answer's names that were said.
+        """RULER's measure: the share of the answer that was said.
 
-        Words behind the first full stop do not count.
+        Words behind the first full stop do not count, nor do names that the question gives.
         """
         until = said.index(".") if "." in said else len(said)
         expected = [word for word in self.answer if word not in (",", ".")]
@@ -67,8 +69,8 @@ class Example:
             return len(set(expected) & set(said[:until])) / len(expected)
         # Values are asked for by name: the right one at the wrong place is wrong.
         given = [word for word in said[:until] if word != ","]
-        right = sum(a == b for a, b in zip(expected, given, strict=False))
-        return right / len(expected)
+        right = [a == b for a, b in zip_longest(expected, given) if a and a not in self.suffix]
+        return fmean(right)
 
 
 def _needles(names: Names, rng: Random, _: int) -> list[Thread]:
@@ -78,10 +80,11 @@ def _needles(names: Names, rng: Random, _: int) -> list[Thread]:
 
 
 def _variables(names: Names, rng: Random, _: int) -> list[Thread]:
-    asked = variables.chain(names, rng, 3)
-    asked = Thread(asked.statements, (asked.questions[rng.choice((1, 2, 3))],))
-    others = [variables.chain(names, rng, 3) for _ in range(3)]
-    return [asked, *(Thread(chain.statements, ()) for chain in others)]
+    chains = [variables.chain(names, rng, 3) for _ in range(4)]
+    one, hops = chains[0], rng.choice((1, 2, 3, None))
+    asked = variables.at_once(chains, rng) if hops is None else one.questions[hops]
+    others = [Thread(chain.statements, ()) for chain in chains[1:]]
+    return [*others, Thread(one.statements, (asked,))]
 
 
 def _common(names: Names, rng: Random, _: int) -> list[Thread]:

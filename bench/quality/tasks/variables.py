@@ -2,16 +2,19 @@
 """RULER's variable tracking: chains of assignments, each hop in another document.
 
 `let v12 = n05 .`, further on `let v30 = v12 .`: what is v30? RULER asks for all variables that hold
-a value; here one variable's value is asked, so that the number of hops is known for each answer.
+a value; here the values of given variables are asked: of one, so that the number of hops is known,
+or of several at once, so that what the later answers rest on is not yet looked up when the prompt
+ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
 from bench.quality import language
-from bench.quality.tasks.base import Names, Statement, Thread, lookup
+from bench.quality.tasks.base import Names, Question, Statement, Thread, lookup
 
 
 def chain(names: Names, rng: Random, hops: int, hint_rate: float = 0.0) -> Thread:
@@ -35,6 +38,20 @@ def chain(names: Names, rng: Random, hops: int, hint_rate: float = 0.0) -> Threa
         lookup(f"hop {hop}", ["value"], [(name, (value,))]) for hop, name in enumerate(variables)
     )
     return Thread(tuple(statements), asked)
+
+
+def at_once(chains: Sequence[Thread], rng: Random) -> Question:
+    """The value of one variable of each chain."""
+    asked = [rng.choice(chain.questions) for chain in chains]
+    return lookup("several", ["value"], [(one.words[-1], one.answer[:-1]) for one in asked])
+
+
+def several(chains: Sequence[Thread], rng: Random) -> Thread:
+    """Chains as one thread, their statements mixed but each chain's in order; asked for at once."""
+    turns = [number for number, chain in enumerate(chains) for _ in chain.statements]
+    rng.shuffle(turns)
+    left = [iter(chain.statements) for chain in chains]
+    return Thread(tuple(next(left[number]) for number in turns), (at_once(chains, rng),))
 
 
 def dangling(names: Names, rng: Random) -> Thread:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m bench.quality.train OUT`: train the lab's model from nothing, or go on where it stopped.
+"""`python -m bench.quality.train OUT`: train the lab's model, or go on where that stopped.
 
 A curriculum of lessons, each left once its tasks are solved or its steps are used up. Nothing
 depends on the time it takes: a run that was stopped and called again ends with the same weights as
@@ -208,7 +208,9 @@ class Training:
         for name in COUNTERS:
             setattr(self, name, state[name])
         lines = self._curve_file.read_text().splitlines(keepends=True)
-        self._curve_file.write_text("".join(ln for ln in lines if json.loads(ln)["step"] <= self.step))
+        self._curve_file.write_text(
+            "".join(ln for ln in lines if json.loads(ln)["step"] <= self.step)
+        )
 
 
 COUNTERS = ("lesson", "lesson_step", "step", "tokens", "seconds")

@@ -114,11 +114,9 @@ def _threads(rng: Random, stage: Stage, room: int) -> list[Thread]:
         threads.append(_counting(names, rng, budget, stage.frequent))
     hint_rate = rng.choice([0.0, 0.3, 0.6])
     makers = {
-        "variables": lambda: variables.chain(
-            names,
-            rng,
-            rng.randint(0, min(stage.max_hops, names.left(language.VARIABLES) - 1)),
-            hint_rate,
+        "variables": lambda: _chain(names, rng, stage, hint_rate),
+        "several": lambda: variables.several(
+            [_chain(names, rng, stage, hint_rate) for _ in range(rng.randint(2, 4))], rng
         ),
         "dangling": lambda: variables.dangling(names, rng),
         "needles": lambda: _needles(names, rng),
@@ -126,19 +124,34 @@ def _threads(rng: Random, stage: Stage, room: int) -> list[Thread]:
         "chat": lambda: chat.memory(names, rng, rng.randint(0, 2)),
         "agents": lambda: agents.debate(names, rng, rng.randint(2, 6)),
     }
-    weights = {"variables": 6, "dangling": 1, "needles": 2, "bridge": 2, "chat": 2, "agents": 1}
+    weights = {
+        "variables": 6,
+        "several": 1,
+        "dangling": 1,
+        "needles": 2,
+        "bridge": 2,
+        "chat": 2,
+        "agents": 1,
+    }
     if rng.random() < stage.single:
         kept = rng.choices(list(weights), list(weights.values()))[0]
         weights = {kept: 1}
     used = sum(len(s.words) for thread in threads for s in thread.statements)
     while used < budget:
         kind = rng.choices(list(weights), list(weights.values()))[0]
-        if names.left(language.VARIABLES) < 10 or names.left(language.KEYS) < 8:
+        if (
+            names.left(language.VARIABLES) < 4 * (stage.max_hops + 1)
+            or names.left(language.KEYS) < 8
+        ):
             break
         thread = makers[kind]()
         used += sum(len(statement.words) for statement in thread.statements)
         threads.append(thread)
     return threads
+
+
+def _chain(names: Names, rng: Random, stage: Stage, hint_rate: float) -> Thread:
+    return variables.chain(names, rng, rng.randint(0, stage.max_hops), hint_rate)
 
 
 def _needles(names: Names, rng: Random) -> Thread:
