@@ -37,7 +37,16 @@ CURRICULUM = [
     Lesson(Stage(320, 14, max_hops=4, recall=0.05), 600, 0.96),
     Lesson(Stage(640, 7, max_hops=4, recall=0.02), 600, 0.97),
     # Counting comes late: it needs many examples, with little else to learn.
-    Lesson(Stage(128, 36, max_hops=3, counting=0.9, frequent=0.8), 1500, rate=0.7),
-    Lesson(Stage(512, 9, max_hops=4, counting=0.8, frequent=0.8), 700, rate=0.6),
-    Lesson(Stage(2304, 2, max_hops=4, counting=0.7, frequent=0.7), 3500, rate=0.6, falling=True),
+    Lesson(Stage(128, 36, max_hops=3, counting=0.9, frequent=0.8), 900, rate=0.7),
+    # The longest hops take examples of their own.
+    Lesson(Stage(192, 24, max_hops=4, counting=0.2, chains=0.7), 1500, 0.97),
+    Lesson(Stage(640, 7, max_hops=4, counting=0.2, chains=0.3), 300, 0.98),
+    Lesson(Stage(128, 36, max_hops=4, counting=0.9, frequent=0.8), 600, rate=0.7),
+    Lesson(Stage(512, 9, max_hops=4, counting=0.8, frequent=0.8), 500, rate=0.6),
+    Lesson(
+        Stage(2304, 2, max_hops=4, counting=0.7, frequent=0.7, chains=0.2),
+        3000,
+        rate=0.6,
+        falling=True,
+    ),
 ]

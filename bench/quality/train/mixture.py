@@ -33,6 +33,7 @@ class Stage:
         counting: share of the other rows that carry a counting task.
         frequent: share of the counting tasks that ask for the most frequent words.
         single: share of the other rows with statements of one task only.
+        chains: share of the other rows with nothing but chains of `max_hops` assignments.
     """
 
     length: int
@@ -42,6 +43,7 @@ class Stage:
     counting: float = 0.35
     frequent: float = 0.5
     single: float = 0.3
+    chains: float = 0.0
 
 
 @dataclass
@@ -110,11 +112,13 @@ def _threads(rng: Random, stage: Stage, room: int) -> list[Thread]:
     names = Names(rng)
     threads: list[Thread] = []
     budget = room * rng.uniform(0.3, 0.75)
-    if rng.random() < stage.counting:
+    only_chains = stage.chains > 0 and rng.random() < stage.chains
+    if not only_chains and rng.random() < stage.counting:
         threads.append(_counting(names, rng, budget, stage.frequent))
     hint_rate = rng.choice([0.0, 0.3, 0.6])
     makers = {
         "variables": lambda: _chain(names, rng, stage, hint_rate),
+        "long chains": lambda: variables.chain(names, rng, stage.max_hops, hint_rate),
         "several": lambda: variables.several(
             [_chain(names, rng, stage, hint_rate) for _ in range(rng.randint(2, 4))], rng
         ),
@@ -133,7 +137,9 @@ def _threads(rng: Random, stage: Stage, room: int) -> list[Thread]:
         "chat": 2,
         "agents": 1,
     }
-    if rng.random() < stage.single:
+    if only_chains:
+        weights = {"long chains": 1}
+    elif rng.random() < stage.single:
         kept = rng.choices(list(weights), list(weights.values()))[0]
         weights = {kept: 1}
     used = sum(len(s.words) for thread in threads for s in thread.statements)
