@@ -217,23 +217,27 @@ class SchedulerSide:
 
         Args:
             tokens: that number, by request.
-            requests: of the scheduler, by id.
+            requests: of the scheduler, by id; who has ended is not among them.
         """
         for request_id, count in tokens.items():
-            tracked = self._planner.get(request_id)
-            if tracked is None or tracked.report is None or tracked.awaited is None:
-                continue  # ended meanwhile, or readmitted: the report is about the first admission
-            plan, tracked.awaited = tracked.awaited, None
-            asked = int(plan.next_token is not None)
-            chosen = count - asked - int(plan.recipe.always.sum())
-            recomputed = plan.recomputed(chosen)
-            tracked.report = tracked.report._replace(
-                recomputed_tokens=recomputed,
-                computed_share=self._computed_share(plan, plan.stop + 1, chosen),
-            )
-            self._stats.count_tokens("recomputed", recomputed)
             if request_id in requests:
-                _note_saved(requests[request_id], tracked.report)
+                self._note_computed(requests[request_id], count)
+
+    @_contained(otherwise=None)
+    def _note_computed(self, request: Request, count: int) -> None:
+        tracked = self._planner.get(request.request_id)
+        if tracked is None or tracked.report is None or tracked.awaited is None:
+            return  # readmitted meanwhile: the report is about the first admission
+        plan, tracked.awaited = tracked.awaited, None
+        asked = int(plan.next_token is not None)
+        chosen = count - asked - int(plan.recipe.always.sum())
+        recomputed = plan.recomputed(chosen)
+        tracked.report = tracked.report._replace(
+            recomputed_tokens=recomputed,
+            computed_share=self._computed_share(plan, plan.stop + 1, chosen),
+        )
+        _note_saved(request, tracked.report)
+        self._stats.count_tokens("recomputed", recomputed)
 
     @_contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:

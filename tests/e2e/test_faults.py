@@ -11,6 +11,7 @@ import torch
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import drain, submit
 from tests.e2e.test_equality import assert_same
+from vllm_segreuse.serve.metrics import SegReuseStats
 
 OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_policy": "sparsex"}
 SHIFT = OPTIONS | {"segreuse_policy": "shift"}
@@ -186,6 +187,31 @@ def test_27_an_error_elsewhere_leaves_answer_and_engine_alone(
     (logged,) = errors()
     assert "unlucky" in logged
     break_function.mend()
+    check_alive(reusing, prompt)
+
+
+def test_27_an_error_over_what_the_workers_chose_leaves_answer_and_engine_alone(
+    reusing: Engine,
+    prompt: list[int],
+    errors: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    focus = SELECTED | {"segreuse_policy": "focus"}
+    expected = ask_named(reusing, "lucky", prompt, focus)
+    count = SegReuseStats.count_tokens
+
+    def count_tokens(self: SegReuseStats, kind: str, tokens: int) -> None:
+        if kind == "recomputed":  # counted for `focus` once its workers have told
+            raise OnPurposeError(kind)
+        count(self, kind, tokens)
+
+    reusing.reset()
+    reusing.ask(*documents_and_prompt(reusing)[0], options=NAMESPACE, max_tokens=1)
+    monkeypatch.setattr(SegReuseStats, "count_tokens", count_tokens)
+    assert_same(ask_named(reusing, "unlucky", prompt, focus), expected, NOISE)
+    (logged,) = errors()
+    assert "unlucky" in logged
+    monkeypatch.undo()
     check_alive(reusing, prompt)
 
 

@@ -42,7 +42,7 @@ OPTIONS = st.builds(
         "segreuse_overflow_tokens": overflow,
         "segreuse_min_reused_tokens": least,
     },
-    policy=st.sampled_from(["shift", "sparsex", "exact"]),
+    policy=st.sampled_from(["shift", "sparsex", "focus", "exact"]),
     ratio=st.sampled_from([0.0, 0.4, 1.0]),
     dense=st.sampled_from([0, 1]),
     overflow=st.sampled_from([0, 1, None]),

@@ -246,7 +246,7 @@ class _Run:
             salt=choose([None] * 7 + ["salt"]),
             lora=random.random() < 0.05,
             options={
-                "segreuse_policy": choose(["shift", "sparsex", "exact"]),
+                "segreuse_policy": choose(["shift", "sparsex", "focus", "exact"]),
                 "segreuse_recompute_ratio": choose([0.0, 0.3, 1.0]),
                 "segreuse_dense_layers": choose([0, 1]),
                 "segreuse_overflow_tokens": choose([0, 1, None]),

@@ -22,6 +22,7 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "finished",
         "exact tokens",
         "spread plans",
+        "chosen by workers",
         *(f"fault: {site}" for site in (*SITES, *OTHERS)),
     ):
         assert seen[what] > 0, f"no {what} in {seen}"

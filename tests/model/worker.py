@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.connector import SegReuseWorkerMetadata
 
 STOP = 1
 """The token that ends a request."""
@@ -121,6 +122,10 @@ class Worker:
         self._requests: dict[str, Running] = {}
         self._spread: dict[str, Spread] = {}
         self._loaded: dict[str, tuple[int, int]] = {}  # span of a spread plan that is done
+        self._told: dict[str, int] = {}  # in this step: tokens computed, where nobody else knows
+        self.recomputed: dict[str, int] = {}
+        """Of each request's first plan, reused tokens that were computed again."""
+        self.called_back: set[str] = set()
         self.num_steps = self.spread_plans = 0
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -130,6 +135,8 @@ class Worker:
             AssertionError: something reads what it must not read.
         """
         self.num_steps += 1
+        self._told = {}
+        self.called_back |= set(step.kv_connector_metadata.called_back)
         for name in step.kv_connector_metadata.called_back:
             self._spread.pop(name, None)
             self._loaded.pop(name, None)
@@ -139,11 +146,13 @@ class Worker:
         self._run_plans(step.kv_connector_metadata.plans, step.num_scheduled_tokens, starts)
         sampled = [self._forward(i, starts[i], step.num_scheduled_tokens[i]) for i in ids]
         loaded = self._go_on(step.finished_req_ids)
+        told = SegReuseWorkerMetadata(self._told) if self._told else None
+        output = KVConnectorOutput(finished_recving=loaded or None, kv_connector_worker_meta=told)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(finished_recving=loaded) if loaded else None,
+            kv_connector_output=output if loaded or told else None,
         )
 
     def slots(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
@@ -217,7 +226,10 @@ class Worker:
     ) -> None:
         if self.fail_next_pass and plans:
             self.fail_next_pass = False
-            # As the connector does after an error; what a plan may copy remains what it was.
+            # As the connector does after an error; what a plan may copy remains what it was, and
+            # so does what is reported.
+            for plan in plans:
+                self.recomputed.setdefault(plan.request_id, plan.num_recomputed)
             plans = [_in_full(plan) for plan in plans]
         requests = [self._request_of(plan) for plan in plans]
         written = self._written(plans, requests, scheduled, starts)
@@ -355,7 +367,13 @@ class Worker:
     ) -> None:
         candidates = np.flatnonzero(plan.reused & ~plan.recipe.always)
         rng = np.random.default_rng(self.num_steps)
-        chosen = rng.permutation(candidates)[: plan.recipe.top_k]
+        count = plan.recipe.top_k
+        if plan.recipe.least_share:
+            count = int(rng.integers(count + 1))
+            asked = int(plan.next_token is not None)
+            self._told[plan.request_id] = int(plan.recipe.always.sum()) + asked + count
+        self.recomputed.setdefault(plan.request_id, plan.recomputed(count))
+        chosen = rng.permutation(candidates)[:count]
         computed = plan.recipe.always.copy()
         computed[chosen] = True
         slots = self._write(request, plan.start, plan.stop)

@@ -319,9 +319,25 @@ class World:
                 f"a report that does not add up: {report}"
             )
             assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"], f"{report}"
+            self._check_recomputed(request, report)
             self.counts["frozen"] += report.get("frozen", False)
             if self.reports is not None:
                 self.reports[request.request_id] = report
+
+    def _check_recomputed(self, request: Request, report: dict[str, Any]) -> None:
+        """What the workers chose is what the report says, though only they knew."""
+        done = self.worker.recomputed.get(request.request_id)
+        completed = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if (
+            done is None
+            or not report["reused_tokens"]  # its first admission had no plan
+            or request.status not in completed  # it may have ended before they had told
+            or request.request_id in self.worker.called_back
+        ):
+            return
+        told = report["recomputed_tokens"]
+        assert told == done, f"{request.request_id} reports {told} recomputed tokens, not {done}"
+        self.counts["chosen by workers"] += report["policy"] == "focus" and told > 0
 
 
 @functools.cache
