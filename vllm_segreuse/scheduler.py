@@ -203,7 +203,7 @@ class SchedulerSide:
         if request.num_preemptions:
             return  # counted when it was first admitted, like vLLM's own figures
         tracked.report = report
-        if tracked.plan is not None and tracked.plan.recipe.least_share:
+        if tracked.plan is not None and tracked.plan.counted:
             tracked.awaited = tracked.plan
         self._count(report, recomputed=tracked.awaited is None)
         if tracked.freeze is None:

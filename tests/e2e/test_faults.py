@@ -262,6 +262,8 @@ def test_27_an_error_in_the_pass_computes_its_plans_in_full(
     answer = ask_named(reusing, "unlucky", prompt, WORKING[broken])
     assert len(calls) == 1
     assert_same(answer, reference, NOISE)
+    if answer.report["policy"] == "focus":  # its workers tell what they did
+        assert answer.report["recomputed_tokens"] == answer.report["reused_tokens"] > 0
     (logged,) = errors()
     assert "unlucky" in logged
     assert "OnPurposeError" in logged

@@ -227,9 +227,10 @@ class Worker:
         if self.fail_next_pass and plans:
             self.fail_next_pass = False
             # As the connector does after an error; what a plan may copy remains what it was, and
-            # so does what is reported.
+            # so does what is reported, unless it is for the workers to tell.
             for plan in plans:
-                self.recomputed.setdefault(plan.request_id, plan.num_recomputed)
+                done = plan.num_reused if plan.counted else plan.num_recomputed
+                self.recomputed.setdefault(plan.request_id, done)
             plans = [_in_full(plan) for plan in plans]
         requests = [self._request_of(plan) for plan in plans]
         written = self._written(plans, requests, scheduled, starts)
@@ -370,6 +371,7 @@ class Worker:
         count = plan.recipe.top_k
         if plan.recipe.least_share:
             count = int(rng.integers(count + 1))
+        if plan.counted:
             asked = int(plan.next_token is not None)
             self._told[plan.request_id] = int(plan.recipe.always.sum()) + asked + count
         self.recomputed.setdefault(plan.request_id, plan.recomputed(count))

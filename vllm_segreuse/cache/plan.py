@@ -80,6 +80,8 @@ class ReusePlan:
             computes such a plan writes the KV of that token, too: what a spoilt pass left there
             would spoil the next one.
         spread: carried out over several steps, while the request is set aside.
+        counted: how many tokens are computed only the workers know (`Recipe.least_share`). They
+            tell it, also if they have to compute the plan in full.
     """
 
     request_id: str
@@ -93,6 +95,7 @@ class ReusePlan:
     block_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     next_token: int | None = None
     spread: bool = False
+    counted: bool = False
 
     @property
     def num_written(self) -> int:

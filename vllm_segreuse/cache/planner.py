@@ -333,6 +333,7 @@ class Planner:
             donor_blocks=np.unique(matches.pieces[:, 2]).tolist(),
             donor_depth=matches.max_depth,
             next_token=int(tracked.tokens[stop]) if recipe.asks_next_token else None,
+            counted=recipe.least_share > 0,
         )
 
     def _drop(self, request_id: str) -> None:

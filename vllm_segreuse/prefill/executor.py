@@ -109,9 +109,10 @@ class SparsePrefill:
         computed = {
             plan.request_id: active
             for plan, (_, active) in zip(prepared.plans, answers, strict=True)
-            if plan.recipe.least_share
+            if plan.counted
         }
         if spoilt:
+            computed |= {plan.request_id: plan.num_written for plan in spoilt if plan.counted}
             in_full = [plan.in_full() for plan in spoilt]
             again = Batch(in_full, self._block_size, self._device, prepared.wave_work)
             yield from clock.running(self._compute(again))
