@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from bench.quality.tasks import Example
 
 IntArray = npt.NDArray[np.int64]
 
-MODEL = harness.REPOSITORY / "models" / "lab"
+MODEL = Path(os.environ.get("BENCH_QUALITY_MODEL", harness.REPOSITORY / "models" / "lab"))
 MAX_TOKENS = 4096
 KV_SPACE_GIB = 1
 
@@ -60,7 +61,8 @@ def require_model(model: Path = MODEL) -> None:
     """Raises BenchError where there is none."""
     if not (model / "model.safetensors").is_file():
         raise harness.BenchError(
-            f"no model at {model}: train one with `python -m bench.quality.train DIR`"
+            f"no model at {model}: train one with `python -m bench.quality.train DIR`, and write "
+            "it there with `python -m bench.quality.train.export DIR/model.pt FOLDER`"
         )
 
 

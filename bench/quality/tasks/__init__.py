@@ -80,11 +80,16 @@ def _needles(names: Names, rng: Random, _: int) -> list[Thread]:
 
 
 def _variables(names: Names, rng: Random, _: int) -> list[Thread]:
+    asked = variables.chain(names, rng, 3)
+    asked = Thread(asked.statements, (asked.questions[rng.choice((1, 2, 3))],))
+    others = [variables.chain(names, rng, 3) for _ in range(3)]
+    return [asked, *(Thread(chain.statements, ()) for chain in others)]
+
+
+def _several_variables(names: Names, rng: Random, _: int) -> list[Thread]:
     chains = [variables.chain(names, rng, 3) for _ in range(4)]
-    one, hops = chains[0], rng.choice((1, 2, 3, None))
-    asked = variables.at_once(chains, rng) if hops is None else one.questions[hops]
     others = [Thread(chain.statements, ()) for chain in chains[1:]]
-    return [*others, Thread(one.statements, (asked,))]
+    return [*others, Thread(chains[0].statements, (variables.at_once(chains, rng),))]
 
 
 def _common(names: Names, rng: Random, _: int) -> list[Thread]:
@@ -120,6 +125,7 @@ def _debate(names: Names, rng: Random, _: int) -> list[Thread]:
 TASKS: dict[str, Callable[[Names, Random, int], list[Thread]]] = {
     "mq-niah": _needles,
     "vt": _variables,
+    "mq-vt": _several_variables,
     "cwe": _common,
     "fwe": _frequent,
     "two-hop qa": _two_hops,
@@ -174,7 +180,7 @@ def _world(task: str, rng: Random, tokens: int, number: int) -> tuple[World, Que
     sizes = [(tokens - 40) // number] * number
     for _ in range(100):
         threads = TASKS[task](Names(rng), rng, tokens)
-        world = lay_out(rng, threads, sizes, apart=task in ("vt", "debate"))
+        world = lay_out(rng, threads, sizes, apart=task in ("vt", "mq-vt", "debate"))
         if world.questions:
             return world, world.questions[0]
     raise ValueError(f"{task} does not fit into {number} documents of {sizes[0]} words")

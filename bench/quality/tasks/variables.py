@@ -2,9 +2,9 @@
 """RULER's variable tracking: chains of assignments, each hop in another document.
 
 `let v12 = n05 .`, further on `let v30 = v12 .`: what is v30? RULER asks for all variables that hold
-a value; here the values of given variables are asked: of one, so that the number of hops is known,
-or of several at once, so that what the later answers rest on is not yet looked up when the prompt
-ends.
+a value; here the value of one is asked, so that the number of hops is known, or (`mq-vt`) the
+values of several at once, so that what the later answers rest on is not yet looked up when the
+prompt ends.
 """
 
 from __future__ import annotations
