@@ -2,6 +2,7 @@
 """The quality lab: examples have the answers that their text has, and figures are what they say."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -24,17 +25,13 @@ def solve(example: Example) -> list[str]:
     match example.task:
         case "mq-niah":
             facts = {words[i + 1]: words[i + 3 : i + 5] for i, w in enumerate(words) if w == "of"}
-            names = [w for w in question[2 : question.index(":")] if w != ","]
-            told = [word for name in names for word in (",", name, *facts[name])]
-            return [*told[2:], "."]
+            return _told(question, facts)
         case "vt" | "mq-vt":
-            values: dict[str, str] = {}
+            values: dict[str, list[str]] = {}
             for i, word in enumerate(words):
                 if word == "let":
-                    values[words[i + 1]] = values.get(words[i + 3], words[i + 3])
-            names = [w for w in question[2 : question.index(":")] if w != ","]
-            told = [word for name in names for word in (",", name, values[name])]
-            return [*told[2:], "."]
+                    values[words[i + 1]] = values.get(words[i + 3], [words[i + 3]])
+            return _told(question, values)
         case "cwe":
             items = Counter(words[i + 1] for i, w in enumerate(words) if w == "item")
             often = max(items.values())
@@ -55,6 +52,13 @@ def solve(example: Example) -> list[str]:
             said = [c for a, b, c in triples if (a, b) == (asked[0], "is")]
             return [Counter(said).most_common(1)[0][0], "."]
     raise AssertionError(example.task)
+
+
+def _told(question: Sequence[str], values: Mapping[str, Sequence[str]]) -> list[str]:
+    """The answer to `? RELATION a , b : a`: the value of each name."""
+    names = [w for w in question[2 : question.index(":")] if w != ","]
+    told = [word for name in names for word in (",", name, *values[name])]
+    return [*told[2:], "."]
 
 
 @pytest.mark.parametrize(("task", "seed"), DRAWS)

@@ -9,7 +9,7 @@ them is preceded by what will precede it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from random import Random
@@ -73,23 +73,27 @@ class Example:
         return fmean(right)
 
 
+def _unasked(threads: Sequence[Thread]) -> list[Thread]:
+    """What the documents also say."""
+    return [Thread(thread.statements, ()) for thread in threads]
+
+
 def _needles(names: Names, rng: Random, _: int) -> list[Thread]:
     asked = retrieval.needles(names, rng, 4, at_once=4)
-    others = retrieval.needles(names, rng, 12, at_once=4)
-    return [asked, Thread(others.statements, ())]
+    return [asked, *_unasked([retrieval.needles(names, rng, 12, at_once=4)])]
 
 
 def _variables(names: Names, rng: Random, _: int) -> list[Thread]:
     asked = variables.chain(names, rng, 3)
     asked = Thread(asked.statements, (asked.questions[rng.choice((1, 2, 3))],))
     others = [variables.chain(names, rng, 3) for _ in range(3)]
-    return [asked, *(Thread(chain.statements, ()) for chain in others)]
+    return [asked, *_unasked(others)]
 
 
 def _several_variables(names: Names, rng: Random, _: int) -> list[Thread]:
     chains = [variables.chain(names, rng, 3) for _ in range(4)]
-    others = [Thread(chain.statements, ()) for chain in chains[1:]]
-    return [*others, Thread(chains[0].statements, (variables.at_once(chains, rng),))]
+    asked = Thread(chains[0].statements, (variables.at_once(chains, rng),))
+    return [*_unasked(chains[1:]), asked]
 
 
 def _common(names: Names, rng: Random, _: int) -> list[Thread]:
@@ -105,16 +109,13 @@ def _frequent(names: Names, rng: Random, tokens: int) -> list[Thread]:
 def _two_hops(names: Names, rng: Random, _: int) -> list[Thread]:
     asked = documents.bridge(names, rng)
     others = [documents.bridge(names, rng) for _ in range(9)]
-    return [
-        Thread(asked.statements, asked.questions[:1]),
-        *(Thread(other.statements, ()) for other in others),
-    ]
+    return [Thread(asked.statements, asked.questions[:1]), *_unasked(others)]
 
 
 def _memory(names: Names, rng: Random, _: int) -> list[Thread]:
     asked = chat.memory(names, rng, rng.choice((1, 2)))
     others = [chat.memory(names, rng, rng.randint(0, 2)) for _ in range(9)]
-    return [asked, *(Thread(other.statements, ()) for other in others)]
+    return [asked, *_unasked(others)]
 
 
 def _debate(names: Names, rng: Random, _: int) -> list[Thread]:

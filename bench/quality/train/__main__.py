@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,12 +38,12 @@ FULL_STOP = language.TOKEN_OF["."]
 
 
 class Figures:
-    """Loss, and share of right words per kind of question, over the last `WINDOW` steps."""
+    """Loss, and share of right words per kind of question, over the steps that were added."""
 
     def __init__(self) -> None:
-        self.losses: deque[float] = deque(maxlen=WINDOW)
-        self.right: deque[dict[str, int]] = deque(maxlen=WINDOW)
-        self.asked: deque[dict[str, int]] = deque(maxlen=WINDOW)
+        self.losses: list[float] = []
+        self.right: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
 
     def add(self, loss: Tensor, right: Tensor, labels: Tensor, batch: mixture.Batch) -> None:
         """Count one batch; full stops are left out, since everybody gets those right."""
@@ -52,8 +52,8 @@ class Figures:
         asked = torch.bincount(kinds[counted], minlength=len(batch.names)).tolist()
         hits = torch.bincount(kinds[counted & right], minlength=len(batch.names)).tolist()
         self.losses.append(loss.item())
-        self.asked.append(dict(zip(batch.names, asked, strict=True)))
-        self.right.append(dict(zip(batch.names, hits, strict=True)))
+        self.asked.update(dict(zip(batch.names, asked, strict=True)))
+        self.right.update(dict(zip(batch.names, hits, strict=True)))
 
     def loss(self) -> float:
         """Mean loss."""
@@ -61,10 +61,7 @@ class Figures:
 
     def by_kind(self) -> dict[str, float]:
         """Accuracy of every kind that was asked."""
-        asked, right = sum(map(Counter, self.asked), Counter()), Counter[str]()
-        for counts in self.right:
-            right.update(counts)
-        return {kind: right[kind] / count for kind, count in sorted(asked.items())}
+        return {kind: self.right[kind] / n for kind, n in sorted(self.asked.items()) if n}
 
     def worst(self) -> float:
         """Accuracy of the worst kind, counting aside."""
