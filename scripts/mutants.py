@@ -384,6 +384,30 @@ MUTANTS = [
         "TP ranks choose for themselves",
         ((SELECTION, "        together = group.broadcast(together, src=0)\n", "        pass\n"),),
     ),
+    Mutant(
+        "TP ranks go by the peaks of their own heads",
+        ((SELECTION, "flat = group.all_gather(flat[None], dim=0).amax(0)", "pass"),),
+    ),
+    Mutant(
+        "an error while the workers' number is noted reaches vLLM",
+        (
+            (
+                SCHEDULER,
+                "    @_contained(otherwise=None)\n    def _note_computed(",
+                "    def _note_computed(",
+            ),
+        ),
+    ),
+    Mutant(
+        "the workers' number is taken for that of any plan of the request",
+        (
+            (
+                SCHEDULER,
+                "plan, tracked.awaited = tracked.awaited, None\n",
+                "plan = tracked.awaited\n",
+            ),
+        ),
+    ),
 ]
 
 

@@ -317,6 +317,43 @@ def test_a_spread_plan_leaves_the_step_to_others_and_no_pin_behind() -> None:
     assert world.report(request)["reused_tokens"] == len(DOCUMENT)
 
 
+def focused(world: World) -> Request:
+    """A request that was admitted with a plan whose workers choose as many tokens as they like."""
+    request = world.add(PROMPT, OPTIONS | {"segreuse_policy": "focus"})
+    world.run(request)
+    return request
+
+
+def test_what_workers_tell_is_in_the_report_once() -> None:
+    world = cached_document()
+    request = focused(world)
+    # The first token and the last are new, and three of the document were chosen.
+    world.side.computed({request.request_id: 5}, {request.request_id: request})
+    first = world.report(request)
+    assert first["recomputed_tokens"] == 3
+    told_twice = focused(world)
+    for number in (5, 20):  # of the first admission's plan, and of that after a preemption
+        world.side.computed({told_twice.request_id: number}, {told_twice.request_id: told_twice})
+    assert world.report(told_twice) == first
+
+
+def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = cached_document()
+    broken, sound = focused(world), focused(world)
+    requests = {request.request_id: request for request in (broken, sound)}
+    whole, calls = world.side._computed_share, count()
+
+    def failing_once(*args: Any) -> float:
+        if next(calls) == 0:
+            raise ArithmeticError
+        return whole(*args)
+
+    monkeypatch.setattr(world.side, "_computed_share", failing_once)
+    world.side.computed(dict.fromkeys(requests, 5), requests)
+    assert world.report(sound)["recomputed_tokens"] == 3
+    assert world.report(broken)["reused_tokens"] == len(DOCUMENT)
+
+
 def test_a_full_step_closes_the_pool_until_it_ends() -> None:
     """So vLLM's loop over the waiting requests ends; see `SegmentBlockPool`."""
     world = cached_document()
