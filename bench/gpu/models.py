@@ -56,6 +56,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [],
     },
+    "thin": _QWEN3
+    | {
+        "vocab_size": shapes.VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
     "tiny": _QWEN3
     | {
         "vocab_size": shapes.VOCAB_SIZE,
@@ -67,7 +76,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
 }
-"""By name; `tiny` is for the test of the suite itself."""
+"""By name; `thin` has layers for nothing but what the host does for each, `tiny` is for the test of
+the suite itself."""
 
 _COMMON = {
     "hidden_act": "silu",
@@ -80,6 +90,11 @@ _COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+def num_layers(name: str) -> int:
+    """Decoder layers of a shape."""
+    return int(SHAPES[name]["num_hidden_layers"])
 
 
 def make_model(name: str, root: Path | None = None) -> Path:

@@ -7,15 +7,16 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from bench import __main__ as command
 from bench import engine, harness
-from bench.gpu import models, pack, unpack
-from bench.suites import gpu
+from bench.gpu import models, offline, pack, passes, ttft, unpack
 
 
 def test_it_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,10 +34,10 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("tokens", "share"), [(256, 0.5), (512, 0.9), (16384, 0.98)])
 def test_prompts_have_the_length_and_the_share(tokens: int, share: float) -> None:
-    prompts = gpu.Prompts(tokens, share, seed=1)
+    prompts = offline.Prompts(tokens, share, seed=1)
     first, second = prompts.next(), prompts.next()
-    assert abs(len(first) - tokens) < gpu.DOCUMENTS
-    assert 0 <= tokens * share - prompts.donated_tokens < gpu.DOCUMENTS * 33
+    assert abs(len(first) - tokens) < offline.DOCUMENTS
+    assert 0 <= tokens * share - prompts.donated_tokens < offline.DOCUMENTS * 33
     assert first != second
     for document in prompts.documents:
         places = range(len(first) - len(document) + 1)
@@ -61,7 +62,7 @@ class Engine:
         self, llm: Any, prompt: list[int], extra_args: dict[str, Any] | None = None
     ) -> engine.Timed:
         label = (
-            next(p.label for p in gpu.POLICIES if p.extra_args(36) == extra_args)
+            next(p.label for p in ttft.POLICIES if p.extra_args(36) == extra_args)
             if (extra_args is None or "segreuse_policy" in extra_args)
             else "full"
         )
@@ -78,10 +79,10 @@ class Engine:
 
 def test_the_headline_is_in_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "first_token", Engine().first_token)
-    prompts = gpu.Prompts(16384, 0.98, seed=0)
-    rows = list(gpu._cell(None, "qwen3-8b", 36, prompts, 16384, 0.98, rounds=2))
-    assert {row["policy"] for row in rows} == {policy.label for policy in gpu.POLICIES}
-    summary = gpu._ttft_summary(rows)
+    prompts = offline.Prompts(16384, 0.98, seed=0)
+    rows = list(ttft.cell(None, "qwen3-8b", 36, prompts, 16384, 0.98, rounds=2))
+    assert {row["policy"] for row in rows} == {policy.label for policy in ttft.POLICIES}
+    summary = ttft.summary(rows)
     assert summary["shift_speedup"] == pytest.approx(50)
     assert summary["hybrid_efficiency"] == pytest.approx(1.0)
     assert summary["one_dense_speedup"] == pytest.approx(1 / 0.07)
@@ -89,14 +90,58 @@ def test_the_headline_is_in_the_summary(monkeypatch: pytest.MonkeyPatch) -> None
     assert summary["break_even_tokens_qwen3-8b_focus"] == rows[-1]["reused"]
 
 
+def test_what_ran_is_counted_by_name() -> None:
+    left, right = torch.ones(300, 300), torch.ones(300, 300)
+
+    def work() -> None:
+        for _ in range(3):
+            torch.mm(left, right)
+        left.add(1)
+
+    ran = passes.busy(work, DeviceType.CPU)
+    by_name = {it.name: it for it in ran}
+    assert by_name["aten::mm"].calls == 3
+    assert by_name["aten::add"].calls == 1
+    assert ran[0].name == "aten::mm"
+    assert ran[0].ms > by_name["aten::add"].ms > 0
+
+
+def test_the_plan_of_a_request_is_caught_and_the_worker_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Backlog:
+        prefill = "the pass"
+
+        def take(self, plans: list[str]) -> str:
+            return f"report on {plans}"
+
+    backlog, answers = Backlog(), list[str]()
+    transfer = SimpleNamespace(get_kv_transfer_group=lambda: SimpleNamespace(_backlog=backlog))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", transfer)
+    prompts = offline.Prompts(256, 0.5, seed=0)
+
+    def answering(*plans: str) -> None:
+        monkeypatch.setattr(
+            engine, "first_token", lambda *_: answers.append(backlog.take(list(plans)))
+        )
+
+    answering("plan")
+    assert passes.planned(None, prompts, {}) == ("the pass", "plan")
+    assert answers == ["report on ['plan']"]
+    answering("one", "two")
+    with pytest.raises(harness.BenchError, match="made 2 plans"):
+        passes.planned(None, prompts, {})
+    assert "take" not in vars(backlog)
+
+
 def test_break_even_is_behind_the_last_loss() -> None:
     def rows(*speedups: float) -> list[harness.Row]:
         return [{"reused": 100 * (i + 1), "speedup": s} for i, s in enumerate(speedups)]
 
-    assert gpu.break_even(rows(0.5, 0.9, 1.1, 2.0)) == 300
-    assert gpu.break_even(rows(2.0, 0.9, 1.1, 2.0)) == 300
-    assert gpu.break_even(rows(1.1, 2.0)) == 100
-    assert gpu.break_even(rows(2.0, 0.9)) == float("inf")
+    assert ttft.break_even(rows(0.5, 0.9, 1.1, 2.0)) == 300
+    assert ttft.break_even(rows(2.0, 0.9, 1.1, 2.0)) == 300
+    assert ttft.break_even(rows(1.1, 2.0)) == 100
+    assert ttft.break_even(rows(2.0, 0.9)) == float("inf")
 
 
 @pytest.mark.parametrize("name", models.SHAPES)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of the suite `gpu` that run in this process share: engine, prompts, policies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from bench import engine
+from bench.gpu import models, serving
+
+BLOCK_TOKENS = 16
+DOCUMENTS = 4
+NAMESPACE = ["bench-gpu"]
+
+
+def device() -> str:
+    """What the figures are of."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def running(shape: str, max_model_len: int, eager: bool) -> AbstractContextManager[Any]:
+    """An engine that reuses segments, on a model whose weights are made up."""
+    on_cpu = not torch.cuda.is_available()
+    options: dict[str, Any] = {} if on_cpu else {"gpu_memory_utilization": 0.92}
+    if backend := os.environ.get(serving.BACKEND):
+        options["attention_backend"] = backend
+    return engine.engine(
+        models.make_model(shape),
+        segreuse=True,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=8192,
+        load_format="dummy",
+        enforce_eager=eager,
+        block_size=engine.BLOCK_TOKENS if on_cpu else BLOCK_TOKENS,
+        **options,
+    )
+
+
+class Policy(NamedTuple):
+    """One way to prefill a prompt; `name` None is vLLM's own."""
+
+    label: str
+    name: str | None = None
+    ratio: float | None = None
+    dense_share: float = 0.0
+    dense_layers: int = 0
+
+    def extra_args(self, layers: int) -> dict[str, Any] | None:
+        """What a request carries in `SamplingParams.extra_args`."""
+        if self.name is None:
+            return None
+        options: dict[str, Any] = {"extra_keys": NAMESPACE, "segreuse_policy": self.name}
+        options["segreuse_min_reused_tokens"] = 16
+        if self.ratio is not None:
+            options["segreuse_recompute_ratio"] = self.ratio
+        if self.name == "sparsex":
+            share = round(self.dense_share * layers)
+            options["segreuse_dense_layers"] = self.dense_layers or share
+        return options
+
+
+class Prompts:
+    """Prompts of a context's length of which a share is in documents seen before."""
+
+    def __init__(self, tokens: int, share: float, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._new = max(DOCUMENTS + 1, tokens - int(tokens * share))
+        size = (tokens - self._new) // DOCUMENTS
+        self.documents = [self._fresh(size) for _ in range(DOCUMENTS)]
+        self._orders = itertools.cycle(list(itertools.permutations(range(DOCUMENTS)))[1:])
+
+    @property
+    def donated_tokens(self) -> int:
+        """Documents without the ends that fill no block: what is surely found again."""
+        block = engine.BLOCK_TOKENS  # the larger of the two sizes in use
+        return sum(len(document) // block * block for document in self.documents)
+
+    def next(self) -> list[int]:
+        """New tokens before each document, in an order of its own, and behind the last."""
+        gaps = [self._new // (DOCUMENTS + 1)] * DOCUMENTS
+        prompt = list[int]()
+        for gap, index in zip(gaps, next(self._orders), strict=True):
+            prompt += self._fresh(gap) + self.documents[index]
+        return prompt + self._fresh(self._new - sum(gaps))
+
+    def _fresh(self, count: int) -> list[int]:
+        return self._draw.choices(range(300, 8192), k=count)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Part `pass` of the suite `gpu`: what sets the pace of the sparse pass, the device or the host
+that starts its kernels.
+
+The plan of a real request is carried out again and again, with nothing else in the engine. First on
+a model with the layers of the real one and next to no width: that takes as long as the host does.
+Then, on a GPU, on the real one, under the profiler: the time in which kernels ran is the device's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from bench import engine, harness
+from bench.gpu import models
+from bench.gpu.offline import NAMESPACE, Policy, Prompts, running
+from bench.gpu.ttft import HEADLINE
+
+POLICIES = (
+    Policy("shift", "shift"),
+    Policy("thousand", "sparsex", 0.04),  # of 16,384 tokens, with the new ones
+    Policy("one_dense", "sparsex", 0.05, dense_layers=1),
+    Policy("focus", "focus", 0.03),
+)
+ROUNDS = 20
+HEAVIEST = 8
+
+Found = tuple[list[harness.Row], dict[str, float]]
+
+
+class Busy(NamedTuple):
+    """What ran under one name while a pass was profiled."""
+
+    name: str
+    calls: int
+    ms: float
+
+
+def run(tokens: int, on_gpu: bool) -> Found:
+    """The pass of every policy on the thin model; on a GPU on the real one, too."""
+    rows, figures = _measured("thin", tokens, None)
+    if on_gpu:
+        more, of_device = _measured(HEADLINE[0], tokens, DeviceType.CUDA)
+        rows, figures = rows + more, figures | of_device
+    return rows, figures
+
+
+def _measured(shape: str, tokens: int, profiled: DeviceType | None) -> Found:
+    layers = models.num_layers(shape)
+    rows: list[harness.Row] = []
+    figures: dict[str, float] = {}
+    with running(shape, tokens + 64, eager=False) as llm:
+        prompts = Prompts(tokens, HEADLINE[2], seed=1)
+        for document in prompts.documents:
+            engine.first_token(llm, document, {"extra_keys": NAMESPACE})
+        for policy in POLICIES:
+            prefill, plan = planned(llm, prompts, policy.extra_args(layers))
+
+            def once(prefill: Any = prefill, plan: Any = plan) -> None:
+                prefill.run([plan])
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+
+            wall_ms = _median_ms(once)
+            row = {
+                "shape": shape,
+                "policy": policy.label,
+                "most_active": plan.active_tokens,
+                "layer_tokens": plan.layer_tokens(layers),
+                "wall_ms": wall_ms,
+                "us_per_layer": 1e3 * wall_ms / layers,
+            }
+            if profiled is None:
+                figures[f"host_us_per_layer_{policy.label}"] = 1e3 * wall_ms / layers
+                rows.append(row)
+                continue
+            ran = busy(once, profiled)
+            busy_ms = sum(it.ms for it in ran)
+            row |= {"busy_ms": busy_ms, "kernels": sum(it.calls for it in ran)}
+            rows.append(row)
+            rows += [{"policy": policy.label, **it._asdict()} for it in ran[:HEAVIEST]]
+            figures[f"device_busy_share_{policy.label}"] = busy_ms / wall_ms
+    return rows, figures
+
+
+def planned(llm: Any, prompts: Prompts, extra_args: dict[str, Any] | None) -> tuple[Any, Any]:
+    """Sends a prompt; the worker's sparse pass, and the plan that it carried out."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    backlog: Any = get_kv_transfer_group()._backlog
+    take, seen = backlog.take, list[Any]()
+
+    def noting(plans: list[Any]) -> Any:
+        seen.extend(plans)
+        return take(plans)
+
+    backlog.take = noting
+    try:
+        engine.first_token(llm, prompts.next(), extra_args)
+    finally:
+        del backlog.take  # hides the class's own
+    if len(seen) != 1:
+        raise harness.BenchError(f"one prompt made {len(seen)} plans: {extra_args}")
+    return backlog.prefill, seen[0]
+
+
+def _median_ms(work: Callable[[], None]) -> float:
+    times = list[float]()
+    for _ in range(ROUNDS + 2):
+        started = time.perf_counter()
+        work()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times[2:])
+
+
+def busy(work: Callable[[], None], device: DeviceType) -> list[Busy]:
+    """What ran on the device, the longest first.
+
+    Args:
+        work: runs what is to be profiled, and waits for it.
+        device: CUDA: kernels and copies; CPU: operators, without those that they call.
+    """
+    activities = [ProfilerActivity.CPU]
+    if device == DeviceType.CUDA:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as taken:
+        work()
+    time_of = "self_cpu_time_total" if device == DeviceType.CPU else "self_device_time_total"
+    found = [
+        Busy(event.key[:60], event.count, getattr(event, time_of) / 1e3)
+        for event in taken.key_averages()
+        if event.device_type == device and not event.is_user_annotation
+    ]
+    return sorted(found, key=lambda it: -it.ms)

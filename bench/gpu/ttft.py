@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts `ttft-SHAPE` of the suite `gpu`: the time to the first token, one request at a time."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from bench import engine, harness
+from bench.gpu import models
+from bench.gpu.offline import NAMESPACE, Policy, Prompts, running
+
+HEADLINE = ("qwen3-8b", 16384, 0.98)
+
+POLICIES = (
+    Policy("full"),
+    Policy("shift", "shift"),
+    Policy("sparsex", "sparsex", 0.1),
+    Policy("hybrid", "sparsex", 0.1, dense_share=0.15),
+    Policy("one_dense", "sparsex", 0.05, dense_layers=1),
+    Policy("prophet", "prophet"),
+    Policy("focus", "focus", 0.03),
+)
+
+
+class Load(NamedTuple):
+    """What a shape is measured at."""
+
+    contexts: tuple[int, ...]
+    shares: tuple[float, ...]
+    rounds: int
+
+
+LOADS = {
+    "qwen3-8b": Load((4096, 16384, 32768, 65536), (0.5, 0.9, 0.98), 5),
+    "llama-3.1-8b": Load((16384, 65536), (0.9, 0.98), 3),
+    "qwen3-30b-a3b": Load((16384, 65536), (0.9, 0.98), 3),
+    "tiny": Load((512, 1024), (0.5, 0.9), 1),
+}
+
+
+def run(shape: str, eager: bool) -> tuple[list[harness.Row], dict[str, float]]:
+    """Full prefill against every policy, at the shape's contexts and shares of reused tokens."""
+    rows = list(_measured(shape, eager))
+    return rows, summary(rows)
+
+
+def _measured(shape: str, eager: bool) -> Iterator[harness.Row]:
+    load = LOADS[shape]
+    layers = models.num_layers(shape)
+    with running(shape, max(load.contexts) + 64, eager) as llm:
+        cells = list(itertools.product(load.contexts, load.shares))
+        for number, (tokens, share) in enumerate(harness.progress(cells, f"ttft {shape}")):
+            prompts = Prompts(tokens, share, seed=number)
+            yield from cell(llm, shape, layers, prompts, tokens, share, load.rounds)
+
+
+def cell(
+    llm: Any, shape: str, layers: int, prompts: Prompts, tokens: int, share: float, rounds: int
+) -> Iterator[harness.Row]:
+    """One context and share: every policy, in turns."""
+    taken: dict[str, list[engine.Timed]] = {policy.label: [] for policy in POLICIES}
+    for turn in range(rounds + 1):
+        for document in prompts.documents:  # a long round may have driven them out
+            engine.first_token(llm, document, {"extra_keys": NAMESPACE})
+        for policy in harness.rotated(POLICIES, turn):
+            timed = engine.first_token(llm, prompts.next(), policy.extra_args(layers))
+            if policy.name is not None:
+                engine.require_reuse(timed, policy.name, prompts.donated_tokens)
+            if turn:  # the first round warms up
+                taken[policy.label].append(timed)
+    full = statistics.median(timed.ms for timed in taken["full"])
+    for policy in POLICIES:
+        times = [timed.ms for timed in taken[policy.label]]
+        report = taken[policy.label][-1].report or {}
+        computed = float(report.get("computed_share", 1.0))
+        speedup = full / statistics.median(times)
+        yield {
+            "shape": shape,
+            "tokens": tokens,
+            "share": share,
+            "policy": policy.label,
+            "reused": report.get("reused_tokens", 0),
+            "computed_share": computed,
+            "median_ms": statistics.median(times),
+            "min_ms": min(times),
+            "max_ms": max(times),
+            "speedup": speedup,
+            "efficiency": speedup * computed,
+            "rounds": len(times),
+        }
+
+
+def summary(rows: list[harness.Row]) -> dict[str, float]:
+    """What must be shown, and the fewest reused tokens from which on each policy paid."""
+    shape = rows[0]["shape"]
+    figures: dict[str, float] = {}
+    here = [row for row in rows if (row["shape"], row["tokens"], row["share"]) == HEADLINE]
+    by_policy = {row["policy"]: row for row in here}
+    if by_policy:
+        figures["shift_speedup"] = by_policy["shift"]["speedup"]
+        figures["hybrid_efficiency"] = by_policy["hybrid"]["efficiency"]
+        figures["one_dense_speedup"] = by_policy["one_dense"]["speedup"]
+        cheap = [
+            row["speedup"]
+            for row in here
+            if row["computed_share"] <= 0.07 and row["policy"] not in ("full", "shift")
+        ]
+        figures["best_speedup_at_7_percent"] = max(cheap, default=0.0)
+    for policy in {row["policy"] for row in rows} - {"full"}:
+        figures[f"break_even_tokens_{shape}_{policy}"] = break_even(
+            [row for row in rows if row["policy"] == policy]
+        )
+    return figures
+
+
+def break_even(rows: list[harness.Row]) -> float:
+    """The fewest reused tokens from which on every measurement was faster than full prefill.
+
+    The bypass rule is this figure as `min_reused_tokens`. Infinity if the last one did not pay.
+    """
+    least = float("inf")
+    for row in sorted(rows, key=lambda row: -row["reused"]):
+        if row["speedup"] <= 1.0:
+            break
+        least = float(row["reused"])
+    return least
