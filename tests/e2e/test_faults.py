@@ -19,6 +19,7 @@ EXACT = OPTIONS | {"segreuse_policy": "exact"}
 EVERYTHING = OPTIONS | {"segreuse_recompute_ratio": 1.0}
 SELECTED = OPTIONS | {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 1}
 SCATTERED = SELECTED | {"segreuse_overflow_tokens": 0}  # so that few of the chosen are neighbours
+FOCUS = SELECTED | {"segreuse_policy": "focus"}
 NOISE = 2e-3  # of float32
 
 # What runs before vLLM has allocated a request's blocks.
@@ -64,7 +65,7 @@ WORKING = {
     "prefill.programs.Layers.attention_paid": SELECTED,
     "prefill.batch.Batch.with_chosen": SELECTED,
     "prefill.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
-    "prefill.programs._paid_at_all_layers": SELECTED | {"segreuse_policy": "focus"},
+    "prefill.programs._paid_at_all_layers": FOCUS,
 }
 
 Break = Callable[..., list[str]]
@@ -196,8 +197,7 @@ def test_27_an_error_over_what_the_workers_chose_leaves_answer_and_engine_alone(
     errors: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    focus = SELECTED | {"segreuse_policy": "focus"}
-    expected = ask_named(reusing, "lucky", prompt, focus)
+    expected = ask_named(reusing, "lucky", prompt, FOCUS)
     count = SegReuseStats.count_tokens
 
     def count_tokens(self: SegReuseStats, kind: str, tokens: int) -> None:
@@ -208,7 +208,7 @@ def test_27_an_error_over_what_the_workers_chose_leaves_answer_and_engine_alone(
     reusing.reset()
     reusing.ask(*documents_and_prompt(reusing)[0], options=NAMESPACE, max_tokens=1)
     monkeypatch.setattr(SegReuseStats, "count_tokens", count_tokens)
-    assert_same(ask_named(reusing, "unlucky", prompt, focus), expected, NOISE)
+    assert_same(ask_named(reusing, "unlucky", prompt, FOCUS), expected, NOISE)
     (logged,) = errors()
     assert "unlucky" in logged
     monkeypatch.undo()
@@ -288,7 +288,7 @@ def test_27_an_error_in_an_exact_pass_computes_its_plan_in_full(
     check_alive(reusing, prompt)
 
 
-@pytest.mark.parametrize("options", [SHIFT, SCATTERED], ids=["shift", "scattered"])
+@pytest.mark.parametrize("options", [SHIFT, SCATTERED, FOCUS], ids=["shift", "scattered", "focus"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_30_a_spoilt_donor_is_not_reused(
     reusing: Engine,
@@ -313,6 +313,8 @@ def test_30_a_spoilt_donor_is_not_reused(
         answer = ask_named(reusing, "spoilt", prompt, options)
     assert_same(answer, reference, NOISE)
     assert "NaN or infinity; computed in full: ['spoilt" in caplog.text
+    if answer.report["policy"] == "focus":  # its workers tell what they did
+        assert answer.report["recomputed_tokens"] == answer.report["reused_tokens"] > 0
     check_alive(reusing, prompt)
 
 
