@@ -234,7 +234,7 @@ def _move(
     # The compiler sees the alignment of arguments, not that of what is read from memory.
     source = tl.multiple_of(source, SOURCE_ALIGNMENT)
     target = tl.multiple_of(target, TARGET_ALIGNMENT)
-    for part in tl.static_range(len(TRANSFERS)):
+    for number in tl.static_range(len(TRANSFERS)):
         _move_part(
             source,
             source_slot,
@@ -247,7 +247,8 @@ def _move(
             cos,
             sin,
             angle,
-            TRANSFERS[part],
+            TRANSFERS,
+            number,
             FP8_BITS,
         )
 
@@ -265,36 +266,43 @@ def _move_part(
     cos,
     sin,
     angle,
-    PART: tl.constexpr,
+    TRANSFERS: tl.constexpr,
+    NUMBER: tl.constexpr,
     FP8_BITS: tl.constexpr,
 ):
-    """Keys or values of a tile of tokens, one head."""
-    source_size: tl.constexpr = PART.source.shape[1]
-    target_size: tl.constexpr = PART.target.shape[1]
-    size: tl.constexpr = PART.source.shape[2]
+    """Keys or values of a tile of tokens, one head.
+
+    Objects among the constants have names before they are passed on: Triton 3.6 takes no others.
+    """
+    before: tl.constexpr = TRANSFERS[NUMBER].source
+    after: tl.constexpr = TRANSFERS[NUMBER].target
+    rotation: tl.constexpr = TRANSFERS[NUMBER].rotation
+    source_size: tl.constexpr = before.shape[1]
+    target_size: tl.constexpr = after.shape[1]
+    size: tl.constexpr = before.shape[2]
     source += source_slot // source_size * source_page_stride
     target += target_slot // target_size * target_page_stride
     source_token = source_slot % source_size
     target_token = target_slot % target_size
-    if PART.rotation is None:
-        _copy(source, target, source_token, target_token, head, exists, PART, 0, size)
+    if rotation is None:
+        _copy(source, target, source_token, target_token, head, exists, before, after, 0, size)
     else:
-        first: tl.constexpr = PART.rotation.first
-        last: tl.constexpr = PART.rotation.first + PART.rotation.dim
-        _copy(source, target, source_token, target_token, head, exists, PART, 0, first)
-        _copy(source, target, source_token, target_token, head, exists, PART, last, size)
-        pairs: tl.constexpr = PART.rotation.dim // 2
+        first: tl.constexpr = rotation.first
+        last: tl.constexpr = rotation.first + rotation.dim
+        _copy(source, target, source_token, target_token, head, exists, before, after, 0, first)
+        _copy(source, target, source_token, target_token, head, exists, before, after, last, size)
+        pairs: tl.constexpr = rotation.dim // 2
         pair = tl.arange(0, triton.next_power_of_2(pairs))[None, :]
         valid = exists & (pair < pairs)
         at = angle * pairs + pair
         cosine = tl.load(cos + at, mask=valid, other=0.0)
         sine = tl.load(sin + at, mask=valid, other=0.0)
-        if PART.rotation.neox:
+        if rotation.neox:
             _turn_halves(
-                source + element(PART.source, head, source_token, first + pair),
-                source + element(PART.source, head, source_token, first + pairs + pair),
-                target + element(PART.target, head, target_token, first + pair),
-                target + element(PART.target, head, target_token, first + pairs + pair),
+                source + element(before, head, source_token, first + pair),
+                source + element(before, head, source_token, first + pairs + pair),
+                target + element(after, head, target_token, first + pair),
+                target + element(after, head, target_token, first + pairs + pair),
                 cosine,
                 sine,
                 valid,
@@ -303,8 +311,8 @@ def _move_part(
         else:
             channel = tl.arange(0, 2 * triton.next_power_of_2(pairs))[None, :]
             _turn_neighbours(
-                source + element(PART.source, head, source_token, first + channel),
-                target + element(PART.target, head, target_token, first + channel),
+                source + element(before, head, source_token, first + channel),
+                target + element(after, head, target_token, first + channel),
                 cosine,
                 sine,
                 exists & (channel < 2 * pairs),
@@ -320,7 +328,8 @@ def _copy(
     target_token,
     head,
     exists,
-    PART: tl.constexpr,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
@@ -328,10 +337,8 @@ def _copy(
     if FIRST < LAST:
         channel = FIRST + tl.arange(0, triton.next_power_of_2(LAST - FIRST))[None, :]
         valid = exists & (channel < LAST)
-        stored = tl.load(
-            source + element(PART.source, head, source_token, channel), mask=valid, other=0
-        )
-        tl.store(target + element(PART.target, head, target_token, channel), stored, mask=valid)
+        stored = tl.load(source + element(SOURCE, head, source_token, channel), mask=valid, other=0)
+        tl.store(target + element(TARGET, head, target_token, channel), stored, mask=valid)
 
 
 @triton.jit
