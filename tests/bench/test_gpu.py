@@ -2,7 +2,10 @@
 """The GPU suite measures what it says, and its bundle holds what it needs."""
 
 import argparse
+import ctypes
 import json
+import os
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from torch.autograd import DeviceType
 
 from bench import __main__ as command
 from bench import engine, harness
-from bench.gpu import models, offline, pack, passes, ttft, unpack
+from bench.gpu import models, offline, pack, passes, rehearse, ttft, unpack
 
 
 def test_it_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,3 +243,32 @@ def test_unpacking_needs_nothing_but_python() -> None:
     }
     assert imported <= set(sys.stdlib_module_names)
     assert argparse.__name__ in imported
+
+
+def test_stubs_stand_in_for_what_libraries_ask_of_the_driver(tmp_path: Path) -> None:
+    source = tmp_path / "kernels.c"
+    source.write_text(
+        "int cuLaunch(void); int cudaMalloc(void); int f(void) { return cuLaunch(); }"
+    )
+    kernels = tmp_path / "kernels.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(kernels), str(source)], check=True)
+    with pytest.raises(OSError, match="cuLaunch"):
+        ctypes.CDLL(str(kernels), mode=os.RTLD_NOW)
+    rehearse.make_driver(tmp_path, [kernels])
+    driver = ctypes.CDLL(str(tmp_path / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+    assert not hasattr(driver, "cudaMalloc")
+    assert ctypes.CDLL(str(kernels), mode=os.RTLD_NOW).f() == driver.cuLaunch() != 0
+
+
+def test_a_rehearsal_says_which_step_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rehearse.main(["--into", str(tmp_path)]) == 1
+    assert "_C_stable_libtorch.abi3.so: unpack all archives" in capsys.readouterr().err
+    (tmp_path / "none.so").touch()
+    monkeypatch.setattr(rehearse, "LIBRARIES", {"none.so": ("none", "none")})
+    monkeypatch.setattr(rehearse, "make_driver", lambda folder, libraries: None)
+    monkeypatch.setattr(rehearse, "STEPS", {"libraries": rehearse.load_libraries})
+    assert rehearse.main(["--into", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "libraries: does not work: OSError" in said
