@@ -21,7 +21,7 @@ from vllm_segreuse.cache.plan import Recipe, Score
 from vllm_segreuse.policies import prophet
 from vllm_segreuse.policies.base import Situation
 
-LEAST_SHARE = 0.2
+LEAST_SHARE = 0.05
 
 
 def recipe(situation: Situation) -> Recipe:
