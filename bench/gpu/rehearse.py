@@ -4,9 +4,9 @@
     python -m bench.gpu.rehearse --into /tmp/site        # where the archives were unpacked
 
 That vLLM's libraries load into this torch, that what serves can be imported, that vLLM's compiler
-works, and that every hook of this package finds its target: what would else be found out in the
-first minutes on a GPU. A library of stubs stands in for the driver, a made-up Hopper for the GPU.
-What kernels compute it cannot say. Each step has a process of its own.
+works, that every hook of this package finds its target, and the pass its kernels: what would else
+be found out in the first minutes on a GPU. A library of stubs stands in for the driver, a made-up
+Hopper for the GPU. What kernels compute it cannot say. Each step has a process of its own.
 """
 
 from __future__ import annotations
@@ -101,6 +101,43 @@ def find_hooks(site: Path) -> str:
     return "registered"
 
 
+def prefer_kernels(site: Path) -> str:
+    """During a pass norms, rotations and activations run vLLM's kernels; before and after it what
+    vLLM compiles."""
+    pretend()
+    import torch
+    import vllm.model_executor.layers.layernorm  # noqa: F401 (registers kernels, as in any model)
+    from vllm import ir
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from vllm_segreuse.prefill.fast_ops import FastOps
+
+    torch.ops.load_library(str(site / "vllm/_C_stable_libtorch.abi3.so"))
+    compiled = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    with set_current_vllm_config(VllmConfig(compilation_config=compiled)):
+        model = torch.nn.ModuleList([get_rope(64, 2048, True, plain), SiluAndMul()])
+
+    def running() -> list[str]:
+        norms = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
+        return [
+            *(op._forward_method.__name__ for op in model),
+            *((op.get_priority() or ["native"])[0] for op in norms),
+        ]
+
+    before = running()
+    with FastOps(model).preferred():
+        during = running()
+    found = (before, during, running())
+    native, kernels = ["forward_native"] * 2, ["forward_cuda"] * 2
+    both = [*native, "native", "native"]
+    if found != (both, [*kernels, "vllm_c", "vllm_c"], both):
+        raise RuntimeError(f"before, during and after a pass run {found}")
+    return ", ".join(dict.fromkeys(during))
+
+
 def compile_model(site: Path) -> str:
     """vLLM's compiler makes the same of a small model as torch does, for two batch sizes."""
     pretend()
@@ -145,6 +182,7 @@ STEPS: dict[str, Callable[[Path], str]] = {
     "serving": import_serving,
     "compiler": compile_model,
     "hooks": find_hooks,
+    "kernels of the pass": prefer_kernels,
 }
 
 
