@@ -92,14 +92,14 @@ def report(name: str, where: dict[str, Any], result: SuiteResult) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"[bold]{name}[/bold] on {where['cpu']}, {where['cores']} cores, ", end="")
     console.print(f"vLLM {where['vllm']}, torch {where['torch']}, commit {where['commit']}")
-    if result["rows"]:
-        columns = list(dict.fromkeys(key for row in result["rows"] for key in row))
+    for columns, rows in _alike(result["rows"]):
         table = Table(*columns)
-        for column, values in zip(table.columns, _columns(result["rows"], columns), strict=True):
-            if all(isinstance(value, int | float) for value in values if value is not None):
+        for column, name in zip(table.columns, columns, strict=True):
+            values = [row[name] for row in rows if row.get(name) is not None]
+            if all(isinstance(value, int | float) for value in values):
                 column.justify = "right"
-        for row in result["rows"]:
-            table.add_row(*(_text(row.get(column)) for column in columns))
+        for row in rows:
+            table.add_row(*(_text(row.get(name)) for name in columns))
         console.print(table)
     for key, value in result["summary"].items():
         console.print(f"{key} = {_text(value)}", highlight=False)
@@ -112,9 +112,21 @@ def write_json(file: Path, name: str, where: dict[str, Any], result: SuiteResult
     file.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _columns(rows: Sequence[Row], names: Sequence[str]) -> Iterator[list[Any]]:
-    for name in names:
-        yield [row.get(name) for row in rows]
+def _alike(rows: Sequence[Row]) -> list[tuple[dict[str, None], list[Row]]]:
+    """Rows of one kind, and their columns: parts of a suite may measure different things.
+
+    A row may lack columns of its kind.
+    """
+    tables: list[tuple[dict[str, None], list[Row]]] = []
+    for row in rows:
+        keys = row.keys()
+        of_kind = (it for it in tables if keys <= it[0].keys() or keys >= it[0].keys())
+        table = next(of_kind, None)
+        if table is None:
+            tables.append(table := ({}, []))
+        table[0].update(dict.fromkeys(row))
+        table[1].append(row)
+    return tables
 
 
 def _text(value: Any) -> str:

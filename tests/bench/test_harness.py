@@ -63,6 +63,18 @@ def test_table_and_summary_are_printed(
     assert "shift_speedup = 100.8" in printed
     assert "1234" in printed
     assert "8192" in printed
+    assert printed.count("mode") == 1
+
+
+def test_rows_of_another_kind_have_a_table_of_their_own(
+    suite: Callable[[SuiteFunction], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*RESULT["rows"], {"mode": "served", "per_s": 7.5}, {"mode": "last", "ms": 3.25}]
+    suite(lambda quick: {"rows": rows, "summary": {}})
+    command.main(["lookup"])
+    heads = [line for line in capsys.readouterr().out.splitlines() if "mode" in line]
+    assert ["ms" in head for head in heads] == [True, False]
+    assert ["per_s" in head for head in heads] == [False, True]
 
 
 def test_a_measurement_that_failed_is_no_result(
