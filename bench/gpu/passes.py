@@ -12,15 +12,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench import engine, harness
 from bench.gpu import models
-from bench.gpu.offline import NAMESPACE, Policy, Prompts, running
+from bench.gpu.common import NAMESPACE, Found, Policy, Prompts, running
 from bench.gpu.ttft import HEADLINE
 
 POLICIES = (
@@ -31,8 +31,6 @@ POLICIES = (
 )
 ROUNDS = 20
 HEAVIEST = 8
-
-Found = tuple[list[harness.Row], dict[str, float]]
 
 
 class Busy(NamedTuple):
@@ -55,36 +53,31 @@ def run(tokens: int, on_gpu: bool) -> Found:
 def _measured(shape: str, tokens: int, profiled: DeviceType | None) -> Found:
     layers = models.num_layers(shape)
     rows: list[harness.Row] = []
-    figures: dict[str, float] = {}
+    figures: dict[str, float | str] = {}
     with running(shape, tokens + 64, eager=False) as llm:
         prompts = Prompts(tokens, HEADLINE[2], seed=1)
         for document in prompts.documents:
             engine.first_token(llm, document, {"extra_keys": NAMESPACE})
         for policy in POLICIES:
             prefill, plan = planned(llm, prompts, policy.extra_args(layers))
-
-            def once(prefill: Any = prefill, plan: Any = plan) -> None:
-                prefill.run([plan])
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-
-            wall_ms = _median_ms(once)
-            row = {
+            work = partial(prefill.run, [plan])  # ends once the device has answered
+            wall_ms = _median_ms(work)
+            us_per_layer = 1e3 * wall_ms / layers
+            row: harness.Row = {
                 "shape": shape,
                 "policy": policy.label,
                 "most_active": plan.active_tokens,
                 "layer_tokens": plan.layer_tokens(layers),
                 "wall_ms": wall_ms,
-                "us_per_layer": 1e3 * wall_ms / layers,
+                "us_per_layer": us_per_layer,
             }
+            rows.append(row)
             if profiled is None:
-                figures[f"host_us_per_layer_{policy.label}"] = 1e3 * wall_ms / layers
-                rows.append(row)
+                figures[f"host_us_per_layer_{policy.label}"] = us_per_layer
                 continue
-            ran = busy(once, profiled)
+            ran = busy(work, profiled)
             busy_ms = sum(it.ms for it in ran)
             row |= {"busy_ms": busy_ms, "kernels": sum(it.calls for it in ran)}
-            rows.append(row)
             rows += [{"policy": policy.label, **it._asdict()} for it in ran[:HEAVIEST]]
             figures[f"device_busy_share_{policy.label}"] = busy_ms / wall_ms
     return rows, figures
@@ -111,7 +104,7 @@ def planned(llm: Any, prompts: Prompts, extra_args: dict[str, Any] | None) -> tu
     return backlog.prefill, seen[0]
 
 
-def _median_ms(work: Callable[[], None]) -> float:
+def _median_ms(work: Callable[[], object]) -> float:
     times = list[float]()
     for _ in range(ROUNDS + 2):
         started = time.perf_counter()
@@ -120,7 +113,7 @@ def _median_ms(work: Callable[[], None]) -> float:
     return statistics.median(times[2:])
 
 
-def busy(work: Callable[[], None], device: DeviceType) -> list[Busy]:
+def busy(work: Callable[[], object], device: DeviceType) -> list[Busy]:
     """What ran on the device, the longest first.
 
     Args:

@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import pack
+from bench.gpu import pack, unpack
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LIBRARIES = {
-    "vllm/_C_stable_libtorch.abi3.so": ("_C", "rms_norm"),
-    "vllm/_moe_C_stable_libtorch.abi3.so": ("_moe_C", "topk_softmax"),
-    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": ("_vllm_fa3_C", "fwd"),
+    pack.PARTS["core"][0]: ("_C", "rms_norm"),
+    pack.PARTS["experts"][0]: ("_moe_C", "topk_softmax"),
+    pack.PARTS["flash3"][0]: ("_vllm_fa3_C", "fwd"),
 }
 """An operator of each, by its namespace."""
 
@@ -114,7 +113,7 @@ def prefer_kernels(site: Path) -> str:
 
     from vllm_segreuse.prefill.fast_ops import FastOps
 
-    torch.ops.load_library(str(site / "vllm/_C_stable_libtorch.abi3.so"))
+    torch.ops.load_library(str(site / pack.PARTS["core"][0]))
     compiled = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     with set_current_vllm_config(VllmConfig(compilation_config=compiled)):
@@ -213,21 +212,15 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         make_driver(Path(scratch), [args.into / library for library in LIBRARIES])
-        path = os.pathsep.join([str(args.into), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        loader = os.pathsep.join([scratch, os.environ.get("LD_LIBRARY_PATH", "")])
-        environment = {"PYTHONPATH": path, "LD_LIBRARY_PATH": loader}
+        environment = {
+            "LD_LIBRARY_PATH": os.pathsep.join([scratch, os.environ.get("LD_LIBRARY_PATH", "")]),
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        }
+        command = ["-m", "bench.gpu.rehearse", "--into", str(args.into), "--step"]
         for step in STEPS:
-            command = [sys.executable, "-m", "bench.gpu.rehearse", "--into", str(args.into)]
-            done = subprocess.run(
-                [*command, "--step", step],
-                env={"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **environment},
-                capture_output=True,
-                text=True,
-            )
-            said = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-            how = "does not work: " if done.returncode else ""
-            print(f"{step}: {how}{said[-1] if said else done.returncode}", flush=True)
-            failed += done.returncode != 0
+            works, said = unpack.tried([*command, step], args.into, **environment)
+            print(f"{step}: {said}" if works else f"{step}: does not work: {said}", flush=True)
+            failed += not works
     return 1 if failed else 0
 
 

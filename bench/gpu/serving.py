@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import harness, streams
+from bench.gpu.common import BACKEND, NAMESPACE, Found, Policy
 from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server
 
 _BENCH = (
@@ -27,15 +28,11 @@ _BENCH = (
     "parser = FlexibleArgumentParser(); serve.add_cli_args(parser); "
     "serve.main(parser.parse_args())",
 )
-BACKEND = "SEGREUSE_BENCH_BACKEND"
 _LIMIT_S = 280
-NAMESPACE = ["bench-gpu"]
 _FIGURES = (
     *("completed", "output_throughput", "total_token_throughput"),
     *("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms"),
 )
-
-Found = tuple[list[harness.Row], dict[str, float | str]]
 
 
 class Load(NamedTuple):
@@ -115,23 +112,17 @@ def _decode(model: Path, tokens: int, load: Load, quick: bool) -> Found:
     }
 
 
-POLICIES: dict[str, dict[str, Any] | None] = {
-    "full": None,
-    "shift": {"segreuse_policy": "shift"},
-    "hybrid": {
-        "segreuse_policy": "sparsex",
-        "segreuse_dense_layers": 5,
-        "segreuse_recompute_ratio": 0.1,
-    },
-    "focus": {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.03},
-}
+POLICIES = (
+    Policy("full"),
+    Policy("shift", "shift"),
+    Policy("hybrid", "sparsex", 0.1, dense_layers=5),
+    Policy("focus", "focus", 0.03),
+)
 
 
-def _xargs(policy: str) -> dict[str, Any]:
-    options = POLICIES[policy]
-    if options is None:
-        return {}
-    return {"vllm_xargs": {"extra_keys": NAMESPACE, "segreuse_min_reused_tokens": 16, **options}}
+def _xargs(policy: Policy) -> dict[str, Any]:
+    extra_args = policy.extra_args(layers=0)  # no share of the layers is asked for here
+    return {} if extra_args is None else {"vllm_xargs": extra_args}
 
 
 def _saturated(model: Path, tokens: int, quick: bool) -> Found:
@@ -145,7 +136,7 @@ def _saturated(model: Path, tokens: int, quick: bool) -> Found:
     with _server(model, tokens, True, quick) as server, tempfile.TemporaryDirectory() as folder:
         streams.know(server, texts, NAMESPACE)
         for policy in POLICIES:
-            file = Path(folder, f"{policy}.jsonl")
+            file = Path(folder, f"{policy.label}.jsonl")
             count = 8 if quick else 48
             lines = [json.dumps({"prompt": texts.prompt()}) for _ in range(count)]
             file.write_text("\n".join(lines))
@@ -153,11 +144,11 @@ def _saturated(model: Path, tokens: int, quick: bool) -> Found:
             options += ["--num-prompts", str(count), "--custom-output-len", "64"]
             options += ["--skip-chat-template", "--extra-body", json.dumps(_xargs(policy))]
             found = bench_serve(server, model, options)
-            rows.append(_row(policy, found))
-            figures[f"served_{policy}_per_s"] = found["request_throughput"]
-    for policy in ("shift", "hybrid", "focus"):
-        full = float(figures["served_full_per_s"])
-        figures[f"served_{policy}_ratio"] = float(figures[f"served_{policy}_per_s"]) / full
+            rows.append(_row(policy.label, found))
+            figures[f"served_{policy.label}_per_s"] = found["request_throughput"]
+    full = float(figures["served_full_per_s"])
+    for name in ("shift", "hybrid", "focus"):
+        figures[f"served_{name}_ratio"] = float(figures[f"served_{name}_per_s"]) / full
     return rows, figures
 
 
@@ -167,12 +158,12 @@ def _others(model: Path, tokens: int, quick: bool) -> Found:
     rows, p99 = [], {}
     with _server(model, tokens, True, quick) as server:
         streams.know(server, texts, NAMESPACE)
-        for policy in ("full", "shift", "hybrid", "focus"):
+        for policy in POLICIES:
             load = (2, 2) if quick else (16, 12)
             beside = partial(streams.decode_beside, server, texts, _xargs(policy))
             asyncio.run(beside(1, 1))  # warms up
             found = asyncio.run(beside(*load))
-            p99[policy] = found.p99_gap_ms
-            rows.append({"server": policy, **found.row()})
+            p99[policy.label] = found.p99_gap_ms
+            rows.append({"server": policy.label, **found.row()})
     figures = {f"others_itl_p99_ratio_{name}": p99[name] / p99["full"] for name in p99}
     return rows, dict[str, float | str](figures)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bench import engine, harness
 from bench.gpu import models
-from bench.gpu.offline import NAMESPACE, Policy, Prompts, running
+from bench.gpu.common import NAMESPACE, Found, Policy, Prompts, running
 
 HEADLINE = ("qwen3-8b", 16384, 0.98)
 
@@ -41,10 +41,10 @@ LOADS = {
 }
 
 
-def run(shape: str, eager: bool) -> tuple[list[harness.Row], dict[str, float]]:
+def run(shape: str, eager: bool) -> Found:
     """Full prefill against every policy, at the shape's contexts and shares of reused tokens."""
     rows = list(_measured(shape, eager))
-    return rows, summary(rows)
+    return rows, dict[str, float | str](summary(rows))
 
 
 def _measured(shape: str, eager: bool) -> Iterator[harness.Row]:

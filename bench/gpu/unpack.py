@@ -76,27 +76,32 @@ def unpack(archive: Path, into: Path) -> None:
         tar.extractall(into, filter="data")
 
 
-def check(into: Path, go_on: bool) -> int:
-    """Returns 0 if everything works; says in one sentence what does not."""
+def tried(arguments: list[str], into: Path, **environment: str) -> tuple[bool, str]:
+    """Run Python on what was unpacked; whether that worked, and the last line that it said."""
     here = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(into), str(here), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode:
+        return False, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return True, (done.stdout.strip().splitlines() or ["works"])[-1]
+
+
+def check(into: Path, go_on: bool) -> int:
+    """Returns 0 if everything works; says in one sentence what does not."""
     failed = {}
     for what, code in CHECKS:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            failed[what] = lines[-1]
-            print(f"{what} does not work: {lines[-1]}", flush=True)
+        works, said = tried(["-c", code], into)
+        print(f"{what}: {said}" if works else f"{what} does not work: {said}", flush=True)
+        if not works:
+            failed[what] = said
             if not go_on:
                 break
-        else:
-            print(f"{what}: {done.stdout.strip().splitlines()[-1:] or 'works'}", flush=True)
     print(json.dumps({"ok": not failed, "failed": failed}))
     return 1 if failed else 0
 

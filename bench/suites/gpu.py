@@ -19,8 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from bench import engine, harness
-from bench.gpu import models, offline, passes, serving, ttft
+from bench.gpu import common, models, passes, serving, ttft
 
 SERVED_TOKENS = 16384
 PARTS = (
@@ -31,12 +33,12 @@ PARTS = (
 
 def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
     """Run the parts named, or all."""
-    on_gpu = offline.device() != "CPU"
+    on_gpu = torch.cuda.is_available()
     if not (quick or on_gpu):
         raise harness.BenchError("there is no GPU here; --quick runs a tiny shape on the CPU")
     engine.prepare_environment(2)
     rows: list[harness.Row] = []
-    summary: dict[str, float | str] = {"device": offline.device()}
+    summary: dict[str, float | str] = {"device": common.device()}
     for part in parts or (("ttft-tiny", "decode", "others") if quick else PARTS):
         found, figures = _part(part, quick, on_gpu)
         rows += found
@@ -44,14 +46,11 @@ def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
     return {"rows": rows, "summary": summary}
 
 
-def _part(part: str, quick: bool, on_gpu: bool) -> serving.Found:
+def _part(part: str, quick: bool, on_gpu: bool) -> common.Found:
     if part.startswith("ttft-"):
-        found, figures = ttft.run("tiny" if quick else part.removeprefix("ttft-"), eager=quick)
-        return found, {**figures}
+        return ttft.run("tiny" if quick else part.removeprefix("ttft-"), eager=quick)
     if part == "pass":
         # Quick: whole blocks, nearly, so that the CPU has next to nothing to compute.
-        tokens = 528 if quick else ttft.HEADLINE[1]
-        found, figures = passes.run(tokens, on_gpu and not quick)
-        return found, {**figures}
+        return passes.run(528 if quick else ttft.HEADLINE[1], on_gpu and not quick)
     shape, tokens = ("tiny", 256) if quick else (ttft.HEADLINE[0], SERVED_TOKENS)
     return serving.run(part, models.make_model(shape), tokens, quick)

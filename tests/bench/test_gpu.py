@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 
 from bench import __main__ as command
 from bench import engine, harness
-from bench.gpu import models, offline, pack, passes, rehearse, ttft, unpack
+from bench.gpu import common, models, pack, passes, rehearse, ttft, unpack
 
 
 def test_it_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,10 +37,10 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("tokens", "share"), [(256, 0.5), (512, 0.9), (16384, 0.98)])
 def test_prompts_have_the_length_and_the_share(tokens: int, share: float) -> None:
-    prompts = offline.Prompts(tokens, share, seed=1)
+    prompts = common.Prompts(tokens, share, seed=1)
     first, second = prompts.next(), prompts.next()
-    assert abs(len(first) - tokens) < offline.DOCUMENTS
-    assert 0 <= tokens * share - prompts.donated_tokens < offline.DOCUMENTS * 33
+    assert abs(len(first) - tokens) < common.DOCUMENTS
+    assert 0 <= tokens * share - prompts.donated_tokens < common.DOCUMENTS * 33
     assert first != second
     for document in prompts.documents:
         places = range(len(first) - len(document) + 1)
@@ -82,7 +82,7 @@ class Engine:
 
 def test_the_headline_is_in_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "first_token", Engine().first_token)
-    prompts = offline.Prompts(16384, 0.98, seed=0)
+    prompts = common.Prompts(16384, 0.98, seed=0)
     rows = list(ttft.cell(None, "qwen3-8b", 36, prompts, 16384, 0.98, rounds=2))
     assert {row["policy"] for row in rows} == {policy.label for policy in ttft.POLICIES}
     summary = ttft.summary(rows)
@@ -121,7 +121,7 @@ def test_the_plan_of_a_request_is_caught_and_the_worker_left_as_it_was(
     backlog, answers = Backlog(), list[str]()
     transfer = SimpleNamespace(get_kv_transfer_group=lambda: SimpleNamespace(_backlog=backlog))
     monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", transfer)
-    prompts = offline.Prompts(256, 0.5, seed=0)
+    prompts = common.Prompts(256, 0.5, seed=0)
 
     def answering(*plans: str) -> None:
         monkeypatch.setattr(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the suite `gpu` that run in this process share: engine, prompts, policies."""
+"""What the parts of the suite `gpu` share: policies, prompts, the engine of this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import engine
-from bench.gpu import models, serving
+from bench import engine, harness
+from bench.gpu import models
 
+BACKEND = "SEGREUSE_BENCH_BACKEND"
 BLOCK_TOKENS = 16
 DOCUMENTS = 4
 NAMESPACE = ["bench-gpu"]
+
+Found = tuple[list[harness.Row], dict[str, float | str]]
+"""Rows and figures of a part."""
 
 
 def device() -> str:
@@ -28,7 +32,7 @@ def running(shape: str, max_model_len: int, eager: bool) -> AbstractContextManag
     """An engine that reuses segments, on a model whose weights are made up."""
     on_cpu = not torch.cuda.is_available()
     options: dict[str, Any] = {} if on_cpu else {"gpu_memory_utilization": 0.92}
-    if backend := os.environ.get(serving.BACKEND):
+    if backend := os.environ.get(BACKEND):
         options["attention_backend"] = backend
     return engine.engine(
         models.make_model(shape),
