@@ -38,6 +38,9 @@ class Arm:
         return {f"segreuse_{key}": value for key, value in (self.options or {}).items()}
 
 
+FULL = Arm("full", None)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came of one example under one arm.

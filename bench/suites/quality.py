@@ -2,37 +2,31 @@
 """What each policy loses against full prefill, and what it computes, on the bundled model.
 
 Every example is asked in full and under every policy, on documents that were computed in other
-prompts: differences are paired. `best` is the policy with the highest mean over the four RULER
-tasks; of policies that do not differ from it (paired test, p >= 0.05), the one of least work.
+prompts: differences are paired. `best` is, of the policy with the highest mean over the four RULER
+tasks and those equivalent to it (`bench.quality.statistics.MARGIN`), the one of least work.
 
 A full run has one engine per core. An interrupt (Ctrl-C) ends it early, with what was asked so far.
-`BENCH_QUALITY_TASKS=vt,cwe` names the tasks to ask, `BENCH_QUALITY_MODEL=DIR` another model.
+`BENCH_QUALITY_TASKS=vt,cwe` names the tasks to ask, `BENCH_QUALITY_MODEL=DIR` another model, and
+`BENCH_QUALITY_SEEDS=tuning` the examples on which policies are chosen, in the place of those on
+which they are reported (`bench.quality.seeds`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
-from statistics import fmean, median
 from typing import Any
 
 from bench import harness
-from bench.harness import Row
-from bench.quality import statistics
-from bench.quality.engine import Arm, Outcome, lab_engine
-from bench.quality.tasks import RULER, TASKS, Example, example
+from bench.quality import seeds
+from bench.quality.engine import FULL, MODEL, Arm, lab_engine
+from bench.quality.figures import Results, figures
+from bench.quality.tasks import RULER, TASKS, example
 from bench.quality.workers import Alone, Workers, alone
-from vllm_segreuse.calibrate.search import divergence, most_likely
 
 PROMPT_TOKENS = 2048
-SEED = 20260601
-
-FULL = Arm("full", None)
 ARMS = (
     FULL,
     Arm("shift", {"policy": "shift"}),
@@ -41,40 +35,36 @@ ARMS = (
     Arm("sparsex", {"policy": "sparsex", "dense_layers": 0, "recompute_ratio": 0.15}),
     Arm("hybrid", {"policy": "sparsex", "dense_layers": 5, "recompute_ratio": 0.15}),
     Arm("prophet", {"policy": "prophet", "recompute_ratio": 0.1}),
-    Arm("prophet 1 %", {"policy": "prophet", "recompute_ratio": 0.01}),
     Arm("prophet 0.5 %", {"policy": "prophet", "recompute_ratio": 0.005}),
     Arm("focus", {"policy": "focus", "recompute_ratio": 0.1}),
-    Arm("focus 1 %", {"policy": "focus", "recompute_ratio": 0.01}),
     Arm("focus 0.5 %", {"policy": "focus", "recompute_ratio": 0.005}),
 )
 PUBLISHED = ("shift", "epic", "cacheblend", "sparsex", "hybrid", "prophet")
-FEW = ("focus 0.5 %", "prophet 0.5 %")
-"""Ours and the published method closest to it, at the same small share of recomputed tokens."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked: tasks, examples of each, and arms."""
+    """What is asked: tasks, examples of each, arms, and of which set of seeds."""
 
     tasks: tuple[str, ...]
     samples: int
     arms: tuple[Arm, ...]
+    seeds: str = "reporting"
 
 
-UNKNOWN_TO_THE_BUNDLED_MODEL = ("mq-vt",)
-FULL_LOAD = Load(
-    tuple(task for task in TASKS if task not in UNKNOWN_TO_THE_BUNDLED_MODEL), 250, ARMS
-)
+UNKNOWN_TO = {"models/lab": ("mq-vt",)}
+"""Tasks that a model has not learnt, and which it is not asked unless they are named."""
+FULL_LOAD = Load(tuple(TASKS), 200, ARMS)
 QUICK_LOAD = Load(
     ("vt",), 20, tuple(arm for arm in ARMS if arm.name in (*PUBLISHED, "full", "focus"))
 )
 
-Results = dict[str, list[tuple[Example, dict[str, Outcome]]]]
-
 
 def run(quick: bool) -> harness.SuiteResult:
     """Ask all examples (`quick`: 20 of one task)."""
-    load = QUICK_LOAD if quick else FULL_LOAD
+    model = _model_name()
+    load = replace(QUICK_LOAD if quick else FULL_LOAD, seeds=seeds.chosen())
+    load = replace(load, tasks=tuple(t for t in load.tasks if t not in UNKNOWN_TO.get(model, ())))
     named = os.environ.get("BENCH_QUALITY_TASKS")
     if named:
         unknown = set(named.split(",")) - set(TASKS)
@@ -85,7 +75,8 @@ def run(quick: bool) -> harness.SuiteResult:
         load = replace(load, tasks=tuple(named.split(",")))
     with alone() if quick else Workers() as engines:
         results = ask_all(engines, load)
-    return {"rows": list(_rows(results, load.arms)), "summary": _summary(results, load)}
+    rows, summary = figures(results, load.arms)
+    return {"rows": rows, "summary": {"model": model, "seeds": load.seeds, **summary}}
 
 
 def ask_all(engines: Alone | Workers, load: Load) -> Results:
@@ -98,7 +89,7 @@ def ask_all(engines: Alone | Workers, load: Load) -> Results:
         for number in range(load.samples)
         for task in tasks
     ]
-    answers = engines.ask((_draw(task, number) for task, number in steps), load.arms)
+    answers = engines.ask((draw(load.seeds, task, number) for task, number in steps), load.arms)
     try:
         for drawn, outcomes in harness.progress(answers, "examples", total=len(steps)):
             results[drawn.task].append((drawn, outcomes))
@@ -115,96 +106,21 @@ def ask_all(engines: Alone | Workers, load: Load) -> Results:
     return results
 
 
-def _draw(task: str, number: int) -> dict[str, Any]:
-    """An example depends on its task and number alone: any part of a run can be repeated."""
+def draw(which: str, task: str, number: int) -> dict[str, Any]:
+    """Arguments of `tasks.example` for one example of a set of seeds."""
     return {
         "task": task,
-        "rng": Random(f"{SEED} {task} {number}"),
+        "rng": seeds.rng(which, task, number),
         "tokens": PROMPT_TOKENS,
         "question_first": number % 4 == 3,
         "interleaved": (0.0, 0.0, 0.5, 1.0)[number % 4],
     }
 
 
-def _rows(results: Results, arms: Sequence[Arm]) -> Iterator[Row]:
-    for task, asked in results.items():
-        for arm in arms:
-            yield _row(task, arm, [outcomes for _, outcomes in asked])
-        by_kind = defaultdict(list)
-        for drawn, outcomes in asked:
-            by_kind[drawn.kind].append(outcomes)
-        if len(by_kind) > 1:
-            for kind in sorted(by_kind):
-                for arm in arms:
-                    yield _row(f"{task}, {kind}", arm, by_kind[kind])
-    if all(task in results for task in RULER):
-        pooled = [outcomes for task in RULER for _, outcomes in results[task]]
-        for arm in arms:
-            yield _row("RULER", arm, pooled)
-
-
-def _row(task: str, arm: Arm, outcomes: list[dict[str, Outcome]]) -> Row:
-    mine = [by_arm[arm.name] for by_arm in outcomes]
-    full = [by_arm[FULL.name] for by_arm in outcomes]
-    scores = [outcome.score for outcome in mine]
-    low, high = statistics.interval(scores)
-    return {
-        "task": task,
-        "policy": arm.name,
-        "samples": len(mine),
-        "accuracy": round(fmean(scores), 4),
-        "low": round(low, 4),
-        "high": round(high, 4),
-        "p_against_full": round(statistics.paired_p([o.score for o in full], scores), 4),
-        "first_token_kl": round(
-            fmean(divergence(a.first, b.first) for a, b in zip(full, mine, strict=True)), 5
-        ),
-        "top1_agreement": round(
-            fmean(
-                most_likely(a.first) == most_likely(b.first)
-                for a, b in zip(full, mine, strict=True)
-            ),
-            4,
-        ),
-        "work": round(fmean(outcome.work for outcome in mine), 4),
-        "ttft_ms": round(median(outcome.ttft_ms for outcome in mine), 2),
-    }
-
-
-def _summary(results: Results, load: Load) -> dict[str, float | str]:
-    tasks = [task for task in RULER if task in results]
-    asked = [outcomes for task in tasks for _, outcomes in results[task]]
-
-    def scores(arm: str) -> list[float]:
-        return [outcomes[arm].score for outcomes in asked]
-
-    def accuracy(arm: str) -> float:
-        return fmean(fmean(o[arm].score for _, o in results[task]) for task in tasks)
-
-    def work(arm: str) -> float:
-        return fmean(outcomes[arm].work for outcomes in asked)
-
-    names = [arm.name for arm in load.arms if arm is not FULL]
-    top = max(names, key=accuracy)
-    equals = [name for name in names if statistics.paired_p(scores(top), scores(name)) >= 0.05]
-    best = min(equals, key=work)
-    summary: dict[str, float | str] = {"full": round(accuracy(FULL.name), 4)}
-    summary |= {name: round(accuracy(name), 4) for name in names if name in PUBLISHED}
-    summary |= {
-        "best": round(accuracy(best), 4),
-        "best_policy": best,
-        "best_work": round(work(best), 4),
-        "hybrid_work": round(work("hybrid"), 4),
-        "p_best_against_hybrid": round(statistics.paired_p(scores(best), scores("hybrid")), 4),
-        "p_hybrid_against_sparsex": round(
-            statistics.paired_p(scores("hybrid"), scores("sparsex")), 4
-        ),
-        "samples_per_task": min(len(results[task]) for task in tasks),
-    }
-    if set(FEW) <= set(names):
-        summary |= {name: round(accuracy(name), 4) for name in FEW}
-        summary["p_focus_against_prophet"] = round(statistics.paired_p(*map(scores, FEW)), 4)
-    return summary
+def _model_name() -> str:
+    model = MODEL.resolve()
+    inside = model.is_relative_to(harness.REPOSITORY)
+    return str(model.relative_to(harness.REPOSITORY)) if inside else model.name
 
 
 def write_html(file: Path, where: dict[str, object], result: harness.SuiteResult) -> None:
@@ -212,6 +128,6 @@ def write_html(file: Path, where: dict[str, object], result: harness.SuiteResult
     from bench.quality import page
 
     with lab_engine() as lab:
-        drawn = example("vt", Random(f"{SEED} vt 0"), PROMPT_TOKENS)
+        drawn = example(**draw(str(result["summary"]["seeds"]), "vt", 0))
         computed = lab.computed_tokens(drawn, list(ARMS))
     page.write(file, where, result, drawn, computed)

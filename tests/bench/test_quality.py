@@ -3,12 +3,15 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from contextlib import nullcontext
+from itertools import combinations, pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
-from bench.quality import language, statistics
+from bench.harness import BenchError
+from bench.quality import language, seeds
 from bench.quality.tasks import TASKS, Example, example
 from bench.quality.train import mixture
 from bench.suites import quality
@@ -134,24 +137,6 @@ def test_training_rows_teach_only_what_can_be_known() -> None:
     assert (again.tokens == drawn.tokens).all()
 
 
-def test_an_interval_holds_the_mean_and_narrows() -> None:
-    low, high = statistics.interval([0.0, 1.0] * 50)
-    assert 0.35 < low < 0.5 < high < 0.65
-    wider = statistics.interval([0.0, 1.0] * 5)
-    assert wider[0] < low
-    assert wider[1] > high
-    assert statistics.interval([1.0] * 9) == (1.0, 1.0)
-    with pytest.raises(ValueError, match="no scores"):
-        statistics.interval([])
-
-
-def test_a_paired_difference_counts_by_its_pairs() -> None:
-    better = [1.0] * 20 + [0.0] * 5
-    assert statistics.paired_p(better, [0.0] * 25) < 0.001
-    assert statistics.paired_p(better, better[::-1]) > 0.5
-    assert statistics.paired_p(better, better) == 1
-
-
 def test_arms_are_what_a_request_may_ask_for() -> None:
     from vllm_segreuse.config import SegReuseConfig, parse_request
 
@@ -160,3 +145,61 @@ def test_arms_are_what_a_request_may_ask_for() -> None:
     assert set(quality.PUBLISHED) <= set(names)
     for arm in quality.ARMS:
         parse_request(arm.extra_args, SegReuseConfig())
+
+
+def test_no_example_is_both_tuned_and_reported_on() -> None:
+    numbers = range(quality.FULL_LOAD.samples)
+    # All choices of an example come from its source: other bits, another example.
+    sources = [
+        quality.draw(name, task, number)["rng"].getrandbits(128)
+        for name in seeds.SETS
+        for task in TASKS
+        for number in numbers
+    ]
+    assert len(set(sources)) == len(sources) == len(seeds.SETS) * len(TASKS) * len(numbers)
+    prompts = [
+        example(**quality.draw(name, task, 0)).prompt for name in seeds.SETS for task in TASKS
+    ]
+    assert all(one != other for one, other in combinations(prompts, 2))
+
+
+def test_a_run_reports_on_the_reporting_seeds_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[quality.Load] = []
+
+    def ask_all(_: object, load: quality.Load) -> Mapping[str, object]:
+        asked.append(load)
+        return {}
+
+    monkeypatch.setattr(quality, "alone", nullcontext)
+    monkeypatch.setattr(quality, "ask_all", ask_all)
+    monkeypatch.setattr(quality, "figures", lambda *_: ([], {}))
+    monkeypatch.delenv("BENCH_QUALITY_SEEDS", raising=False)
+    assert quality.run(quick=True)["summary"]["seeds"] == "reporting"
+    monkeypatch.setenv("BENCH_QUALITY_SEEDS", "tuning")
+    assert quality.run(quick=True)["summary"]["seeds"] == "tuning"
+    assert [load.seeds for load in asked] == ["reporting", "tuning"]
+    monkeypatch.setenv("BENCH_QUALITY_SEEDS", "lucky")
+    with pytest.raises(BenchError, match="lucky: there are only tuning and reporting"):
+        quality.run(quick=True)
+
+
+def test_the_seeds_that_thresholds_were_chosen_on_stay_the_tuning_ones() -> None:
+    """`LEAST_SHARE` was chosen on examples drawn from 20260601: they are never reported on."""
+    drawn = example(**quality.draw("tuning", "vt", 0))
+    assert drawn == example("vt", Random("20260601 vt 0"))
+    assert drawn != example(**quality.draw("reporting", "vt", 0))
+
+
+def test_examples_are_asked_of_the_set_that_the_load_names() -> None:
+    class Engines:
+        def ask(self, draws: Any, arms: Any) -> Any:
+            return ((example(**one), {}) for one in draws)
+
+    for name in seeds.SETS:
+        load = quality.Load(("vt",), 2, (), name)
+        found = quality.ask_all(Engines(), load)["vt"]  # type: ignore[arg-type]
+        assert [drawn for drawn, _ in found] == [
+            example(**quality.draw(name, "vt", number)) for number in range(2)
+        ]
