@@ -185,7 +185,7 @@ def best_policy(
 
     It is chosen by the figures that it is then reported with: read `best_against_hybrid` as a hint.
     """
-    top = max(policies, key=means.__getitem__)
+    top = max(policies, key=lambda name: (means[name], -work[name]))
     equals = [
         name
         for name in policies

@@ -40,6 +40,11 @@ ARMS = (
     Arm("focus 0.5 %", {"policy": "focus", "recompute_ratio": 0.005}),
 )
 PUBLISHED = ("shift", "epic", "cacheblend", "sparsex", "hybrid", "prophet")
+COLUMNS = (
+    *("task", "policy", "samples", "accuracy", "low", "high", "difference"),
+    *("p_holm", "verdict", "first_token_kl", "work", "ttft_ms"),
+)
+"""Of a row, what is printed; its file has more."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,12 @@ def draw(which: str, task: str, number: int) -> dict[str, Any]:
         "question_first": number % 4 == 3,
         "interleaved": (0.0, 0.0, 0.5, 1.0)[number % 4],
     }
+
+
+def shown(result: harness.SuiteResult) -> harness.SuiteResult:
+    """What of a result fits a terminal's width."""
+    rows = [{key: row[key] for key in COLUMNS if key in row} for row in result["rows"]]
+    return {"rows": rows, "summary": result["summary"]}
 
 
 def _model_name() -> str:
