@@ -18,13 +18,25 @@ from matplotlib.figure import Figure
 
 from bench.harness import Row, SuiteResult
 from bench.quality.engine import IntArray
-from bench.quality.tasks import RULER, Example
+from bench.quality.tasks import TASKS, Example
 
 _MARKS = "o^svDP*Xhp<"
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .7rem;text-align:right}
-td:first-child,th:first-child{text-align:left}tr:nth-child(even){background:#f4f4f4}
-th{border-bottom:2px solid #444}svg{max-width:100%;height:auto}small{color:#555}"""
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:78rem;margin:2rem auto;padding:0 1rem}
+.wide{overflow-x:auto;border:1px solid #ddd;margin:1rem 0}.wide svg{min-width:44rem}
+table{border-collapse:collapse;font-size:.85rem;width:100%}
+td,th{padding:.2rem .5rem;text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:#fff}
+tr:nth-child(even) td{background:#f4f4f4}th{border-bottom:2px solid #444;vertical-align:bottom}
+td small,th small{display:block;font-weight:400}svg{max-width:100%;height:auto;display:block}
+small{color:#555}"""
+_NOTES = """<p><small>Accuracy, below it its 95 % interval: Clopper and Pearson's for shares, else
+one by betting (Waudby-Smith and Ramdas). Difference: policy less full prefill on the same
+examples, with its interval; d: how many of the n examples differ. p: two-sided, exact over all
+signs of the differences, at least 2<sup>1-d</sup>; Holm: corrected for all {comparisons}
+comparisons of this run. Equivalent: the interval lies within &plusmn;{margin}; lower or higher:
+corrected p below 0.05; open: neither was shown. KL: of the first answer token from full prefill,
+in nats, with a bootstrap interval (BCa). Work: share of (token, layer) pairs computed. TTFT:
+median.</small></p>"""
 
 
 def write(
@@ -44,16 +56,17 @@ def write(
         computed: `[layers, tokens]` by policy, see `Lab.computed_tokens`.
     """
     mpl.rcParams["svg.hashsalt"] = "quality"  # the same figures give the same file
-    rows = result["rows"]
+    rows, summary = result["rows"], result["summary"]
+    head = '<meta charset=utf-8><meta name=viewport content="width=device-width">'
     parts = [
-        "<!doctype html><meta charset=utf-8><title>Quality of KV reuse</title>",
+        f"<!doctype html><html lang=en>{head}<title>Quality of KV reuse</title>",
         f"<style>{_STYLE}</style><h1>Quality of KV reuse</h1>",
-        f"<p>{html.escape(_sentence(where, rows))}</p>",
+        f"<p>{html.escape(_sentence(where, result))}</p>",
         "<h2>Accuracy</h2>",
-        _table(rows),
-        "<small>Mean, and half the width of its 95 % interval (bootstrap). Work: share of "
-        "(token, layer) pairs computed; KL: of the first answer token from full prefill, in nats; "
-        "TTFT: median.</small>",
+        accuracy_table(rows),
+        "<h2>Against full prefill</h2>",
+        *(comparison_table(rows, task) for task in _compared(rows)),
+        _NOTES.format(**{name: summary.get(name, "?") for name in ("comparisons", "margin")}),
         "<h2>Quality against computed work</h2>",
         _svg(pareto(rows)),
         "<h2>Which tokens were computed, at which layers</h2>",
@@ -129,31 +142,74 @@ def layers(example: Example, computed: Mapping[str, IntArray]) -> Figure:
     return figure
 
 
-def _table(rows: Sequence[Row]) -> str:
-    """Policies down, tasks across."""
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
+def accuracy_table(rows: Sequence[Row]) -> str:
+    """Tasks down, with n, and policies across; each cell has its interval below."""
     cells = {(row["task"], row["policy"]): row for row in rows}
-    means = "RULER" in tasks
-    head = ["policy", *tasks, "work", "KL", "TTFT, ms"]
-    lines = ["<table><tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
-    for policy in policies:
-        line = [html.escape(policy)]
-        for task in tasks:
-            row = cells[task, policy]
-            half = (row["high"] - row["low"]) / 2
-            line.append(f"{row['accuracy']:.3f} <small>&plusmn;{half:.3f}</small>")
-        mean = cells["RULER" if means else tasks[0], policy]
-        line += [f"{mean['work']:.3f}", f"{mean['first_token_kl']:.3f}", f"{mean['ttft_ms']:.0f}"]
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>")
-    return "\n".join([*lines, "</table>"])
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        mine = [cells[task, policy] for policy in policies]
+        name = f"{html.escape(task)}<small>n = {mine[0]['samples']}</small>"
+        lines.append([name, *(_with_interval(row, "accuracy") for row in mine)])
+    return _table(["task", *map(html.escape, policies)], lines)
 
 
-def _sentence(where: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    samples = max(row["samples"] for row in rows if row["task"] in (*RULER, "RULER"))
+def comparison_table(rows: Sequence[Row], task: str) -> str:
+    """Every policy against full prefill on one task."""
+    names = ["accuracy", "difference", "d", "p", "Holm", "verdict", "KL", "work", "TTFT, ms"]
+    mine = [row for row in rows if row["task"] == task]
+    lines = []
+    for row in mine:
+        against = ["", "", "", "", "", ""]
+        if row.get("difference") is not None:
+            against = [
+                _with_interval(row, "difference", sign="+"),
+                str(row["differing"]),
+                _p(row["p_against_full"]),
+                _p(row["p_holm"]),
+                html.escape(row["verdict"]),
+                _with_interval(row, "first_token_kl", "kl"),
+            ]
+        last = [f"{row['work']:.3f}", f"{row['ttft_ms']:.0f}"]
+        accuracy = _with_interval(row, "accuracy")
+        lines.append([html.escape(row["policy"]), accuracy, *against, *last])
+    return _table([f"{html.escape(task)}<small>n = {mine[0]['samples']}</small>", *names], lines)
+
+
+def _compared(rows: Sequence[Row]) -> list[str]:
+    """Tasks with a table of comparisons: the RULER tasks together first, kinds of a task not."""
+    tasks = dict.fromkeys(row["task"] for row in rows)
+    whole = [task for task in tasks if task == "RULER" or task in TASKS]
+    return sorted(whole, key=lambda task: task != "RULER")
+
+
+def _with_interval(row: Row, key: str, interval: str | None = None, sign: str = "") -> str:
+    """A figure, and below it from where to where; `accuracy` has `low` and `high`."""
+    prefix = "" if key == "accuracy" else f"{interval or key}_"
+    low, high = row[f"{prefix}low"], row[f"{prefix}high"]
+    figure = f"{row[key]:{sign}.3f}"
+    if low is None:
+        return figure
+    return f"{figure}<small>{low:{sign}.3f} to {high:{sign}.3f}</small>"
+
+
+def _p(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in a box of its own, which scrolls where the window is narrow."""
+    rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
+    rows += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines]
+    return "\n".join(["<div class=wide tabindex=0><table>", *rows, "</table></div>"])
+
+
+def _sentence(where: Mapping[str, Any], result: SuiteResult) -> str:
+    summary = result["summary"]
     return (
-        f"{where['date']}, {where['cpu']}, {where['cores']} cores, vLLM {where['vllm']}, commit "
-        f"{where['commit']}; {samples} samples; {where.get('seconds', '?')} s."
+        f"{summary.get('model', '?')}, {summary.get('seeds', '?')} seeds; {where['date']}, "
+        f"{where['cpu']}, {where['cores']} cores, vLLM {where['vllm']}, commit {where['commit']}; "
+        f"{where.get('seconds', '?')} s."
     )
 
 
@@ -161,4 +217,4 @@ def _svg(figure: Figure) -> str:
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
     drawing = stream.getvalue()
-    return drawing[drawing.index("<svg") :]
+    return f"<div class=wide tabindex=0>{drawing[drawing.index('<svg') :]}</div>"
