@@ -77,6 +77,23 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Interval of 95 % for the median, from the order of the values alone; exact for any
+    distribution, and so never narrower than a few values allow.
+
+    Raises:
+        BenchError: fewer than six values, whose range is no such interval yet.
+    """
+    from scipy import stats
+
+    if len(values) < 6:
+        raise BenchError(
+            f"{len(values)} values are too few for an interval of 95 %: take 6 or more"
+        )
+    interval = stats.quantile_test(list(values), p=0.5).confidence_interval(0.95)
+    return float(interval.low), float(interval.high)
+
+
 def rotated(items: Sequence[T], by: int) -> list[T]:
     """`items` starting elsewhere each round, so that none is always measured first."""
     by %= len(items)

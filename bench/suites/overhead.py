@@ -1,28 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin costs requests that do not use it.
+"""What the plugin costs requests that do not use it, over HTTP.
 
-Two engines, each in a process of its own on the same cores: vLLM alone (no plugin is even loaded),
-and vLLM with segment reuse enabled. Both get the same batches of requests without extra keys,
-taking turns: one works while the other sleeps. `throughput_ratio` is the median over all batches of
-(time of vLLM alone) / (time with the plugin): 1.0 means that it costs nothing.
+Two servers on the same cores: vLLM alone (no plugin is even loaded), and vLLM with segment reuse
+enabled. Both get the same batches of requests without extra keys, taking turns: one works while the
+other sleeps. A ratio is the median over all batches of (time of vLLM alone) / (time with the
+plugin): 1.0 means that it costs nothing. Its interval of 95 % is that of the median.
+
+- `throughput_ratio`: the servers bind their threads to cores as vLLM does by default. On CPU vLLM
+  sets one more core aside where a connector is configured, if there are enough, so that the two do
+  not compute on equally many: see `compute_cores` of the rows.
+- `throughput_ratio_bound`: both compute on all cores (`VLLM_CPU_OMP_THREADS_BIND`).
+- `throughput_ratio_beside_reuse`: the same, while each batch has prompts of known documents beside
+  it. With the plugin these reuse segments, without it they are prefilled.
 """
 
-import multiprocessing
-import os
-import random
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
-from typing import NamedTuple
+from __future__ import annotations
 
-from bench import engine, harness, shapes
+import asyncio
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+
+from bench import harness, shapes
+from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server, ServerError
 
 SHAPE = "bench8"
-ENGINES = ("plain", "segreuse")
+SERVERS = ("plain", "segreuse")
+NAMESPACE = ["bench-overhead"]
 
-_KV_SPACE_GIB = 1
-_ANSWER_S = 300
+_FIRST_TEXT_TOKEN = 300  # below are special tokens and single bytes
+_KNOWN_DOCUMENTS = 2
+_START_S = 900  # compiling takes a minute or two on a busy machine
 
 
 class Load(NamedTuple):
@@ -32,51 +46,196 @@ class Load(NamedTuple):
     requests: int
     prompt_tokens: int
     output_tokens: int
+    document_tokens: int
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens that one batch computes."""
+        """Tokens that one batch computes, those beside it not counted."""
         return self.requests * (self.prompt_tokens + self.output_tokens)
 
 
-FULL = Load(batches=40, requests=8, prompt_tokens=256, output_tokens=32)
-QUICK = Load(batches=16, requests=4, prompt_tokens=128, output_tokens=16)
+FULL = Load(batches=100, requests=8, prompt_tokens=256, output_tokens=32, document_tokens=512)
+QUICK = Load(batches=8, requests=4, prompt_tokens=128, output_tokens=16, document_tokens=256)
+
+
+class Comparison(NamedTuple):
+    """One pair of servers and what they are asked.
+
+    Attributes:
+        name: the summary's key.
+        bound: whether both servers compute on all cores.
+        beside: prompts of known documents that come with each batch.
+    """
+
+    name: str
+    bound: bool
+    beside: int
+
+
+COMPARISONS = (
+    Comparison("throughput_ratio", bound=False, beside=0),
+    Comparison("throughput_ratio_bound", bound=True, beside=0),
+    Comparison("throughput_ratio_beside_reuse", bound=True, beside=2),
+)
+
+
+class Batch(NamedTuple):
+    """Prompts as token ids; only the time of the `requests` is taken."""
+
+    requests: list[list[int]]
+    beside: list[list[int]]
+
+
+class Prompts:
+    """Prompts that no prefix cache knows, and prompts of documents that both servers know."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._draw = random.Random(0)
+        self.documents = [self._text(load.document_tokens) for _ in range(_KNOWN_DOCUMENTS)]
+
+    def batch(self, beside: int) -> Batch:
+        """The next one."""
+        requests = [self._text(self._load.prompt_tokens) for _ in range(self._load.requests)]
+        return Batch(requests, [self._known() for _ in range(beside)])
+
+    def _known(self) -> list[int]:
+        head, *documents = self._text(17), *self._draw.sample(self.documents, _KNOWN_DOCUMENTS)
+        return [*head, *(token for document in documents for token in document), *self._text(15)]
+
+    def _text(self, tokens: int) -> list[int]:
+        return self._draw.choices(range(_FIRST_TEXT_TOKEN, shapes.VOCAB_SIZE), k=tokens)
 
 
 def run(quick: bool) -> harness.SuiteResult:
-    """Compare the two engines (`quick`: less load, and without torch.compile)."""
+    """Compare the two servers (`quick`: less load, and without torch.compile)."""
     load = QUICK if quick else FULL
-    engine.prepare_environment(_KV_SPACE_GIB)
-    # Imported before the children are forked: it takes longer than the rest of their start.
-    from vllm import LLM  # noqa: F401
-
-    draw = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in ENGINES}
-    with (
-        _child("plain", load, eager=quick) as plain,
-        _child("segreuse", load, eager=quick) as segreuse,
-    ):
-        children = {"plain": plain, "segreuse": segreuse}
-        for child in children.values():
-            _receive(child)  # it is up
-        for turn in harness.progress(range(load.batches + 1), "overhead"):
-            batch = _batch(load, draw)
-            taken = {n: _ask(children[n], batch) for n in harness.rotated(ENGINES, turn)}
-            if turn > 0:  # the first batch warms up
-                for name, value in taken.items():
-                    seconds[name].append(value)
-    return _result(load, seconds, eager=quick)
+    rows: list[harness.Row] = []
+    summary: dict[str, float | str] = {}
+    try:
+        for bound in (False, True):
+            mine = [comparison for comparison in COMPARISONS if comparison.bound is bound]
+            with ExitStack() as stack:
+                servers = {
+                    name: stack.enter_context(_server(name, bound, eager=quick)) for name in SERVERS
+                }
+                for comparison in mine:
+                    seconds = asyncio.run(_measure(servers, load, comparison))
+                    rows += _rows(load, comparison, seconds, servers, eager=quick)
+                    summary |= ratio(comparison.name, seconds)
+    except (ServerError, openai.OpenAIError) as error:
+        raise harness.BenchError(str(error)) from error
+    return {"rows": rows, "summary": summary}
 
 
-def _result(load: Load, seconds: dict[str, list[float]], eager: bool) -> harness.SuiteResult:
-    rows: list[harness.Row] = [
+def ratio(name: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, float | str]:
+    """The figure and its interval; the batches of a pair were measured right after each other."""
+    pairs = zip(seconds["plain"], seconds["segreuse"], strict=True)
+    ratios = [alone / plugin for alone, plugin in pairs]
+    low, high = harness.median_interval(ratios)
+    return {name: harness.median(ratios), f"{name}_low": low, f"{name}_high": high}
+
+
+def _server(name: str, bound: bool, eager: bool) -> Server:
+    args = ["--max-model-len", "4096", "--block-size", "32", "--dtype", "bfloat16"]
+    args += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    args += ["--enforce-eager"] if eager else []
+    env = {} if bound else {"VLLM_CPU_OMP_THREADS_BIND": ""}
+    if name == "segreuse":
+        return Server(_model(), args, env, command=SEGREUSE_COMMAND, start_timeout_s=_START_S)
+    # A name that no plugin has: `Server` takes an empty value for one to be unset.
+    env["VLLM_PLUGINS"] = "none"
+    return Server(_model(), args, env, command=VLLM_COMMAND, start_timeout_s=_START_S)
+
+
+def _model() -> Path:
+    return shapes.make_model(SHAPE)
+
+
+async def _measure(
+    servers: Mapping[str, Server], load: Load, comparison: Comparison
+) -> dict[str, list[float]]:
+    """Seconds of each batch, by server."""
+    prompts = Prompts(load)
+    seconds: dict[str, list[float]] = {name: [] for name in servers}
+    clients = {
+        name: openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)
+        for name, server in servers.items()
+    }
+    for name, client in clients.items():
+        model = servers[name].model_name
+        for document in prompts.documents:
+            await _complete(client, model, document, 1, _extra(name))
+    for turn in harness.progress(range(load.batches + 2), comparison.name):
+        batch = prompts.batch(comparison.beside)
+        for name in harness.rotated(SERVERS, turn):
+            taken = await _batch(clients[name], servers[name].model_name, name, load, batch)
+            if turn > 1:  # the first two batches warm up
+                seconds[name].append(taken)
+    for client in clients.values():
+        await client.close()
+    return seconds
+
+
+async def _batch(
+    client: openai.AsyncOpenAI, model: str, name: str, load: Load, batch: Batch
+) -> float:
+    """Seconds until the batch's own requests are answered."""
+    beside = [
+        asyncio.create_task(_complete(client, model, prompt, 1, _extra(name)))
+        for prompt in batch.beside
+    ]
+    await asyncio.sleep(0)  # those go first
+    began = time.perf_counter()
+    await asyncio.gather(
+        *(_complete(client, model, prompt, load.output_tokens, {}) for prompt in batch.requests)
+    )
+    taken = time.perf_counter() - began
+    for answer in await asyncio.gather(*beside):
+        report = (answer.model_extra or {}).get("kv_transfer_params") or {}
+        reused = report.get("segreuse", {}).get("reused_tokens", 0)
+        if (name == "segreuse") != (reused >= load.document_tokens):
+            raise harness.BenchError(
+                f"the prompts beside a batch reused {reused} tokens at the server {name!r}: "
+                "the comparison would not be what it says"
+            )
+    return taken
+
+
+def _extra(name: str) -> dict[str, Any]:
+    return {"extra_keys": NAMESPACE} if name == "segreuse" else {}
+
+
+async def _complete(
+    client: openai.AsyncOpenAI, model: str, prompt: list[int], tokens: int, extra: dict[str, Any]
+) -> Any:
+    return await client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0.0,
+        extra_body={"ignore_eos": True, **extra},
+    )
+
+
+def _rows(
+    load: Load,
+    comparison: Comparison,
+    seconds: Mapping[str, Sequence[float]],
+    servers: Mapping[str, Server],
+    eager: bool,
+) -> list[harness.Row]:
+    return [
         {
+            "comparison": comparison.name,
+            "server": name,
             "shape": SHAPE,
-            "engine": name,
             "execution": "eager" if eager else "compiled",
+            "compute_cores": compute_cores(servers[name].log_text()),
             "requests_per_batch": load.requests,
             "prompt_tokens": load.prompt_tokens,
             "output_tokens": load.output_tokens,
+            "known_prompts_beside": comparison.beside,
             "batches": len(values),
             "median_batch_ms": harness.median(values) * 1e3,
             "min_batch_ms": min(values) * 1e3,
@@ -84,79 +243,9 @@ def _result(load: Load, seconds: dict[str, list[float]], eager: bool) -> harness
         }
         for name, values in seconds.items()
     ]
-    pairs = zip(seconds["plain"], seconds["segreuse"], strict=True)
-    summary = {
-        "throughput_ratio": harness.median([alone / plugin for alone, plugin in pairs]),
-        "plain_tokens_per_s": float(rows[0]["tokens_per_s"]),
-        "segreuse_tokens_per_s": float(rows[1]["tokens_per_s"]),
-    }
-    return {"rows": rows, "summary": summary}
 
 
-def _batch(load: Load, draw: random.Random) -> list[list[int]]:
-    """Prompts that no prefix cache knows."""
-    text_tokens = range(300, shapes.VOCAB_SIZE)
-    return [draw.choices(text_tokens, k=load.prompt_tokens) for _ in range(load.requests)]
-
-
-@contextmanager
-def _child(name: str, load: Load, eager: bool) -> Iterator[Connection]:
-    """An engine process and the pipe to it; ended with the block."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, name, load, eager), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        # Not left to the end of the pipe: the other child has inherited this end too.
-        with suppress(BrokenPipeError):
-            ours.send(None)
-        ours.close()
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def _ask(child: Connection, batch: list[list[int]]) -> float:
-    child.send(batch)
-    return _receive(child)
-
-
-def _receive(child: Connection) -> float:
-    """The child's answer in seconds; its failure is ours."""
-    if not child.poll(_ANSWER_S):
-        raise harness.BenchError(f"an engine gave no answer within {_ANSWER_S} s")
-    try:
-        answer = child.recv()
-    except EOFError:
-        raise harness.BenchError("an engine process ended; see its messages above") from None
-    if isinstance(answer, str):
-        raise harness.BenchError(answer)
-    return float(answer)
-
-
-def _serve(pipe: Connection, name: str, load: Load, eager: bool) -> None:
-    """Child process: build one engine, then time every batch that arrives."""
-    if name == "plain":
-        os.environ["VLLM_PLUGINS"] = ""  # an empty list: not even the entry point is loaded
-    try:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(max_tokens=load.output_tokens, temperature=0.0, ignore_eos=True)
-        with engine.engine(
-            shapes.make_model(SHAPE),
-            segreuse=name == "segreuse",
-            max_model_len=4096,
-            enforce_eager=eager,
-        ) as llm:
-            pipe.send(0.0)
-            while (batch := pipe.recv()) is not None:
-                prompts = [{"prompt_token_ids": ids} for ids in batch]
-                started = time.perf_counter()
-                llm.generate(prompts, sampling, use_tqdm=False)
-                pipe.send(time.perf_counter() - started)
-    except Exception as error:
-        pipe.send(f"engine {name}: {type(error).__name__}: {error}")
+def compute_cores(log: str) -> int | None:
+    """Cores that the worker computes on, as vLLM's log names them; None if it does not."""
+    found = re.search(r"local_rank=0, core ids=\[([\d, ]+)\]", log)
+    return len(found[1].split(",")) if found else None

@@ -1,81 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import engine
 from bench.harness import BenchError
 from bench.suites import overhead
 
-
-def test_ratio_is_of_pairs_measured_together() -> None:
-    # The machine became ten times slower half way; each pair still says 2 %.
-    seconds = {"plain": [1.0, 1.0, 10.0], "segreuse": [1.0 / 0.98, 1.0 / 0.98, 10.0 / 0.98]}
-    result = overhead._result(overhead.FULL, seconds, eager=True)
-    assert result["summary"]["throughput_ratio"] == pytest.approx(0.98)
-    assert [row["engine"] for row in result["rows"]] == ["plain", "segreuse"]
-    assert result["summary"]["plain_tokens_per_s"] == 8 * (256 + 32)
+LOAD = overhead.Load(batches=6, requests=2, prompt_tokens=8, output_tokens=4, document_tokens=32)
+CORES = "(Worker) INFO OpenMP thread binding info: \n\tlocal_rank=0, core ids=[{}]\n"
 
 
-class _Engine:
-    def generate(self, *args: Any, **options: Any) -> None:
-        """Nothing to do, at once."""
+class _Server:
+    """In the place of a server: answers at once, and keeps what it was asked."""
+
+    def __init__(self, name: str, reused: int) -> None:
+        self.name, self.model_name, self.base_url = name, "m", name
+        self.reused = reused
+        self.asked: list[dict[str, Any]] = []
+
+    def __enter__(self) -> "_Server":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing to stop."""
+
+    def log_text(self) -> str:
+        return CORES.format("0, 1" if self.name == "segreuse" else "0")
+
+
+class _Client:
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self.completions = SimpleNamespace(create=self._create)
+
+    async def _create(self, **request: Any) -> Any:
+        self._server.asked.append(request)
+        named = "extra_keys" in request["extra_body"]
+        report = {"segreuse": {"reused_tokens": self._server.reused}} if named else None
+        return SimpleNamespace(model_extra={"kv_transfer_params": report})
+
+    async def close(self) -> None:
+        """Nothing to close."""
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[bool], None]], None]:
-    """Puts a function, called in the child with `segreuse`, in the place of building an engine."""
-
-    def install(function: Callable[[bool], None]) -> None:
-        @contextmanager
-        def fake(*args: Any, segreuse: bool, **options: Any) -> Iterator[_Engine]:
-            function(segreuse)
-            yield _Engine()
-
-        # The children are forked, so they see this too, and are spared importing vLLM.
-        vllm = SimpleNamespace(SamplingParams=lambda **options: options)
-        monkeypatch.setitem(sys.modules, "vllm", vllm)
-        monkeypatch.setattr(engine, "engine", fake)
-        monkeypatch.setattr(overhead.shapes, "make_model", lambda name: name)
-
-    return install
+def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Server]:
+    servers = {"plain": _Server("plain", 0), "segreuse": _Server("segreuse", 64)}
+    monkeypatch.setattr(
+        overhead.openai, "AsyncOpenAI", lambda base_url, **_: _Client(servers[base_url])
+    )
+    return servers
 
 
-@pytest.mark.parametrize("name", overhead.ENGINES)
-def test_only_the_plain_engine_loads_no_plugin(
-    build: Callable[[Callable[[bool], None]], None], name: str
+def test_a_ratio_is_of_batches_measured_together() -> None:
+    # The machine became ten times slower half way; each pair still says 2 %.
+    plain = [1.0] * 4 + [10.0] * 4
+    seconds = {"plain": plain, "segreuse": [value / 0.98 for value in plain]}
+    figures = overhead.ratio("throughput_ratio", seconds)
+    assert list(figures) == [f"throughput_ratio{end}" for end in ("", "_low", "_high")]
+    assert list(figures.values()) == pytest.approx([0.98] * 3)
+
+
+def test_few_batches_have_no_interval() -> None:
+    seconds = {"plain": [1.0] * 5, "segreuse": [1.0] * 5}
+    with pytest.raises(BenchError, match="5 values are too few"):
+        overhead.ratio("throughput_ratio", seconds)
+
+
+def test_both_servers_get_the_same_batches(servers: dict[str, _Server]) -> None:
+    comparison = overhead.Comparison("x", bound=True, beside=1)
+    seconds = asyncio.run(overhead._measure(servers, LOAD, comparison))
+    assert {name: len(values) for name, values in seconds.items()} == {"plain": 6, "segreuse": 6}
+    plain, segreuse = (server.asked for server in servers.values())
+    assert [r["prompt"] for r in plain] == [r["prompt"] for r in segreuse]
+    # Only what stands beside the batches names a namespace, and only where the plugin is.
+    assert not any("extra_keys" in request["extra_body"] for request in plain)
+    beside = [r for r in segreuse if "extra_keys" in r["extra_body"]]
+    assert {r["max_tokens"] for r in beside} == {1}
+    assert {r["max_tokens"] for r in segreuse if r not in beside} == {LOAD.output_tokens}
+
+
+def test_traffic_that_reuses_nothing_is_refused(servers: dict[str, _Server]) -> None:
+    servers["segreuse"].reused = 0
+    comparison = overhead.Comparison("x", bound=True, beside=1)
+    with pytest.raises(BenchError, match="reused 0 tokens at the server 'segreuse'"):
+        asyncio.run(overhead._measure(servers, LOAD, comparison))
+
+
+def test_prompts_beside_hold_known_documents_behind_something_new() -> None:
+    prompts = overhead.Prompts(LOAD)
+    one, other = (prompts.batch(1).beside[0] for _ in range(2))
+    assert one[:17] != other[:17]
+    text = " ".join(map(str, one))
+    assert all(" ".join(map(str, document)) in text for document in prompts.documents)
+
+
+def test_only_the_plain_server_loads_no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def server(model: Path, args: list[str], env: dict[str, str], **options: Any) -> None:
+        made.append({"env": env, **options})
+
+    monkeypatch.setattr(overhead, "Server", server)
+    monkeypatch.setattr(overhead, "_model", lambda: Path("m"))
+    for name in overhead.SERVERS:
+        for bound in (True, False):
+            overhead._server(name, bound, eager=True)
+    assert [it["env"].get("VLLM_PLUGINS") for it in made] == ["none", "none", None, None]
+    # An empty value unsets it at the server: vLLM binds its threads as it does by default.
+    bindings = [it["env"].get("VLLM_CPU_OMP_THREADS_BIND") for it in made]
+    assert bindings == [None, "", None, ""]
+    assert made[0]["command"] != made[2]["command"]
+
+
+def test_the_cores_that_compute_are_those_of_the_log() -> None:
+    assert overhead.compute_cores(CORES.format("0, 1, 2")) == 3
+    assert overhead.compute_cores("no word of it") is None
+
+
+def test_every_comparison_is_in_the_summary(
+    servers: dict[str, _Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(segreuse: bool) -> None:
-        assert segreuse == (name == "segreuse")
-        assert (os.environ.get("VLLM_PLUGINS") == "") == (name == "plain")
-
-    build(check)
-    with overhead._child(name, overhead.QUICK, eager=True) as child:
-        assert overhead._receive(child) == 0
-        assert overhead._ask(child, [[1, 2, 3]]) >= 0
-
-
-def test_an_engine_that_fails_says_why(build: Callable[[Callable[[bool], None]], None]) -> None:
-    def fail(segreuse: bool) -> None:
-        raise ValueError("no room for the KV cache")
-
-    build(fail)
-    with (
-        overhead._child("segreuse", overhead.QUICK, eager=True) as child,
-        pytest.raises(BenchError, match="engine segreuse: ValueError: no room"),
-    ):
-        overhead._receive(child)
-
-
-def test_an_engine_that_dies_is_noticed(build: Callable[[Callable[[bool], None]], None]) -> None:
-    build(lambda segreuse: os._exit(9))
-    with (
-        overhead._child("plain", overhead.QUICK, eager=True) as child,
-        pytest.raises(BenchError, match="engine process ended"),
-    ):
-        overhead._receive(child)
+    monkeypatch.setattr(overhead, "QUICK", LOAD)
+    monkeypatch.setattr(overhead, "_server", lambda name, bound, eager: servers[name])
+    result = overhead.run(quick=True)
+    ends = ("", "_low", "_high")
+    names = ("throughput_ratio", "throughput_ratio_bound", "throughput_ratio_beside_reuse")
+    assert list(result["summary"]) == [f"{name}{end}" for name in names for end in ends]
+    assert [row["compute_cores"] for row in result["rows"]] == [1, 2] * 3
