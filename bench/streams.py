@@ -81,6 +81,8 @@ class Beside(NamedTuple):
             "max_itl_ms": max(self.gaps_ms),
             "gaps": len(self.gaps_ms),
             "p50_ttft_ms": self.p50_ttft_ms,
+            "max_ttft_ms": max(self.ttft_ms),
+            "prompts": len(self.ttft_ms),
         }
 
 

@@ -5,6 +5,10 @@ once, and carried out over several steps (`spread_tokens`).
 Two requests decode all the time while prompts come in, nine tenths of which are known documents in
 ever new orders. `full` prompts name no extra keys: vLLM computes them in chunks of
 `max_num_batched_tokens`, and what decodes waits for a chunk at most. That is the measure.
+
+Both servers are up, and arms and policies take turns in rounds; ratios are against `full` prompts
+of the same server. `default` is the server's own policy: with random weights it chooses next to
+nothing to compute again, so that it shows what waiting costs at the least.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +29,7 @@ ARMS = {"at once": 0, "spread": None}
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {},
+    "default": {"segreuse_policy": "auto"},
     "hybrid": {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.1},
     "everything": {
         "segreuse_policy": "sparsex",
@@ -36,47 +41,68 @@ _START_S = 1200  # compiling 28 layers takes minutes on a busy machine
 
 
 class Load(NamedTuple):
-    """How much is asked, of which model."""
+    """How much is asked, of which model; each round asks `prompts` of every arm and policy."""
 
     shape: str
     eager: bool
     prompt_tokens: int
     step_tokens: int
     prompts: int
+    rounds: int
 
 
-FULL = Load("bench28", eager=False, prompt_tokens=4096, step_tokens=512, prompts=8)
-QUICK = Load("bench8", eager=True, prompt_tokens=1024, step_tokens=128, prompts=2)
+FULL = Load("bench28", eager=False, prompt_tokens=4096, step_tokens=512, prompts=8, rounds=5)
+QUICK = Load("bench8", eager=True, prompt_tokens=1024, step_tokens=128, prompts=1, rounds=1)
+
+Seen = dict[tuple[str, str], streams.Beside]
 
 
 def run(quick: bool) -> harness.SuiteResult:
     """Prompts of 4,096 tokens on the 28-layer shape (`quick`: 1,024, on the 8-layer shape)."""
     load = QUICK if quick else FULL
     model = shapes.make_model(load.shape)
-    seen: dict[tuple[str, str], streams.Beside] = {}
-    for arm, spread_tokens in ARMS.items():
-        texts = streams.Texts(model, load.prompt_tokens, 0.9)
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            _server(model, load, _config(Path(folder), spread_tokens)) as server,
-        ):
-            streams.know(server, texts, NAMESPACE)
-            for policy, options in POLICIES.items():
-                beside = partial(streams.decode_beside, server, texts, _body(options))
-                asyncio.run(beside(1, 1))  # warms up
-                seen[arm, policy] = asyncio.run(beside(2, load.prompts))
+    seen: Seen = {(arm, policy): streams.Beside([], []) for arm in ARMS for policy in POLICIES}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers: dict[str, tuple[Server, streams.Texts]] = {}
+        for arm, spread_tokens in ARMS.items():
+            server = _server(model, load, _config(folder / f"{arm}.yaml", spread_tokens))
+            texts = streams.Texts(model, load.prompt_tokens, 0.9)
+            streams.know(stack.enter_context(server), texts, NAMESPACE)
+            servers[arm] = server, texts
+        for arm, policy in seen:
+            _beside(*servers[arm], policy, streams_=1, prompts=1)  # warms up
+        for turn in harness.progress(range(load.rounds), "stall"):
+            for arm, policy in harness.rotated(list(seen), turn):
+                taken = _beside(*servers[arm], policy, streams_=2, prompts=load.prompts)
+                for all_of_it, new in zip(seen[arm, policy], taken, strict=True):
+                    all_of_it += new
     rows = [{"plans": arm, "policy": policy, **it.row()} for (arm, policy), it in seen.items()]
+    return {"rows": rows, "summary": figures(seen) | {"prompts": load.prompts * load.rounds}}
+
+
+def figures(seen: Seen) -> dict[str, float | str]:
+    """Ratios of each arm and policy to `full` prompts of the same arm."""
     summary: dict[str, float | str] = {}
     for (arm, policy), it in seen.items():
-        if policy != "full":
-            name, full = f"{policy}_{arm}".replace(" ", "_"), seen[arm, "full"]
-            summary[f"itl_p99_ratio_{name}"] = it.p99_gap_ms / full.p99_gap_ms
-            summary[f"ttft_ratio_{name}"] = it.p50_ttft_ms / full.p50_ttft_ms
-    return {"rows": rows, "summary": summary}
+        if policy == "full":
+            continue
+        name, mine, full = f"{policy}_{arm}".replace(" ", "_"), it.row(), seen[arm, "full"].row()
+        for figure in ("p50_itl", "p99_itl", "max_itl", "p50_ttft"):
+            at, what = figure.split("_")
+            key = f"ttft_ratio_{name}" if what == "ttft" else f"itl_{at}_ratio_{name}"
+            summary[key] = mine[f"{figure}_ms"] / full[f"{figure}_ms"]
+    return summary
 
 
-def _config(folder: Path, spread_tokens: int | None) -> Path:
-    path = folder / "stall.yaml"
+def _beside(
+    server: Server, texts: streams.Texts, policy: str, streams_: int, prompts: int
+) -> streams.Beside:
+    body = _body(POLICIES[policy])
+    return asyncio.run(streams.decode_beside(server, texts, body, streams_, prompts))
+
+
+def _config(path: Path, spread_tokens: int | None) -> Path:
     path.write_text(json.dumps({"spread_tokens": spread_tokens}))  # which is YAML, too
     return path
 
