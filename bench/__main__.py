@@ -13,6 +13,7 @@ from bench import harness
 SUITES = {
     "ttft": "time to the first token: full prefill against segment reuse",
     "lookup": "finding segments among 100,000 and 1,000,000 indexed blocks",
+    "demo": "what `make demo` shows, as figures",
     "kernels": "alignment, sparse-query attention and token scores by themselves",
     "quality": "what each policy loses against full prefill, and what it computes",
     "rag": "questions over a knowledge base: the server with extra keys against without",

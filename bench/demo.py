@@ -8,15 +8,15 @@ the prefix cache cannot know: without extra keys (vLLM as it is) and with them (
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from bench import shapes
+from bench import harness, shapes
 from bench.server import Server, ServerError
 from examples.rag.chat import Answer, EmptyStreamError, ask
 
@@ -100,10 +100,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(prog="make demo", description="Segment reuse on real text.")
     parser.add_argument("--policy", help="instead of the server's default: shift or sparsex")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     args = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    where = harness.environment() | {"quick": False}
     try:
-        _run(console, args.policy)
+        asked = converse(console, args.policy)
+        _show(console, asked)
+        if args.json:
+            harness.write_json(args.json, "demo", where, result(asked))
     except (DemoError, ServerError) as error:
         print(f"segreuse demo failed: {error}", file=sys.stderr)
         return 1
@@ -113,7 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _run(console: Console, policy: str | None) -> None:
+def converse(console: Console, policy: str | None = None) -> list[Asked]:
+    """Start the server, ingest the passages, and ask all questions both ways.
+
+    Raises:
+        DemoError: nothing was reused, or a request failed.
+        ServerError: the server did not start.
+    """
     console.print("Making a small model with random weights (nothing is downloaded) ...")
     model = shapes.make_model(SHAPE)
     server = Server(model, SERVER_ARGS)
@@ -122,13 +133,45 @@ def _run(console: Console, policy: str | None) -> None:
         import openai
 
         try:
-            asked = _converse(console, Library(server.client(), server.model_name, policy))
+            return _converse(console, Library(server.client(), server.model_name, policy))
         except openai.OpenAIError as error:
             tail = server.log_tail()
             raise DemoError(f"{error}; the end of the log {server.log}:\n{tail}") from error
         except (DemoError, EmptyStreamError) as error:
             raise DemoError(f"{error} (server log: {server.log})") from error
-    _show(console, asked)
+
+
+def result(asked: list[Asked]) -> harness.SuiteResult:
+    """What was seen, as a benchmark's result: eager, on random weights."""
+    rows: list[harness.Row] = [
+        {
+            "shape": SHAPE,
+            "execution": "eager",
+            "question": row.question,
+            "prompt_tokens": row.reused.prompt_tokens,
+            **{
+                name: (row.reused.report or {})[name]
+                for name in ("policy", "reused_tokens", "recomputed_tokens")
+            },
+            "full_ms": row.plain.ttft_s * 1e3,
+            "reuse_ms": row.reused.ttft_s * 1e3,
+            "speedup": row.speedup,
+        }
+        for row in asked
+    ]
+    speedups = [row.speedup for row in asked]
+    low, high = harness.median_interval(speedups)
+    return {
+        "rows": rows,
+        "summary": {
+            "speedup": harness.median(speedups),
+            "speedup_low": low,
+            "speedup_high": high,
+            "reused_share": sum(row["reused_tokens"] for row in rows)
+            / sum(row["prompt_tokens"] for row in rows),
+            "questions": len(rows),
+        },
+    }
 
 
 def _converse(console: Console, library: Library) -> list[Asked]:
@@ -193,7 +236,7 @@ def _show(console: Console, asked: list[Asked]) -> None:
     )
     reused = sum((row.reused.report or {})["reused_tokens"] for row in asked)
     total = sum(row.reused.prompt_tokens for row in asked)
-    speedup = statistics.median(row.speedup for row in asked)
+    speedup = harness.median([row.speedup for row in asked])
     print(f"segreuse demo ok: speedup={speedup:.1f}x reused={reused} of {total} prompt tokens")
 
 

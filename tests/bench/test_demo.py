@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +50,31 @@ def test_last_line_counts_what_was_reused(capsys: pytest.CaptureFixture[str]) ->
     assert last.endswith(f"x reused={8900 * count} of {8960 * count} prompt tokens")
 
 
+def test_the_result_has_the_median_of_the_questions_and_their_range(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, asked = _converse(REPORT)
+    speedups = [2.0, 3.0, 4.0, 6.0, 7.0, 90.0]
+    timed = [
+        row._replace(plain=row.plain._replace(ttft_s=by), reused=row.reused._replace(ttft_s=1.0))
+        for row, by in zip(asked, speedups, strict=True)
+    ]
+    monkeypatch.setattr(demo, "converse", lambda *_: timed)
+    assert demo.main(["--json", str(tmp_path / "demo.json")]) == 0
+    assert "speedup=5.0x" in capsys.readouterr().out
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert written["suite"] == "demo"
+    assert written["environment"]["commit"]
+    assert written["summary"] == {
+        "speedup": 5.0,
+        "speedup_low": 2.0,
+        "speedup_high": 90.0,
+        "reused_share": 8900 / 8960,
+        "questions": 6,
+    }
+    assert {row["execution"] for row in written["rows"]} == {"eager"}
+
+
 def test_every_prompt_is_asked_both_ways_and_begins_anew() -> None:
     server, asked = _converse(REPORT)
     assert len(server.prompts) == 2 * len(demo.QUESTIONS)
@@ -76,7 +103,7 @@ def test_a_failure_is_one_sentence_and_a_status(
     def fail(*args: Any) -> None:
         raise demo.DemoError("segment reuse is off")
 
-    monkeypatch.setattr(demo, "_run", fail)
+    monkeypatch.setattr(demo, "converse", fail)
     assert demo.main([]) == 1
     assert capsys.readouterr().err == "segreuse demo failed: segment reuse is off\n"
 
