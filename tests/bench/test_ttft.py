@@ -10,8 +10,8 @@ from bench.harness import BenchError
 from bench.suites import ttft
 
 REUSED = ttft.DOCUMENTS * ttft.DOCUMENT_TOKENS
-NEW = ttft.PREAMBLE_TOKENS + ttft.QUESTION_TOKENS
-MS = {"full": 1000.0, "shift": 50.0, "sparsex": 200.0, "hybrid": 250.0}
+MS = {"full": 1000.0, "shift": 50.0, "sparsex": 200.0, "hybrid": 250.0, "prophet": 400.0}
+SHARES = {"shift": 0.01, "sparsex": 0.12, "hybrid": 0.24, "prophet": 0.13}
 
 Answer = Callable[[ttft.Mode], engine.Timed]
 
@@ -23,6 +23,7 @@ def _timed(mode: ttft.Mode, **changes: Any) -> engine.Timed:
         "policy": mode.policy,
         "reused_tokens": REUSED,
         "recomputed_tokens": round(mode.recompute_ratio * REUSED),
+        "computed_share": SHARES[mode.name],
     }
     return engine.Timed(MS[mode.name], 1, 0, report | changes)
 
@@ -56,19 +57,32 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
 def test_summary_has_the_documented_figures(answer: Callable[[Answer], None]) -> None:
     answer(_timed)
     summary = ttft.run(quick=False)["summary"]
-    keys = [
-        "full_ms", "shift_ms", "sparsex_ms", "hybrid_ms",
-        "shift_speedup", "sparsex_speedup", "hybrid_speedup", "hybrid_efficiency",
-    ]  # fmt: skip
+    modes = ("full", "shift", "sparsex", "hybrid", "prophet")
+    keys = [f"{mode}_ms" for mode in modes]
+    keys += [f"{mode}_speedup{end}" for mode in modes[1:] for end in ("", "_low", "_high")]
+    keys.append("hybrid_efficiency")
     assert list(summary) == keys + [f"{key}_deep" for key in keys]
     assert summary["shift_speedup"] == 20
     assert summary["sparsex_speedup_deep"] == 5
-    computed = NEW + round(0.1 * REUSED)
-    # Eight layers, 15 % of which is one; 28 layers, 15 % of which is four.
-    share = (1 * ttft.PROMPT_TOKENS + 7 * computed) / (8 * ttft.PROMPT_TOKENS)
-    deep_share = (4 * ttft.PROMPT_TOKENS + 24 * computed) / (28 * ttft.PROMPT_TOKENS)
-    assert summary["hybrid_efficiency"] == pytest.approx(1000 * share / 250)
-    assert summary["hybrid_efficiency_deep"] == pytest.approx(1000 * deep_share / 250)
+    assert summary["hybrid_efficiency"] == pytest.approx(1000 * 0.24 / 250)
+
+
+def test_a_speed_up_and_its_interval_are_of_the_rounds(answer: Callable[[Answer], None]) -> None:
+    # In one round everything took ten times as long: no ratio of a round changes.
+    turns = {mode.name: 0 for mode in ttft.MODES}
+
+    def timed(mode: ttft.Mode) -> engine.Timed:
+        turns[mode.name] += 1
+        slow = 10 if turns[mode.name] == 3 else 1
+        noise = 1.25 if mode.name == "shift" and turns[mode.name] == 4 else 1
+        return _timed(mode)._replace(ms=MS[mode.name] * slow * noise)
+
+    answer(timed)
+    summary = ttft.run(quick=True)["summary"]
+    assert summary["sparsex_speedup_low"] == summary["sparsex_speedup_high"] == 5
+    # Six rounds: the interval is their whole range.
+    assert summary["shift_speedup_low"] == 16
+    assert summary["shift_speedup_high"] == 20
 
 
 def test_quick_measures_the_small_shape_only(answer: Callable[[Answer], None]) -> None:
