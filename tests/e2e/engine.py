@@ -54,6 +54,16 @@ class Engine:
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return [_answer(output) for output in outputs]
 
+    def children(
+        self, prompt: list[int], options: dict[str, Any] | None = None, **sampling: Any
+    ) -> list[Answer]:
+        """All answers to one prompt, where `n` of them are asked for."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(extra_args=options, **{"logprobs": 8} | sampling)
+        [output] = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return [_answer(output, number) for number in range(len(output.outputs))]
+
     def reset(self) -> None:
         """Forget everything cached."""
         assert self.llm.reset_prefix_cache()
@@ -68,11 +78,11 @@ class Engine:
             assert all(b.block_hash is not None for b in pool.blocks if b.block_id in pool.index)
 
 
-def _answer(output: Any) -> Answer:
-    first = output.outputs[0]
-    logprobs = [{t: p.logprob for t, p in step.items()} for step in first.logprobs or []]
+def _answer(output: Any, number: int = 0) -> Answer:
+    one = output.outputs[number]
+    logprobs = [{t: p.logprob for t, p in step.items()} for step in one.logprobs or []]
     report = (output.kv_transfer_params or {}).get("segreuse", {})
-    return Answer(list(first.token_ids), logprobs, output.num_cached_tokens, report)
+    return Answer(list(one.token_ids), logprobs, output.num_cached_tokens, report)
 
 
 @contextmanager

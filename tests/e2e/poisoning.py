@@ -3,11 +3,11 @@
 
     python -m tests.e2e.poisoning --requests 1000 --log poisoning.txt
 
-A pool so small that requests are preempted, steps so small that prompts are chunked, several
-arrivals per step so that requests are admitted together, aborts in between. After every few of them
-the same prompts follow without extra keys, one by one, while approximate blocks of theirs are still
-in the pool: they must answer as a fresh engine without the plugin did, to the last bit. Exit status
-1 if one does not.
+A pool so small that requests are preempted, steps so small that prompts are chunked and large
+plans take several of them, several arrivals per step so that requests are admitted together, aborts
+in between. After every few of them the same prompts follow without extra keys, one by one, while
+approximate blocks of theirs are still in the pool: they must answer as a fresh engine without the
+plugin did, to the last bit. Exit status 1 if one does not.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tests.e2e.stepping import abort, drain, submit
 from tests.e2e.test_equality import assert_same
 
 NUM_BLOCKS = 31  # one of them is vLLM's null block
+SPREAD_TOKENS = 40
+"""Plans that compute more than that many tokens at all layers take several steps."""
 LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 256, "max_num_seqs": 16}
 NOISE = 2e-3  # of float32
 _ROUND = 10
@@ -37,12 +39,16 @@ OPTIONS: list[dict[str, Any]] = [
     {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3},
     {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
     {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 2},
+    {"segreuse_policy": "epic", "segreuse_recompute_ratio": 0.2},
+    {"segreuse_policy": "cacheblend", "segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 1},
+    {"segreuse_policy": "prophet", "segreuse_recompute_ratio": 0.2},
 ]
 
 
 def small_engine(segreuse: bool) -> Any:
     """An engine under pressure. float32: a wrong bit is not rounded away."""
-    return engine("qwen3", segreuse, dtype="float32", num_gpu_blocks_override=NUM_BLOCKS, **LIMITS)
+    options: Any = {"spread_tokens": SPREAD_TOKENS} if segreuse else False
+    return engine("qwen3", options, dtype="float32", num_gpu_blocks_override=NUM_BLOCKS, **LIMITS)
 
 
 def make_prompts(vocab_size: int, requests: int) -> list[list[int]]:
@@ -72,7 +78,8 @@ def poison(running: Engine, expected: list[Answer]) -> Counter[str]:
 
     Returns:
         What happened: "reused" requests, "preempted" ones, "chunked" steps, those "together" in a
-        step, "aborted" ones; plain "twins" that were compared to the last bit, and "prefix hits".
+        step, plans "spread" over several, "aborted" requests; plain "twins" that were compared to
+        the last bit, and "prefix hits".
 
     Raises:
         AssertionError: a twin answers otherwise.
@@ -142,6 +149,7 @@ def _counting(scheduler: Any, counts: Counter[str]) -> Callable[[], Any]:
         counts["preempted"] += len(step.preempted_req_ids or ())
         plans = step.kv_connector_metadata.plans
         counts["together"] += len(plans) if len(plans) > 1 else 0
+        counts["spread"] += sum(plan.spread for plan in plans)
         for name in step.num_scheduled_tokens:
             request = scheduler.requests[name]
             counts["chunked"] += request.num_computed_tokens < request.num_tokens

@@ -14,12 +14,15 @@ from tests.e2e.exact_arms import (
     ask_in_process_of_its_own,
 )
 
-PROMPTS = {"TP=1": 32, "TP=2 chunked": 16}
+PROMPTS = {"TP=1": 32, "TP=2 chunked": 16, "TP=1 bf16": 16, "TP=1 compiled": 16}
 CONTROLS = 8
 
 
 @pytest.fixture(
-    scope="module", params=["TP=1", pytest.param("TP=2 chunked", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "TP=1" if name == "TP=1" else pytest.param(name, marks=pytest.mark.slow) for name in PROMPTS
+    ],
 )
 def found(request: pytest.FixtureRequest) -> Found:
     name = request.param

@@ -9,5 +9,5 @@ def test_29_plain_twins_of_approximate_requests_are_bit_identical() -> None:
     with poisoning.small_engine(segreuse=True) as running:
         counts = poisoning.poison(running, expected)
     assert counts["twins"] > 20, counts
-    for pressure in ("preempted", "chunked", "together", "aborted"):
+    for pressure in ("preempted", "chunked", "together", "spread", "aborted"):
         assert counts[pressure] > 0, counts

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Engine, Prompts, engine
+from tests.e2e.stepping import drain, step, submit
+from tests.e2e.test_equality import assert_same
 
 SHIFT = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 16}
 
@@ -121,15 +123,20 @@ def test_15_prompt_logprobs_bypass(reusing: Engine, text: Prompts) -> None:
 
 
 def test_16_every_child_of_n_is_right(reusing: Engine, text: Prompts) -> None:
+    """With everything computed again, each child answers as the same child of a plain request."""
     document = text.tokens(320)
-    ingest(reusing, document)
-    from vllm import SamplingParams
-
     prompt = text.around(document)
-    params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=6, extra_args=SHIFT)
-    outputs = reusing.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    assert [len(o.token_ids) for o in outputs[0].outputs] == [6, 6, 6]
-    assert len({tuple(o.token_ids) for o in outputs[0].outputs}) == 3
+    sampling = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 6}
+    plain = reusing.children(prompt, **sampling)
+    reusing.reset()
+    ingest(reusing, document)
+    everything = SHIFT | {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 1.0}
+    reused = reusing.children(prompt, options=everything, **sampling)
+    assert all(child.report["reused_tokens"] >= 256 for child in reused), reused[0].report
+    assert len({tuple(child.token_ids) for child in reused}) == 3
+    for child, reference in zip(reused, plain, strict=True):
+        assert len(child.token_ids) == 6
+        assert_same(child, reference, noise=0.0625)  # of bf16
 
 
 def test_17_stop_strings_seeds_and_logprobs_work_behind_reuse(
@@ -159,21 +166,35 @@ def test_17_stop_strings_seeds_and_logprobs_work_behind_reuse(
 def test_22_a_donor_or_prefix_hashed_in_this_step_is_waited_for(
     reusing: Engine, text: Prompts
 ) -> None:
-    """The document and prompts that need it arrive together: the answers are right."""
-    document = text.tokens(256)
-    tail = text.tokens(9)
-    prompts = [document, document + tail, text.tokens(11) + document + tail]
-    options = NAMESPACE | {"segreuse_recompute_ratio": 1.0, "segreuse_min_reused_tokens": 16}
-    together = reusing.ask(*prompts, options=options)
-    reusing.reset()
-    for prompt, answer in zip(prompts, together, strict=True):
+    """A document and prompts that need it arrive together: whose plan would stand behind its blocks
+    waits a step, who would move them finds none yet, and all answers are right."""
+    document, known, tail = text.tokens(256), text.tokens(128), text.tokens(9)
+    prompts = {
+        "document": document,
+        "prefix": document + known + tail,
+        "segment": text.tokens(11) + document + tail,
+    }
+    everything = {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 1.0}
+    options = NAMESPACE | everything | {"segreuse_min_reused_tokens": 16}
+    alone = {}
+    for name, prompt in prompts.items():
+        [alone[name]] = reusing.ask(prompt)
         reusing.reset()
-        alone = reusing.ask(prompt)[0]
-        difference = max(
-            abs(alone.logprobs[0][t] - answer.logprobs[0][t])
-            for t in alone.logprobs[0].keys() & answer.logprobs[0].keys()
-        )
-        assert difference < 0.1
+    ingest(reusing, known)
+    for name, prompt in prompts.items():
+        submit(reusing, name, prompt, options)
+    answers = step(reusing)
+    admitted = {request.request_id.split("-")[0] for request in reusing.scheduler.running}
+    assert admitted == {"document", "segment"}
+    submit(reusing, "late", text.tokens(5) + document + tail, options)  # now it is a donor
+    answers |= drain(reusing)
+    found = {name.split("-")[0]: answer for name, answer in answers.items()}
+    assert found["prefix"].report["prefix_tokens"] == 256
+    assert found["prefix"].report["reused_tokens"] >= 128
+    assert found["segment"].report["reused_tokens"] == 0
+    assert found["late"].report["reused_tokens"] >= 256
+    for name, reference in alone.items():
+        assert_same(found[name], reference, noise=0.0625)  # of bf16
 
 
 def test_generated_text_donates(reusing: Engine, text: Prompts) -> None:

@@ -20,7 +20,10 @@ from vllm_segreuse.kernels import cpu
 
 # What waits for a GPU: the host gets a number, or the size of a result depends on the data.
 METHODS = ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__")
-OPERATORS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "masked_select")
+OPERATORS = (
+    *("_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "masked_select"),
+    *("equal", "is_nonzero"),
+)
 RECOMPUTING = NAMESPACE | {
     "segreuse_policy": "sparsex",
     "segreuse_min_reused_tokens": 16,
@@ -71,6 +74,15 @@ def counted() -> Iterator[list[str]]:
                 return result
 
             patch.setattr(torch.Tensor, name, asking)
+        to = torch.Tensor.to
+
+        def moving(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            # The device of the pass comes as an object; who names the CPU means the host.
+            if "cpu" in (*args, kwargs.get("device")):
+                questions.asked.append("to")
+            return to(tensor, *args, **kwargs)
+
+        patch.setattr(torch.Tensor, "to", moving)
         yield questions.asked
 
 
@@ -102,6 +114,17 @@ def passes(reusing: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
+def evict(running: Engine, tokens: list[int], block: int) -> None:
+    """A full block of a cached prompt is cached no more."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    hasher = running.llm.llm_engine.engine_core.engine_core.request_block_hasher
+    hashes = Request("", tokens, SamplingParams(), None, block_hasher=hasher).block_hashes
+    found = running.pool.get_cached_block(hashes[block], [0])
+    running.pool.evict_blocks({found[0].block_id})
+
+
 @pytest.mark.parametrize("policy", OPTIONS)
 def test_a_pass_asks_once(reusing: Engine, passes: list[list[str]], policy: str) -> None:
     reusing.reset()
@@ -110,11 +133,13 @@ def test_a_pass_asks_once(reusing: Engine, passes: list[list[str]], policy: str)
     reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
     prompts = [text.around(*documents), text.around(documents[1], documents[0])]
     if policy == "exact":
-        prompts = [documents[0] + text.tokens(90) for _ in range(2)]
+        prompts = [documents[1] + text.tokens(90) for _ in range(2)]
+        evict(reusing, documents[1], block=1)
+    passes.clear()
     answers = reusing.ask(*prompts, options=OPTIONS[policy], max_tokens=2)
-    if policy != "exact":  # nothing has a hole here: the tier may find nothing to do
-        assert all(answer.report["bypass_reason"] is None for answer in answers)
-        assert passes
+    assert all(answer.report["bypass_reason"] is None for answer in answers)
+    assert all((answer.report["exact_tokens"] > 0) == (policy == "exact") for answer in answers)
+    assert passes
     # How many tokens `focus` chooses is the device's to say.
     expected = ["index", "tolist"] if policy == "focus" else ["tolist"]
     assert all(asked == expected for asked in passes), passes
@@ -131,6 +156,9 @@ def test_questions_are_noticed() -> None:
         lambda: tensor[tensor > 1],
         lambda: tensor.unique(),
         lambda: tensor.cpu(),
+        lambda: tensor.to("cpu"),
+        lambda: tensor.to(device="cpu", dtype=torch.float32),
+        lambda: torch.equal(tensor, tensor),
     ]
     for kind in kinds:
         with counted() as asked:
