@@ -27,7 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
-from vllm_segreuse.cache.plan import IntArray
+from vllm_segreuse.cache.plan import MAX_PROVENANCE_DEPTH, IntArray
 from vllm_segreuse.cache.planner import Planner, PrefixState
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.cache.tracked import TrackedRequest
@@ -225,7 +225,7 @@ class SegmentBlockPool(BlockPool):
     ) -> None:
         size = self.hash_block_size
         depths = self.planner.donor_depths(tracked, first, last - first)
-        donors = np.flatnonzero(depths >= 0)
+        donors = np.flatnonzero((depths >= 0) & (depths <= MAX_PROVENANCE_DEPTH))
         if not len(donors):
             return
         tokens = np.asarray(request.all_token_ids[first * size : last * size], dtype=np.int32)
