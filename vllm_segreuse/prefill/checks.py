@@ -7,6 +7,7 @@ model's own forward. What the configuration alone rules out is refused earlier (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
-from vllm_segreuse.kernels import dispatch
+from vllm_segreuse.kernels import dispatch, reference
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
 from vllm_segreuse.prefill import rope
 from vllm_segreuse.prefill.align import Aligner, TokenCopies
@@ -91,6 +92,7 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         )
         prefill = SparsePrefill(layers, aligner)
         proof.moves(aligner, layouts, ropes)
+        proof.scores(kernels.token_scores, layouts)
         max_deviation = proof.sparse_pass(prefill)
         proof.warm_up(prefill)
         layers.compiled = _may_run_compiled(vllm_config)
@@ -122,7 +124,8 @@ def _may_run_compiled(vllm_config: VllmConfig) -> bool:
 
 def _check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
     for name, layer in attention.items():
-        if not isinstance(layer, Attention):
+        # Its subclasses attend to chunks, to another sequence, or in both directions.
+        if type(layer) is not Attention:
             raise UnsupportedModelError(f"{name} is {type(layer).__name__}, not plain attention")
         kernel_tokens = layer.kv_cache.numel() // (
             layer.kv_cache.shape[0] * layer.num_kv_heads * 2 * layer.head_size
@@ -172,6 +175,7 @@ class _Proof:
         self._rows = rows
         self._fast_ops = fast_ops
         self._block_size = block_size
+        self._dtype = vllm_config.model_config.dtype
         self._count = min(
             self._BLOCKS * block_size - 3,
             vllm_config.scheduler_config.max_num_batched_tokens,
@@ -268,6 +272,7 @@ class _Proof:
         # Some stay, some move back: one call carries all kinds.
         moved = np.array([self._distance, 0, -7])[tokens // 50 % 3]
         source, target = slots(self._own, tokens), slots(self._copy, tokens + 1)
+        self._clear_copy()
         aligner.align(TokenCopies(source, target, moved))
         distances = torch.from_numpy(moved).to(self._stack.attention[0].kv_cache.device)
         for layer, layout, delta_rope in zip(self._stack.attention, layouts, ropes, strict=True):
@@ -285,6 +290,31 @@ class _Proof:
                         f"should be (off by {error:.2g} of their norm)"
                     )
 
+    @torch.inference_mode()
+    def scores(self, token_scores: Callable[..., torch.Tensor], layouts: list[PageLayout]) -> None:
+        """The kernel that scores tokens must agree with plain torch, at every layer.
+
+        Nothing else here would notice: whatever is chosen, the pass reproduces the KV.
+        """
+        device = self._stack.attention[0].kv_cache.device
+        blocks = torch.from_numpy(self._own).to(device)
+        positions = torch.arange(self._count % 5, self._count, 5, device=device)
+        generator = torch.Generator().manual_seed(0)
+        for layer, layout in zip(self._stack.attention, layouts, strict=True):
+            shape = (len(positions), layer.num_heads, layer.head_size)
+            query = torch.randn(shape, generator=generator).to(device, self._dtype)
+            pages = flat_pages(layer.kv_cache)
+            given = (query, positions, pages, layout.keys, blocks, self._count, layer.impl.scale)
+            for highest in (False, True):
+                expected = reference.token_scores(*given, highest)
+                found = token_scores(*given, highest)
+                error = float((found - expected).norm() / expected.norm())
+                if not error <= _tolerance(self._dtype):
+                    raise UnsupportedModelError(
+                        f"{layer.layer_name}: the scores of tokens are not the attention that "
+                        f"queries pay them (off by {error:.2g} of their norm)"
+                    )
+
     def sparse_pass(self, prefill: SparsePrefill) -> float:
         """Plans that reuse every other stretch unmoved must reproduce the KV of the full forward.
 
@@ -296,8 +326,23 @@ class _Proof:
         """
         positions = np.arange(self._count)
         worst = 0.0
+        for stretch, program in self._programs():
+            self._clear_copy()
+            prefill.run([self._plan((positions // stretch) % 2 == 1, program)])
+            worst = max(worst, self._deviation())
+        dtype = self._stack.attention[0].kv_cache.dtype
+        tolerance = _tolerance(dtype)
+        if not worst <= tolerance:
+            raise UnsupportedModelError(
+                "the sparse pass does not reproduce this model's own forward (off by "
+                f"{worst:.2g} of its norm, allowed {tolerance:.2g})"
+            )
+        return worst
+
+    def _programs(self) -> list[tuple[int, dict[str, Any]]]:
+        """Tokens per stretch, and fields of the recipe: every program that a policy may ask for."""
         # Short stretches are scattered queries, long ones are rows (`attention.py`).
-        programs: list[tuple[int, dict[str, Any]]] = [
+        return [
             (7, {}),
             (20, {}),
             (20, {"stock": True}),
@@ -308,20 +353,6 @@ class _Proof:
             (7, {"top_k": 9, "score": Score.ALL_LAYERS}),
             (7, {"top_k": 9, "score": Score.PEAK, "least_share": 0.01}),
         ]
-        for stretch, program in programs:
-            for block in self._copy:
-                for layer in self._stack.attention:
-                    flat_pages(layer.kv_cache)[block].zero_()
-            prefill.run([self._plan((positions // stretch) % 2 == 1, program)])
-            worst = max(worst, self._deviation())
-        dtype = self._stack.attention[0].kv_cache.dtype
-        tolerance = max(8 * torch.finfo(dtype).eps, 1e-4)
-        if not worst <= tolerance:
-            raise UnsupportedModelError(
-                "the sparse pass does not reproduce this model's own forward (off by "
-                f"{worst:.2g} of its norm, allowed {tolerance:.2g})"
-            )
-        return worst
 
     def warm_up(self, prefill: SparsePrefill) -> None:
         """Passes of few active tokens, for which Triton compiles programs of other sizes."""
@@ -349,6 +380,10 @@ class _Proof:
             self._copy,
         )
 
+    def _clear_copy(self) -> None:
+        for layer in self._stack.attention:
+            flat_pages(layer.kv_cache)[self._copy.tolist()] = 0
+
     def _deviation(self) -> float:
         worst = 0.0
         for layer in self._stack.attention:
@@ -356,6 +391,12 @@ class _Proof:
             full, sparse = pages[self._own.tolist()].float(), pages[self._copy.tolist()].float()
             worst = max(worst, float((full - sparse).norm() / full.norm()))
         return worst
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """How far two ways of computing the same may be apart, as a share of the norm."""
+    tolerance = max(8 * torch.finfo(dtype).eps, 1e-4)
+    return float(tolerance)
 
 
 def _prove_rotation(

@@ -45,6 +45,15 @@ def check_kv_cache(kv_cache_config: KVCacheConfig, block_size: int) -> None:
             f"the model needs {len(groups)} KV cache groups ({', '.join(kinds)}), one group of "
             f"full attention is supported{_OFF}"
         )
+    spec = groups[0].kv_cache_spec
+    # Without vLLM's hybrid KV cache manager these, too, come as full attention.
+    for wrong, what in (
+        (spec.sliding_window is not None, f"a sliding window of {spec.sliding_window} tokens"),
+        (spec.attention_chunk_size is not None, f"chunks of {spec.attention_chunk_size} tokens"),
+        (spec.non_causal, "tokens behind their own"),
+    ):
+        if wrong:
+            raise RefusedError(f"layers of the model attend to {what}{_OFF}")
     hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or block_size
     if hash_block_size != block_size:
         raise RefusedError(

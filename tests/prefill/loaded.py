@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model of vLLM's own in this process, with its KV cache, as a worker hands it over to a
+connector; no engine, and random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+BLOCK_SIZE, NUM_BLOCKS = 32, 20
+LAYERS, HEADS, HEAD_SIZE, POSITIONS = 3, 2, 32, 512
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 1,
+    "head_dim": HEAD_SIZE,
+    "max_position_embeddings": POSITIONS,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass
+class Loaded:
+    """What `prove` is given."""
+
+    model: nn.Module
+    vllm_config: Any
+    kv_cache_config: Any
+
+    @property
+    def attention(self) -> dict[str, nn.Module]:
+        """The attention layers, by name."""
+        by_name: dict[str, nn.Module] = self.vllm_config.compilation_config.static_forward_context
+        return by_name
+
+    @property
+    def first(self) -> Any:
+        """The first of them."""
+        return next(iter(self.attention.values()))
+
+
+def model_config(folder: Path, dtype: str = "float32", **changes: Any) -> Any:
+    """vLLM's configuration of a small llama.
+
+    Args:
+        folder: where its `config.json` is written.
+        dtype: of weights and KV cache.
+        changes: fields of `config.json` that are not as usual.
+    """
+    from vllm.config import ModelConfig
+
+    (folder / "config.json").write_text(json.dumps(_LLAMA | changes))
+    return ModelConfig(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        max_model_len=POSITIONS,
+        enforce_eager=True,
+    )
+
+
+@contextmanager
+def loaded(folder: Path, dtype: str = "float32", **changes: Any) -> Iterator[Loaded]:
+    """Load the model; vLLM's configuration of it and its parallel groups are set meanwhile.
+
+    Args:
+        folder, dtype, changes: see `model_config`.
+    """
+    from vllm.config import CacheConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+
+    vllm_config = VllmConfig(
+        model_config=model_config(folder, dtype, **changes),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=POSITIONS,
+            max_num_seqs=4,
+            max_model_len=POSITIONS,
+            is_encoder_decoder=False,
+        ),
+    )
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(vllm_config))
+        stack.enter_context(_alone(folder))
+        model = _model(vllm_config)
+        yield Loaded(model, vllm_config, _bind_kv_cache(vllm_config))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Parallel groups of one rank."""
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    init_distributed_environment(1, 0, f"file://{folder}/ranks", 0, "gloo")
+    initialize_model_parallel()
+    try:
+        yield
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def _model(vllm_config: Any) -> nn.Module:
+    from vllm.model_executor.model_loader.utils import (
+        initialize_model,
+        process_weights_after_loading,
+    )
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    of_model = vllm_config.model_config
+    with set_default_torch_dtype(of_model.dtype):
+        model = initialize_model(vllm_config=vllm_config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        scale, middle = (0.2, 0.0) if parameter.dim() > 1 else (0.1, 1.0)  # norms are vectors
+        parameter.data.copy_(middle + scale * torch.randn(parameter.shape, generator=generator))
+    process_weights_after_loading(model, of_model, torch.device("cpu"))
+    return model
+
+
+def _bind_kv_cache(vllm_config: Any) -> Any:
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
+
+    layers = vllm_config.compilation_config.static_forward_context
+    specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
+    spec, first = next(iter(specs.values())), next(iter(layers.values()))
+    memory = spec.page_size_bytes * len(layers) * NUM_BLOCKS
+    layout = resolve_kv_cache_layout(vllm_config, [["LBHNC"]])
+    [kv_cache_config] = get_kv_cache_configs(vllm_config, [specs], [memory])
+    assert kv_cache_config.num_blocks == NUM_BLOCKS
+    device = torch.device("cpu")
+    bind_kv_cache(allocate_kv_cache(kv_cache_config, device, layout), layers, [])
+    # The runner's builder; on CPUs it tells the layers which kernels to use.
+    first.get_attn_backend().get_builder_cls()(spec, list(layers), vllm_config, device)
+    return kv_cache_config

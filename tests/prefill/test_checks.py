@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sound model is proven at start-up, a mistake in any part of the pass is found, and what no
+proof covers is refused by name."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.prefill.loaded import BLOCK_SIZE, HEAD_SIZE, HEADS, LAYERS, Loaded, loaded
+from vllm_segreuse import config
+from vllm_segreuse.cache.plan import Recipe, ReusePlan
+from vllm_segreuse.kernels import cpu
+from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.policies import POLICIES, Situation
+from vllm_segreuse.prefill import checks, programs, rope, rows
+from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.layers import LayerState
+from vllm_segreuse.prefill.rope import DeltaRope
+from vllm_segreuse.prefill.supported import RefusedError
+
+BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
+BOTH = pytest.mark.parametrize("model", ["float32", "bfloat16"], indirect=True)
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module", params=["float32"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Loaded]:
+    with loaded(tmp_path_factory.mktemp(request.param), request.param) as made:
+        yield made
+
+
+def prove(model: Loaded) -> checks.Runtime:
+    return checks.prove(model.model, model.vllm_config, model.kv_cache_config)
+
+
+def refusal(model: Loaded) -> str:
+    with pytest.raises(RefusedError) as refused:
+        prove(model)
+    text = str(refused.value)
+    assert text.startswith("segment reuse cannot start: ")
+    assert text.endswith("; serve this model without --segreuse")
+    return text
+
+
+@BOTH
+def test_a_sound_model_is_proven_on_scratch_blocks(model: Loaded) -> None:
+    before = flat_pages(model.first.kv_cache).clone()
+    runtime = prove(model)
+    # Rounding, not more: vLLM's kernel and ours add in another order.
+    assert runtime.max_deviation < torch.finfo(model.first.kv_cache.dtype).eps * 8
+    assert runtime.kernels
+    after = flat_pages(model.first.kv_cache)
+    changed = (before != after).any(1).nonzero().flatten().tolist()
+    assert set(changed) <= set(range(1, 9)), "blocks beyond the scratch blocks were written"
+
+
+# What is run.
+
+
+@pytest.fixture
+def proven(model: Loaded, monkeypatch: Patch) -> list[ReusePlan]:
+    """The plans that a proof runs."""
+    plans: list[ReusePlan] = []
+    run = SparsePrefill.run
+    monkeypatch.setattr(
+        SparsePrefill, "run", lambda self, given: (plans.extend(given), run(self, given))[1]
+    )
+    prove(model)
+    return plans
+
+
+def kind(recipe: Recipe) -> tuple[Any, ...]:
+    """What decides how a recipe is carried out."""
+    chooses = recipe.top_k > 0
+    return (
+        programs.program_of(recipe).__name__,
+        recipe.score if chooses else None,
+        chooses and recipe.least_share > 0,
+        recipe.dense_layers > 0,
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dense_layers", [0, 1, LAYERS])
+def test_the_program_of_every_policy_is_proven(
+    policy: str, dense_layers: int, proven: list[ReusePlan]
+) -> None:
+    reused = np.arange(200) % 7 > 0
+    starts = np.flatnonzero(reused & ~np.append(False, reused[:-1])).astype(np.int32)
+    options = {"recompute_ratio": 0.1, "dense_layers": dense_layers, "overflow_tokens": 0}
+    wanted = POLICIES[policy](Situation(reused, starts, BLOCK_SIZE, LAYERS, **options))
+    assert kind(wanted) in {kind(plan.recipe) for plan in proven}
+
+
+def test_the_default_policy_is_among_them(proven: list[ReusePlan]) -> None:
+    """Its peaks, and its number of tokens that only the workers know."""
+    default = config.SegReuseConfig().policy
+    reused = np.arange(200) % 7 > 0
+    recipe = POLICIES[default](Situation(reused, np.array([1]), BLOCK_SIZE, LAYERS, 0.1, 0, None))
+    alike = [plan.recipe for plan in proven if kind(plan.recipe) == kind(recipe)]
+    assert [0 < one.least_share <= recipe.least_share for one in alike] == [True]
+
+
+def test_queries_are_scattered_and_in_long_runs(proven: list[ReusePlan]) -> None:
+    runs = {_longest_run(plan.recipe.always) for plan in proven if not plan.recipe.top_k}
+    assert min(runs) < 16 <= max(runs), "one of the two ways to attend is not proven"
+
+
+def _longest_run(mask: np.ndarray) -> int:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]))).reshape(-1, 2)
+    return int(np.diff(edges).max())
+
+
+def test_few_tokens_are_run_once_before_the_first_request(proven: list[ReusePlan]) -> None:
+    active = [int(plan.recipe.always.sum()) for plan in proven]
+    assert active[-4:] == [1, 2, 4, 8]
+
+
+# Mistakes.
+
+
+def _turned_one_too_far(patch: Patch) -> None:
+    tables = DeltaRope.tables
+    patch.setattr(DeltaRope, "tables", lambda self, deltas: tables(self, deltas + 1))
+
+
+def _another_rotation(patch: Patch) -> None:
+    """As of a module that rotates keys which are not the ones that are cached."""
+    derive = rope.derive
+    patch.setattr(
+        rope,
+        "derive",
+        lambda *given: dataclasses.replace(
+            derive(*given), frequencies=derive(*given).frequencies * 0.9
+        ),
+    )
+
+
+def _turned_backwards(patch: Patch) -> None:
+    _with_moves(patch, lambda parts, moves: (parts, dataclasses.replace(moves, sin=-moves.sin)))
+
+
+def _values_left_behind(patch: Patch) -> None:
+    _with_moves(patch, lambda parts, moves: (parts[:1], moves))
+
+
+def _keys_left_unturned(patch: Patch) -> None:
+    _with_moves(
+        patch, lambda parts, moves: ([dataclasses.replace(p, rotation=None) for p in parts], moves)
+    )
+
+
+def _one_slot_off(patch: Patch) -> None:
+    _with_moves(
+        patch,
+        lambda parts, moves: (parts, dataclasses.replace(moves, targets=moves.targets - 1)),
+    )
+
+
+def _with_moves(patch: Patch, change: Callable[..., Any]) -> None:
+    align = cpu.align
+    patch.setattr(cpu, "align", lambda pages, parts, moves: align(pages, *change(parts, moves)))
+
+
+def _scattered_queries_see_the_future(patch: Patch) -> None:
+    attend = cpu.sparse_attention
+    patch.setattr(
+        cpu, "sparse_attention", lambda *given: attend(*given[:-2], given[-2] + 1, given[-1])
+    )
+
+
+def _rows_see_the_future(patch: Patch) -> None:
+    """One row for all scattered queries: the mistake that most "recompute top-k" code makes."""
+    patch.setattr(rows, "row_starts", lambda tokens: np.arange(len(tokens)) == 0)
+
+
+def _the_least_attended(patch: Patch) -> None:
+    scores = cpu.token_scores
+    patch.setattr(cpu, "token_scores", lambda *given: -scores(*given))
+
+
+def _sums_for_peaks(patch: Patch) -> None:
+    scores = cpu.token_scores
+    patch.setattr(cpu, "token_scores", lambda *given: scores(*given[:7]))
+
+
+def _scores_of_the_token_before(patch: Patch) -> None:
+    scores = cpu.token_scores
+    patch.setattr(cpu, "token_scores", lambda *given: scores(*given).roll(-1))
+
+
+def _others(index: Any) -> Any:
+    return index if isinstance(index, slice) else index.roll(1)
+
+
+def _states_of_other_tokens(patch: Patch) -> None:
+    take = LayerState.take
+    patch.setattr(LayerState, "take", lambda self, index: take(self, _others(index)))
+
+
+MISTAKES = {
+    _turned_one_too_far: "is not a rotation by the position difference",
+    _another_rotation: "does not turn with its position as its rotary module says",
+    _turned_backwards: "moved keys or values are not where and what they should be",
+    _values_left_behind: "moved keys or values are not where and what they should be",
+    _keys_left_unturned: "moved keys or values are not where and what they should be",
+    _one_slot_off: "moved keys or values are not where and what they should be",
+    _scattered_queries_see_the_future: "does not reproduce this model's own forward",
+    _rows_see_the_future: "does not reproduce this model's own forward",
+    _the_least_attended: "the scores of tokens are not the attention that queries pay them",
+    _sums_for_peaks: "the scores of tokens are not the attention that queries pay them",
+    _scores_of_the_token_before: "the scores of tokens are not the attention",
+    _states_of_other_tokens: "does not reproduce this model's own forward",
+}
+
+
+@BOTH
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__.strip("_"))
+def test_a_mistake_is_found(
+    mistake: Callable[[Patch], None], model: Loaded, monkeypatch: Patch
+) -> None:
+    mistake(monkeypatch)
+    assert MISTAKES[mistake] in refusal(model)
+
+
+@pytest.mark.parametrize("program", ["stock", "fixed", "attended", "deviating", "asked"])
+def test_a_program_that_computes_nothing_is_found(
+    program: str, model: Loaded, monkeypatch: Patch
+) -> None:
+    def nothing(_: Any, batch: Any) -> Any:
+        yield 0
+        return batch.always.device, None
+
+    nothing.__name__ = program
+    monkeypatch.setattr(programs, program, nothing)
+    assert "does not reproduce this model's own forward" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "share", "passes"),
+    [
+        ("float32", 1e-5, True),
+        ("float32", 1e-3, False),
+        ("float32", 0.01, False),
+        ("bfloat16", 0.01, True),
+        ("bfloat16", 0.1, False),
+    ],
+    indirect=["model"],
+)
+def test_the_pass_may_be_off_by_rounding_only(
+    share: float, passes: bool, model: Loaded, monkeypatch: Patch
+) -> None:
+    run = SparsePrefill.run
+
+    def off(self: SparsePrefill, plans: list[ReusePlan]) -> Any:
+        report = run(self, plans)
+        for layer in model.attention.values():
+            flat_pages(layer.kv_cache)[plans[0].block_ids.tolist()] *= 1 + share
+        return report
+
+    monkeypatch.setattr(SparsePrefill, "run", off)
+    if passes:
+        assert share / 2 < prove(model).max_deviation < 2 * share
+    else:
+        assert "does not reproduce this model's own forward" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "fine"),
+    [
+        (torch.float32, 1e-4, True),
+        (torch.float32, 1e-3, False),
+        (torch.bfloat16, 0.03, True),
+        (torch.bfloat16, 0.3, False),
+    ],
+    ids=str,
+)
+def test_a_cached_key_may_be_off_by_rounding_only(
+    dtype: torch.dtype, off: float, fine: bool
+) -> None:
+    layer: Any = SimpleNamespace(num_kv_heads=1, head_size=HEAD_SIZE, layer_name="layer 7")
+    key = torch.randn(50, HEAD_SIZE).to(dtype)
+    shifted = (key.float() * (1 + off)).to(dtype)
+    if fine:
+        checks._prove_rotation(layer, key, shifted, None, 100)
+    else:
+        with pytest.raises(rope.RopeError, match="layer 7: the cached key carries positions"):
+            checks._prove_rotation(layer, key, shifted, None, 100)
+
+
+@pytest.mark.parametrize("off", [1e-3, float("nan")])
+def test_a_moved_value_is_the_value(off: float, model: Loaded, monkeypatch: Patch) -> None:
+    align = cpu.align
+
+    def inexact(pages: list[torch.Tensor], parts: Any, moves: Any) -> None:
+        align(pages, parts, moves)
+        for each in pages:
+            each[5:9] *= 1 + off
+
+    monkeypatch.setattr(cpu, "align", inexact)
+    assert "moved keys or values are not" in refusal(model)
+
+
+# What no proof covers.
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"sliding_window": 4096}, "has a sliding window of 4096"),
+        ({"has_sink": True}, "has attention sinks"),
+        ({"kv_sharing_target_layer_name": "model.layers.0"}, "shares the KV of another layer"),
+        ({"attn_type": "encoder_only"}, "is encoder_only attention"),
+        ({"head_size_v": 2 * HEAD_SIZE}, "has values of another size than its keys"),
+    ],
+)
+def test_a_layer_that_attends_otherwise_is_refused(
+    change: dict[str, Any], why: str, model: Loaded, monkeypatch: Patch
+) -> None:
+    for name, value in change.items():
+        assert hasattr(model.first, name), f"vLLM's attention layers have no {name} any more"
+        monkeypatch.setattr(model.first, name, value)
+    assert f"model.layers.0.self_attn.attn {why}" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"alibi_slopes": [0.5] * HEADS}, "has ALiBi positions"),
+        ({"logits_soft_cap": 30.0}, "caps its attention logits"),
+        ({"per_layer_sliding_window": 64}, "has a sliding window of 64"),
+        ({"sinks": torch.zeros(HEADS)}, "has attention sinks"),
+    ],
+)
+def test_layers_as_vllm_makes_them_are_refused(
+    options: dict[str, Any], why: str, model: Loaded
+) -> None:
+    with pytest.raises(checks.UnsupportedModelError, match=f"^other {why}"):
+        checks._check_attention({"other": _layer(model, **options)}, BLOCK_SIZE)
+
+
+def test_plain_layers_are_not_refused(model: Loaded) -> None:
+    checks._check_attention({"plain": _layer(model)} | model.attention, BLOCK_SIZE)
+
+
+def _layer(model: Loaded, **options: Any) -> Any:
+    from vllm.model_executor.layers.attention import Attention
+
+    layer = Attention(HEADS, HEAD_SIZE, 1.0, 1, prefix="other", **options)
+    del model.attention["other"]
+    layer.kv_cache = model.first.kv_cache
+    return layer
+
+
+@pytest.mark.parametrize("window", [128, (127, 0)])
+def test_a_window_of_the_backends_own_is_refused(
+    window: Any, model: Loaded, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(model.first.impl, "sliding_window", window)
+    assert f"has a sliding window of {window}" in refusal(model)
+
+
+@pytest.mark.parametrize("nowhere", [None, -1, (-1, -1)])
+def test_a_window_of_no_size_is_none(nowhere: Any, model: Loaded, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(model.first.impl, "sliding_window", nowhere)
+    checks._check_attention(model.attention, BLOCK_SIZE)
+
+
+def test_attention_of_another_kind_is_refused(model: Loaded, monkeypatch: Patch) -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    class ChunkedLocalAttention(Attention):
+        """vLLM's own has what is above, and metadata that hides what lies before the chunk."""
+
+    monkeypatch.setattr(model.first, "__class__", ChunkedLocalAttention)
+    assert "self_attn.attn is ChunkedLocalAttention, not plain attention" in refusal(model)
+
+
+def test_pages_of_another_size_than_the_schedulers_are_refused(model: Loaded) -> None:
+    with pytest.raises(checks.UnsupportedModelError, match=r"pages of 32 tokens, .* have 64"):
+        checks._check_attention(model.attention, 2 * BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(("num_blocks", "enough"), [(8, False), (9, True)])
+def test_a_cache_without_room_for_the_proof_is_refused(
+    num_blocks: int, enough: bool, model: Loaded
+) -> None:
+    cache = dataclasses.replace(model.kv_cache_config, num_blocks=num_blocks)
+    small = dataclasses.replace(model, kv_cache_config=cache)
+    if enough:
+        prove(small)
+    else:
+        assert "the KV cache has 8 blocks only; give it more memory" in refusal(small)
+
+
+def test_positions_that_no_rotary_module_explains_are_refused(tmp_path: Any) -> None:
+    """LongRoPE chooses its angles by the length of the prompt."""
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * (HEAD_SIZE // 2),
+        "long_factor": [4.0] * (HEAD_SIZE // 2),
+        "original_max_position_embeddings": 128,
+    }
+    changes = {"rope_parameters": longrope, "original_max_position_embeddings": 128}
+    with loaded(tmp_path, **changes) as model:
+        assert "carries positions that no rotary module explains" in refusal(model)
+
+
+# What follows from the configuration.
+
+
+@pytest.mark.parametrize(
+    ("eager", "multimodal", "experts", "compiled"),
+    [
+        (False, False, False, True),
+        (True, False, False, False),
+        (False, True, False, False),
+        (False, False, True, False),
+    ],
+)
+def test_which_models_run_as_compiled(
+    eager: bool, multimodal: bool, experts: bool, compiled: bool
+) -> None:
+    mode = checks.CompilationMode.NONE if eager else checks.CompilationMode.VLLM_COMPILE
+    given: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_multimodal_model=multimodal, is_moe=experts),
+        compilation_config=SimpleNamespace(mode=mode),
+    )
+    assert checks._may_run_compiled(given) is compiled
+
+
+@pytest.mark.parametrize(("scattered", "rows"), [(None, 8192), (object(), 8192 // 16 + 33)])
+def test_the_builder_has_room_for_every_row(scattered: Any, rows: int) -> None:
+    """Each token may be a row of its own, unless a kernel of ours takes scattered ones."""
+    scheduler = SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=32)
+    given: Any = SimpleNamespace(scheduler_config=scheduler)
+    kernels: Any = SimpleNamespace(sparse_attention=scattered)
+    assert checks._most_rows(given, kernels) == rows
