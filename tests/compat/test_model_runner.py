@@ -75,17 +75,3 @@ def test_nothing_is_held_elsewhere(
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was held"))
     runner = SimpleNamespace(vllm_config=config(connector=connector), device=device)
     assert model_runner._profile_run(lambda self: "measured")(runner) == "measured"
-
-
-def test_what_a_pass_takes() -> None:
-    states = 2 * (1000 + 100_000) * 64 * 2  # of the longest prompt, and of a step beside it
-    rest = memory.pass_bytes(config()) - states
-    assert rest == memory._ALIGN_SCRATCH_BYTES + memory._BUILDER_BYTES
-    workspace = memory.pass_bytes(config("FLASHINFER")) - memory.pass_bytes(config("FLASH_ATTN"))
-    assert workspace == 100_000 * 8 * 128 * 16
-
-
-def test_the_figures_are_those_of_what_they_bound() -> None:
-    from vllm_segreuse.kernels import cuda
-
-    assert memory._ALIGN_SCRATCH_BYTES == cuda._SCRATCH_BYTES
