@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector hands what vLLM says to the scheduler's half or to the worker's, and back; both of
+vLLM's model runners drive the worker's half through a step."""
+
+import inspect
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CacheConfig, ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from tests.prefill.loaded import model_config
+from tests.prefill.test_supported import FULL, Changed, kv_cache
+from vllm_segreuse import connector as module
+from vllm_segreuse import kv_transfer_config
+from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
+from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.prefill.supported import RefusedError
+
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return model_config(tmp_path_factory.mktemp("llama"))
+
+
+def vllm_config(llama: Any, **options: Any) -> Any:
+    return SimpleNamespace(
+        model_config=llama,
+        cache_config=CacheConfig(block_size=16),
+        parallel_config=ParallelConfig(),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+        speculative_config=None,
+        lora_config=None,
+        kv_transfer_config=kv_transfer_config(**options),
+    )
+
+
+def connect(llama: Any, role: KVConnectorRole, **options: Any) -> SegReuseConnector:
+    return SegReuseConnector(vllm_config(llama, **options), role, kv_cache(FULL))
+
+
+# What cannot be is refused, on either side.
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+def test_what_is_not_supported_is_refused_before_anything_is_loaded(
+    role: KVConnectorRole, llama: Any
+) -> None:
+    config = vllm_config(llama)
+    config.parallel_config = Changed(ParallelConfig(), {"pipeline_parallel_size": 2})
+    with pytest.raises(RefusedError, match="pipeline_parallel_size=2"):
+        SegReuseConnector(config, role, kv_cache(FULL))
+    with pytest.raises(RefusedError, match="2 KV cache groups"):
+        SegReuseConnector(vllm_config(llama), role, kv_cache(FULL, FULL))
+    with pytest.raises(RefusedError, match="hashed in pieces of 8"):
+        SegReuseConnector(vllm_config(llama), role, kv_cache(FULL, hash_block_size=8))
+
+
+def test_another_vllm_is_refused(llama: Any, monkeypatch: Patch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    with pytest.raises(RuntimeError, match=r"found 0\.99\.0"):
+        connect(llama, SCHEDULER)
+
+
+def test_options_of_the_server_are_those_of_vllms_configuration(llama: Any) -> None:
+    assert connect(llama, WORKER, policy="shift")._config.policy == "shift"
+    config = vllm_config(llama)
+    config.kv_transfer_config.kv_connector_extra_config["polcy"] = "shift"
+    with pytest.raises(ValueError, match="kv_connector_extra_config"):
+        SegReuseConnector(config, WORKER, kv_cache(FULL))
+
+
+# Every hook of vLLM's.
+
+
+def test_hooks_have_the_signatures_of_vllms(llama: Any) -> None:
+    """Whatever vLLM passes to its own base class can be passed to ours."""
+    for name, ours in vars(SegReuseConnector).items():
+        theirs = vars(KVConnectorBase_V1).get(name)
+        if not inspect.isfunction(ours) or theirs is None:
+            continue
+        accepted = inspect.signature(ours).parameters.values()
+        if any(each.kind is each.VAR_POSITIONAL for each in accepted):
+            continue
+        expected = list(inspect.signature(theirs).parameters)
+        found = list(inspect.signature(ours).parameters)
+        assert found[: len(expected)] == expected, f"{name}({', '.join(expected)})"
+
+
+def test_what_vllm_must_not_wait_for(llama: Any) -> None:
+    """Nothing is moved between machines: no handshake, no saves, no blocks held back."""
+    subject = connect(llama, WORKER)
+    assert subject.requires_kv_delivery is False
+    assert subject.get_handshake_metadata() is None
+    assert subject.get_finished_count() is None
+    assert subject.reset_cache() is True
+    assert subject.get_block_ids_with_load_errors() == set()
+    assert not subject.has_pending_block_frees()
+    for nothing in (subject.wait_for_save(), subject.wait_for_layer_load("layer")):
+        assert nothing is None
+
+
+# Scheduler process.
+
+
+class Half:
+    """`SchedulerSide`: what it was asked, and what it answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*given: Any) -> Any:
+            self.asked.append((name, *given))
+            return self.answers.get(name)
+
+        return ask
+
+
+@pytest.fixture
+def half() -> Half:
+    return Half()
+
+
+@pytest.fixture
+def subject(llama: Any, half: Half) -> SegReuseConnector:
+    made = connect(llama, SCHEDULER)
+    made._scheduler = half  # type: ignore[assignment]
+    return made
+
+
+REQUEST: Any = SimpleNamespace(request_id="request")
+
+
+@pytest.mark.parametrize(
+    ("hook", "given", "asked"),
+    [
+        ("on_new_request", (REQUEST,), ("add", REQUEST)),
+        ("get_num_new_matched_tokens", (REQUEST, 32), ("match", REQUEST, 32)),
+        ("call_back", (REQUEST,), ("call_back", REQUEST)),
+        ("set_enabled", (False,), ("set_enabled", False)),
+        ("status", (), ("status",)),
+        ("frozen", (), ("frozen",)),
+        ("unfreeze", (["doc"],), ("unfreeze", ["doc"])),
+        ("request_finished", (REQUEST, [1, 2]), ("finished", REQUEST, [1, 2])),
+        (
+            "worker_told",
+            (SegReuseWorkerMetadata({"request": 7}), {"request": REQUEST}),
+            ("computed", {"request": 7}, {"request": REQUEST}),
+        ),
+    ],
+)
+def test_hooks_ask_the_schedulers_half(
+    hook: str, given: Any, asked: Any, subject: SegReuseConnector, half: Half
+) -> None:
+    half.answers = dict.fromkeys(("match", "set_enabled", "status", "frozen"), "the answer")
+    answer = getattr(subject, hook)(*given)
+    assert half.asked == [asked]
+    if asked[0] in half.answers:
+        assert answer == "the answer"
+
+
+def test_the_block_table_is_that_of_the_one_group(subject: SegReuseConnector, half: Half) -> None:
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: ([3, 1, 2],))
+    subject.update_state_after_alloc(REQUEST, blocks, 40)
+    assert half.asked == [("allocated", REQUEST, [3, 1, 2])]
+
+
+def test_a_step_takes_its_plans_along(subject: SegReuseConnector, half: Half) -> None:
+    half.answers = {"take_plans": ["plan"], "take_called_back": ["gone"]}
+    assert subject.build_connector_meta(SimpleNamespace()) == SegReuseMetadata(["plan"], ["gone"])
+
+
+@pytest.mark.parametrize("saved", [0, 40])
+def test_what_is_saved_is_what_counts_as_a_hit(
+    saved: int, subject: SegReuseConnector, half: Half
+) -> None:
+    half.answers["saved_tokens"] = saved
+    sources = subject.get_external_cache_hit_sources(REQUEST, 100)
+    assert sum(sources.values()) == saved
+    assert half.asked == [("saved_tokens", REQUEST)]
+    assert set(sources) <= {subject._cache_hit_source}
+
+
+@pytest.mark.parametrize("report", [None, {"policy": "focus"}])
+def test_a_report_is_under_a_key_of_its_own_and_no_block_is_held(
+    report: Any, subject: SegReuseConnector, half: Half
+) -> None:
+    half.answers["finished"] = report
+    held, parameters = subject.request_finished(REQUEST, [])
+    assert held is False
+    assert parameters == (None if report is None else {"segreuse": report})
+
+
+def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Patch) -> None:
+    import vllm_segreuse.scheduler
+
+    made = []
+    monkeypatch.setattr(vllm_segreuse.scheduler, "SchedulerSide", lambda *given: made.append(given))
+    subject = connect(llama, SCHEDULER)
+    manager: Any = SimpleNamespace(block_pool=object())
+    subject.bind_kv_cache_manager(manager)
+    assert made == [(subject._vllm_config, subject._config, manager, subject._stats)]
+    assert subject._kv_cache_manager is manager
+
+
+# Statistics.
+
+
+def test_statistics_are_told_once(subject: SegReuseConnector) -> None:
+    assert subject.get_kv_connector_stats() is None
+    subject._stats.count_tokens("reused", 7)
+    told = subject.get_kv_connector_stats()
+    assert told is not None
+    assert told.data["tokens"] == {"reused": 7}
+    assert subject.get_kv_connector_stats() is None
+    again = SegReuseConnector.build_kv_connector_stats(told.data)
+    assert again == told
+    assert SegReuseConnector.build_kv_connector_stats().is_empty()
+
+
+# Worker processes.
+
+
+class Backlog:
+    """Plans under way are names, done when a test says so."""
+
+    def __init__(self) -> None:
+        self.subject: SegReuseConnector
+        self.log: list[tuple[str, Any]] = []
+        self.under_way: set[str] = set()
+        self.done: dict[str, PassReport] = {}
+        self.report: PassReport | None = None
+        self.fails = False
+
+    def take(self, plans: list[Any]) -> PassReport | None:
+        self._note("take", list(plans))
+        return self.report
+
+    def advance(self) -> dict[str, PassReport]:
+        self._note("advance", None)
+        done, self.done = self.done, {}
+        return done
+
+    def drop(self, request_ids: Any) -> set[str]:
+        self.log.append(("drop", set(request_ids)))
+        dropped = self.under_way & set(request_ids)
+        self.under_way -= dropped
+        return dropped
+
+    def _note(self, what: str, given: Any) -> None:
+        """Attention layers ask whether there is metadata before they call a connector's hooks."""
+        assert not self.subject.has_connector_metadata(), "layers of the pass would call us"
+        self.log.append((what, given))
+        if self.fails:
+            raise ArithmeticError
+
+
+def report(**changes: Any) -> PassReport:
+    return PassReport(
+        **{"align_s": 0.25, "sparse_s": 0.5, "not_finite": [], "computed": {}} | changes
+    )
+
+
+@pytest.fixture
+def backlog() -> Backlog:
+    return Backlog()
+
+
+@pytest.fixture
+def worker(llama: Any, backlog: Backlog) -> SegReuseConnector:
+    made = connect(llama, WORKER)
+    made._backlog = backlog  # type: ignore[assignment]
+    backlog.subject = made
+    return made
+
+
+CONTEXT: Any = object()
+
+
+def step(worker: SegReuseConnector, ended: set[str] | None = None, **metadata: Any) -> Any:
+    """What a runner does in a step; returns who is done."""
+    worker.bind_connector_metadata(SegReuseMetadata(**metadata))
+    worker.start_load_kv(CONTEXT)
+    done = worker.get_finished(ended or set())
+    worker.clear_connector_metadata()
+    return done
+
+
+def test_plans_are_carried_out_before_the_forward(
+    worker: SegReuseConnector, backlog: Backlog
+) -> None:
+    metadata = SegReuseMetadata(plans=["plan"])  # type: ignore[list-item]
+    worker.bind_connector_metadata(metadata)
+    backlog.report = report(computed={"a": 3})
+    worker.start_load_kv(CONTEXT, scheduler_output=None, request_ids=[])
+    assert backlog.log == [("take", ["plan"])]
+    assert worker._get_connector_metadata() is metadata
+    told = worker.get_kv_connector_stats()
+    assert told is not None
+    assert told.data["seconds"] == {"align": [0.25], "sparse_pass": [0.5]}
+
+
+def test_a_step_without_plans_does_nothing_before_its_forward(
+    worker: SegReuseConnector, backlog: Backlog
+) -> None:
+    worker.bind_connector_metadata(SegReuseMetadata())
+    worker.start_load_kv(CONTEXT)
+    assert backlog.log == []
+    assert worker.get_kv_connector_stats() is None
+
+
+def test_behind_the_forward_who_ended_is_dropped_and_others_go_on(
+    worker: SegReuseConnector, backlog: Backlog
+) -> None:
+    backlog.under_way = {"called back", "ended", "goes on"}
+    backlog.done = {"done": report(computed={"done": 9})}
+    sent, loaded = step(worker, {"ended", "stranger"}, called_back=["called back"])
+    assert backlog.log == [
+        ("drop", {"called back"}),
+        ("drop", {"ended", "stranger"}),
+        ("advance", None),
+    ]
+    assert sent is None
+    assert loaded == {"ended", "done"}, "vLLM waits for these, and not for who was called back"
+    assert worker.build_connector_worker_meta() == SegReuseWorkerMetadata({"done": 9})
+
+
+def test_the_numbers_that_workers_tell_are_told_once(
+    worker: SegReuseConnector, backlog: Backlog
+) -> None:
+    assert worker.build_connector_worker_meta() is None
+    backlog.report = report(computed={"a": 3})
+    backlog.done = {"b": report(computed={"b": 5})}
+    step(worker, plans=["plan"])
+    told = worker.build_connector_worker_meta()
+    assert told == SegReuseWorkerMetadata({"a": 3, "b": 5})
+    assert worker.build_connector_worker_meta() is None
+    assert told.aggregate(SegReuseWorkerMetadata({"a": 3, "b": 5})) == told, "ranks do the same"
+
+
+def test_what_was_not_finite_is_counted_and_logged(
+    worker: SegReuseConnector,
+    backlog: Backlog,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+) -> None:
+    monkeypatch.setattr(module.logger, "propagate", True)
+    backlog.report = report(not_finite=["a", "b"])
+    with caplog.at_level(logging.WARNING):
+        step(worker, plans=["plan"])
+    told = worker.get_kv_connector_stats()
+    assert told is not None
+    assert told.data["repeated"] == 2
+    assert "NaN or infinity; computed in full: ['a', 'b']" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["start_load_kv", "get_finished"])
+def test_an_error_leaves_vllms_metadata_as_it_was(
+    when: str, worker: SegReuseConnector, backlog: Backlog
+) -> None:
+    """vLLM ends the step with the connector as it was bound."""
+    metadata = SegReuseMetadata(plans=["plan"])  # type: ignore[list-item]
+    worker.bind_connector_metadata(metadata)
+    backlog.fails = True
+    given: Any = CONTEXT if when == "start_load_kv" else set()
+    with pytest.raises(ArithmeticError):
+        getattr(worker, when)(given)
+    assert worker._get_connector_metadata() is metadata
+
+
+def test_without_a_proven_model_nothing_is_under_way(llama: Any) -> None:
+    """With LoRA the workers have no backlog, and the scheduler's half makes no plans."""
+    assert step(connect(llama, WORKER), {"ended"}) == (None, None)
+
+
+@pytest.mark.parametrize(("spread_tokens", "share"), [(7, 7 * 3), (None, 50 * 3), (0, 0)])
+def test_the_model_is_proven_when_its_cache_is_there(
+    spread_tokens: int | None, share: int, llama: Any, monkeypatch: Patch
+) -> None:
+    from vllm_segreuse.compat import model_runner
+    from vllm_segreuse.prefill import checks
+
+    model = object()
+    proven = []
+    monkeypatch.setattr(model_runner, "loaded_model", lambda: model)
+    runtime = SimpleNamespace(prefill="prefill", max_deviation=0.0, kernels="kernels")
+    monkeypatch.setattr(checks, "prove", lambda *given: (proven.append(given), runtime)[1])
+    subject = connect(llama, WORKER, spread_tokens=spread_tokens)
+    subject.register_kv_caches({})
+    assert proven == [(model, subject._vllm_config, subject._kv_cache_config)]
+    assert subject._backlog is not None
+    assert subject._backlog.prefill == "prefill"
+    assert subject._backlog._step_work == share
+
+
+def test_with_lora_nothing_is_proven(llama: Any, monkeypatch: Patch) -> None:
+    from vllm_segreuse.prefill import checks
+
+    monkeypatch.setattr(checks, "prove", lambda *_: pytest.fail("it was proven"))
+    subject = connect(llama, WORKER)
+    subject._vllm_config.lora_config = object()
+    subject.register_kv_caches({})
+    assert subject._backlog is None
+
+
+# Through vLLM's own runners.
+
+
+def _by_first_runner(worker: SegReuseConnector, output: Any, patch: Patch) -> Any:
+    from vllm.v1.worker import kv_connector_model_runner_mixin as runner
+
+    patch.setattr(runner, "get_kv_transfer_group", lambda: worker)
+    patch.setattr(runner, "get_forward_context", lambda: CONTEXT)
+    with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as told:
+        worker._backlog.log.append(("forward", None))  # type: ignore[union-attr]
+    return told
+
+
+def _by_second_runner(worker: SegReuseConnector, output: Any, patch: Patch) -> Any:
+    from vllm.v1.worker.gpu import kv_connector as runner
+
+    patch.setattr(runner, "get_kv_transfer_group", lambda: worker)
+    patch.setattr(runner, "get_forward_context", lambda: CONTEXT)
+    patch.setattr(runner, "is_forward_context_available", lambda: True)
+    patch.setattr(worker, "register_kv_caches", lambda kv_caches: None)
+    batch: Any = SimpleNamespace(idx_mapping=[], req_ids=[], num_tokens=0)
+    driver = runner.ActiveKVConnector(worker._vllm_config, {})
+    driver.pre_forward(output, batch, {})
+    worker._backlog.log.append(("forward", None))  # type: ignore[union-attr]
+    driver.finish_forward()
+    return driver.post_forward(output.finished_req_ids)
+
+
+@pytest.mark.parametrize("drive", [_by_first_runner, _by_second_runner])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_both_runners_carry_a_step_through(
+    at_once: bool,
+    drive: Callable[..., Any],
+    worker: SegReuseConnector,
+    backlog: Backlog,
+    monkeypatch: Patch,
+) -> None:
+    """What is needed at once is there before the forward; what is spread goes on behind it."""
+    backlog.done = {"spread": report(computed={"spread": 4})}
+    backlog.report = report(computed={"now": 2})
+    output: Any = SimpleNamespace(
+        kv_connector_metadata=SegReuseMetadata(plans=["plan"]),  # type: ignore[list-item]
+        has_sync_kv_loads=at_once,
+        finished_req_ids={"ended"},
+    )
+    told = drive(worker, output, monkeypatch)
+    names = [name for name, _ in backlog.log]
+    first = ["take", "forward"] if at_once else ["forward", "take"]
+    assert names == [*first, "drop", "drop", "advance"]
+    assert told.finished_recving == {"spread"}
+    assert not told.finished_sending
+    assert told.kv_connector_worker_meta == SegReuseWorkerMetadata({"now": 2, "spread": 4})
+    assert told.kv_connector_stats.data["seconds"]["sparse_pass"] == [0.5, 0.5]
+    assert not worker.has_connector_metadata()
