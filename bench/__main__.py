@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `python -m bench SUITE [--quick] [--json FILE]`."""
+"""Command line: `python -m bench SUITE [--quick] [--json FILE]`, `bench all`, `bench tables`."""
 
 import argparse
 import importlib
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -22,16 +24,26 @@ SUITES = {
     "soak": "a long mixed load on a small pool: leaks, hangs, failures, memory, latency",
     "stall": "what decoding requests wait for the long prompts of others",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
+    "demo": "the demo's questions: their speed-up, eagerly and on random weights",
     "gpu": "on a GPU: models of real shapes, long contexts, serving (docs/gpu.md)",
+}
+COMMANDS = {
+    "all": ("bench.everything", "all that the README quotes, into one folder (--out DIR)"),
+    "tables": ("bench.tables.command", "the tables of figures in the pages (--check)"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one suite; returns the exit status."""
+    """Run one suite or command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        module, _ = COMMANDS[argv[0]]
+        return int(importlib.import_module(module).main(argv[1:]))
+    commands = {name: text for name, (_, text) in COMMANDS.items()}
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="suites:\n" + "\n".join(f"  {name:10}{text}" for name, text in SUITES.items()),
+        epilog=f"suites:\n{_listed(SUITES)}\n\nand:\n{_listed(commands)}",
     )
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--quick", action="store_true", help="a rough answer within 50 s")
@@ -55,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     except harness.BenchError as error:
         print(f"bench {args.suite}: {error}", file=sys.stderr)
         return 1
+    where["omp_threads_bind"] = os.environ.get(harness.CORE_BINDING)  # suites may set it
     where["seconds"] = round(time.monotonic() - started, 1)
     # A suite may have rows too long to be printed.
     harness.report(args.suite, where, getattr(suite, "shown", lambda it: it)(result))
@@ -63,6 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.html:
         suite.write_html(args.html, where, result)  # type: ignore[attr-defined]
     return 0
+
+
+def _listed(texts: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name:10}{text}" for name, text in texts.items())
 
 
 if __name__ == "__main__":

@@ -22,6 +22,17 @@ T = TypeVar("T")
 Row = dict[str, Any]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+CORE_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+INSTRUCTION_SETS = {
+    "amx": "amx_bf16",
+    "avx512_bf16": "avx512_bf16",
+    "avx512": "avx512f",
+    "avx2": "avx2",
+}
+"""Their flags in /proc/cpuinfo."""
+
+_CODE = ("vllm_segreuse", "kernels", "csrc", "bench", "examples", "configs", "models", "tests")
+_WRITTEN = (":(exclude)bench/results", ":(exclude)README.md", ":(exclude)docs")
 
 
 class SuiteResult(TypedDict):
@@ -45,7 +56,7 @@ def environment() -> dict[str, Any]:
     """Everything a reader needs to judge the figures. Versions are None if not installed."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _git_commit(),
+        "commit": commit(),
         "vllm_segreuse": _version("vllm-segreuse"),
         "vllm": _version("vllm") or _version("vllm-cpu"),
         "torch": _version("torch"),
@@ -54,9 +65,38 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "os": platform.platform(terse=True),
         "cpu": _cpu_model(),
+        "instruction_sets": _instruction_sets(),
         "cores": len(os.sched_getaffinity(0)),
+        "omp_threads_bind": os.environ.get(CORE_BINDING),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "load_at_start": round(os.getloadavg()[0], 2),
     }
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, with `-dirty` if it was changed; None outside of git.
+
+    What `bench` itself writes, results and pages, is not part of the code. New files are, where the
+    code lies.
+    """
+    try:
+        head = git("rev-parse", "--short=10", "HEAD").strip()
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)
+        changed += git("status", "--porcelain", "--", *_CODE, *_WRITTEN)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{head}-dirty" if changed else head
+
+
+def git(*arguments: str, repository: Path = REPOSITORY) -> str:
+    """What git prints.
+
+    Raises:
+        OSError: there is no git.
+        subprocess.SubprocessError: it failed, or took ten seconds.
+    """
+    command = ["git", "-C", str(repository), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
 
 
 def progress(steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
@@ -123,10 +163,22 @@ def report(name: str, where: dict[str, Any], result: SuiteResult) -> None:
 
 
 def write_json(file: Path, name: str, where: dict[str, Any], result: SuiteResult) -> None:
-    """Write `{"suite", "environment", "rows", "summary"}`."""
+    """Write `{"suite", "environment", "rows", "summary"}`, all of it or nothing.
+
+    Args:
+        where: `environment()`, asked before the measurement.
+    """
     content = {"suite": name, "environment": where, **cast(dict[str, Any], result)}
+    if not where["commit"] or where["commit"].endswith("-dirty"):
+        print(
+            f"{file}: of {where['commit'] or 'no commit'}; `bench tables --check` will refuse it: "
+            "measure a clean commit",
+            file=sys.stderr,
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(file)
 
 
 def _alike(rows: Sequence[Row]) -> list[tuple[dict[str, None], list[Row]]]:
@@ -161,20 +213,23 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=10"]
+def _cpu_info(field: str) -> str:
+    """One field of the first core; empty if there is none."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == field:
+                return value.strip()
+    except OSError:
+        pass
+    return ""
+
+
+def _instruction_sets() -> list[str]:
+    """Those on which kernels depend, the most capable first."""
+    flags = set(_cpu_info("flags").split())
+    return [name for name, flag in INSTRUCTION_SETS.items() if flag in flags]
 
 
 def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _cpu_info("model name") or platform.processor() or platform.machine()
