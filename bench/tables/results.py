@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results files: read, and whether they say what anybody could measure again."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from bench import harness
+
+RESULTS = Path("bench", "results")
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+
+
+class Finding(Exception):  # noqa: N818 - nothing has failed: it is what a check reports
+    """What does not hold, in one sentence that names the file."""
+
+
+class Environment(BaseModel):
+    """What a table says of a measurement; see `harness.environment`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    date: str
+    commit: str | None
+    cpu: str
+    cores: int
+    vllm: str | None = None
+    torch: str | None = None
+    instruction_sets: list[str] | None = None
+    quick: bool = False
+
+
+class Result(BaseModel):
+    """A results file, as `harness.write_json` writes it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    suite: str
+    environment: Environment
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def read(root: Path, file: Path) -> Result:
+    """One results file, `file` below `root`.
+
+    Raises:
+        Finding: it is missing, or no results file.
+    """
+    try:
+        result = Result.model_validate_json((root / file).read_bytes())
+    except FileNotFoundError:
+        raise Finding(f"{file} is to be there and is not: measure it, or unlist it") from None
+    except OSError as error:
+        raise Finding(f"{file} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        raise Finding(f"{file} is no results file: {one_sentence(error)}") from None
+    if not _is_named(file.stem, result.suite):
+        raise Finding(f"{file} holds results of the suite {result.suite!r}, not of {file.stem!r}")
+    return result
+
+
+def one_sentence(error: ValidationError) -> str:
+    """The first thing that is wrong, with its place."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    message = first["msg"].splitlines()[0]
+    return f"{place}: {message}" if place else message
+
+
+def _is_named(stem: str, suite: str) -> bool:
+    """`quality-seed0` is a variant of the suite `quality`."""
+    suite = suite.replace("_", "-")
+    return stem == suite or stem.startswith(f"{suite}-")
+
+
+def check_provenance(root: Path, file: Path, result: Result) -> Iterator[str]:
+    """Why nobody could measure this again: a sentence for each reason."""
+    commit = result.environment.commit
+    if result.environment.quick:
+        yield f"{file} was measured with --quick, which gives a rough answer only"
+    if not commit:
+        yield f"{file} names no commit: measure it in a git checkout"
+    elif commit.endswith("-dirty"):
+        yield f"{file} was measured on uncommitted code ({commit}): commit, and measure again"
+    elif not _COMMIT.fullmatch(commit):
+        yield f"{file} names no commit, but {commit!r}"
+    elif doubt := _doubt(root, commit):
+        yield f"{file}: {doubt}"
+
+
+def _doubt(root: Path, commit: str) -> str | None:
+    """What speaks against the commit; None if it is one of HEAD's."""
+    try:
+        shallow = harness.git("rev-parse", "--is-shallow-repository", repository=root) == "true\n"
+    except FileNotFoundError:
+        return f"git is not installed, so commit {commit} cannot be looked up"
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"git cannot look up commit {commit} here ({_reason(error)})"
+    if not _succeeds(root, "cat-file", "-e", f"{commit}^{{commit}}"):
+        if shallow:
+            return f"commit {commit} is not in this shallow clone: git fetch --unshallow"
+        return f"commit {commit} is unknown to git"
+    if not _succeeds(root, "merge-base", "--is-ancestor", commit, "HEAD"):
+        if shallow:
+            return f"this shallow clone cannot tell whether HEAD contains commit {commit}"
+        return f"commit {commit} is not part of HEAD's history"
+    return None
+
+
+def _succeeds(root: Path, *arguments: str) -> bool:
+    try:
+        harness.git(*arguments, repository=root)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def _reason(error: Exception) -> str:
+    told = str(getattr(error, "stderr", None) or error).strip()
+    return told.splitlines()[0] if told else type(error).__name__
