@@ -54,7 +54,7 @@ def read(root: Path, file: Path) -> Result:
     try:
         result = Result.model_validate_json((root / file).read_bytes())
     except FileNotFoundError:
-        raise Finding(f"{file} is to be there and is not: measure it, or unlist it") from None
+        raise Finding(f"{file} does not exist: measure it, or take it out of the tables") from None
     except OSError as error:
         raise Finding(f"{file} cannot be read: {error.strerror}") from None
     except ValidationError as error:

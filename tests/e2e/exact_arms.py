@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact tier beside vLLM itself: the same prompts in every state that the cache may be in.
 
-    python -m tests.e2e.exact_arms --prompts 1000 --log exact-tier.txt
+    python -m tests.e2e.exact_arms --prompts 1000 --json exact-tier.json
 
 Each prompt is computed cold, and its other answers are compared with that one. Requests without
 extra keys say how far vLLM's own answers depend on what was cached (`OWN`); the exact tier may add
@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -24,12 +23,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench import harness
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import finished_in_step, submit
 
@@ -255,30 +256,64 @@ def ask_in_process_of_its_own(
         return Found(**json.loads(path.read_text()))
 
 
-def describe(name: str, found: Found, say: Callable[[str], None]) -> int:
-    """Print one engine's figures; the number of arms that are not as close as vLLM's own."""
-    findings, prompts = 0, len(found.differences["cold"])
-    say(f"{name}: {prompts} prompts")
-    for arm, differences in found.differences.items():
-        verdict = ""
-        if arm not in OWN:
-            try:
-                found.check(arm)
-                verdict = "within"
-            except AssertionError:
-                verdict = "BEYOND"
-            # The control must be beyond, or the comparison could not fail.
-            findings += (verdict == "BEYOND") == (arm in EXACT)
+def describe(name: str, found: Found, say: Callable[[str], None]) -> list[harness.Row]:
+    """Print one engine's figures; a row for each arm, with what was found there."""
+    rows: list[harness.Row] = []
+    say(f"{name}: {len(found.differences['cold'])} prompts")
+    for arm in found.differences:
+        row = describe_arm(name, arm, found)
         say(
-            f"  {arm:14} largest {max(differences):.3g}, "
-            f"identical {sum(d == 0 for d in differences)} of {len(differences)}, "
-            f"reused in place {found.planned[arm]} ({found.exact_tokens[arm]} tokens) {verdict}"
+            f"  {arm:14} largest {row['largest']:.3g}, "
+            f"identical {row['identical']} of {row['answers']}, "
+            f"reused in place {row['reused']} ({row['exact_tokens']} tokens) {row['finding']}"
         )
-    for arm in ("hole", "preempted"):
-        if found.planned[arm] < prompts:
-            say(f"  {arm}: only {found.planned[arm]} of {prompts} were reused in place")
-            findings += 1
-    return findings
+        rows.append(row)
+    return rows
+
+
+def describe_arm(name: str, arm: str, found: Found) -> harness.Row:
+    """One arm's figures; `finding` is empty where all is as it must be."""
+    differences, finding = found.differences[arm], ""
+    if arm not in OWN:
+        try:
+            found.check(arm)
+            # The control must be beyond, or the comparison could not fail.
+            finding = "" if arm in EXACT else "as close as the exact arms: nothing is compared"
+        except AssertionError as error:
+            finding = str(error) if arm in EXACT else ""
+    if arm in ("hole", "preempted") and found.planned[arm] < len(differences):
+        finding = finding or f"only {found.planned[arm]} were reused in place"
+    return {
+        "engine": name,
+        "arm": arm,
+        "answers": len(differences),
+        "identical": sum(difference == 0 for difference in differences),
+        "largest": max(differences),
+        "reused": found.planned[arm],
+        "exact_tokens": found.exact_tokens[arm],
+        "finding": finding,
+    }
+
+
+def result(rows: list[harness.Row]) -> harness.SuiteResult:
+    """Figures of all engines; answers are those of the exact arms."""
+    exact = [row for row in rows if row["arm"] in EXACT]
+    # JSON has no infinity: where another token was answered there is no difference to tell.
+    told = [
+        row | {"largest": row["largest"] if row["largest"] < math.inf else None} for row in rows
+    ]
+    return {
+        "rows": told,
+        "summary": {
+            "engines": len({row["engine"] for row in rows}),
+            "prompts": sum(row["answers"] for row in rows if row["arm"] == "cold"),
+            "answers": sum(row["answers"] for row in exact),
+            "identical": sum(row["identical"] for row in exact),
+            "reused": sum(row["reused"] for row in exact),
+            "controls": sum(row["answers"] for row in rows if row["arm"] == CONTROL),
+            "findings": sum(bool(row["finding"]) for row in rows),
+        },
+    }
 
 
 def main() -> int:
@@ -288,36 +323,27 @@ def main() -> int:
         found = ask_engine(name, *map(int, numbers), minutes=float(minutes))
         Path(path).write_text(json.dumps(asdict(found)))
         return 0
-    import vllm
-
-    import vllm_segreuse
-
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
     parser.add_argument("--prompts", type=int, default=1000, help="per engine (%(default)s)")
     parser.add_argument("--controls", type=int, default=50, help="of them (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=math.inf, help="per engine, at most")
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--log", type=Path, help="file to write what is printed to, as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     options = parser.parse_args()
-    log = options.log.open("w") if options.log else None
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        if log is not None:
-            print(line, file=log, flush=True)
-
-    versions = f"vllm-segreuse {vllm_segreuse.__version__}, vLLM {vllm.__version__}"
-    say(f"{versions}, {platform.platform()}")
-    say(f"python -m {MODULE} {' '.join(sys.argv[1:])}")
-    began, findings = time.monotonic(), 0
+    where = harness.environment()
+    print(f"python -m {MODULE} {' '.join(sys.argv[1:])}", flush=True)
+    began, rows = time.monotonic(), []
     for name in options.engines:
         found = ask_in_process_of_its_own(
             name, options.prompts, options.controls, options.seed, options.minutes
         )
-        findings += describe(name, found, say)
-    say(f"findings: {findings}; {time.monotonic() - began:.0f} s")
-    return int(findings > 0)
+        rows += describe(name, found, partial(print, flush=True))
+    found_all, where["seconds"] = result(rows), round(time.monotonic() - began, 1)
+    print(f"findings: {found_all['summary']['findings']}; {where['seconds']:.0f} s")
+    if options.json:
+        harness.write_json(options.json, "exact-tier", where, found_all)
+    return int(any(row["finding"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Approximate requests under every kind of pressure, and their plain twins (failure case 29).
 
-    python -m tests.e2e.poisoning --requests 1000 --log poisoning.txt
+    python -m tests.e2e.poisoning --requests 1000 --json poisoning.json
 
 A pool so small that requests are preempted, steps so small that prompts are chunked and large
 plans take several of them, several arrivals per step so that requests are admitted together, aborts
@@ -13,17 +13,15 @@ plugin did, to the last bit. Exit status 1 if one does not.
 from __future__ import annotations
 
 import argparse
-import platform
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import vllm
-
-import vllm_segreuse
+from bench import harness
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, submit
 from tests.e2e.test_equality import assert_same
@@ -34,6 +32,7 @@ SPREAD_TOKENS = 40
 LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 256, "max_num_seqs": 16}
 NOISE = 2e-3  # of float32
 _ROUND = 10
+COUNTED = ("reused", "preempted", "chunked", "together", "aborted", "twins", "prefix hits")
 OPTIONS: list[dict[str, Any]] = [
     {"segreuse_policy": "shift"},
     {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3},
@@ -73,8 +72,13 @@ def references(prompts: int) -> list[Answer]:
         return answers
 
 
-def poison(running: Engine, expected: list[Answer]) -> Counter[str]:
+def poison(
+    running: Engine, expected: list[Answer], counts: Counter[str] | None = None
+) -> Counter[str]:
     """Run all prompts as approximate requests, and each once more as a plain one.
+
+    Args:
+        counts: what is returned; whoever passes it sees it in spite of an error, too.
 
     Returns:
         What happened: "reused" requests, "preempted" ones, "chunked" steps, those "together" in a
@@ -85,7 +89,7 @@ def poison(running: Engine, expected: list[Answer]) -> Counter[str]:
         AssertionError: a twin answers otherwise.
     """
     prompts = make_prompts(running.vocab_size, len(expected))
-    counts: Counter[str] = Counter()
+    counts = Counter() if counts is None else counts
     dice = random.Random(25)
     schedule = running.scheduler.schedule
     running.scheduler.schedule = _counting(running.scheduler, counts)
@@ -162,23 +166,32 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.poisoning")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--log", type=Path, help="file to write what is printed to, as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     options = parser.parse_args(arguments)
+    where, began = harness.environment(), time.monotonic()
     expected = references(options.requests)
+    failure = ""
+    counts: Counter[str] = Counter()
     with small_engine(segreuse=True) as running:
         try:
-            outcome, failed = str(dict(poison(running, expected))), False
+            poison(running, expected, counts)
         except AssertionError as error:
-            outcome, failed = f"FAILED: {error}", True
-    text = (
-        f"vllm-segreuse {vllm_segreuse.__version__}, vLLM {vllm.__version__}, "
-        f"{platform.platform()}\npython -m tests.e2e.poisoning --requests {options.requests}\n"
-        f"{outcome}\n"
-    )
-    print(text, end="")
-    if options.log:
-        options.log.write_text(text)
-    return int(failed)
+            failure = str(error)
+    where["seconds"] = round(time.monotonic() - began, 1)
+    print(f"python -m tests.e2e.poisoning --requests {options.requests}\n{dict(counts)}")
+    if failure:
+        print(f"FAILED: {failure}")
+    if options.json:
+        found = result(options.requests, counts, failure)
+        harness.write_json(options.json, "poisoning", where, found)
+    return int(bool(failure))
+
+
+def result(requests: int, counts: Counter[str], failure: str) -> harness.SuiteResult:
+    """What happened, as a benchmark's result: no row, all figures in the summary."""
+    figures = {name.replace(" ", "_"): counts[name] for name in COUNTED}
+    summary = {"requests": requests, **figures, "failed": int(bool(failure)), "failure": failure}
+    return {"rows": [], "summary": summary}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the administrator's routes from their OpenAPI description.
 
-    python -m tests.knowledge.fuzz [--requests 10000] [--engine] [--log FILE]
+    python -m tests.knowledge.fuzz [--requests 10000] [--engine] [--json FILE]
 
 Over a socket: the real server on a small model with `--engine`; without it the same routes behind
 uvicorn, on an engine without a model. Every request is sent twice: with the token it must not end
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -34,8 +35,17 @@ from vllm_segreuse.knowledge.schemas import PREFIX
 NO_ROOM = 507
 
 
-def fuzz(client: Any, token: str, requests: int, first_seed: int = 0) -> Counter[int]:
+def fuzz(
+    client: Any,
+    token: str,
+    requests: int,
+    first_seed: int = 0,
+    statuses: Counter[int] | None = None,
+) -> Counter[int]:
     """Send at least as many requests, spread over all operations.
+
+    Args:
+        statuses: what is returned; whoever passes it sees it in spite of an error, too.
 
     Returns:
         Number of answers by status; those without the token are counted, too.
@@ -46,7 +56,7 @@ def fuzz(client: Any, token: str, requests: int, first_seed: int = 0) -> Counter
     admin = {"Authorization": f"Bearer {token}"}
     description = client.get(f"{PREFIX}/openapi.json", headers=admin).json()
     operations = [o.ok() for o in schemathesis.openapi.from_dict(description).get_all_operations()]
-    statuses: Counter[int] = Counter()
+    statuses = Counter() if statuses is None else statuses
     strategies = [o.as_strategy(generation_mode=mode) for o in operations for mode in MODES]
     # Some operations have few requests to vary: the others are then given more.
     while (left := requests - statuses.total()) > 0:
@@ -104,39 +114,49 @@ def served_by(engine: bool) -> Iterator[str]:
         assert left.free + left.frozen == left.total, f"blocks leak: {left}"
 
 
-def main() -> None:
-    """Command line."""
+def main() -> int:
+    """Command line; exit status 1 at a finding."""
     parser = argparse.ArgumentParser(description="Fuzz the administrator's routes over a socket.")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", action="store_true", help="the real server on a small model")
-    parser.add_argument("--log", type=Path, help="also write the result here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     options = parser.parse_args()
-    started = time.monotonic()
-    with (
-        served_by(options.engine) as url,
-        httpx.Client(base_url=url, timeout=300) as client,
-    ):
-        statuses = fuzz(client, TOKEN, options.requests, options.seed)
-    text = _summary(options, statuses, time.monotonic() - started)
-    print(text, end="")
-    if options.log:
-        options.log.write_text(text)
+    where, started = harness.environment(), time.monotonic()
+    findings = []
+    statuses: Counter[int] = Counter()
+    try:
+        with (
+            served_by(options.engine) as url,
+            httpx.Client(base_url=url, timeout=300) as client,
+        ):
+            fuzz(client, TOKEN, options.requests, options.seed, statuses)
+    except AssertionError as error:
+        findings.append(str(error))
+    where["seconds"] = round(time.monotonic() - started, 1)
+    print(*(f"{status}: {count}" for status, count in sorted(statuses.items())), sep="\n")
+    print(f"requests: {statuses.total()}; findings: {findings}; {where['seconds']:.0f} s")
+    if options.json:
+        found = result(statuses, findings, options.seed, options.engine)
+        harness.write_json(options.json, "kb-fuzz", where, found)
+    return int(bool(findings))
 
 
-def _summary(options: argparse.Namespace, statuses: Counter[int], seconds: float) -> str:
-    where = harness.environment()
-    behind = "the real server, model qwen3" if options.engine else "uvicorn, no model"
-    return (
-        f"python -m tests.knowledge.fuzz --requests {options.requests} --seed {options.seed}"
-        f"{' --engine' if options.engine else ''}\n"
-        f"{where['date']}, commit {where['commit']}, vLLM {where['vllm']}, {where['cpu']}, "
-        f"{where['cores']} cores; {behind}; {seconds:.0f} s\n"
-        f"requests: {statuses.total()}, half of them without the token\n"
-        + "".join(f"{status}: {count}\n" for status, count in sorted(statuses.items()))
-        + "none ended in 5xx but 507 (no room); every one without the token ended in 401\n"
-    )
+def result(
+    statuses: Counter[int], findings: list[str], first_seed: int, engine: bool
+) -> harness.SuiteResult:
+    """Answers by status, half of them to requests without the token; what ended as it must not."""
+    return {
+        "rows": [{"status": status, "answers": n} for status, n in sorted(statuses.items())],
+        "summary": {
+            "requests": statuses.total(),
+            "findings": len(findings),
+            "first_finding": findings[0] if findings else "",
+            "seed": first_seed,
+            "behind": "the real server" if engine else "no model",
+        },
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
