@@ -78,10 +78,11 @@ def _texts(page: Page, renderer: Renderer, defined: Definitions) -> list[tuple[s
             text = ""  # the sources, known at the page's end
             if span.name != SOURCES:
                 page.findings.append(f"{page.file}:{span.line}: unknown table {span.name!r}")
-        texts.append((text, renderer.gaps == gaps and (bool(text) or span.name == SOURCES)))
+        texts.append((text, renderer.gaps == gaps and text != ""))
     listed = [index for index, span in enumerate(page.spans) if span.name == SOURCES]
+    known = all(it[1] for span, it in zip(page.spans, texts, strict=True) if not span.name)
     for index in listed:
-        texts[index] = f"\n{renderer.sources(in_text, page.file)}\n", texts[index][1]
+        texts[index] = f"\n{renderer.sources(in_text, page.file)}\n", known
     if in_text and not listed:
         page.findings.append(
             f"{page.file}: figures in running text, and no '<!-- figures: {SOURCES} -->' that "
@@ -115,22 +116,25 @@ def _check_files(root: Path, renderer: Renderer, defined: Definitions) -> Iterat
         RESULTS / m / f"{suite}.json" for m, it in defined.machines.items() for suite in it.results
     }
     there = {it.relative_to(root) for it in (root / RESULTS).rglob("*") if not it.is_dir()}
+    history = results.History(root)
     for file in sorted(there | listed):
         kept = str(file.relative_to(RESULTS)) in defined.kept
         if not kept and file.with_suffix(".json") not in renderer.used:
             yield f"{file} is used by no page: use it, delete it, or list it as kept"
         if file.suffix == ".json":
-            yield from _check_file(root, file, renderer, defined)
+            yield from _check_file(file, history, renderer, defined)
 
 
-def _check_file(root: Path, file: Path, renderer: Renderer, defined: Definitions) -> Iterator[str]:
+def _check_file(
+    file: Path, history: results.History, renderer: Renderer, defined: Definitions
+) -> Iterator[str]:
     try:
         result = renderer.result(file)
     except Finding as finding:
         if str(finding) not in renderer.findings:
             yield str(finding)
         return
-    yield from results.check_provenance(root, file, result)
+    yield from results.check_provenance(history, file, result)
     machine = defined.machines.get(file.parent.name)
     if machine is None:
         yield f"{file}: {definitions.FILE} knows no machine {file.parent.name!r}"

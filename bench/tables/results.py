@@ -78,7 +78,7 @@ def _is_named(stem: str, suite: str) -> bool:
     return stem == suite or stem.startswith(f"{suite}-")
 
 
-def check_provenance(root: Path, file: Path, result: Result) -> Iterator[str]:
+def check_provenance(history: "History", file: Path, result: Result) -> Iterator[str]:
     """Why nobody could measure this again: a sentence for each reason."""
     commit = result.environment.commit
     if result.environment.quick:
@@ -89,35 +89,49 @@ def check_provenance(root: Path, file: Path, result: Result) -> Iterator[str]:
         yield f"{file} was measured on uncommitted code ({commit}): commit, and measure again"
     elif not _COMMIT.fullmatch(commit):
         yield f"{file} names no commit, but {commit!r}"
-    elif doubt := _doubt(root, commit):
+    elif doubt := history.doubt(commit):
         yield f"{file}: {doubt}"
 
 
-def _doubt(root: Path, commit: str) -> str | None:
-    """What speaks against the commit; None if it is one of HEAD's."""
-    try:
-        shallow = harness.git("rev-parse", "--is-shallow-repository", repository=root) == "true\n"
-    except FileNotFoundError:
-        return f"git is not installed, so commit {commit} cannot be looked up"
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"git cannot look up commit {commit} here ({_reason(error)})"
-    if not _succeeds(root, "cat-file", "-e", f"{commit}^{{commit}}"):
-        if shallow:
-            return f"commit {commit} is not in this shallow clone: git fetch --unshallow"
-        return f"commit {commit} is unknown to git"
-    if not _succeeds(root, "merge-base", "--is-ancestor", commit, "HEAD"):
-        if shallow:
-            return f"this shallow clone cannot tell whether HEAD contains commit {commit}"
+class History:
+    """What git knows of commits; each is looked up once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._doubts: dict[str, str | None] = {}
+
+    def doubt(self, commit: str) -> str | None:
+        """What speaks against a commit; None if it is part of HEAD's history."""
+        if commit not in self._doubts:
+            self._doubts[commit] = self._look_up(commit)
+        return self._doubts[commit]
+
+    def _look_up(self, commit: str) -> str | None:
+        try:
+            if self._knows("merge-base", "--is-ancestor", commit, "HEAD"):
+                return None
+            shallow = self._git("rev-parse", "--is-shallow-repository") == "true\n"
+            if not self._knows("cat-file", "-e", f"{commit}^{{commit}}"):
+                if shallow:
+                    return f"commit {commit} is not in this shallow clone: git fetch --unshallow"
+                return f"commit {commit} is unknown to git"
+            if shallow:
+                return f"this shallow clone cannot tell whether HEAD contains commit {commit}"
+        except FileNotFoundError:
+            return f"git is not installed, so commit {commit} cannot be looked up"
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"git cannot look up commit {commit} here ({_reason(error)})"
         return f"commit {commit} is not part of HEAD's history"
-    return None
 
+    def _knows(self, *arguments: str) -> bool:
+        try:
+            self._git(*arguments)
+        except subprocess.CalledProcessError:
+            return False
+        return True
 
-def _succeeds(root: Path, *arguments: str) -> bool:
-    try:
-        harness.git(*arguments, repository=root)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
+    def _git(self, *arguments: str) -> str:
+        return harness.git(*arguments, repository=self._root)
 
 
 def _reason(error: Exception) -> str:
