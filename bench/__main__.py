@@ -24,7 +24,6 @@ SUITES = {
     "soak": "a long mixed load on a small pool: leaks, hangs, failures, memory, latency",
     "stall": "what decoding requests wait for the long prompts of others",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
-    "demo": "the demo's questions: their speed-up, eagerly and on random weights",
     "gpu": "on a GPU: models of real shapes, long contexts, serving (docs/gpu.md)",
 }
 COMMANDS = {

@@ -88,14 +88,14 @@ def commit() -> str | None:
     return f"{head}-dirty" if changed else head
 
 
-def git(*arguments: str, repository: Path = REPOSITORY) -> str:
-    """What git prints.
+def git(*arguments: str, repository: Path | None = None) -> str:
+    """What git prints, in this repository unless another is named.
 
     Raises:
         OSError: there is no git.
         subprocess.SubprocessError: it failed, or took ten seconds.
     """
-    command = ["git", "-C", str(repository), *arguments]
+    command = ["git", "-C", str(repository or REPOSITORY), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
 
 

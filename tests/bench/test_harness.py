@@ -111,3 +111,96 @@ def test_rotation_starts_with_each_once() -> None:
 def test_median_of_nothing_is_an_error() -> None:
     with pytest.raises(harness.BenchError, match="nothing was measured"):
         harness.median([])
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a commit, which `harness` takes for its own."""
+    for name in ("README.md", "docs/page.md", "bench/results/one.json", "bench/code.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("as committed\n")
+    identity = ("-c", "user.name=Test", "-c", "user.email=test@localhost")
+    for arguments in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "x")):
+        harness.git(*arguments, repository=tmp_path)
+    monkeypatch.setattr(harness, "REPOSITORY", tmp_path)
+    return tmp_path
+
+
+def test_commit_is_that_of_the_code(checkout: Path) -> None:
+    head = harness.git("rev-parse", "HEAD", repository=checkout)[:10]
+    assert harness.commit() == head
+    # Neither pages nor results decide what is measured; one suite's result must not spoil the next.
+    for name in ("README.md", "docs/page.md", "bench/results/one.json", "bench/results/new.json"):
+        (checkout / name).write_text("written by bench\n")
+    (checkout / "out.json").write_text("{}")
+    assert harness.commit() == head
+
+
+@pytest.mark.parametrize("name", ["bench/code.py", "bench/new.py", "vllm_segreuse/new.py"])
+def test_changed_and_new_code_is_dirty(checkout: Path, name: str) -> None:
+    (checkout / name).parent.mkdir(exist_ok=True)
+    (checkout / name).write_text("changed\n")
+    assert str(harness.commit()).endswith("-dirty")
+
+
+def test_there_is_no_commit_without_git(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert harness.commit() is None
+
+
+def test_environment_tells_what_kernels_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(harness.CORE_BINDING, "0,1")
+    flags = {"model name": "A CPU", "flags": "fpu avx2 avx512f amx_tile amx_bf16"}
+    monkeypatch.setattr(harness, "_cpu_info", flags.__getitem__)
+    where = harness.environment()
+    assert where["cpu"] == "A CPU"
+    assert where["instruction_sets"] == ["amx", "avx512", "avx2"]
+    assert where["omp_threads_bind"] == "0,1"
+    assert where["memory_gib"] > 0
+
+
+def test_a_binding_that_the_suite_sets_is_told(
+    suite: Callable[[SuiteFunction], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(harness.CORE_BINDING, raising=False)
+
+    def run(quick: bool) -> harness.SuiteResult:
+        monkeypatch.setenv(harness.CORE_BINDING, "1")
+        return RESULT
+
+    suite(run)
+    command.main(["ttft", "--json", str(tmp_path / "out.json")])
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["environment"]["omp_threads_bind"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("commit", "warned"), [("0123456789", False), ("0123456789-dirty", True), (None, True)]
+)
+def test_a_result_that_nobody_could_measure_again_is_told(
+    commit: str | None, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness.write_json(tmp_path / "out.json", "ttft", {"commit": commit}, RESULT)
+    assert ("will refuse it" in capsys.readouterr().err) is warned
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    harness.write_json(file, "ttft", {"commit": "0123456789"}, RESULT)
+    before = file.read_text()
+    broken: harness.SuiteResult = {"rows": [], "summary": {"what": object()}}  # type: ignore[dict-item]
+    with pytest.raises(TypeError):
+        harness.write_json(file, "ttft", {"commit": "0123456789"}, broken)
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_commands_are_found_and_listed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main([name, "--help"])
+    assert stopped.value.code == 0
+    assert f"bench {name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert f"\n  {name} " in capsys.readouterr().out
