@@ -5,7 +5,7 @@ SUITE ?= ttft
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test stress demo bench lint format clean
+.PHONY: help setup quick test mutants stress demo bench lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,8 +13,15 @@ help: ## show this list
 setup: ## make the environment: .venv in the repository root (quick when it is up to date)
 	@scripts/setup_env.sh "$(PYTHON)"
 
+quick: setup ## run every test that needs no engine, in two minutes: at every save
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/python -m pytest -m "not e2e" \
+		-n logical --maxprocesses 4 --dist worksteal --hypothesis-profile quick -q $(ARGS)
+
 test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
 	@$(VENV)/python -m pytest $(ARGS)
+
+mutants: setup ## take safeguards out, one by one, and see whether the tests notice
+	@nice $(VENV)/python scripts/mutants.py $(ARGS)
 
 stress: setup ## the models of tests/model at length: make stress ARGS="--operations 1000000 --seeds 10000"
 	@nice $(VENV)/python -m tests.model.stress $(ARGS)

@@ -13,8 +13,16 @@ from bench.server import cpu_environment
 for _name, _value in cpu_environment().items():
     os.environ.setdefault(_name, _value)
 
+if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # Workers share the cores.
+    _cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores // _workers)))
+
 # A shared machine may stall for longer than any deadline; what fails is printed to be repeated.
+# `make quick` tries the same few examples each time, `.ci/run` many and always others.
+settings.register_profile("quick", deadline=None, print_blob=True, max_examples=30, derandomize=True)
 settings.register_profile("segreuse", deadline=None, print_blob=True)
+settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=250)
 settings.load_profile("segreuse")
 
 _E2E = Path(__file__).parent / "e2e"
@@ -25,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run what is marked slow, too")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest itself goes by the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts engines or servers as `e2e`, and run it after everything else; leave the
     slow ones out, unless they are wanted."""

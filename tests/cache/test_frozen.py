@@ -258,4 +258,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestMachine.settings = settings(stateful_step_count=25)

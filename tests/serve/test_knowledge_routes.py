@@ -8,6 +8,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from hypothesis import settings
 
 from tests.knowledge.admin_app import TOKEN, admin_app
 from tests.knowledge.fuzz import fuzz, served_by
@@ -139,6 +140,6 @@ def test_the_description_names_these_routes_only(client: TestClient) -> None:
 def test_32_a_little_fuzzing_finds_no_5xx() -> None:
     # `python -m tests.knowledge.fuzz --engine` does the same at length, on the real server.
     with served_by(engine=False) as url, httpx.Client(base_url=url, timeout=60) as client:
-        statuses = fuzz(client, TOKEN, requests=150)
+        statuses = fuzz(client, TOKEN, requests=settings().max_examples)
     assert statuses[401] == statuses.total() / 2
     assert len(statuses) > 3, f"only {statuses}"
