@@ -20,7 +20,9 @@ if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 
 # A shared machine may stall for longer than any deadline; what fails is printed to be repeated.
 # `make quick` tries the same few examples each time, `.ci/run` many and always others.
-settings.register_profile("quick", deadline=None, print_blob=True, max_examples=30, derandomize=True)
+settings.register_profile(
+    "quick", deadline=None, print_blob=True, max_examples=30, derandomize=True
+)
 settings.register_profile("segreuse", deadline=None, print_blob=True)
 settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=250)
 settings.load_profile("segreuse")

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of the sources, to be changed and tested; nothing stale may hide the change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.mutants.lists import REPOSITORY, Mutant, MutantsError, real_path
+
+CPU_S = 900
+TIMEOUT_S = 3600
+"""Who spins or hangs has failed; a machine with other things to do has not."""
+
+_BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
+_MACHINE_CODE = "vllm_segreuse/**/*.nb[ci]"
+_HASTE = """# Found is enough: nobody reads the smallest example.
+from hypothesis.internal.conjecture import engine
+
+engine.MAX_SHRINKING_SECONDS = 1
+"""
+
+
+def copy_sources(to: Path) -> None:
+    """All that git knows or would add, the native libraries, and numba's machine code.
+
+    Git knows the commits there, for tests that ask for one. Byte code does not come along; machine
+    code is valid since times are copied, too.
+    """
+    _git("clone", "--quiet", "--shared", "--no-checkout", str(REPOSITORY), str(to))
+    listed = ("ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    names = _git("-C", str(REPOSITORY), *listed).rstrip("\0").split("\0")
+    made = [*REPOSITORY.glob("kernels/*.so"), *REPOSITORY.glob(_MACHINE_CODE)]
+    for name in [*names, *(str(path.relative_to(REPOSITORY)) for path in made)]:
+        source, target = REPOSITORY / name, to / name
+        if source.is_symlink() or source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    _git("-C", str(to), "reset", "--quiet")
+    (to / "haste.py").write_text(_HASTE)
+
+
+def change(root: Path, mutant: Mutant) -> str | None:
+    """Apply a mutant, drop the machine code that it makes stale, and build native libraries anew.
+
+    Returns:
+        How the compiler notices, if it does.
+    """
+    mutant.apply(root)
+    if mutant.files & _compiled_sources():
+        for path in root.glob(_MACHINE_CODE):
+            path.unlink()
+    if any(file.startswith(("csrc/", "setup.py")) for file in mutant.files):
+        done = subprocess.run(_BUILD, cwd=root, capture_output=True, text=True)
+        if done.returncode or "is left out" in done.stderr:
+            return f"does not compile: {done.stderr[-300:]}"
+    return None
+
+
+def failure(root: Path, *arguments: str) -> str | None:
+    """How the tests of a copy fail, or None. Tests that hang, or end their process, have failed.
+
+    Args:
+        arguments: of pytest.
+
+    Raises:
+        MutantsError: a test is not there, or would test other sources than those of the copy.
+    """
+    environment = dict(os.environ, PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE="1")
+    where = [sys.executable, "-c", "import vllm_segreuse; print(vllm_segreuse.__path__[0])"]
+    found = subprocess.run(where, cwd=root, env=environment, capture_output=True, text=True)
+    if not found.returncode and not found.stdout.startswith(str(root.resolve())):
+        raise MutantsError(f"the tests would run {found.stdout.strip()}, not the copy in {root}")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "haste"]
+    with subprocess.Popen(
+        [*command, "--hypothesis-profile=quick", *arguments],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 9)),
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return f"not done within {TIMEOUT_S} s"
+        finally:  # with what a test has left behind: servers, engines
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode in (0, 5):  # 5: none of these tests is wanted here
+        return None
+    if process.returncode == 4 and "ERROR: not found" in output:
+        raise MutantsError(f"a test that a mutant names is not there:\n{output[-500:]}")
+    return _summary(output) or f"pytest ended with {process.returncode}: {output[-500:]}"
+
+
+def _summary(output: str) -> str | None:
+    """The first test that fails, if pytest has come so far."""
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return found and found[1]
+
+
+def _compiled_sources() -> set[str]:
+    """Sources that numba compiles, and all whose constants and types go into the machine code."""
+    package = REPOSITORY / "vllm_segreuse"
+    found: set[Path] = set()
+    new = {path for path in package.glob("**/*.py") if "@kernel" in path.read_text()}
+    while new:
+        found |= new
+        names = {
+            name for path in new for name in re.findall(r"vllm_segreuse[.\w]+", path.read_text())
+        }
+        paths = {(REPOSITORY / name.replace(".", "/")).with_suffix(".py") for name in names}
+        new = {path for path in paths if path.is_file()} - found
+    return {real_path(str(path)) for path in found}
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], check=True, capture_output=True, text=True)
+    return done.stdout
