@@ -14,8 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.model.faults import OTHERS, SITES, Faults, InjectedError
-from tests.model.world import DOCUMENTS, SIZE, Ask, Setup, World
+from tests.model.world import (
+    DENSE_LAYERS,
+    DOCUMENTS,
+    RATIOS,
+    SIZE,
+    Ask,
+    Setup,
+    World,
+)
 from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.config import POLICIES
 
 totals: Counter[str] = Counter()
 """What all machines of this process did, for the summary of long runs."""
@@ -42,9 +51,9 @@ OPTIONS = st.builds(
         "segreuse_overflow_tokens": overflow,
         "segreuse_min_reused_tokens": least,
     },
-    policy=st.sampled_from(["shift", "sparsex", "focus", "exact"]),
-    ratio=st.sampled_from([0.0, 0.4, 1.0]),
-    dense=st.sampled_from([0, 1]),
+    policy=st.sampled_from(POLICIES),
+    ratio=st.sampled_from(RATIOS),
+    dense=st.sampled_from(DENSE_LAYERS),
     overflow=st.sampled_from([0, 1, None]),
     least=st.sampled_from([4, 8]),
 )

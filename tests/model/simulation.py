@@ -21,7 +21,8 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.model.faults import OTHERS, SITES, Faults
-from tests.model.world import DOCUMENTS, Ask, Setup, World
+from tests.model.world import DENSE_LAYERS, DOCUMENTS, RATIOS, Ask, Setup, World
+from vllm_segreuse.config import POLICIES
 
 REQUESTS = 300
 """Requests of one run."""
@@ -246,9 +247,9 @@ class _Run:
             salt=choose([None] * 7 + ["salt"]),
             lora=random.random() < 0.05,
             options={
-                "segreuse_policy": choose(["shift", "sparsex", "focus", "exact"]),
-                "segreuse_recompute_ratio": choose([0.0, 0.3, 1.0]),
-                "segreuse_dense_layers": choose([0, 1]),
+                "segreuse_policy": choose(POLICIES),
+                "segreuse_recompute_ratio": choose(RATIOS),
+                "segreuse_dense_layers": choose(DENSE_LAYERS),
                 "segreuse_overflow_tokens": choose([0, 1, None]),
                 "segreuse_min_reused_tokens": choose([4, 4, 8]),
             },

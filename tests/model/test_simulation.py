@@ -9,6 +9,7 @@ import pytest
 from tests.model import simulation
 from tests.model.faults import OTHERS, SITES
 from tests.model.simulation import SimulationError, simulate
+from vllm_segreuse.config import POLICIES
 
 
 def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
@@ -23,6 +24,7 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "exact tokens",
         "spread plans",
         "chosen by workers",
+        *(f"policy: {policy}" for policy in POLICIES),
         *(f"fault: {site}" for site in (*SITES, *OTHERS)),
     ):
         assert seen[what] > 0, f"no {what} in {seen}"

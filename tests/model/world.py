@@ -56,6 +56,10 @@ DOCUMENTS: list[list[int]] = [
     [*range(60, 66)],
 ]
 
+# What requests may ask for, of every policy; most ratios leave something to be chosen.
+RATIOS = (0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
+DENSE_LAYERS = (0, 0, 1, 0.5, 9)
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -321,6 +325,7 @@ class World:
             assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"], f"{report}"
             self._check_recomputed(request, report)
             self.counts["frozen"] += report.get("frozen", False)
+            self.counts[f"policy: {report['policy']}"] += report["reused_tokens"] > 0
             if self.reports is not None:
                 self.reports[request.request_id] = report
 
@@ -346,8 +351,8 @@ def _vllm_config() -> Any:
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as directory:
         model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        config = SUPPORTED["llama"].config | model | {"dtype": "bfloat16"}
-        Path(directory, "config.json").write_text(json.dumps(config))
+        shape = SUPPORTED["llama"].config | model | {"dtype": "bfloat16"}
+        Path(directory, "config.json").write_text(json.dumps(shape))
         arguments = EngineArgs(
             model=directory,
             skip_tokenizer_init=True,
