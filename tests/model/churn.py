@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steady state: documents come and go in a nearly full pool, while requests reuse them.
 
-    python -m tests.model.churn [--requests 20000]
+    python -m tests.model.churn [--requests 20000] [--spread]
 
 vLLM's own scheduler and pool without a model (`world`), so that hours of traffic take minutes.
 Somebody else holds as many blocks as it takes to keep 95 % of the pool in use. Documents that were
@@ -35,6 +35,7 @@ class Outcome:
         usage: mean share of the blocks in use.
         first, last: reused share of the passages' tokens in the first and the last tenth.
         given_back: documents given back under pressure.
+        spread_plans: plans that were carried out over several steps.
     """
 
     requests: int = 0
@@ -42,21 +43,30 @@ class Outcome:
     documents: int = 0
     given_back: int = 0
     preemptions: int = 0
+    spread_plans: int = 0
     usage: float = 0.0
     first: float = 0.0
     last: float = 0.0
 
 
-def churn(requests: int, seed: int = 0, check_every: int = 50) -> Outcome:
+def churn(requests: int, seed: int = 0, check_every: int = 50, spread: bool = False) -> Outcome:
     """Run that many requests.
+
+    Args:
+        spread: whether plans are carried out over several steps where others run.
 
     Raises:
         AssertionError: an invariant of `World` does not hold; above all, blocks leak.
     """
-    world = World(
-        Setup(NUM_BLOCKS, max_step_tokens=64, max_running=4, frozen_pressure=0.98, frozen_share=0.8)
+    setup = Setup(
+        NUM_BLOCKS,
+        max_step_tokens=64,
+        max_running=4,
+        spread_tokens=int(spread),
+        frozen_pressure=0.98,
+        frozen_share=0.8,
     )
-    return _Churn(world, Random(seed)).run(requests, check_every)
+    return _Churn(World(setup), Random(seed)).run(requests, check_every)
 
 
 class _Churn:
@@ -89,6 +99,7 @@ class _Churn:
         outcome.failed = requests - len(self.shares)
         outcome.given_back = self.world.side.frozen()["given_back"]
         outcome.preemptions = self.world.counts["preemptions"]
+        outcome.spread_plans = self.world.worker.spread_plans
         outcome.usage = sum(self.usages) / len(self.usages)
         outcome.first = sum(self.shares[:tenth]) / tenth
         outcome.last = sum(self.shares[-tenth:]) / tenth
@@ -152,8 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Churn of knowledge bases in a full pool.")
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spread", action="store_true", help="plans over several steps")
     options = parser.parse_args()
-    outcome = churn(options.requests, options.seed)
+    outcome = churn(options.requests, options.seed, spread=options.spread)
     print(json.dumps(asdict(outcome)))
 
 
