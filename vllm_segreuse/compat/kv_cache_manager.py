@@ -7,6 +7,7 @@ nobody whether some could be given back. A failed allocation changes nothing, so
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,9 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
         pool = self.block_pool
         if allocated is not None or not isinstance(pool, SegmentBlockPool):
             return allocated
+        given = inspect.signature(original).bind(self, request, num_new_tokens, *args, **kwargs)
         while allocated is None and not pool.planner.admission_closed:
-            if not pool.make_room(_blocks_needed(self, request, num_new_tokens, kwargs)):
+            if not pool.make_room(_blocks_needed(self, request, num_new_tokens, given.arguments)):
                 break
             allocated = original(self, request, num_new_tokens, *args, **kwargs)
         return allocated
@@ -50,7 +52,8 @@ def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dic
     hit = options.get("new_computed_blocks")
     shared = 0 if hit is None else sum(block.ref_cnt > 0 for block in hit.blocks[0])
     held = len(manager.get_block_ids(request.request_id)[0])
-    return int(total - held - shared + manager.watermark_blocks)
+    kept = manager.watermark_blocks + options.get("reserved_blocks", 0)
+    return int(total - held - shared + kept)
 
 
 def is_anybody_admitted(manager: Any) -> bool:

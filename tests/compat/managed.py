@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own KV cache manager with the scheduler's half behind it; no engine, and no KV."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPart
+from vllm_segreuse.cache.plan import Recipe, ReusePlan
+from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.scheduler import SchedulerSide
+from vllm_segreuse.serve.metrics import SegReuseStats
+
+SIZE, LIMIT = 4, 40
+"""Tokens per block, and of the longest request."""
+OPTIONS = {"extra_keys": "tests", "segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
+_ids = count()
+
+
+def manager_of(num_blocks: int, **options: Any) -> KVCacheManager:
+    """vLLM's manager of one group; one block is vLLM's own."""
+    spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    return KVCacheManager(
+        config, max_model_len=LIMIT, scheduler_block_size=SIZE, hash_block_size=SIZE, **options
+    )
+
+
+class Managed:
+    """A manager whose block pool is ours.
+
+    Args:
+        num_blocks: of the pool.
+        options: of vLLM's manager.
+        segreuse: options of the server.
+    """
+
+    def __init__(
+        self, num_blocks: int = 32, segreuse: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        init_none_hash(sha256)
+        self.manager = manager_of(num_blocks, **options)
+        config: Any = SimpleNamespace(
+            lora_config=None,
+            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=LIMIT),
+            parallel_config=None,
+            cache_config=SimpleNamespace(block_size=SIZE),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+        )
+        given = SegReuseConfig(**(segreuse or {}))
+        self.side = SchedulerSide(config, given, self.manager, SegReuseStats())
+        self.pool: Any = self.manager.block_pool
+
+    def request(self, tokens: list[int], options: Any = OPTIONS) -> Request:
+        """A request arrives."""
+        request = Request(
+            request_id=f"request {next(_ids)}",
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=4, extra_args=options),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(SIZE, sha256),
+        )
+        self.side.add(request)
+        return request
+
+    def tracked(self, request: Request) -> TrackedRequest:
+        """What is known of it."""
+        tracked = self.pool.planner.get(request.request_id)
+        assert tracked is not None
+        return tracked
+
+    def named(self, request: Request) -> list[KVCacheBlock]:
+        """The request gets blocks, and vLLM names the full ones; their step is not over."""
+        full = request.num_tokens // SIZE
+        blocks: list[KVCacheBlock] = self.pool.get_new_blocks(full)
+        self.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
+        return blocks
+
+    def computed(self, tokens: list[int], options: Any = OPTIONS) -> list[KVCacheBlock]:
+        """Blocks of a request that has ended."""
+        request = self.request(tokens, options)
+        blocks = self.named(request)
+        self.side.take_plans()
+        self.side.finished(request, ids(blocks))
+        self.pool.free_blocks(reversed(blocks))
+        return blocks
+
+    def freeze(self, name: str, num_blocks: int) -> None:
+        """Blocks that the frozen pool alone holds."""
+        blocks = self.pool.get_new_blocks(num_blocks)
+        namespace = self.side._namespaces.intern(b"frozen")
+        part = FrozenPart(namespace, ids(blocks), None)
+        assert self.pool.frozen.add(FreezeOrder(name, 0, 1, 0), part)
+        self.side._namespaces.release(namespace)
+        self.pool.free_blocks(blocks)
+
+    @property
+    def warm(self) -> set[str]:
+        """What is frozen."""
+        return set(self.pool.frozen.warm())
+
+    def hold_all_but(self, num_free: int) -> list[KVCacheBlock]:
+        """Somebody takes blocks until so many are free."""
+        blocks: list[KVCacheBlock] = self.pool.get_new_blocks(
+            self.pool.num_free_blocks() - num_free
+        )
+        return blocks
+
+
+def plan_of(request: Request, start: int, always: list[bool] | None = None, depth: int = 0) -> Any:
+    """A plan of a request's tokens from `start` on, all of which are computed."""
+    tokens = np.asarray(request.all_token_ids[start:], np.int32)
+    recipe = Recipe.without_choice(np.asarray(always or [True] * len(tokens)))
+    pieces = np.empty((0, 5), np.int32)
+    stop = start + len(tokens)
+    return ReusePlan(request.request_id, start, stop, tokens, pieces, recipe, [], depth)
+
+
+def ids(blocks: list[KVCacheBlock]) -> list[int]:
+    """Their ids."""
+    return [block.block_id for block in blocks]

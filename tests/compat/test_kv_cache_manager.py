@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's allocation gets frozen blocks before a request has to wait: enough, and no more."""
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.compat.managed import LIMIT, SIZE, Managed, manager_of
+from vllm_segreuse.compat import kv_cache_manager
+from vllm_segreuse.compat.kv_cache_manager import is_anybody_admitted
+
+
+@pytest.fixture
+def managed() -> Managed:
+    """Two frozen documents of three blocks each, and two free blocks."""
+    made = Managed()
+    made.freeze("old", 3)
+    made.freeze("new", 3)
+    made.hold_all_but(2)
+    return made
+
+
+def test_a_request_that_fits_leaves_what_is_frozen(managed: Managed) -> None:
+    request = managed.request([*range(2 * SIZE)])
+    assert managed.manager.allocate_slots(request, 2 * SIZE) is not None
+    assert managed.warm == {"old", "new"}
+
+
+def test_a_request_that_does_not_fit_gets_what_was_used_longest_ago(managed: Managed) -> None:
+    request = managed.request([*range(5 * SIZE)])
+    assert managed.manager.allocate_slots(request, 5 * SIZE) is not None
+    assert managed.warm == {"new"}
+    assert managed.pool.num_free_blocks() == 0
+
+
+def test_one_block_more_takes_the_other_document_too(managed: Managed) -> None:
+    request = managed.request([*range(5 * SIZE + 1)])
+    assert managed.manager.allocate_slots(request, 5 * SIZE + 1) is not None
+    assert managed.warm == set()
+
+
+def test_a_request_that_cannot_fit_takes_nothing(managed: Managed) -> None:
+    request = managed.request([*range(8 * SIZE + 1)])
+    assert managed.manager.allocate_slots(request, 8 * SIZE + 1) is None
+    assert managed.warm == {"old", "new"}
+
+
+def test_a_chunk_that_fits_is_not_refused_for_the_rest_of_the_prompt(managed: Managed) -> None:
+    request = managed.request([*range(9 * SIZE)])
+    assert managed.manager.allocate_slots(request, SIZE) is not None
+    assert managed.warm == {"old", "new"}
+
+
+def test_drafts_need_room_too(managed: Managed) -> None:
+    """Two blocks of tokens are free; the slots behind them are a third's."""
+    request = managed.request([*range(2 * SIZE)])
+    given = managed.manager.allocate_slots(request, 2 * SIZE, num_lookahead_tokens=SIZE)
+    assert given is not None
+    assert managed.warm == {"new"}
+
+
+def test_drafts_beyond_the_longest_request_need_none() -> None:
+    managed = Managed()
+    managed.freeze("document", 3)
+    managed.hold_all_but(LIMIT // SIZE - 1)
+    request = managed.request([*range(LIMIT)])
+    given = managed.manager.allocate_slots(request, LIMIT, num_lookahead_tokens=4 * SIZE)
+    assert given is not None
+    assert managed.warm == set()
+
+
+def test_a_running_request_keeps_what_it_holds(managed: Managed) -> None:
+    request = managed.request([*range(2 * SIZE)])
+    assert managed.manager.allocate_slots(request, 2 * SIZE)
+    request.num_computed_tokens = 2 * SIZE
+    request.status = RequestStatus.RUNNING
+    assert managed.manager.allocate_slots(request, 1) is not None
+    assert managed.warm == {"new"}, "one block was missing"
+
+
+def test_tokens_that_are_computed_by_then_count(managed: Managed) -> None:
+    """Of a running request vLLM schedules more tokens than it knows: drafts."""
+    request = managed.request([*range(2 * SIZE)])
+    assert managed.manager.allocate_slots(request, 2 * SIZE)
+    request.num_computed_tokens = 2 * SIZE
+    request.status = RequestStatus.RUNNING
+    assert managed.manager.allocate_slots(request, 3 * SIZE + 1) is not None
+    assert managed.warm == set(), "four blocks were missing"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_prefix_needs_no_block_if_somebody_holds_it(shared: bool) -> None:
+    managed = Managed()
+    prefix = [*range(100, 100 + 2 * SIZE)]
+    held = managed.computed(prefix)
+    if shared:
+        managed.pool.touch(held)
+    managed.freeze("old", 3)
+    managed.freeze("new", 3)
+    managed.hold_all_but(2 if shared else 4)  # with the two that nobody holds
+    request = managed.request([*prefix, *range(5 * SIZE)])
+    found, hit = managed.manager.get_computed_blocks(request)[:2]
+    assert hit == 2 * SIZE
+    given = managed.manager.allocate_slots(request, 5 * SIZE, hit, found)
+    assert given is not None
+    assert managed.warm == {"new"}
+
+
+def test_what_vllm_keeps_free_for_those_who_run_is_kept() -> None:
+    managed = Managed(50, watermark=0.04)
+    assert managed.manager.watermark_blocks == 2
+    managed.freeze("old", 3)
+    managed.freeze("new", 3)
+    managed.hold_all_but(2)
+    request = managed.request([*range(4 * SIZE)])
+    assert managed.manager.allocate_slots(request, 4 * SIZE, has_scheduled_reqs=True) is not None
+    assert managed.pool.num_free_blocks() >= 2
+    assert managed.warm == set()
+
+
+def test_blocks_that_are_promised_to_others_are_left_to_them(managed: Managed) -> None:
+    """To those whose prompts are under way, while a spread plan asks for its blocks."""
+    request = managed.request([*range(4 * SIZE)])
+    assert managed.manager.allocate_slots(request, 4 * SIZE, reserved_blocks=2) is not None
+    assert managed.pool.num_free_blocks() >= 2
+    assert managed.warm == set()
+
+
+def test_a_step_that_admits_nobody_more_takes_nothing(managed: Managed) -> None:
+    managed.pool.planner._closed = True
+    request = managed.request([*range(5 * SIZE)])
+    assert managed.manager.allocate_slots(request, 5 * SIZE) is None
+    assert managed.warm == {"old", "new"}
+
+
+def test_the_managers_of_other_engines_are_left_alone(managed: Managed) -> None:
+    other = manager_of(3)
+    request = managed.request([*range(5 * SIZE)], options=None)
+    assert other.allocate_slots(request, 5 * SIZE) is None
+    assert other.allocate_slots(request, 2 * SIZE) is not None
+
+
+def test_somebody_is_admitted_while_it_holds_blocks(managed: Managed) -> None:
+    manager = managed.manager
+    assert not is_anybody_admitted(manager)
+    request = managed.request([*range(SIZE)])
+    manager.allocate_slots(request, SIZE)
+    assert is_anybody_admitted(manager)
+    manager.free(request)
+    assert not is_anybody_admitted(manager)
+
+
+def test_installing_twice_wraps_once() -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    kv_cache_manager.install()
+    once = KVCacheManager.allocate_slots
+    kv_cache_manager.install()
+    assert KVCacheManager.allocate_slots is once
