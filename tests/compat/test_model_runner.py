@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrapped is there in both runners, and room is held only where a GPU's is measured."""
+"""The runners' models are at hand, and room is held only where a GPU's is measured."""
 
+import importlib
 import inspect
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,39 +35,93 @@ def config(backend: str | None = None, connector: bool = True) -> Any:
     )
 
 
-def test_both_runners_have_what_is_wrapped() -> None:
-    from vllm.v1.worker import gpu_model_runner
-    from vllm.v1.worker.gpu import model_runner as second
+RUNNERS = [getattr(importlib.import_module(name), kind) for name, kind in model_runner._RUNNERS]
+MEASURING = [runner for runner in RUNNERS if "profile_run" in vars(runner)]
 
-    for runner in (gpu_model_runner.GPUModelRunner, second.GPUModelRunner):
-        for name in ("load_model", "profile_run", "get_model"):
-            assert callable(vars(runner)[name]), f"{runner.__module__} has no {name}"
+
+@pytest.fixture
+def unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners that load nothing and measure nothing, about to be wrapped."""
+    monkeypatch.setattr(model_runner, "_latest", None)
+    for runner in RUNNERS:
+        monkeypatch.setattr(runner, "load_model", lambda self, *_, **__: "loaded")
+    for runner in MEASURING:
+        monkeypatch.setattr(
+            runner, "profile_run", lambda self, *_, **__: torch.empty(3, device=GPU)
+        )
+
+
+def test_the_runners_are_those_of_both_generations() -> None:
+    assert {runner.__module__ for runner in MEASURING} == {
+        "vllm.v1.worker.gpu_model_runner",
+        "vllm.v1.worker.gpu.model_runner",
+    }
+    for runner in MEASURING:
         assert {"vllm_config", "device"} <= set(inspect.signature(runner).parameters)
 
 
-def test_the_connector_is_called_as_both_runners_call_it() -> None:
-    """What the runners hand to the connector fits its signatures."""
-    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+@pytest.mark.usefixtures("unwrapped")
+@pytest.mark.parametrize("kind", RUNNERS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_the_model_that_a_runner_has_loaded_is_at_hand(kind: Any) -> None:
+    model_runner.install()
+    model_runner.install()
+    with pytest.raises(RuntimeError, match="was not registered in this worker process"):
+        model_runner.loaded_model()
+    runner = kind.__new__(kind)
+    runner.model = torch.nn.Identity()
+    assert runner.load_model(load_dummy_weights=True) == "loaded"
+    assert model_runner.loaded_model() is runner.model
+    later = kind.__new__(kind)
+    later.model = torch.nn.Identity()
+    later.load_model()
+    assert model_runner.loaded_model() is later.model, "a process may load more than one"
+    del runner, later
+    with pytest.raises(RuntimeError, match="no handle on the loaded model"):
+        model_runner.loaded_model()
 
-    from vllm_segreuse.connector import SegReuseConnector
 
-    source = inspect.getsource(ActiveKVConnector)
-    for name in ("start_load_kv", "wait_for_save", "register_kv_caches", "finish_forward"):
-        assert f"kv_connector.{name}(" in source, f"Model Runner V2 no longer calls {name}"
-        assert callable(getattr(SegReuseConnector, name))
-    given = dict.fromkeys(
-        ("scheduler_output", "request_state_indices", "request_ids", "num_tokens", "attn_metadata")
-    )
-    inspect.signature(SegReuseConnector.start_load_kv).bind(None, None, **given)
+@pytest.mark.usefixtures("unwrapped")
+@pytest.mark.parametrize("kind", MEASURING, ids=lambda kind: kind.__module__)
+def test_a_runner_measures_beside_what_the_pass_takes(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda size, **_: asked.append(size))
+    model_runner.install()
+    runner = kind.__new__(kind)
+    runner.vllm_config, runner.device = config(), GPU
+    runner.profile_run()
+    assert asked == [memory.pass_bytes(runner.vllm_config), 3], "held first, and while it measures"
+
+
+class Held:
+    """Memory on a device."""
 
 
 def test_room_is_held_while_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, Any]] = []
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: asked.append((size, device)))
+    asked: list[tuple[int, Any, Any]] = []
+    held: list[weakref.ref[Held]] = []
+
+    def empty(size: int, dtype: Any, device: Any) -> Held:
+        asked.append((size, dtype, device))
+        made = Held()
+        held.append(weakref.ref(made))
+        return made
+
+    def measured(_: Any, randomize: bool) -> bool:
+        assert held[-1]() is not None
+        if not randomize:
+            raise ArithmeticError
+        return randomize
+
+    monkeypatch.setattr(torch, "empty", empty)
     runner = SimpleNamespace(vllm_config=config(), device=GPU)
-    measure = model_runner._profile_run(lambda self, randomize: (len(asked), randomize))
-    assert measure(runner, True) == (1, True)
-    assert asked == [(memory.pass_bytes(runner.vllm_config), GPU)]
+    measure = model_runner._profile_run(measured)
+    assert measure(runner, True) is True
+    assert asked == [(memory.pass_bytes(runner.vllm_config), torch.uint8, GPU)]
+    with pytest.raises(ArithmeticError):
+        measure(runner, False)
+    assert [each() for each in held] == [None, None], "it is given back"
 
 
 @pytest.mark.parametrize(("device", "connector"), [(torch.device("cpu"), True), (GPU, False)])
