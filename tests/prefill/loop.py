@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes have to do, token by token, in float64: loops over the equations of the papers.
+
+Nothing here calls what it is compared with; `TinyDecoder` has the weights of `tiny.World` only.
+"""
+
+import numpy as np
+
+from tests.prefill.tiny import CHANNELS, HEADS, KV_HEADS, LAYERS, SCALE, World
+from vllm_segreuse.cache.plan import ReusePlan, Score
+
+KV = dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]
+"""(layer, position) -> keys and values, each `[KV_HEADS, CHANNELS]`."""
+States = dict[int, np.ndarray]
+"""Position -> what flows between the layers."""
+
+
+def norm(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt(np.mean(x**2))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = np.exp(logits - logits.max())
+    return shifted / shifted.sum()
+
+
+def kv_head(head: int) -> int:
+    """Which key and value a query's head goes by: neighbours share one."""
+    return head // (HEADS // KV_HEADS)
+
+
+class TinyDecoder:
+    """The decoder of a `tiny.World`, for one token at a time."""
+
+    def __init__(self, world: World) -> None:
+        self.weights = {k: v.double().numpy() for k, v in world.model.state_dict().items()}
+
+    def embed(self, token: int, position: int) -> np.ndarray:
+        return self.weights["tokens.weight"][token] + self.weights["positions.weight"][position]
+
+    def projected(self, layer: int, name: str, x: np.ndarray) -> np.ndarray:
+        return self.weights[f"layers.{layer}.{name}.weight"] @ x
+
+    def query(self, layer: int, state: np.ndarray) -> np.ndarray:
+        return self.projected(layer, "query", norm(state)).reshape(HEADS, CHANNELS)
+
+    def key_and_value(self, layer: int, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        key, value = (self.projected(layer, name, norm(state)) for name in ("key", "value"))
+        return key.reshape(KV_HEADS, CHANNELS), value.reshape(KV_HEADS, CHANNELS)
+
+    def shares(self, layer: int, position: int, query: np.ndarray, kv: KV) -> np.ndarray:
+        """Equation 1 of SparseX: how each head divides its attention, `[HEADS, keys seen]`."""
+        found = []
+        for head in range(HEADS):
+            seen = range(position + 1)  # itself and everything before it
+            keys = np.array([kv[layer, j][0][kv_head(head)] for j in seen])
+            found.append(softmax(keys @ query[head] * SCALE))
+        return np.array(found)
+
+    def run(self, layers: range, states: States, kv: KV) -> States:
+        """Layers on some tokens: all write their keys and values, and then each attends."""
+        for layer in layers:
+            for position, state in states.items():
+                kv[layer, position] = self.key_and_value(layer, state)
+            behind = {}
+            for position, state in states.items():
+                attended = np.zeros((HEADS, CHANNELS))
+                shares = self.shares(layer, position, self.query(layer, state), kv)
+                for head in range(HEADS):
+                    for j in range(position + 1):
+                        attended[head] += shares[head, j] * kv[layer, j][1][kv_head(head)]
+                state = state + self.projected(layer, "output", attended.reshape(-1))
+                behind[position] = state + np.tanh(self.projected(layer, "mlp", norm(state)))
+            states = behind
+        return states
+
+
+def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int], KV]:
+    """What a plan asks for.
+
+    Args:
+        kv: of every position, with the reused keys and values in place.
+
+    Returns:
+        Positions that are computed behind the dense layers, and the KV that this leaves.
+    """
+    kv, recipe = dict(kv), plan.recipe
+    token_ids = dict(enumerate(plan.token_ids.tolist(), plan.start))
+    always = {plan.start + int(i) for i in np.flatnonzero(recipe.always)}
+    probes = {plan.start + int(i) for i in np.flatnonzero(recipe.probes)}
+    if plan.next_token is not None:  # computed, and asked, like any new token
+        token_ids[plan.stop] = plan.next_token
+        always.add(plan.stop)
+        probes.add(plan.stop)
+    embedded = {p: decoder.embed(token, p) for p, token in token_ids.items()}
+
+    dense = recipe.dense_layers
+    states = decoder.run(range(dense), embedded, kv)
+    scores = dict.fromkeys(token_ids, 0.0)
+    if recipe.top_k:
+        if recipe.score is Score.ATTENTION:
+            _attention_at_boundary(decoder, dense, probes, always, embedded, kv, scores)
+        elif recipe.score is Score.DEVIATION:
+            for p, state in states.items():
+                for new, held in zip(
+                    decoder.key_and_value(dense, state), kv[dense, p], strict=True
+                ):
+                    scores[p] += float(((new - held) ** 2).sum())
+        else:
+            _attention_at_all_layers(decoder, recipe.score, probes, embedded, kv, scores)
+    others = sorted(set(token_ids) - always, key=lambda p: (-scores[p], p))
+    chosen = [p for p in others[: recipe.top_k] if scores[p] >= recipe.least_share]
+    active = sorted(always | set(chosen))
+    decoder.run(range(dense, LAYERS), {p: states[p] for p in active}, kv)
+    return active, kv
+
+
+def _attention_at_boundary(
+    decoder: TinyDecoder,
+    dense: int,
+    probes: set[int],
+    always: set[int],
+    embedded: States,
+    kv: KV,
+    scores: dict[int, float],
+) -> None:
+    """SparseX: the queries of the boundary layer, which is the last dense one, or the first."""
+    boundary = max(dense - 1, 0)
+    computed = embedded if dense else {p: embedded[p] for p in always}
+    before = decoder.run(range(boundary), computed, dict(kv))
+    for p, state in before.items():
+        kv[boundary, p] = decoder.key_and_value(boundary, state)
+    for p in probes:
+        shares = decoder.shares(boundary, p, decoder.query(boundary, before[p]), kv)
+        for j in range(p + 1):
+            if j in scores:  # equation 2; those behind the prefix hit
+                scores[j] += shares[:, j].sum()
+
+
+def _attention_at_all_layers(
+    decoder: TinyDecoder,
+    score: Score,
+    probes: set[int],
+    embedded: States,
+    kv: KV,
+    scores: dict[int, float],
+) -> None:
+    """ProphetKV: the question alone against the reused KV, at all layers but the last."""
+    kv, states = dict(kv), {p: embedded[p] for p in probes}
+    for layer in range(LAYERS - 1):
+        asking = {p: decoder.query(layer, state) for p, state in states.items()}
+        states = decoder.run(range(layer, layer + 1), states, kv)
+        for p, query in asking.items():
+            shares = decoder.shares(layer, p, query, kv)
+            for j in range(p + 1):
+                if j in scores and score is Score.PEAK:
+                    scores[j] = max(scores[j], shares[:, j].max())
+                elif j in scores:
+                    scores[j] += shares[:, j].sum()

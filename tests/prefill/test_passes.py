@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes choose and compute what a loop over the papers' equations does, on a decoder that is small
+enough for both."""
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.prefill.loop import KV, TinyDecoder, carry_out
+from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
+from vllm_segreuse.cache.plan import ReusePlan, Score
+from vllm_segreuse.prefill import tokens as tokens_module
+from vllm_segreuse.prefill.attention import ScatteredQueries
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.programs import program_of
+
+CPU = torch.device("cpu")
+PEAK = {"score": Score.PEAK, "top_k": 12}
+RECIPES: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "fixed behind dense layers": {"dense_layers": 2},
+    "everything dense": {"dense_layers": LAYERS},
+    "attended": {"top_k": 6},
+    "attended behind one dense layer": {"dense_layers": 1, "top_k": 6},
+    "attended behind all but one": {"dense_layers": LAYERS - 1, "top_k": 6},
+    "deviating": {"score": Score.DEVIATION, "dense_layers": 1, "top_k": 6},
+    "deviating deeper": {"score": Score.DEVIATION, "dense_layers": LAYERS - 1, "top_k": 6},
+    "summed over all layers": {"score": Score.ALL_LAYERS, "top_k": 6},
+    "the highest at any layer": PEAK,
+    "the highest, if it is much": PEAK | {"least_share": 0.5},
+    "stock": {"stock": True},
+}
+
+
+def plans_of(recipe: dict[str, Any]) -> list[ReusePlan]:
+    """Three plans: from the beginning; behind a prefix hit, with the token to come among those that
+    ask; and one whose probes are some of what is always computed."""
+    blocks = np.random.default_rng(1).permutation(100)
+    asks = recipe.get("top_k", 0) and recipe.get("score") is not Score.DEVIATION
+    return [
+        make_plan("first", 0, [0, 1, 20, 21, 22, 29], 30, blocks[:10], **recipe),
+        make_plan("hit", 8, [0, 9, 25], 26, blocks[10:20], 7 if asks else None, **recipe),
+        make_plan("odd", 5, [*range(3, 9), 22], 23, blocks[20:28], probes=[4, 22], **recipe),
+    ]
+
+
+def carried_out(world: World, plans: list[ReusePlan], wave_work: int | None = None):
+    """Run plans of one program.
+
+    Returns:
+        What was yielded, and the active positions of each plan.
+    """
+    batch = Batch(plans, SIZE, CPU, wave_work)
+    waves, work = program_of(plans[0].recipe)(world.layers, batch), []
+    with torch.inference_mode():
+        while True:
+            try:
+                work.append(next(waves))
+            except StopIteration as end:
+                active, _ = end.value
+                break
+    request, positions = batch.tokens.request[active], batch.tokens.positions[active]
+    return work, [positions[request == row].tolist() for row in range(len(plans))]
+
+
+def assert_holds(world: World, plan: ReusePlan, expected: KV) -> None:
+    found = world.kv(plan)
+    assert found.keys() == expected.keys()
+    for where, (key, value) in expected.items():
+        np.testing.assert_allclose(found[where][0], key, atol=2e-4, err_msg=f"key of {where}")
+        np.testing.assert_allclose(found[where][1], value, atol=2e-4, err_msg=f"value of {where}")
+
+
+@functools.cache
+def by_the_loop(name: str) -> list[tuple[list[int], KV]]:
+    """What `carry_out` says of each plan; all worlds begin alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        world = World(patch)
+        decoder = TinyDecoder(world)
+        return [carry_out(decoder, plan, world.kv(plan)) for plan in plans_of(RECIPES[name])]
+
+
+def check(world: World, name: str) -> None:
+    """Compare the passes of a recipe with the loop."""
+    recipe = RECIPES[name]
+    plans = plans_of(recipe)
+    before = [world.kv(plan) for plan in plans]
+    caches = [cache.clone() for cache in world.caches]
+    _, active = carried_out(world, plans)
+    for plan, kv, found, expected in zip(plans, before, active, by_the_loop(name), strict=True):
+        assert found == expected[0]
+        assert_holds(world, plan, expected[1])
+        left, rest = world.kv(plan), set(range(plan.stop)) - set(found)
+        for layer, p in itertools.product(range(recipe.get("dense_layers", 0), LAYERS), rest):
+            assert (left[layer, p][0] == kv[layer, p][0]).all(), "reused as it was"
+    others = np.setdiff1d(np.arange(100), np.concatenate([plan.block_ids for plan in plans]))
+    for cache, saved in zip(world.caches, caches, strict=True):
+        assert torch.equal(cache[others], saved[others]), "not a plan's"
+
+
+@pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_pass_does_what_the_loop_does(
+    name: str, scattered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, scattered)
+    check(world, name)
+    by_kernel = [isinstance(metadata, ScatteredQueries) for metadata, _, _ in world.contexts]
+    assert any(by_kernel) == (scattered and name not in ("stock", "everything dense"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_waves_of_few_tokens_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(World(monkeypatch, max_wave_tokens=7), name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_compiled_model_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.layers.compiled = True
+    check(world, name)
+    whole = not RECIPES[name].get("dense_layers")
+    assert world.contexts[-1][2] == whole, "only whole models are compiled"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_norms_that_write_over_their_input_or_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch)
+    world.in_place = False
+    check(world, name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_host_that_does_not_know_what_was_chosen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a GPU, which computes behind the host."""
+    monkeypatch.setattr(tokens_module, "host_reads", lambda device: False)
+    check(World(monkeypatch), name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_work_that_is_reported_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token counts at a layer if its keys and values are written there."""
+    world = World(monkeypatch)
+    plans = plans_of(RECIPES[name])
+    _, active = carried_out(world, plans)
+    promised = 0
+    for plan, found in zip(plans, active, strict=True):
+        always = int(plan.recipe.always.sum()) + (plan.next_token is not None)
+        promised += plan.layer_tokens(LAYERS, len(found) - always)
+    assert world.layer_tokens == promised

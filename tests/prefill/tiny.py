@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder of four layers over a paged cache, built as vLLM builds its models.
+
+Passes run on it as they do on a loaded model: through `Layers`, `DecoderStack`, `PassAttention` and
+the reference kernels. Only vLLM's forward context is replaced. `tests/prefill/loop.py` computes the
+same token by token.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
+from vllm_segreuse.kernels import reference
+from vllm_segreuse.kernels.dispatch import Kernels
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
+from vllm_segreuse.prefill import attention as attention_module
+from vllm_segreuse.prefill import selection
+from vllm_segreuse.prefill.align import Aligner
+from vllm_segreuse.prefill.attention import PassAttention
+from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.layers import DecoderStack
+from vllm_segreuse.prefill.programs import Layers
+from vllm_segreuse.prefill.rows import common_metadata
+from vllm_segreuse.prefill.tokens import TokenTable
+
+LAYERS, HEADS, KV_HEADS, CHANNELS, SIZE = 4, 4, 2, 8, 4
+HIDDEN, VOCABULARY, POSITIONS = HEADS * CHANNELS, 50, 256
+SCALE = 1 / math.sqrt(CHANNELS)
+
+
+def half(number: int) -> TiledStrides:
+    """Keys (0) or values (1) of a page `[2, KV_HEADS, SIZE, CHANNELS]`."""
+    head = SIZE * CHANNELS
+    offset = number * KV_HEADS * head
+    shape = (KV_HEADS, SIZE, CHANNELS)
+    return TiledStrides(shape, offset, head, SIZE, head, CHANNELS, CHANNELS, CHANNELS, 1)
+
+
+LAYOUT = PageLayout(half(0), half(1))
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+class Backend:
+    """What vLLM calls `layer.impl`: writes pages, and attends in rows."""
+
+    scale = SCALE
+
+    def __init__(self, world: "World", index: int) -> None:
+        self._world, self._index = world, index
+
+    def do_kv_cache_update(
+        self,
+        layer: nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        self._world.written.append((self._index, slots.tolist()))
+        kv_cache[slots // SIZE, 0, :, slots % SIZE] = key
+        kv_cache[slots // SIZE, 1, :, slots % SIZE] = value
+
+    def forward(
+        self, layer: nn.Module, query: Any, key: Any, value: Any, kv_cache: Any, rows: Any, out: Any
+    ) -> None:
+        """Rows of queries, of which the last sees all of its sequence, as vLLM's backends do it."""
+        self._world.in_rows += 1
+        bounds = rows.query_start_loc.tolist()
+        for row in range(rows.num_reqs):
+            seen = int(rows.seq_lens[row])
+            pages = kv_cache[rows.block_table_tensor[row].long()]
+            keys, values = (
+                pages[:, part].transpose(1, 2).reshape(-1, KV_HEADS, CHANNELS)[:seen]
+                for part in (0, 1)
+            )
+            first, last = bounds[row], bounds[row + 1]
+            for number in range(first, last):
+                visible = seen - (last - 1 - number)
+                for head in range(HEADS):
+                    of = head // (HEADS // KV_HEADS)
+                    weights = (keys[:visible, of] @ query[number, head] * SCALE).softmax(0)
+                    out[number, head] = weights @ values[:visible, of]
+
+
+class Attention(nn.Module):
+    """vLLM's `Attention` layer."""
+
+    num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, CHANNELS
+
+    def __init__(self, world: "World", index: int, kv_cache: torch.Tensor) -> None:
+        super().__init__()
+        self.world, self.kv_cache = world, kv_cache
+        self.impl = Backend(world, index)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        tokens, metadata = self.world.context
+        query = query.view(-1, HEADS, CHANNELS)
+        key, value = (x.view(-1, KV_HEADS, CHANNELS) for x in (key, value))
+        self.impl.do_kv_cache_update(self, key, value, self.kv_cache, tokens.slots)
+        out = torch.full_like(query, torch.nan)
+        self.impl.forward(self, query, key, value, self.kv_cache, metadata, out)
+        return out.view(-1, HIDDEN)
+
+
+class Decoder(nn.Module):
+    """A decoder layer; where `world.in_place`, it changes what it is given, as fused norms do."""
+
+    def __init__(self, world: "World", index: int, kv_cache: torch.Tensor) -> None:
+        super().__init__()
+        self.world, self.index = world, index
+        self.query = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.key = nn.Linear(HIDDEN, KV_HEADS * CHANNELS, bias=False)
+        self.value = nn.Linear(HIDDEN, KV_HEADS * CHANNELS, bias=False)
+        self.output = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.mlp = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.attn = Attention(world, index, kv_cache)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = hidden_states.clone()
+        elif self.world.in_place:
+            residual += hidden_states
+        else:
+            residual = residual + hidden_states
+        x = norm(residual)
+        if self.world.in_place:
+            x = hidden_states.copy_(x)
+        residual = residual + self.output(self.attn(self.query(x), self.key(x), self.value(x)))
+        hidden_states = self.mlp(norm(residual)).tanh()
+        self.world.left_layer(self.index, positions, hidden_states, residual)
+        return hidden_states, residual
+
+
+class Model(nn.Module):
+    """As vLLM's decoder models: token ids and positions in, hidden states out."""
+
+    def __init__(self, world: "World", caches: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Embedding(POSITIONS, HIDDEN)
+        self.layers = nn.ModuleList(Decoder(world, i, cache) for i, cache in enumerate(caches))
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.tokens(input_ids) + self.positions(positions), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return norm(hidden + residual)
+
+
+class Rows:
+    """`RowBuilder` without vLLM's configuration."""
+
+    vllm_config, layer_names = None, ()
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+
+    @contextmanager
+    def forward_context(
+        self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool = False
+    ) -> Iterator[None]:
+        metadata = common_metadata(tokens, block_tables)
+        with self._world.entered(None, (), metadata, tokens, compiled):
+            yield
+
+
+class World:
+    """The model with a cache of random pages, and what runs passes on it.
+
+    Args:
+        scattered: whether scattered queries have a kernel; else all of them attend in rows.
+        max_wave_tokens: see `Layers`.
+
+    Attributes:
+        in_place: whether norms write over their input.
+        written: (layer, slots) of every write of keys and values.
+        in_rows: calls of the stock backend.
+        spoil: called with what leaves each layer: index, positions, hidden states, residual.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, scattered: bool = True, max_wave_tokens: int = 1000
+    ) -> None:
+        torch.manual_seed(0)
+        self.written: list[tuple[int, list[int]]] = []
+        self.in_rows = 0
+        self.in_place = True
+        self.spoil: Any = None
+        self.context: Any = None
+        self.contexts: list[tuple[Any, TokenTable, bool]] = []
+        self.caches = [torch.randn(100, 2, KV_HEADS, SIZE, CHANNELS) for _ in range(LAYERS)]
+        self.model = Model(self, self.caches).requires_grad_(False)
+        for layer in self.model.layers:
+            for part in (layer.query, layer.key):
+                part.weight *= 4  # heads that look for something
+        by_name = {str(i): layer.attn for i, layer in enumerate(self.model.layers)}
+        self.stack = DecoderStack(self.model, by_name)
+        kernels = Kernels(
+            reference.align,
+            reference.token_scores,
+            reference.sparse_attention if scattered else None,
+            None,
+            "reference",
+        )
+        layouts = [LAYOUT] * LAYERS
+        self.layers = Layers(
+            self.stack,
+            layouts,
+            PassAttention(Rows(self), self.stack.attention, layouts, kernels),  # type: ignore[arg-type]
+            kernels.token_scores,
+            SimpleNamespace(preferred=nullcontext),  # type: ignore[arg-type]
+            max_wave_tokens,
+        )
+        aligner = Aligner(self.stack.attention, layouts, [None] * LAYERS, reference.align)
+        self.prefill = SparsePrefill(self.layers, aligner)
+        patch.setattr(attention_module, "pass_context", self.entered)
+        patch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+
+    @contextmanager
+    def entered(
+        self, config: Any, names: Any, metadata: Any, tokens: TokenTable, compiled: bool
+    ) -> Iterator[None]:
+        """vLLM's forward context, as far as attention layers ask it."""
+        assert self.context is None
+        self.context = (tokens, metadata)
+        self.contexts.append((metadata, tokens, compiled))
+        try:
+            yield
+        finally:
+            self.context = None
+
+    def left_layer(self, index: int, *state: torch.Tensor) -> None:
+        if self.spoil is not None:
+            self.spoil(index, *state)
+
+    @property
+    def layer_tokens(self) -> int:
+        """Tokens whose keys and values were written, summed over the layers."""
+        return sum(len(slots) for _, slots in self.written)
+
+    def kv(self, plan: ReusePlan) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+        """(layer, position) -> keys and values, each `[KV_HEADS, CHANNELS]`, float64."""
+        found = {}
+        for layer, cache in enumerate(self.caches):
+            for position in range(plan.stop + (plan.next_token is not None)):
+                block, offset = plan.block_ids[position // SIZE], position % SIZE
+                found[layer, position] = tuple(cache[block, :, :, offset].double().numpy())
+        return found
+
+
+def make_plan(
+    name: str,
+    start: int,
+    always: list[int],
+    count: int,
+    blocks: np.ndarray,
+    next_token: int | None = None,
+    pieces: list[tuple[int, int, int, int, int]] | None = None,
+    probes: list[int] | None = None,
+    **recipe: Any,
+) -> ReusePlan:
+    """A plan of `count` tokens from `start` on.
+
+    Args:
+        always, probes: counted from `start`; probes are those that are always computed, unless
+            given.
+        pieces: see `ReusePlan`.
+        recipe: the rest of the recipe.
+    """
+    masks = []
+    for indices in (always, always if probes is None else probes):
+        masks.append(np.zeros(count, bool))
+        masks[-1][indices] = True
+    rest = {"dense_layers": 0, "top_k": 0, "score": Score.ATTENTION} | recipe
+    token_ids = np.random.default_rng(len(name) + start).integers(0, VOCABULARY, count)
+    return ReusePlan(
+        name,
+        start,
+        start + count,
+        token_ids.astype(np.int32),
+        np.array(pieces or np.empty((0, 5)), np.int32),
+        Recipe(always=masks[0], probes=masks[1], **rest),
+        donor_blocks=[],
+        donor_depth=0,
+        block_ids=blocks.astype(np.int32),
+        next_token=next_token,
+        counted=rest.get("least_share", 0) > 0,
+    )
