@@ -2,12 +2,19 @@
 """The choice of tokens is deterministic and the same on every rank."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from vllm_segreuse.prefill import selection
-from vllm_segreuse.prefill.selection import choose
+
+
+def choose(scores: list[torch.Tensor], *options: Any, **more: Any) -> torch.Tensor:
+    """What is chosen by scores that are numbers."""
+    chosen, numbers = selection.choose(scores, *options, **more)
+    assert numbers.tolist() == [True] * len(scores)
+    return chosen
 
 
 @dataclass
@@ -27,7 +34,7 @@ class Group:
 
     def all_reduce(self, scores: torch.Tensor) -> torch.Tensor:
         self.calls.append("all_reduce")
-        assert scores.isfinite().all()
+        assert not scores.isinf().any()
         return scores + self.others
 
     def all_gather(self, scores: torch.Tensor, dim: int) -> torch.Tensor:
@@ -97,3 +104,50 @@ def test_of_the_largest_those_below_the_least_are_left_out(group: Group) -> None
     scores = [torch.tensor([0.1, 0.9, 0.5, 0.49]), torch.tensor([0.8, 0.7, 0.6])]
     assert choose(scores, [3, 2], 0.5).tolist() == [1, 2, 4, 5]
     assert choose(scores, [3, 0], 0.95).tolist() == []
+
+
+def test_a_share_that_is_just_enough_counts(group: Group) -> None:
+    share = 0.05  # rounded to float32, as scores are
+    below = torch.tensor(share).nextafter(torch.tensor(0.0))
+    scores = torch.stack([torch.tensor(share), below, torch.tensor(0.9)])
+    assert choose([scores], [3], share, True).tolist() == [0, 2]
+
+
+def test_ties_go_to_the_first_among_those_that_are_enough(group: Group) -> None:
+    scores = [torch.tensor([0.5, 0.9, 0.5, 0.5]), torch.tensor([0.6, 0.6, 0.6])]
+    assert choose(scores, [3, 1], 0.5, True).tolist() == [0, 1, 2, 4]
+
+
+def test_more_than_there_are_is_all_there_are(group: Group) -> None:
+    assert choose([torch.tensor([1.0, 2.0]), torch.tensor([0.0])], [5, 5]).tolist() == [0, 1, 2]
+
+
+def test_only_a_least_share_waits_for_the_device(group: Group) -> None:
+    """Where the number is known beforehand, everybody gets as many as he asked for."""
+    scores = [torch.tensor([0.0, 0.0, 0.0]), torch.tensor([-1.0, 0.0])]
+    assert choose(scores, [2, 1]).tolist() == [0, 1, 4]
+
+
+def test_the_same_scores_give_the_same_choice(group: Group) -> None:
+    torch.manual_seed(0)
+    scores = [torch.randint(0, 5, (300,)).float(), torch.randint(0, 3, (200,)).float()]
+    expected = []
+    for first, (part, k) in zip((0, 300), zip(scores, (40, 70), strict=True), strict=True):
+        ranked = sorted(range(len(part)), key=lambda i: (-float(part[i]), i))
+        expected += sorted(first + i for i in ranked[:k])
+    for _ in range(3):
+        assert choose([part.clone() for part in scores], [40, 70]).tolist() == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("highest", [False, True])
+def test_it_is_told_whose_scores_are_no_numbers(group: Group, ranks: int, highest: bool) -> None:
+    """Of any rank: all of them have to compute the same plans again."""
+    inf, nan = float("inf"), float("nan")
+    mine = [torch.tensor([0.3, nan]), torch.tensor([0.1, -inf]), torch.tensor([0.2, inf])]
+    group.world_size = ranks
+    group.others = torch.tensor([0.0, 0.0, nan, 0.0, 0.0, 0.0])
+    if highest and ranks == 1:
+        mine[0] = torch.tensor([nan, -inf])
+    _, numbers = selection.choose(mine, [1, 1, 1], 0.0, highest)
+    assert numbers.tolist() == [False, ranks == 1, True]

@@ -8,7 +8,7 @@ same token by token.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,17 +163,17 @@ class Model(nn.Module):
 class Rows:
     """`RowBuilder` without vLLM's configuration."""
 
-    vllm_config, layer_names = None, ()
+    layer_names = ()
 
     def __init__(self, world: "World") -> None:
-        self._world = world
+        self.vllm_config = world
 
     @contextmanager
     def forward_context(
         self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool = False
     ) -> Iterator[None]:
         metadata = common_metadata(tokens, block_tables)
-        with self._world.entered(None, (), metadata, tokens, compiled):
+        with self.vllm_config.entered(metadata, tokens, compiled):
             yield
 
 
@@ -226,13 +226,11 @@ class World:
         )
         aligner = Aligner(self.stack.attention, layouts, [None] * LAYERS, reference.align)
         self.prefill = SparsePrefill(self.layers, aligner)
-        patch.setattr(attention_module, "pass_context", self.entered)
+        patch.setattr(attention_module, "pass_context", _pass_context)
         patch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
     @contextmanager
-    def entered(
-        self, config: Any, names: Any, metadata: Any, tokens: TokenTable, compiled: bool
-    ) -> Iterator[None]:
+    def entered(self, metadata: Any, tokens: TokenTable, compiled: bool) -> Iterator[None]:
         """vLLM's forward context, as far as attention layers ask it."""
         assert self.context is None
         self.context = (tokens, metadata)
@@ -259,6 +257,12 @@ class World:
                 block, offset = plan.block_ids[position // SIZE], position % SIZE
                 found[layer, position] = tuple(cache[block, :, :, offset].double().numpy())
         return found
+
+
+def _pass_context(
+    world: World, names: Any, metadata: Any, tokens: TokenTable, compiled: bool
+) -> AbstractContextManager[None]:
+    return world.entered(metadata, tokens, compiled)
 
 
 def make_plan(

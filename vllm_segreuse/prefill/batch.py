@@ -30,6 +30,7 @@ class Batch:
         always, probes: see `Recipe`.
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
+        sound: bool `[plans]`, on the device: no score was NaN.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Batch:
         self.probes = Index.known(np.flatnonzero(probes), device)
         self.bounds = np.concatenate([[0], np.cumsum(self._lengths)])
         self.block_tables = upload(tables, device)
+        self.sound = torch.ones(len(plans), dtype=torch.bool, device=device)
 
     @property
     def everything(self) -> Index:
@@ -114,10 +116,11 @@ class Batch:
         candidates = scores.masked_fill(upload(self._always.copy(), self._device), float("-inf"))
         top_k = [plan.recipe.top_k for plan in self.plans]
         recipe = self.plans[0].recipe
-        chosen = choose(
+        chosen, numbers = choose(
             list(candidates.split(self._lengths)),
             top_k,
             least_share=recipe.least_share,
             highest=recipe.score is Score.PEAK,
         )
+        self.sound &= numbers
         return Index.computed(torch.cat([self.always.device, chosen]).sort().values)

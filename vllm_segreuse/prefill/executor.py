@@ -96,8 +96,9 @@ class SparsePrefill:
     def compute(self, prepared: Prepared) -> Waves[PassReport]:
         """Compute what prepared plans leave to be computed.
 
-        A plan whose hidden states are not finite is computed again, in full: what it reused may be
-        the reason. Tensor-parallel ranks hold the same hidden states, so they agree on it.
+        A plan whose scores or hidden states are not finite is computed again, in full: what it
+        reused may be the reason. Tensor-parallel ranks hold the same hidden states and choose by
+        the same scores, so they agree on it.
         """
         clock = _Clock()
         told = []
@@ -127,8 +128,8 @@ class SparsePrefill:
         """Run plans of one program.
 
         Returns:
-            int64 `[plans, 2]`: whether the hidden states of a plan's active tokens are finite, and
-            how many these tokens are.
+            int64 `[plans, 2]`: whether a plan's scores are numbers and the hidden states of its
+            active tokens finite, and how many these tokens are.
         """
         active, state = yield from program_of(batch.plans[0].recipe)(self._layers, batch)
         request = batch.tokens.request[active]
@@ -137,7 +138,7 @@ class SparsePrefill:
             finite &= state.hidden_states.isfinite().all(-1)
             if state.residual is not None:
                 finite &= state.residual.isfinite().all(-1)
-        fine = torch.ones(len(batch.plans), dtype=torch.int64, device=self._device)
+        fine = batch.sound.long()
         fine.scatter_reduce_(0, request, finite, "amin")
         return torch.stack([fine, batch.num_active(active)], dim=1)
 
