@@ -10,7 +10,8 @@ The recomputed set is the union of the paper's algorithm 1, lines 14 to 17:
 
 With dense layers (section 3.4, "hybrid") every token is computed up to the boundary layer l*, whose
 queries and keys then give the scores. Without, the new tokens' queries of the first layer score the
-aligned keys of that layer, which are exact there: they depend on nothing but the token.
+aligned keys of that layer, which are exact there: they depend on nothing but the token. With all
+layers dense everything is computed, and there is nothing to choose.
 
 One difference from the paper: top-k counts tokens beyond overflow and tail, not the union, so that
 `recompute_ratio` = 1 recomputes everything and the counts in the report are known in advance.
@@ -30,8 +31,12 @@ def recipe(situation: Situation) -> Recipe:
     around = situation.block_size if overflow is None else overflow
     probes = situation.probes
     always = _widen(~situation.reused, around) | probes
+    dense_layers = situation.num_dense_layers
+    if max(dense_layers, 1) == situation.num_layers:
+        # Of the last layer a pass computes keys and values only: no query there could choose.
+        always[:] = True
     top_k = min(situation.wanted, int((~always).sum()))
-    return Recipe(always, situation.num_dense_layers, top_k, probes)
+    return Recipe(always, dense_layers, top_k, probes)
 
 
 def _widen(mask: BoolArray, by: int) -> BoolArray:

@@ -166,7 +166,7 @@ class Layers:
         """What is computed at once, in order of position, and where it stands among the tokens."""
         size = self._max_wave_tokens
         if batch.wave_work is not None:
-            size = min(size, max(1, batch.wave_work // num_layers))
+            size = min(size, max(1, batch.wave_work // max(1, num_layers)))
         for begin in range(0, len(tokens), size):
             part = slice(begin, begin + size)
             yield part, tokens.take(part)
