@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the attention backend agree with a loop over the active tokens."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_segreuse.prefill import rows
 from vllm_segreuse.prefill.rows import common_metadata
 from vllm_segreuse.prefill.tokens import Index, TokenTable, row_starts
 
@@ -58,19 +63,19 @@ def test_a_row_begins_where_a_run_or_a_request_begins(chosen: list[list[int]]) -
 
 @given(active())
 def test_each_run_is_a_row_that_ends_with_it(chosen: list[list[int]]) -> None:
-    tokens, rows = table_of(chosen), rows_of(chosen)
+    tokens, expected_rows = table_of(chosen), rows_of(chosen)
     block_tables = torch.arange(len(chosen) * 7, dtype=torch.int32).view(len(chosen), 7)
     common = common_metadata(tokens, block_tables)
 
-    lengths = [row.last - row.first + 1 for row in rows]
-    assert common.num_reqs == len(rows)
+    lengths = [row.last - row.first + 1 for row in expected_rows]
+    assert common.num_reqs == len(expected_rows)
     assert common.num_actual_tokens == len(tokens) == sum(lengths)
     assert common.query_start_loc.tolist() == np.cumsum([0, *lengths]).tolist()
     assert common.query_start_loc_cpu.tolist() == common.query_start_loc.tolist()
-    assert common.seq_lens.tolist() == [row.last + 1 for row in rows]
+    assert common.seq_lens.tolist() == [row.last + 1 for row in expected_rows]
     assert common.max_query_len == max(lengths)
-    assert common.max_seq_len == max(row.last + 1 for row in rows)
-    expected = torch.stack([block_tables[row.request] for row in rows])
+    assert common.max_seq_len == max(row.last + 1 for row in expected_rows)
+    expected = torch.stack([block_tables[row.request] for row in expected_rows])
     assert torch.equal(common.block_table_tensor, expected)
     assert common.block_table_tensor.is_contiguous()
     assert torch.equal(common.slot_mapping, tokens.slots)
@@ -99,3 +104,84 @@ def test_a_part_of_the_tokens_keeps_everything_together(
         assert part.host is not None
         assert part.host.positions.tolist() == part.positions.tolist()
         assert part.host.request.tolist() == part.request.tolist()
+
+
+@pytest.fixture
+def forward_contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict]]:
+    """vLLM's forward contexts that were entered, with an entry when they are left."""
+    entered: list[tuple[tuple[Any, ...], dict]] = []
+    current = SimpleNamespace(all_moe_layers=["a layer"])
+
+    @contextmanager
+    def context(*args: Any, **options: Any) -> Iterator[None]:
+        entered.append((args, options))
+        yield
+        assert current.all_moe_layers is None, "experts must not be told apart by counting calls"
+        entered.append(((), {}))
+
+    monkeypatch.setattr(rows, "set_forward_context", context)
+    monkeypatch.setattr(rows, "get_forward_context", lambda: current)
+    return entered
+
+
+class Builder:
+    """A backend's metadata builder."""
+
+    def build(self, prefix_len: int, common: Any) -> tuple[int, Any]:
+        return prefix_len, common
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> rows.RowBuilder:
+    """For at most two rows."""
+    asked: list[Any] = []
+
+    def private_builder(*args: Any) -> Builder:
+        asked.append(args)
+        return Builder()
+
+    monkeypatch.setattr(rows, "private_builder", private_builder)
+    config: Any = SimpleNamespace(device_config=SimpleNamespace(device="cpu"))
+    made = rows.RowBuilder(config, ["a", "b"], "spec", "backend", 2)
+    assert asked == [("backend", "spec", ["a", "b"], config, 2, torch.device("cpu"))]
+    return made
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_all_layers_attend_by_one_metadata_and_write_to_the_tokens_slots(
+    builder: rows.RowBuilder, forward_contexts: list, compiled: bool
+) -> None:
+    tokens = table_of([[3, 4], [8]])
+    tables = torch.arange(14, dtype=torch.int32).view(2, 7)
+    with builder.forward_context(tokens, tables, compiled):
+        pass
+    [((metadata, config), options), _] = forward_contexts
+    assert config is builder.vllm_config
+    assert metadata["a"] is metadata["b"]
+    prefix_len, common = metadata["a"]
+    assert (prefix_len, common.seq_lens.tolist()) == (0, [5, 9])
+    slots = options.pop("slot_mapping")
+    assert [slots[name].tolist() for name in ("a", "b")] == [[3, 4, 1008]] * 2
+    assert options == {"num_tokens": 3, "skip_compiled": not compiled}
+
+
+def test_the_pass_is_eager_unless_it_may_be_compiled(
+    builder: rows.RowBuilder, forward_contexts: list
+) -> None:
+    with builder.forward_context(table_of([[3]]), torch.zeros(1, 7, dtype=torch.int32)):
+        pass
+    assert forward_contexts[0][1]["skip_compiled"] is True
+
+
+def test_more_rows_than_there_is_room_for_are_refused(
+    builder: rows.RowBuilder, forward_contexts: list
+) -> None:
+    tables = torch.zeros(2, 7, dtype=torch.int32)
+    with builder.forward_context(table_of([[3, 4, 5], [8]]), tables):
+        pass
+    too_many = table_of([[3, 5], [8, 9]])
+    with (
+        pytest.raises(ValueError, match=r"4 active tokens are 3 runs; the pass has room for 2"),
+        builder.forward_context(too_many, tables),
+    ):
+        pass

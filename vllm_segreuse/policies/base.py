@@ -55,6 +55,9 @@ class Situation:
     def question(self) -> BoolArray:
         """The last interval of new tokens; the tail, when it is all reused."""
         probes = self.probes
+        if self.reused[-TAIL_TOKENS:].all():
+            probes[:-TAIL_TOKENS] = False
+            return probes
         last = int(np.flatnonzero(probes)[-1])
         before = np.flatnonzero(~probes[:last])
         probes[: int(before[-1]) + 1 if len(before) else 0] = False

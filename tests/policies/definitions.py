@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each policy is, written down from its paper for one token at a time.
+
+A prompt is a string of one letter per token: `N` is new, `R` reused, and `S` reused and the first
+of a segment. Nothing here calls what it is compared with.
+"""
+
+import math
+from dataclasses import dataclass
+
+TAIL = 64
+LEAST_SHARE = 0.05
+"""`focus`: a twentieth of a head's attention."""
+
+
+@dataclass
+class Definition:
+    """What is computed.
+
+    Attributes:
+        always: positions that are computed whatever the scores say.
+        dense: leading layers that compute every token.
+        at_most: tokens that are chosen by their score.
+        probes: positions whose queries give the scores.
+        score: what the choice goes by, in a word.
+        least_share: what a score must be.
+    """
+
+    always: set[int]
+    dense: int = 0
+    at_most: int = 0
+    probes: frozenset[int] = frozenset()
+    score: str = "none"
+    least_share: float = 0.0
+
+
+def new_tokens(prompt: str) -> set[int]:
+    return {i for i, kind in enumerate(prompt) if kind == "N"}
+
+
+def share_of(ratio: float, count: int) -> int:
+    """That share of so many, to the nearest; halves to the even one, as Python rounds."""
+    product = ratio * count
+    below = math.floor(product)
+    rest = product - below
+    return below + int(rest > 0.5 or (rest == 0.5 and below % 2 == 1))
+
+
+def asked_for(prompt: str, ratio: float) -> int:
+    return share_of(ratio, sum(kind != "N" for kind in prompt))
+
+
+def reused_tail(prompt: str) -> set[int]:
+    """SparseX, 3.2: the last 64 tokens, if none of them has a query of its own."""
+    tail = range(max(len(prompt) - TAIL, 0), len(prompt))
+    return set() if any(prompt[i] == "N" for i in tail) else set(tail)
+
+
+def shift(prompt: str) -> Definition:
+    """Naive reuse."""
+    return Definition(new_tokens(prompt))
+
+
+def exact(prompt: str) -> Definition:
+    """The holes."""
+    return Definition(new_tokens(prompt))
+
+
+def epic(prompt: str, ratio: float) -> Definition:
+    """EPIC, LegoLink: the first tokens of every segment."""
+    always = new_tokens(prompt)
+    for first, kind in enumerate(prompt):
+        if kind == "S":
+            end = first + 1
+            while end < len(prompt) and prompt[end] == "R":
+                end += 1
+            always |= set(range(first, first + share_of(ratio, end - first)))
+    return Definition(always)
+
+
+def sparsex(
+    prompt: str, ratio: float, dense: int | float, overflow: int | None, block: int, layers: int
+) -> Definition:
+    """SparseX, algorithm 1, lines 11 to 17."""
+    new, tail = new_tokens(prompt), reused_tail(prompt)
+    boundary = min(max(share_of(dense, layers), 1) if 0 < dense < 1 else int(dense), layers)
+    if boundary == layers:  # every token at every layer
+        return Definition(set(range(len(prompt))), boundary, 0, frozenset(new | tail), "boundary")
+    width = block if overflow is None else overflow
+    beside = {
+        i for i in range(len(prompt)) if any(abs(i - j) <= width for j in new)
+    }  # line 15: on both sides of every interval
+    always = new | beside | tail  # line 17, without the key tokens of line 14
+    at_most = min(asked_for(prompt, ratio), len(prompt) - len(always))
+    return Definition(always, boundary, at_most, frozenset(new | tail), "boundary")
+
+
+def cacheblend(prompt: str, ratio: float, dense: int | float, layers: int) -> Definition:
+    """CacheBlend: the first layer for every token, compared at the second."""
+    boundary = 1 if dense < 1 else min(int(dense), layers - 1)
+    new = frozenset(new_tokens(prompt))
+    return Definition(set(new), boundary, asked_for(prompt, ratio), new, "deviation")
+
+
+def question(prompt: str) -> set[int]:
+    """The last interval of new tokens, and nothing new before it; or the tail."""
+    if reused_tail(prompt):
+        return reused_tail(prompt)
+    found: set[int] = set()
+    for i in sorted(new_tokens(prompt), reverse=True):
+        if found and i != min(found) - 1:
+            break
+        found.add(i)
+    return found
+
+
+def prophet(prompt: str, ratio: float) -> Definition:
+    """ProphetKV: what the question attends to, summed over heads and layers."""
+    asking = question(prompt)
+    always = new_tokens(prompt) | asking
+    at_most = min(asked_for(prompt, ratio), len(prompt) - len(always))
+    return Definition(always, 0, at_most, frozenset(asking), "sum")
+
+
+def focus(prompt: str, ratio: float) -> Definition:
+    """The same by the peak, and only what gets enough of it; everything, if that is asked for."""
+    found = prophet(prompt, ratio)
+    found.score, found.least_share = "peak", 0.0 if ratio == 1 else LEAST_SHARE
+    return found

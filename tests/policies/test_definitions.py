@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every policy picks what its paper says, token by token: examples by hand, and any prompt against
+`definitions.py`."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.policies import definitions
+from tests.policies.definitions import Definition
+from vllm_segreuse.cache.plan import Recipe, Score
+from vllm_segreuse.policies import POLICIES, Situation, focus
+
+SCORES = {
+    "boundary": Score.ATTENTION,
+    "deviation": Score.DEVIATION,
+    "sum": Score.ALL_LAYERS,
+    "peak": Score.PEAK,
+}
+intervals = st.tuples(st.sampled_from("NRS"), st.integers(1, 80))
+prompts = st.lists(intervals, min_size=1, max_size=8).map(lambda parts: prompt_of(*parts))
+ratios = st.sampled_from([0.0, 0.01, 0.1, 0.15, 0.25, 0.5, 0.99, 1.0])
+layers = st.sampled_from([0, 1, 2, 3, 7, 8, 9, 4096, 0.01, 0.15, 0.5, 0.99])
+
+
+def prompt_of(*parts: tuple[str, int]) -> str:
+    """`("S", 3), ("N", 2)` is `SRRNN`; reused tokens behind new ones begin a segment."""
+    text = ""
+    for kind, count in parts:
+        first = "N" if kind == "N" else "S" if kind == "S" or text[-1:] in ("", "N") else "R"
+        text += first + ("N" if kind == "N" else "R") * (count - 1)
+    return text
+
+
+def situation(prompt: str, **options: Any) -> Situation:
+    kinds = np.array(list(prompt))
+    return Situation(
+        kinds != "N",
+        np.flatnonzero(kinds == "S").astype(np.int32),
+        **{
+            "block_size": 16,
+            "num_layers": 8,
+            "recompute_ratio": 0.1,
+            "dense_layers": 0,
+            "overflow_tokens": None,
+        }
+        | options,
+    )
+
+
+def recipe_of(policy: str, prompt: str, **options: Any) -> Recipe:
+    return POLICIES[policy](situation(prompt, **options))
+
+
+def where(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(mask).tolist()
+
+
+def assert_is(recipe: Recipe, expected: Definition) -> None:
+    assert where(recipe.always) == sorted(expected.always)
+    assert recipe.dense_layers == expected.dense
+    assert recipe.top_k == expected.at_most
+    if expected.at_most:
+        assert where(recipe.probes) == sorted(expected.probes)
+        assert recipe.score is SCORES[expected.score]
+        assert recipe.least_share == expected.least_share
+
+
+@given(prompts, ratios, layers, st.sampled_from([None, 0, 1, 5, 100]), st.sampled_from([1, 16]))
+def test_every_policy_is_what_its_paper_says(prompt, ratio, dense, overflow, block):
+    options = {
+        "recompute_ratio": ratio,
+        "dense_layers": dense,
+        "overflow_tokens": overflow,
+        "block_size": block,
+    }
+    expected = {
+        "shift": definitions.shift(prompt),
+        "exact": definitions.exact(prompt),
+        "epic": definitions.epic(prompt, ratio),
+        "cacheblend": definitions.cacheblend(prompt, ratio, dense, 8),
+        "sparsex": definitions.sparsex(prompt, ratio, dense, overflow, block, 8),
+        "prophet": definitions.prophet(prompt, ratio),
+        "focus": definitions.focus(prompt, ratio),
+    }
+    assert expected.keys() == POLICIES.keys()
+    for policy, definition in expected.items():
+        recipe = recipe_of(policy, prompt, **options)
+        assert_is(recipe, definition)
+        assert recipe.stock == (policy == "exact")
+
+
+def test_shift_computes_the_new_tokens():
+    assert where(recipe_of("shift", "NNSRRNSRR").always) == [0, 1, 5]
+
+
+def test_exact_computes_the_holes_by_the_models_own_forward():
+    recipe = recipe_of("exact", "SRRRNNSRR")
+    assert (where(recipe.always), recipe.top_k, recipe.stock) == ([4, 5], 0, True)
+    assert not recipe_of("shift", "SRRRNNSRR").stock
+
+
+def test_epic_computes_the_first_tokens_of_every_segment():
+    #         0         1         2
+    #         0123456789012345678901234567
+    prompt = "NSRRRRRRRSRRRNNSRRRRRRRRRRRN"
+    recipe = recipe_of("epic", prompt, recompute_ratio=0.25)
+    assert where(recipe.always) == [0, 1, 2, 9, 13, 14, 15, 16, 17, 27]
+    assert (recipe.top_k, recipe.dense_layers) == (0, 0)
+    recipe = recipe_of("epic", prompt, recompute_ratio=1.0, dense_layers=3)
+    assert recipe.always.all()
+    assert recipe.dense_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("dense_layers", "expected"),
+    [(0, 1), (0.5, 1), (1, 1), (2, 2), (7, 7), (8, 7), (9, 7), (4096, 7)],
+)
+def test_cacheblend_has_one_dense_layer_or_more_and_one_to_compare_at(dense_layers, expected):
+    recipe = recipe_of("cacheblend", "NSRRRRRRRRRN", recompute_ratio=0.2, dense_layers=dense_layers)
+    assert (recipe.dense_layers, recipe.top_k, recipe.score) == (expected, 2, Score.DEVIATION)
+    assert where(recipe.always) == [0, 11]
+
+
+def test_sparsex_is_the_union_of_the_papers_sets():
+    prompt = prompt_of(("S", 40), ("N", 3), ("S", 60), ("N", 1), ("S", 20))
+    recipe = recipe_of("sparsex", prompt, recompute_ratio=0.25, block_size=4)
+    assert where(recipe.always) == [*range(36, 47), *range(99, 108)]
+    assert where(recipe.probes) == [40, 41, 42, 103]
+    assert (recipe.top_k, recipe.dense_layers, recipe.score) == (30, 0, Score.ATTENTION)
+    assert recipe.least_share == 0
+    hybrid = recipe_of("sparsex", prompt, recompute_ratio=0.25, block_size=4, dense_layers=0.15)
+    assert hybrid.dense_layers == 1
+    assert (hybrid.always == recipe.always).all()
+
+
+@pytest.mark.parametrize("dense_layers", [8, 9, 4096])
+def test_with_all_layers_dense_there_is_nothing_to_choose(dense_layers):
+    recipe = recipe_of("sparsex", "N" + "S" + "R" * 200 + "N", dense_layers=dense_layers)
+    assert (recipe.dense_layers, recipe.top_k, recipe.always.all()) == (8, 0, True)
+    recipe = recipe_of("sparsex", "N" + "S" + "R" * 200 + "N", num_layers=1)
+    assert (recipe.top_k, recipe.always.all()) == (0, True)
+    recipe = recipe_of("sparsex", "N" + "S" + "R" * 200 + "N", dense_layers=7)
+    assert (recipe.dense_layers, recipe.top_k, recipe.always.all()) == (7, 20, False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asking"),
+    [
+        (prompt_of(("N", 5), ("S", 10), ("N", 4), ("S", 6), ("N", 3)), [25, 26, 27]),
+        (prompt_of(("N", 5), ("S", 10), ("N", 1)), [15]),
+        (prompt_of(("N", 5), ("S", 10), ("N", 2), ("S", 20)), [15, 16]),
+        (prompt_of(("N", 7)), [*range(7)]),
+        (prompt_of(("N", 5), ("S", 64)), [*range(5, 69)]),
+        (prompt_of(("N", 5), ("S", 65)), [*range(6, 70)]),
+        (prompt_of(("N", 5), ("S", 63)), [*range(5)]),
+        (prompt_of(("S", 90)), [*range(26, 90)]),
+        (prompt_of(("S", 9)), [*range(9)]),
+    ],
+)
+def test_the_question_is_the_last_interval_of_new_tokens(prompt, asking):
+    """Neither a preamble nor text between documents is; a reused tail asks for itself."""
+    given = situation(prompt)
+    assert where(given.question) == asking
+    for policy in ("prophet", "focus"):
+        assert where(POLICIES[policy](given).probes) == asking
+
+
+def test_new_text_between_documents_is_computed_though_it_does_not_ask():
+    prompt = prompt_of(("N", 2), ("S", 30), ("N", 3), ("S", 30), ("N", 1))
+    for policy, score in (("prophet", Score.ALL_LAYERS), ("focus", Score.PEAK)):
+        recipe = recipe_of(policy, prompt, recompute_ratio=0.2, dense_layers=3)
+        assert where(recipe.always) == [0, 1, 32, 33, 34, 65]
+        assert where(recipe.probes) == [65]
+        assert (recipe.score, recipe.top_k, recipe.dense_layers) == (score, 12, 0)
+
+
+def test_focus_computes_what_gets_a_twentieth_of_a_heads_attention():
+    """And says so: 0.05 is in the README, and the figures were measured with it."""
+    assert focus.LEAST_SHARE == 0.05
+    prompt = prompt_of(("S", 40), ("N", 1))
+    for ratio, least_share in ((0.01, 0.05), (0.5, 0.05), (0.999, 0.05), (1.0, 0.0), (1, 0.0)):
+        recipe = recipe_of("focus", prompt, recompute_ratio=ratio)
+        assert recipe.least_share == least_share
+        assert recipe.top_k == round(40 * ratio)
+        assert recipe_of("prophet", prompt, recompute_ratio=ratio).least_share == 0
+
+
+@pytest.mark.parametrize("policy", ["sparsex", "prophet", "focus", "cacheblend", "epic"])
+def test_a_ratio_of_1_computes_everything(policy):
+    prompt = prompt_of(("S", 90), ("N", 3), ("S", 100))
+    recipe = recipe_of(policy, prompt, recompute_ratio=1.0)
+    assert int(recipe.always.sum()) + recipe.top_k == len(prompt)
+    assert recipe.least_share == 0
+
+
+def test_a_ratio_of_0_chooses_nothing():
+    prompt = prompt_of(("S", 90), ("N", 3), ("S", 30))
+    for policy in POLICIES:
+        assert recipe_of(policy, prompt, recompute_ratio=0.0).top_k == 0
+    assert where(recipe_of("epic", prompt, recompute_ratio=0.0).always) == [90, 91, 92]
+
+
+@pytest.mark.parametrize("policy", ["sparsex", "prophet", "focus", "cacheblend"])
+def test_the_number_of_tokens_to_choose_is_a_share_of_the_reused_ones(policy):
+    """Not of all tokens, and not of those that are left to choose from."""
+    prompt = prompt_of(("N", 100), ("S", 200), ("N", 10))
+    assert recipe_of(policy, prompt, recompute_ratio=0.3).top_k == 60

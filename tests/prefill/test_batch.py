@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch lays its plans out as a loop over their tokens would."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.prefill.tiny import CHANNELS, KV_HEADS, LAYOUT, SIZE, make_plan
+from vllm_segreuse.cache.plan import ReusePlan, Score
+from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.prefill import selection
+from vllm_segreuse.prefill.batch import Batch
+
+CPU = torch.device("cpu")
+
+
+def plans(**recipe: object) -> list[ReusePlan]:
+    """One with a token to come that begins a block, one that begins within a block, and one of a
+    single token."""
+    return [
+        make_plan("a", 4, [0, 5], 8, np.array([7, 3, 5, 1]), 49, **recipe),
+        make_plan("b", 6, [2, 3], 5, np.array([9, 8, 2]), probes=[3], **recipe),
+        make_plan("c", 0, [0], 1, np.array([4]), **recipe),
+    ]
+
+
+def by_hand(given: list[ReusePlan]) -> list[tuple[int, int, int, int]]:
+    """(request, position, token id, slot) of every token."""
+    rows = []
+    for number, plan in enumerate(given):
+        ids = plan.token_ids.tolist() + ([] if plan.next_token is None else [plan.next_token])
+        for position, token in enumerate(ids, plan.start):
+            block = int(plan.block_ids[position // SIZE])
+            rows.append((number, position, token, block * SIZE + position % SIZE))
+    return rows
+
+
+def test_every_token_has_its_request_its_position_and_its_slot() -> None:
+    given = plans()
+    batch = Batch(given, SIZE, CPU)
+    tokens = batch.tokens
+    columns = (tokens.request, tokens.positions, tokens.token_ids, tokens.slots)
+    assert [*zip(*(column.tolist() for column in columns), strict=True)] == by_hand(given)
+    assert all(column.dtype == torch.int64 for column in columns)
+    assert batch.bounds.tolist() == [0, 9, 14, 15]
+    assert batch.everything.device.tolist() == list(range(15))
+    assert tokens.host is not None
+    assert tokens.host.positions.tolist() == tokens.positions.tolist()
+    assert tokens.host.request.tolist() == tokens.request.tolist()
+
+
+def test_block_tables_are_rows_of_one_width() -> None:
+    batch = Batch(plans(), SIZE, CPU)
+    assert batch.block_tables.tolist() == [[7, 3, 5, 1], [9, 8, 2, 0], [4, 0, 0, 0]]
+    assert batch.block_tables.dtype == torch.int32
+
+
+def test_the_token_to_come_is_always_computed_and_asks() -> None:
+    batch = Batch(plans(), SIZE, CPU)
+    assert batch.always.device.tolist() == [0, 5, 8, 11, 12, 14]
+    assert batch.probes.device.tolist() == [0, 5, 8, 12, 14]
+    assert batch.counts(batch.probes) == [3, 1, 1]
+    assert batch.counts(batch.always) == [3, 2, 1]
+    for index in (batch.always, batch.probes):
+        assert index.host is not None
+        assert index.host.tolist() == index.device.tolist()
+        assert len(index) == len(index.device)
+
+
+def test_active_tokens_are_counted_by_plan() -> None:
+    batch = Batch(plans(), SIZE, CPU)
+    assert batch.num_active(torch.tensor([8, 9, 10, 13])).tolist() == [1, 3, 0]
+    assert batch.num_active(torch.tensor([], dtype=torch.int64)).tolist() == [0, 0, 0]
+
+
+def test_held_is_what_the_slots_hold() -> None:
+    batch = Batch(plans(), SIZE, CPU)
+    cache = torch.randn(10, 2, KV_HEADS, SIZE, CHANNELS)
+    for part, strides in enumerate((LAYOUT.keys, LAYOUT.values)):
+        held = batch.held(flat_pages(cache), strides)
+        for row, slot in enumerate(batch.tokens.slots.tolist()):
+            assert torch.equal(held[row], cache[slot // SIZE, part, :, slot % SIZE])
+
+
+@pytest.mark.parametrize("score", [Score.ATTENTION, Score.PEAK])
+def test_every_plan_chooses_its_own_beside_what_is_always_computed(
+    score: Score, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    least_share = 0.25 if score is Score.PEAK else 0.0
+    given = plans(score=score, top_k=2, least_share=least_share)
+    given[2].recipe.__dict__["top_k"] = 0
+    batch = Batch(given, SIZE, CPU)
+    scores = torch.zeros(15)
+    scores[[0, 5, 8, 11, 12, 14]] = 9.0  # always computed: they take nobody's place
+    scores[[2, 3, 7]] = torch.tensor([0.25, 0.1, 0.3])
+    scores[[9, 13]] = torch.tensor([0.2, 0.5])
+    before = scores.clone()
+    active = batch.with_chosen(scores)
+    chosen = [2, 7, 13] if least_share else [2, 7, 9, 13]
+    assert active.device.tolist() == sorted([0, 5, 8, 11, 12, 14, *chosen])
+    assert torch.equal(scores, before)
+    assert batch.sound.tolist() == [True] * 3
+    assert batch.always.device.tolist() == [0, 5, 8, 11, 12, 14]
+
+
+def test_scores_that_are_no_numbers_are_told_of_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    batch = Batch(plans(top_k=1), SIZE, CPU)
+    scores = torch.zeros(15)
+    scores[10] = torch.nan
+    scores[0] = torch.nan  # of a token that is computed whatever it is
+    batch.with_chosen(scores)
+    assert batch.sound.tolist() == [True, False, True]
