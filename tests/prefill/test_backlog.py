@@ -63,6 +63,43 @@ def test_a_step_does_its_share_of_the_oldest_first(prefill: Prefill) -> None:
     assert subject.advance() == {}
 
 
+def test_a_share_is_never_exceeded_by_more_than_the_wave_that_reaches_it(prefill: Prefill) -> None:
+    for share, expected in ((1, 1), (10, 1), (11, 2), (25, 3), (29, 3)):
+        subject = Backlog(prefill, share)  # type: ignore[arg-type]
+        subject.take([plan("a", 9), plan("b", 9)])
+        prefill.log.clear()
+        subject.advance()
+        assert prefill.log == ["a"] * expected
+    assert subject.prefill is prefill
+
+
+def test_a_plan_that_comes_later_waits_for_those_before_it(prefill: Prefill) -> None:
+    subject = Backlog(prefill, 20)  # type: ignore[arg-type]
+    subject.take([plan("a", 3)])
+    subject.advance()
+    assert subject.take([plan("b", 1), plan("now", 1, spread=False)]) == "report of now"
+    assert subject.advance() == {"a": "report of a"}
+    assert subject.advance() == {"b": "report of b"}
+
+
+def test_plans_of_a_step_are_finished_together_and_spread_ones_one_by_one(prefill: Prefill) -> None:
+    subject = Backlog(prefill, 20)  # type: ignore[arg-type]
+    small = [plan("x", 1, spread=False), plan("y", 1, spread=False)]
+    assert subject.take([small[0], plan("a", 1), small[1], plan("b", 1)]) == "report of x"
+    assert prefill.log == ["align ['a'] 20", "align ['b'] 20", "align ['x', 'y'] None", "x"]
+    assert subject.take([]) is None
+
+
+def test_a_request_may_come_again_once_it_was_dropped(prefill: Prefill) -> None:
+    subject = Backlog(prefill, 20)  # type: ignore[arg-type]
+    subject.take([plan("a", 5)])
+    subject.advance()
+    subject.drop({"a"})
+    subject.take([plan("a", 1)])
+    assert subject.advance() == {"a": "report of a"}
+    assert subject.drop(["a"]) == set(), "it is done"
+
+
 def test_only_those_under_way_are_dropped(prefill: Prefill) -> None:
     subject = Backlog(prefill, 20)  # type: ignore[arg-type]
     subject.take([plan("a", 3), plan("b", 1), plan("c", 1)])

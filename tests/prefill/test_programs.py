@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer programs choose by what they say they choose by, on layers whose numbers are known."""
 
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.prefill.tiny import make_plan
 from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
+from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layers import LayerState
-from vllm_segreuse.prefill.programs import Waves, asked, deviating, finish, program_of
+from vllm_segreuse.prefill.programs import (
+    Layers,
+    Waves,
+    asked,
+    attended,
+    deviating,
+    finish,
+    program_of,
+)
 
 SIZE, HEADS, CHANNELS, LAYERS = 16, 2, 8, 3
 TOKENS = 48
@@ -27,13 +39,22 @@ def half(number: int) -> TiledStrides:
 
 
 def plan(
-    new: list[int], top_k: int, score: Score, least_share: float = 0.0, first: int = 0
+    new: list[int],
+    top_k: int,
+    score: Score,
+    least_share: float = 0.0,
+    first: int = 0,
+    dense_layers: int | None = None,
+    probes: list[int] | None = None,
 ) -> ReusePlan:
-    """A plan of `TOKENS` tokens of which all but `new` are reused; `first`: its first block."""
-    always = np.zeros(TOKENS, bool)
+    """A plan of `TOKENS` tokens of which all but `new` are reused, and these ask, unless `probes`
+    says who; `first`: its first block."""
+    always, asking = np.zeros(TOKENS, bool), np.zeros(TOKENS, bool)
     always[new] = True
-    dense_layers = 1 if score is Score.DEVIATION else 0
-    recipe = Recipe(always, dense_layers, top_k, always.copy(), score, least_share)
+    asking[new if probes is None else probes] = True
+    if dense_layers is None:
+        dense_layers = 1 if score is Score.DEVIATION else 0
+    recipe = Recipe(always, dense_layers, top_k, asking, score, least_share)
     blocks = np.arange(first, first + TOKENS // SIZE, dtype=np.int32)
     pieces = np.empty((0, 5), np.int32)
     return ReusePlan(
@@ -48,6 +69,7 @@ class Known:
         attention: flat index of a probe -> flat indices of the tokens it attends to, best first.
         computed: keys and values of the boundary layer.
         ran: (first layer, last layer, tokens) of every run.
+        scored: (layer, probes) of every time that attention was asked for.
     """
 
     def __init__(self) -> None:
@@ -55,8 +77,12 @@ class Known:
         cache = torch.randn(2 * TOKENS // SIZE, 2, HEADS, SIZE, CHANNELS)
         self.layouts = [layout] * LAYERS
         self.attention: dict[int, list[int]] = {}
-        layer = SimpleNamespace(kv_cache=cache)
-        self.stack = SimpleNamespace(attention=[layer] * LAYERS)
+        self.scored: list[tuple[int, list[int]]] = []
+        attention = [
+            SimpleNamespace(kv_cache=cache, num_heads=HEADS, head_size=CHANNELS)
+            for _ in range(LAYERS)
+        ]
+        self.stack = SimpleNamespace(attention=attention)
         pages = flat_pages(cache)
         self.computed = (layout.keys.tokens(pages), layout.values.tokens(pages))
         self.ran: list[tuple[int, int, list[int]]] = []
@@ -64,8 +90,14 @@ class Known:
     def __len__(self) -> int:
         return LAYERS
 
-    def layers(self, first: int, last: int, tokens, state, batch) -> Waves[LayerState]:
+    def layers(
+        self, first: int, last: int, tokens, state, batch, queries=None
+    ) -> Waves[LayerState]:
         self.ran.append((first, last, tokens.slots.tolist()))
+        if queries is not None:  # a query tells whose it is
+            rows = tokens.slots.float()[:, None, None].expand(-1, HEADS, CHANNELS)
+            for layer in self.stack.attention[first:last]:
+                queries.keep(layer, rows)
         yield len(tokens) * (last - first)
         return LayerState(torch.zeros(len(tokens), 4), None)
 
@@ -79,8 +111,9 @@ class Known:
     def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return self.computed
 
-    def attention_paid(self, batch, layer, probed, counts, queries, highest) -> torch.Tensor:
-        assert sum(counts) == len(probed)
+    def attention_paid(self, batch, layer, probed, counts, queries, highest=False) -> torch.Tensor:
+        assert sum(counts) == len(probed) == len(queries)
+        self.scored.append((layer, probed.tolist()))
         mass = torch.zeros(len(batch.tokens))
         for probe in probed.tolist():
             for rank, target in enumerate(self.attention.get(probe, [])):
@@ -121,6 +154,72 @@ def test_what_the_question_attends_to_at_any_layer_is_computed_with_it() -> None
     assert layers.ran == [(0, LAYERS - 1, [47]), (0, LAYERS, [3, 20, 47])]
 
 
+@pytest.mark.parametrize("dense_layers", [0, 1, 2])
+def test_sparsex_computes_what_the_probes_attend_to_most_at_the_boundary(
+    dense_layers: int,
+) -> None:
+    """Algorithm 1: the most, not the least; what is always computed takes nobody's place, and who
+    does not ask has no say."""
+    layers = Known()
+    layers.attention = {47: [46, 20, 3, 9], 40: [20, 9], 10: [1, 2, 4]}
+    options = {"dense_layers": dense_layers, "probes": [40, 47]}
+    given = plan([10, 40, 46, 47], 2, Score.ATTENTION, **options)
+    active, _ = finish(attended(layers, batch_of(given)))
+    assert active.tolist() == [9, 10, 20, 40, 46, 47]  # 20: 3/2, 9: 3/4, 3: 1/3
+    boundary = max(dense_layers, 1)
+    assert layers.scored == [(boundary - 1, [40, 47])]
+    first = [*range(TOKENS)] if dense_layers else [10, 40, 46, 47]
+    behind = dense_layers  # without dense layers, from the beginning
+    assert layers.ran == [(0, boundary, first), (behind, LAYERS, active.tolist())]
+
+
+def test_sparsex_asks_with_the_queries_of_the_probes() -> None:
+    layers, given = Known(), []
+
+    def paid(batch, layer, probed, counts, queries):
+        given.append((counts, queries[:, 0, 0].tolist()))
+        return torch.zeros(len(batch.tokens))
+
+    layers.attention_paid = paid  # type: ignore[method-assign]
+    for dense_layers in (0, 1):
+        plans = (
+            plan([3, 47], 1, Score.ATTENTION, 0.0, first, dense_layers, probes)
+            for first, probes in ((3, [47]), (0, [3, 47]))
+        )
+        finish(attended(layers, batch_of(*plans)))
+    slots = [3 * SIZE + 47, 3, 47]  # the first plan lies in blocks behind the second's
+    assert given == [([1, 2], slots)] * 2
+
+
+def test_every_layer_but_the_last_is_asked() -> None:
+    for score in (Score.ALL_LAYERS, Score.PEAK):
+        layers = Known()
+        finish(asked(layers, batch_of(plan([46, 47], 1, score, probes=[47]))))
+        assert layers.scored == [(layer, [47]) for layer in range(LAYERS - 1)]
+
+
+def test_sums_are_over_layers_and_peaks_are_not() -> None:
+    layers = Known()
+    by_layer = [{47: [5, 8]}, {47: [6, 8]}]  # 8 gets a half twice, and 5 and 6 get 1 once
+
+    def paid(batch, layer, probed, counts, queries, highest):
+        layers.attention = by_layer[layer]
+        return Known.attention_paid(layers, batch, layer, probed, counts, queries, highest)
+
+    layers.attention_paid = paid  # type: ignore[method-assign]
+    for score, top_k, chosen in (
+        (Score.ALL_LAYERS, 3, [5, 6, 8]),
+        (Score.PEAK, 2, [5, 6]),
+        (Score.PEAK, 3, [5, 6, 8]),
+    ):
+        active, _ = finish(asked(layers, batch_of(plan([47], top_k, score))))
+        assert active.tolist() == [*chosen, 47]
+    by_layer[1] = {47: [9, 8]}
+    by_layer[0] = {47: [5, 8, 5, 5]}
+    active, _ = finish(asked(layers, batch_of(plan([47], 1, Score.ALL_LAYERS))))
+    assert active.tolist() == [5, 47]
+
+
 @pytest.mark.parametrize(("least_share", "chosen"), [(0.0, 20), (0.04, 20), (0.1, 10), (0.9, 1)])
 def test_as_many_are_chosen_as_get_a_share_of_attention(least_share: float, chosen: int) -> None:
     layers = Known()
@@ -156,3 +255,74 @@ def test_a_recipe_without_a_choice_needs_no_score() -> None:
     for score in Score:
         assert program_of(plan([47], 0, score).recipe).__name__ == "fixed"
         assert program_of(plan([47], 1, score).recipe).__name__ != "fixed"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "program"),
+    [
+        ({"score": Score.ATTENTION}, "attended"),
+        ({"score": Score.DEVIATION}, "deviating"),
+        ({"score": Score.ALL_LAYERS}, "asked"),
+        ({"score": Score.PEAK}, "asked"),
+        ({"score": Score.PEAK, "stock": True}, "stock"),
+        ({"score": Score.ATTENTION, "top_k": 0, "stock": True}, "stock"),
+    ],
+)
+def test_every_recipe_has_its_program(recipe: dict[str, Any], program: str) -> None:
+    mask = np.ones(4, bool)
+    given = {"always": mask, "dense_layers": 0, "top_k": 1, "probes": mask} | recipe
+    assert program_of(Recipe(**given)).__name__ == program
+
+
+@pytest.mark.parametrize("highest", [False, True])
+def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(highest: bool) -> None:
+    """Random queries and keys in scattered pages; plans behind a prefix hit, two heads a key."""
+    kv_heads, heads, channels, size, layer = 2, 6, 8, 4, 1
+    head = size * channels
+    shape = (kv_heads, size, channels)
+    keys = TiledStrides(shape, 0, head, size, head, channels, channels, channels, 1)
+    torch.manual_seed(1)
+    caches = [torch.randn(40, 2, kv_heads, size, channels) for _ in range(2)]
+    attention = [SimpleNamespace(kv_cache=c, impl=SimpleNamespace(scale=0.7)) for c in caches]
+    layers = Layers(
+        SimpleNamespace(attention=attention),  # type: ignore[arg-type]
+        [PageLayout(keys, keys)] * 2,
+        None,  # type: ignore[arg-type]
+        reference.token_scores,
+        None,  # type: ignore[arg-type]
+        100,
+    )
+    blocks = np.random.default_rng(0).permutation(40)
+    plans = [
+        make_plan("hit", 8, [2, 3, 10], 11, blocks[:5]),
+        make_plan("cold", 0, [0, 6], 9, blocks[5:8]),
+        make_plan("next", 13, [], 6, blocks[8:13], next_token=1),
+    ]
+    batch = Batch(plans, size, torch.device("cpu"))
+    probed = batch.probes.device
+    assert probed.tolist() == [2, 3, 10, 11, 17, 26]
+    queries = torch.randn(len(probed), heads, channels)
+    counts = batch.counts(batch.probes)
+    paid = layers.attention_paid(batch, layer, probed, counts, queries, highest)
+
+    expected = []
+    rows = iter(queries.double())
+    for plan in plans:
+        last = plan.stop + (plan.next_token is not None)
+        mass = dict.fromkeys(range(plan.start, last), 0.0)
+        asking = [plan.start + i for i in np.flatnonzero(plan.recipe.probes)]
+        for position in asking + [plan.stop] * (plan.next_token is not None):
+            query = next(rows)
+            for h in range(heads):
+                held = [
+                    caches[layer][plan.block_ids[j // size], 0, h // 3, j % size].double()
+                    for j in range(position + 1)
+                ]
+                weights = [math.exp(0.7 * float(query[h] @ key)) for key in held]
+                for j, weight in enumerate(weights):
+                    share = weight / sum(weights)
+                    if j in mass:
+                        mass[j] = max(mass[j], share) if highest else mass[j] + share
+        expected += mass.values()
+    torch.testing.assert_close(paid.double(), torch.tensor(expected).double())
+    assert paid.dtype == torch.float32
