@@ -87,9 +87,9 @@ def sparsex(
     if boundary == layers:  # every token at every layer
         return Definition(set(range(len(prompt))), boundary, 0, frozenset(new | tail), "boundary")
     width = block if overflow is None else overflow
-    beside = {
-        i for i in range(len(prompt)) if any(abs(i - j) <= width for j in new)
-    }  # line 15: on both sides of every interval
+    beside = set()
+    for i in new:  # line 15: on both sides of every interval
+        beside |= set(range(max(i - width, 0), min(i + width + 1, len(prompt))))
     always = new | beside | tail  # line 17, without the key tokens of line 14
     at_most = min(asked_for(prompt, ratio), len(prompt) - len(always))
     return Definition(always, boundary, at_most, frozenset(new | tail), "boundary")
