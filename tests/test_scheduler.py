@@ -29,12 +29,20 @@ _ids = count()
 class World:
     """A scheduler half on a pool of its own."""
 
-    def __init__(self, lora: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        lora: bool = False,
+        watermark_blocks: int = 0,
+        max_model_len: int = 64,
+        **options: Any,
+    ) -> None:
         init_none_hash(sha256)
         self.pool: Any = BlockPool(64, enable_caching=True, hash_block_size=SIZE)
         config: Any = SimpleNamespace(
             lora_config=object() if lora else None,
-            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=64),
+            model_config=SimpleNamespace(
+                get_num_layers=lambda parallel: 4, max_model_len=max_model_len
+            ),
             parallel_config=None,
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
@@ -43,7 +51,7 @@ class World:
         group = SimpleNamespace(req_to_blocks=self.tables)
         manager: Any = SimpleNamespace(
             block_pool=self.pool,
-            watermark_blocks=0,
+            watermark_blocks=watermark_blocks,
             coordinator=SimpleNamespace(single_type_managers=[group]),
         )
         self.side = SchedulerSide(config, SegReuseConfig(**options), manager, SegReuseStats())
@@ -110,6 +118,13 @@ def test_a_step_computes_no_more_than_it_may(most: int, admitted: list[int]) -> 
     assert (0 in admitted) == world.side._planner.admission_closed
 
 
+def test_a_step_of_ours_computes_no_more_than_one_of_vllms() -> None:
+    world = World(max_step_tokens=512)  # vLLM: 100
+    world.run(world.add(DOCUMENT))
+    prompts = ([*range(1000 * i, 1000 * i + 51), *DOCUMENT, 8] for i in (1, 2))
+    assert [world.match(world.add(prompt), 0) for prompt in prompts] == [83, 0]
+
+
 def image(identifier: str) -> dict[str, Any]:
     place = PlaceholderRange(offset=2, length=4)
     return {"mm_features": [MultiModalFeatureSpec(None, "image", identifier, place)]}
@@ -129,6 +144,7 @@ def test_the_document_is_reused_behind_new_text() -> None:
     assert world.run(request) == len(PROMPT) - 1
     report = world.report(request)
     assert (report["reused_tokens"], report["bypass_reason"]) == (32, None)
+    assert report["computed_share"] == pytest.approx(2 / 34, abs=1e-4)
 
 
 BYPASSED: dict[str, dict[str, Any]] = {
@@ -201,6 +217,33 @@ def test_09_what_separates_namespaces(fields: dict[str, Any]) -> None:
     same = again.add(PROMPT, **fields)
     again.run(same)
     assert again.report(same)["reused_tokens"] == len(DOCUMENT)
+
+
+def test_09_an_adapter_that_was_replaced_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = cached_document(lora_request=LORA)
+    for path, reused in (("/adapters/1", 32), ("/adapters/2", 0)):
+        adapter = LoRARequest("adapter", 1, path)
+        request = world.add(PROMPT, lora_request=adapter)
+        world.run(request)
+        assert world.report(request)["reused_tokens"] == reused
+
+
+def test_10_a_namespace_ends_with_its_last_request_and_block() -> None:
+    world = cached_document()
+    world.side.finished(world.add(PROMPT, OPTIONS | {"extra_keys": "nobody else's"}), [])
+    assert len(world.side._namespaces) == 1
+    fill_pool(world)
+    world.side.finished(world.add(PROMPT), [])
+    assert len(world.side._namespaces) == 0
+
+
+def test_an_engine_may_start_switched_off() -> None:
+    world = World(enabled=False)
+    world.run(world.add(DOCUMENT))
+    assert world.side.status() == {"enabled": False, "indexed_blocks": 8}
+    assert world.match(world.add(PROMPT), 0) == 0
+    assert world.side.set_enabled(True)
+    assert world.match(world.add(PROMPT), 0) == 33
 
 
 def test_blocks_behind_the_plan_have_no_exact_name() -> None:
@@ -296,6 +339,17 @@ def test_what_would_hold_others_up_is_spread_over_steps(
     assert world.side.match(request, 0) == (len(prompt) - (0 if spread else 1), spread)
 
 
+def test_a_pass_larger_than_a_wave_is_spread_however_little_work_it_is() -> None:
+    """Its states would not fit beside those of another that is under way."""
+    world = World(spread_tokens=1000)
+    world.run(world.add(DOCUMENT))
+    world.tables["runs"] = [1]
+    for new, spread in ((100, False), (101, True)):  # a wave has 100
+        request = world.add([*range(1000, 1000 + new), *DOCUMENT, 8])
+        assert world.side.match(request, 0) == (new + 32, spread)
+        world.side.take_plans()
+
+
 def test_a_spread_plan_leaves_the_step_to_others_and_no_pin_behind() -> None:
     world = World(spread_tokens=1, max_step_tokens=3)
     world.run(world.add(DOCUMENT))
@@ -335,6 +389,10 @@ def test_what_workers_tell_is_in_the_report_once() -> None:
     for number in (5, 20):  # of the first admission's plan, and of that after a preemption
         world.side.computed({told_twice.request_id: number}, {told_twice.request_id: told_twice})
     assert world.report(told_twice) == first
+    # The first token, the last and three more at four layers; the question, which is the first
+    # and the last, at three before that; and the last at all layers, by vLLM itself.
+    computed = 4 * (1 + 1 + 3) + 3 * 2 + 4
+    assert first["computed_share"] == pytest.approx(computed / (4 * 34), abs=1e-4)
 
 
 def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +435,16 @@ def test_the_saved_tokens_are_told_to_vllm() -> None:
     assert world.side.saved_tokens(request) == 0
 
 
+def test_what_is_computed_again_is_not_saved() -> None:
+    world = cached_document()
+    chooses = OPTIONS | {"segreuse_policy": "sparsex", "segreuse_overflow_tokens": 0}
+    request = world.add(PROMPT, chooses | {"segreuse_recompute_ratio": 0.25})
+    world.run(request)
+    assert world.side.saved_tokens(request) == 24
+    assert request.prefill_stats.num_external_cached_tokens == 24
+    assert world.side._stats.data["tokens"]["recomputed"] == 8
+
+
 def test_a_preempted_request_is_planned_with_what_it_has_generated() -> None:
     world = cached_document()
     request = world.add(PROMPT)
@@ -384,6 +452,9 @@ def test_a_preempted_request_is_planned_with_what_it_has_generated() -> None:
     request.append_output_token_ids([9, 10, 11])
     request.num_preemptions += 1
     assert world.run(request) == len(PROMPT) + 2
+    counted = world.side._stats.data
+    assert counted["tokens"]["reused"] == len(DOCUMENT), "as vLLM, once"
+    assert counted["requests"]["reused"] == {"": 1}
     report = world.report(request)  # of its first admission
     assert (report["prompt_tokens"], report["new_tokens"]) == (len(PROMPT), 2)
 
@@ -477,6 +548,32 @@ def test_24_the_longest_request_always_fits_beside_frozen_blocks() -> None:
     assert world.side.frozen()["frozen"] <= limit
     assert len(world.side.frozen()["warm"]) == 3
     assert world.pool.get_num_free_blocks() >= 64 // SIZE
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, 63 - 16 - 1),  # all that the longest request and its next token leave
+        ({"watermark_blocks": 5}, 63 - 16 - 5 - 1),
+        ({"max_model_len": 65}, 63 - 17 - 1),
+        ({"max_model_len": 4096}, 0),
+    ],
+)
+def test_24_no_share_is_so_large_that_the_longest_request_would_not_fit(
+    options: dict[str, Any], limit: int
+) -> None:
+    assert World(frozen_share=1.0, **options).side.frozen()["limit"] == limit
+
+
+def test_uses_do_not_count_the_parts_of_a_document_itself() -> None:
+    world = World()
+    ingest(world)
+    blocks = list(world.pool.frozen._of_block)
+    for freeze, uses in ((FreezeOrder("more", 0, 1, 5).encode(), {}), (None, {"doc"})):
+        request = world.add([*CONTEXT, *DOCUMENT], OPTIONS | {"segreuse_freeze": freeze})
+        world.match(request, 9 * SIZE)
+        world.side.allocated(request, blocks)
+        assert world.side.frozen()["uses"].keys() == set(uses)
 
 
 def test_26_a_reset_lets_frozen_documents_go() -> None:

@@ -111,6 +111,21 @@ def test_over_the_limit_nothing_of_the_document_stays(pool: FrozenPool) -> None:
     assert pool.num_frozen == 1
 
 
+def test_the_limit_may_be_reached_and_never_exceeds_the_pool() -> None:
+    pool = make(limit=3)
+    assert pool.add(order("three"), part(1, 2, 3))
+    assert not pool.add(order("one"), part(4))
+    assert pool.add(order("shares"), part(1, 2)), "its blocks are frozen already"
+    assert (make(limit=10**6).limit, make(limit=-1).limit) == (TOTAL, 0)
+
+
+def test_a_document_in_other_parts_is_refused(pool: FrozenPool) -> None:
+    pool.add(order("doc", 0, 2), part(1))
+    with pytest.raises(ValueError, match="doc has 2 parts, not 3: release it first"):
+        pool.add(order("doc", 2, 3), part(2))
+    pool.check_integrity()
+
+
 def test_under_pressure_the_longest_unused_goes_first_until_pressure_is_gone() -> None:
     pool = make(pressure=0.5)
     for i, name in enumerate("abcd"):
@@ -121,6 +136,35 @@ def test_under_pressure_the_longest_unused_goes_first_until_pressure_is_gone() -
     assert pool.given_back == 1
     pool.relieve()
     assert len(pool.warm()) == 3
+
+
+def test_what_was_just_frozen_counts_as_used(pool: FrozenPool) -> None:
+    pool.add(order("old"), part(1))
+    pool.used([1])
+    pool.add(order("new"), part(2))
+    assert pool.make_free(1) == 1
+    assert list(pool.warm()) == ["new"]
+
+
+def test_no_more_goes_than_has_to(pool: FrozenPool) -> None:
+    for i in range(4):
+        pool.add(order(f"doc {i}"), part(2 * i, 2 * i + 1))
+    assert pool.make_free(0) == 0
+    assert pool.make_free(2) == 2
+    assert pool.make_free(3) == 4
+    assert list(pool.warm()) == ["doc 3"]
+    assert pool.given_back == 3
+
+
+def test_blocks_are_evicted_from_the_end_of_a_document(
+    pool: FrozenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of it is a prefix, which is still of use."""
+    let_go: list[int] = []
+    monkeypatch.setattr(blocks_of(pool), "unpin", let_go.extend)
+    pool.add(order("doc"), part(3, 1, 2))
+    pool.release(["doc"])
+    assert let_go == [2, 1, 3]
 
 
 def test_what_running_requests_hold_goes_last(pool: FrozenPool) -> None:
@@ -151,8 +195,31 @@ def test_a_document_given_back_returns_when_a_prompt_brings_it(pool: FrozenPool)
     assert pool.wanted() == [], "another namespace has the same text"
     pool.notice(0, lambda: hashes)
     assert pool.wanted() == ["doc"]
+    pool.notice(0, lambda: np.array([4], np.uint64))
+    assert pool.wanted() == ["doc"], "other prompts change nothing"
     pool.add(order("doc"), part(1, 2, probe=11))
     assert pool.wanted() == []
+
+
+def test_half_a_document_and_one_without_a_probe_do_not_return(pool: FrozenPool) -> None:
+    pool.add(order("half", 0, 2), part(1, probe=11))
+    pool.add(order("short"), part(2, probe=None))
+    pool.add(order("whole"), part(3, probe=12))
+    pool.make_free(3)
+    assert pool.num_frozen == 0
+    pool.notice(0, lambda: np.array([11, 12], np.uint64))
+    assert pool.wanted() == ["whole"]
+
+
+def test_those_who_return_share_the_room(pool: FrozenPool) -> None:
+    pool.add(order("one"), part(1, 2, probe=11))
+    pool.add(order("two"), part(3, 4, probe=12))
+    pool.make_free(4)
+    pool.notice(0, lambda: np.array([11, 12], np.uint64))
+    blocks_of(pool).pin(list(range(5, 20)))  # 15 of 18 that are allowed
+    assert pool.wanted() == ["one"]
+    pool.release(["one"])
+    assert pool.wanted() == ["two"], "who is deleted is not waited for"
 
 
 def test_it_does_not_return_into_pressure(pool: FrozenPool) -> None:
@@ -180,8 +247,11 @@ def test_uses_are_counted_once_per_request_and_taken_once(pool: FrozenPool) -> N
     pool.add(order("doc"), part(1, 2))
     pool.used([1, 2, 9])
     pool.used([2])
-    assert pool.take_uses()["doc"].hits == 2
+    assert pool.take_uses()["doc"] == (2, 2.0)
     assert pool.take_uses() == {}
+    pool.used([1])
+    pool.release(["doc"])
+    assert pool.take_uses() == {}, "nobody asks about what was deleted"
 
 
 def test_a_block_that_loses_its_name_makes_its_documents_cold(pool: FrozenPool) -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_segreuse.cache import planner as planner_module
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan
+from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan, Score
 from vllm_segreuse.cache.planner import Planner, PrefixState
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 
@@ -59,6 +59,11 @@ def everything(reused: BoolArray, _: IntArray) -> Recipe:
 
 def half_by_score(reused: BoolArray, _: IntArray) -> Recipe:
     return Recipe(~reused, 0, int(reused.sum()) // 2, ~reused)
+
+
+def at_most_all(reused: BoolArray, _: IntArray) -> Recipe:
+    """Workers may choose every reused token, or none."""
+    return Recipe(~reused, 0, int(reused.sum()), ~reused, Score.PEAK, least_share=0.1)
 
 
 def dense(reused: BoolArray, _: IntArray) -> Recipe:
@@ -259,6 +264,18 @@ def test_fewer_tokens_than_a_block_are_not_even_matched(world, document):
     assert world.match_times == []
 
 
+def test_as_many_tokens_as_are_asked_for_are_enough(world, document):
+    prompt = world.new_tokens(1) + document[0] + world.new_tokens(1)
+    assert world.decide(world.request(prompt, min_reused_tokens=12)) == 13
+    assert world.decide(world.request([*document[0][:SIZE], 9], min_reused_tokens=1)) == SIZE
+
+
+def test_a_broken_planner_plans_nothing(world, document):
+    world.planner.break_down("a test")
+    report = world.admit(world.request(world.new_tokens(1) + document[0]))
+    assert (report.bypass_reason, report.reused_tokens) == ("error", 0)
+
+
 def test_switched_off(world, document):
     tracked = world.request(world.new_tokens(1) + document[0])
     world.planner.enabled = False
@@ -326,6 +343,19 @@ def test_the_budget_of_a_step_closes_admission(world, document):
     world.planner.take_plans()
     assert not world.planner.admission_closed
     assert world.decide(third) == 37
+
+
+def test_a_step_may_be_filled_to_the_last_token(world, document):
+    first, second, third = (
+        world.request(world.new_tokens(BUDGET // 2) + document[0] + world.new_tokens(1))
+        for _ in range(3)
+    )
+    assert world.decide(first) == world.decide(second) == BUDGET // 2 + 12
+    assert not world.planner.admission_closed
+    assert world.decide(third) == 0
+    assert third.reason is None, "it is asked again"
+    assert world.planner.admission_closed
+    assert world.pins.pinned == 2
 
 
 def test_a_plan_dropped_within_the_step_gives_its_budget_back(world, document):
@@ -446,7 +476,7 @@ def plan_of(start: int, always: Sequence[bool], reused: Sequence[bool], depth: i
     pieces = np.zeros((len(where), 5), np.int32)
     pieces[:, 0], pieces[:, 1] = where + start, 1
     mask = np.array(always, np.bool_)
-    recipe = Recipe(mask, 0, 0, np.zeros_like(mask))
+    recipe = Recipe.without_choice(mask)
     tokens = np.zeros(len(mask), np.int32)
     return ReusePlan("r", start, start + len(mask), tokens, pieces, recipe, [], depth)
 
@@ -499,6 +529,22 @@ def test_tokens_chosen_by_score_do_not_donate_unless_all_are_chosen(world, docum
     assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1] * 6
 
 
+def test_tokens_that_may_be_chosen_but_need_not_be_do_not_donate(world, document):
+    """Only the workers know which they were: a copy must not pass for computed."""
+    prompt = world.new_tokens(4) + document[0] + world.new_tokens(5)
+    tracked = world.request(prompt, make_recipe=at_most_all)
+    report = world.admit(tracked)
+    assert report.recomputed_tokens == report.reused_tokens == 12, "the most there can be"
+    assert tracked.plan is not None
+    assert tracked.plan.counted
+    assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
+    world.planner.take_plans()
+    known = world.request(prompt, make_recipe=half_by_score)
+    world.admit(known)
+    assert known.plan is not None
+    assert not known.plan.counted
+
+
 # Plans over several steps.
 
 
@@ -529,8 +575,10 @@ def test_what_was_called_back_reuses_nothing(world, document):
     tracked = world.request(document[0] + world.new_tokens(3))
     world.admit(tracked)
     world.planner.take_plans()
+    tracked.awaited = tracked.plan
     world.planner.call_back(tracked.request_id)
     world.planner.call_back("nobody")
+    assert (tracked.plan, tracked.awaited) == (None, None)
     assert world.decide(tracked) == 0
     assert world.planner.allocated(tracked, blocks_of(tracked)).bypass_reason == "reset"
     assert world.planner.take_plans() == []
@@ -553,7 +601,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(
         order=st.lists(st.integers(0, 3), max_size=4),
         gap=st.integers(0, 70),
-        recipe=st.sampled_from([new_only, everything, half_by_score, dense]),
+        recipe=st.sampled_from([new_only, everything, half_by_score, at_most_all, dense]),
         bypass=st.sampled_from([None, None, None, "lora"]),
     )
     def arrive(self, order, gap, recipe, bypass) -> None:

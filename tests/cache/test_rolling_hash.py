@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Window hashes and anchors depend on a window's tokens alone, and spread evenly."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,6 +87,16 @@ def test_seeds_are_unrelated():
     tokens = np.arange(100, dtype=np.int32)
     one, other = (window_hashes(tokens, 8, np.uint64(seed)) for seed in (1, 2))
     assert not np.intersect1d(one, other).size
+
+
+def test_no_two_processes_hash_alike():
+    """Who knew the seed could prepare prompts whose windows collide."""
+    script = "from vllm_segreuse.cache.rolling_hash import PROCESS_SEED; print(PROCESS_SEED)"
+    seeds = [subprocess.check_output([sys.executable, "-c", script]) for _ in range(2)]
+    assert len({*map(int, seeds), int(rolling_hash.PROCESS_SEED)}) == 3
+    tokens = np.arange(9, dtype=np.int32)
+    own = window_hashes(tokens, 4, rolling_hash.PROCESS_SEED)
+    assert window_hashes(tokens, 4).tolist() == own.tolist(), "the seed is not used"
 
 
 def test_read_only_and_strided_arrays_need_no_further_kernel():
