@@ -10,9 +10,10 @@ from fastapi import FastAPI
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.schemas import PREFIX
 from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import IN_MEMORY, Store
+from vllm_segreuse.knowledge.store import Store
 from vllm_segreuse.serve.admin import Below, make_app
 
 TOKEN = "admin"

@@ -11,6 +11,7 @@ import pytest
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
@@ -20,7 +21,7 @@ from vllm_segreuse.knowledge.errors import (
 )
 from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import IN_MEMORY, Store
+from vllm_segreuse.knowledge.store import Store
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 

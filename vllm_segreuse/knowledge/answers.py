@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -52,7 +53,7 @@ class Answers:
             last_used=_time(entry.last_used) if entry else None,
             error=document.fault
             or (self._warming.error(document.entry) if status == "failed" else None),
-            metadata=document.metadata,
+            metadata=json.loads(document.metadata),
         )
 
     def documents(

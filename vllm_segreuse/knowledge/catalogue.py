@@ -7,13 +7,19 @@ it is entries that are computed, frozen and counted. Nothing here waits, asks or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import NotFoundError
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Tokens
+
+_ITEM_BYTES = 1024
+"""Of a document or base itself: its objects, its names, its places in tables."""
+
+_OBJECT_BYTES = 24
+"""Of what a byte of JSON can become: lists of empty lists are the worst."""
 
 
 @dataclass
@@ -21,14 +27,20 @@ class CatalogueDocument:
     """A document without its tokens; those stay in the manifest.
 
     Attributes:
+        metadata: as JSON, which takes the least room.
         fault: why it cannot be computed.
     """
 
     id: str
     entry: str
     num_tokens: int
-    metadata: dict[str, Any]
+    metadata: str
     fault: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return _ITEM_BYTES + 4 * (len(self.id) + len(self.metadata))
 
 
 @dataclass
@@ -38,6 +50,12 @@ class CatalogueBase:
     record: BaseRecord
     context: Tokens
     documents: dict[str, CatalogueDocument] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory, without its documents."""
+        metadata = _OBJECT_BYTES * len(json.dumps(self.record.metadata))
+        return _ITEM_BYTES + 4 * len(self.record.preamble or "") + self.context.nbytes + metadata
 
 
 @dataclass
@@ -92,11 +110,23 @@ class Catalogue:
         """All documents of all bases."""
         return [d for base in self.bases.values() for d in base.documents.values()]
 
+    @property
+    def num_bytes(self) -> int:
+        """About what all of it takes in memory."""
+        documents = sum(document.num_bytes for document in self.documents())
+        return documents + sum(base.num_bytes for base in self.bases.values())
+
+    def num_more_bytes(self, base: CatalogueBase, records: Iterable[DocumentRecord]) -> int:
+        """How many more it takes, once these documents are in the base."""
+        more = 0
+        for record in records:
+            before = base.documents.get(record.id)
+            more += _described(record).num_bytes - (before.num_bytes if before else 0)
+        return more
+
     def put(self, base: CatalogueBase, record: DocumentRecord, fault: str | None) -> None:
         """Add a document, or put it in the place of the one with its id."""
-        document = CatalogueDocument(
-            record.id, record.entry, len(record.tokens), record.metadata, fault
-        )
+        document = _described(record, fault)
         base.documents[record.id] = document
         if fault is None:
             entry = self.entries.get(record.entry)
@@ -156,3 +186,9 @@ class Catalogue:
 
     def _num_blocks(self, record: DocumentRecord) -> int:
         return self._shape.num_blocks(len(record.context), len(record.tokens))
+
+
+def _described(record: DocumentRecord, fault: str | None = None) -> CatalogueDocument:
+    """A document as the catalogue keeps it."""
+    metadata = json.dumps(record.metadata)
+    return CatalogueDocument(record.id, record.entry, len(record.tokens), metadata, fault)

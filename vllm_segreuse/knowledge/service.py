@@ -13,11 +13,12 @@ beside the loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,25 +26,32 @@ import numpy as np
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge import schemas
 from vllm_segreuse.knowledge.answers import Answers
-from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
+from vllm_segreuse.knowledge.catalogue import (
+    Catalogue,
+    CatalogueBase,
+    CatalogueDocument,
+)
 from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.engine import Engine, fingerprint
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
     NoRoomError,
+    UnavailableError,
 )
-from vllm_segreuse.knowledge.store import (
-    IN_MEMORY,
-    BaseRecord,
-    DocumentRecord,
-    Store,
-    Tokens,
-    entry_name,
-)
+from vllm_segreuse.knowledge.restoring import restore
+from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens, entry_name
 from vllm_segreuse.knowledge.warming import Urgency, Warming
 
 _T = TypeVar("_T")
+
+MAX_HELD_BYTES = 256 * 2**20
+"""Memory that bases and documents may take here, without their tokens, which are in the manifest.
+Documents with equal texts take no KV blocks, so that these alone would be no bound."""
+
+_LAST_WORD_S = 2.0
+"""For which a closing service waits for the scheduler."""
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -72,6 +80,7 @@ class KnowledgeService:
         self._limit = 0
         self._unsaved: set[str] = set()
         self._poller: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
 
     # Start and end.
 
@@ -94,32 +103,31 @@ class KnowledgeService:
         self._poller = asyncio.create_task(self._poll())
 
     async def close(self) -> None:
-        """Stop warming, save what was counted."""
-        if self._poller is not None:
-            self._poller.cancel()
-        await self._warming.close()
-        await self.save_uses()
-        await self._in_thread(self._store.close)
-        self._thread.shutdown()
+        """Stop warming, save what was counted, let the manifest go."""
+        self._closing.set()
+        try:
+            if self._poller is not None:
+                await asyncio.wait({self._poller}, timeout=_LAST_WORD_S)
+                self._poller.cancel()
+            await self._warming.close()
+            await self._save_the_last_uses()
+        finally:
+            await self._in_thread(self._store.close)
+            self._thread.shutdown()
+
+    async def _save_the_last_uses(self) -> None:
+        try:
+            state = await asyncio.wait_for(self._engine.frozen(), _LAST_WORD_S)
+            self._unsaved.update(self._catalogue.count_uses(state["uses"]))
+        except Exception as error:  # it has stopped before us
+            logger.debug("segment reuse: the last uses of documents are not known: %s", error)
+        try:
+            await self.save_uses()
+        except UnavailableError as error:
+            logger.error("segment reuse: knowledge bases: uses are not counted: %s", error)
 
     def _load(self) -> None:
-        manifest = self._store.load()
-        for found in manifest.bases:
-            self._catalogue.bases[found.name] = CatalogueBase(found, self._context(found.preamble))
-        for record in manifest.documents:
-            base = self._catalogue.bases[record.base]
-            fault = record.fault
-            if fault is None and not np.array_equal(record.context, base.context):
-                fault = "the model's first tokens, or its tokenizer, have changed: add it again"
-            try:
-                self._shape.num_chunks(len(base.context), 1)
-            except InvalidError as error:
-                fault = fault or str(error)
-            self._catalogue.put(base, record, fault)
-        for name, (hits, last_used) in manifest.uses.items():
-            entry = self._catalogue.entries.get(name)
-            if entry is not None:
-                entry.hits, entry.last_used = hits, last_used
+        restore(self._catalogue, self._store.load(), self._shape, self._context)
 
     # Bases.
 
@@ -132,6 +140,7 @@ class KnowledgeService:
         Raises:
             ConflictError: there is another base of this name.
             InvalidError: the preamble leaves no room for documents.
+            NoRoomError: all bases together would take too much of this process's memory.
         """
         extra_key = body.name if body.extra_key is None else body.extra_key
         record = BaseRecord(body.name, extra_key, body.preamble, body.metadata, time.time())
@@ -140,8 +149,10 @@ class KnowledgeService:
         async with self._turn:
             known = self._catalogue.bases.get(body.name)
             if known is None:
-                await self._in_thread(self._store.add_base, record)
-                self._catalogue.bases[body.name] = CatalogueBase(record, context)
+                base = CatalogueBase(record, context)
+                self._check_memory(base.num_bytes)
+                await self._in_store(self._store.add_base, record)
+                self._catalogue.bases[body.name] = base
             elif _content(known.record) != _content(record):
                 raise ConflictError(
                     f"a knowledge base {body.name!r} exists with another extra key, preamble or "
@@ -165,11 +176,11 @@ class KnowledgeService:
         async with self._turn:
             base = self._catalogue.bases.get(name)
             if base is None:
-                if await self._in_thread(self._store.was_deleted, name):
+                if await self._in_store(self._store.was_deleted, name):
                     return
                 self._catalogue.base(name)
             with self._claim(name, ["", *(self._catalogue.bases[name].documents)]):
-                await self._in_thread(self._store.delete_base, name)
+                await self._in_store(self._store.delete_base, name)
                 documents = self._catalogue.bases.pop(name).documents
                 await self._disown(name, documents.values())
 
@@ -182,9 +193,12 @@ class KnowledgeService:
             NotFoundError: no such base.
             InvalidError: token ids that the model does not have.
             ConflictError: another request is adding or deleting one of them right now.
-            NoRoomError: together they would exceed the frozen pool's share.
+            NoRoomError: together they would exceed the frozen pool's share, or take too much of
+                this process's memory.
         """
         base = self._catalogue.base(name)
+        if base.record.fault:
+            raise ConflictError(base.record.fault)
         with self._claim(name, [d.id for d in body.documents]):
             records = await self._in_thread(self._tokenise, base, body.documents)
             async with self._turn:
@@ -192,7 +206,8 @@ class KnowledgeService:
                     self._catalogue.base(name)
                     raise ConflictError(f"knowledge base {name!r} was just made anew: try again")
                 self._check_room(base, records)
-                await self._in_thread(self._store.put, base.record.extra_key, records)
+                self._check_memory(self._catalogue.num_more_bytes(base, records))
+                await self._in_store(self._store.put, base.record.extra_key, records)
                 before = [base.documents.pop(r.id, None) for r in records]
                 for record in records:
                     self._catalogue.put(base, record, None)
@@ -229,10 +244,10 @@ class KnowledgeService:
         with self._claim(name, [document_id]):
             async with self._turn:
                 if document_id not in base.documents:
-                    if await self._in_thread(self._store.was_deleted, name, document_id):
+                    if await self._in_store(self._store.was_deleted, name, document_id):
                         return
                     self._catalogue.document(base, document_id)
-                await self._in_thread(self._store.delete, name, document_id)
+                await self._in_store(self._store.delete, name, document_id)
                 await self._disown(name, [base.documents.pop(document_id)])
 
     async def stats(self) -> schemas.Stats:
@@ -252,25 +267,37 @@ class KnowledgeService:
 
     async def _poll(self) -> None:
         said = ""
-        while True:
-            await asyncio.sleep(self._poll_s)
-            if not self._catalogue.entries:
-                continue
+        while not await self._closes_within(self._poll_s):
             try:
-                await self._state()
-                await self.save_uses()
+                await self._warming.let_go(())
+                if self._catalogue.entries:
+                    await self._state()
+                    await self.save_uses()
             except Exception as error:  # whoever asks next is told, too
                 if str(error) != said:
                     said = str(error)
                     logger.warning("segment reuse: knowledge bases: %s", said)
 
+    async def _closes_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        return self._closing.is_set()
+
     async def save_uses(self) -> None:
-        """Write what was counted since the last time into the manifest."""
+        """Write what was counted since the last time into the manifest.
+
+        Raises:
+            UnavailableError: it could not be written; the next time tries it again.
+        """
         names, self._unsaved = self._unsaved, set()
         known = {n: e for n, e in self._catalogue.entries.items() if n in names}
         uses = [(name, entry.hits, entry.last_used) for name, entry in known.items()]
         if uses:
-            await self._in_thread(self._store.save_uses, uses)
+            try:
+                await self._in_store(self._store.save_uses, uses)
+            except BaseException:
+                self._unsaved |= names
+                raise
 
     async def _warm(
         self, base: CatalogueBase, ids: list[str], wait: bool
@@ -296,12 +323,13 @@ class KnowledgeService:
         if found is None:
             return None
         name, document_id = min(found.owners)
-        record = await self._in_thread(self._store.document, name, document_id)
+        base = self._catalogue.bases[name]
+        extra_key = base.record.extra_key
+        record = await self._in_store(self._store.document, extra_key, name, document_id)
         if record is None or record.fault or record.entry != entry:
             return None
-        base = self._catalogue.bases[name]
         prompts = self._shape.prompts(record.context, record.tokens)
-        return base.record.extra_key, len(record.context), prompts
+        return extra_key, len(record.context), prompts
 
     # Tokens and room.
 
@@ -341,14 +369,23 @@ class KnowledgeService:
                 f"have {self._limit}: delete some, or raise frozen_share or the KV cache's size"
             )
 
+    def _check_memory(self, more_bytes: int) -> None:
+        needed = self._catalogue.num_bytes + more_bytes
+        if needed > MAX_HELD_BYTES:
+            raise NoRoomError(
+                f"names, preambles and metadata of all bases and documents would take {needed} "
+                f"bytes of the server's memory, of at most {MAX_HELD_BYTES}: delete some, or send "
+                "less metadata"
+            )
+
     async def _disown(self, base: str, documents: Iterable[CatalogueDocument]) -> None:
         """Documents have left `base.documents`: entries that nobody else has are unfrozen."""
-        gone = self._catalogue.disown(base, documents)
-        if gone:
-            await self._in_thread(self._store.forget_uses, gone)
-            await self._engine.unfreeze(gone)
+        left = list(documents)
+        await self._warming.let_go(self._catalogue.disown(base, left))
+        if left:
+            await self._in_store(self._store.forget_uses, {document.entry for document in left})
 
-    @contextmanager
+    @contextlib.contextmanager
     def _claim(self, base: str, ids: Iterable[str]) -> Iterator[None]:
         """Of two requests that change one document at a time, the second is refused."""
         claimed = {(base, i) for i in ids}
@@ -362,6 +399,12 @@ class KnowledgeService:
             yield
         finally:
             self._changing -= claimed
+
+    async def _in_store(self, method: Callable[..., _T], *args: Any) -> _T:
+        try:
+            return await self._in_thread(method, *args)
+        except sqlite3.Error as error:
+            raise UnavailableError(f"the manifest cannot be read or written: {error}") from error
 
     async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

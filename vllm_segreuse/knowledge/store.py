@@ -3,50 +3,76 @@
 
 It holds token ids, never KV. Each document carries a digest of everything that decides what is
 computed for it, the model included; a row whose digest does not fit (torn, edited, or written for
-another model) is reported as faulty and never computed. One process at a time may use a file.
+another model) is reported as faulty and never computed. Counts and times that cannot be are taken
+for none. One process at a time may use a file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_segreuse.knowledge.errors import ManifestError
+from vllm_segreuse.knowledge.database import connect, usable
+from vllm_segreuse.knowledge.rows import (
+    are_texts,
+    blob,
+    json_text,
+    number,
+    text,
+    to_hits,
+    to_metadata,
+    to_text,
+    to_time,
+    to_tokens,
+)
+from vllm_segreuse.knowledge.schemas import MAX_PREAMBLE_CHARS, CreateBase
+
+logger = logging.getLogger("vllm.segreuse")
 
 Tokens = npt.NDArray[np.int32]
 
-IN_MEMORY = ":memory:"
-_VERSION = "1"
+MAX_DELETED = 10_000
+"""Deletions that are remembered, so that the same again is no error."""
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS bases (
-    name TEXT PRIMARY KEY, extra_key TEXT NOT NULL, preamble TEXT, metadata TEXT NOT NULL,
-    created_at REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS documents (
-    base TEXT NOT NULL, id TEXT NOT NULL, entry TEXT NOT NULL, context BLOB NOT NULL,
-    tokens BLOB NOT NULL, metadata TEXT NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (base, id));
-CREATE TABLE IF NOT EXISTS uses (entry TEXT PRIMARY KEY, hits INTEGER NOT NULL, last_used REAL);
-CREATE TABLE IF NOT EXISTS deleted (base TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY (base, id));
-"""
+_SELECT_BASES = (
+    f"SELECT {are_texts('name', 'extra_key')}, {text('name')}, {text('extra_key')}, "
+    f"{text('preamble', 4 * MAX_PREAMBLE_CHARS)}, {json_text('metadata')}, {number('created_at')} "
+    "FROM bases ORDER BY name"
+)
+_SELECT_DOCUMENT = (
+    f"SELECT {are_texts('base', 'id', 'entry')}, {text('base')}, {text('id')}, {text('entry')}, "
+    f"{blob('context')}, {blob('tokens')}, {json_text('metadata')}, {blob('digest', 32)} "
+    "FROM documents"
+)
+_SELECT_DOCUMENTS = f"{_SELECT_DOCUMENT} ORDER BY base, id"
+_SELECT_USES = (
+    f"SELECT {text('entry')}, {number('hits')}, {number('last_used')} FROM uses "
+    f"WHERE {are_texts('entry')}"
+)
 
 
 @dataclass
 class BaseRecord:
-    """A knowledge base as it was created."""
+    """A knowledge base as it was created.
+
+    Attributes:
+        created_at: seconds since 1970.
+        fault: why nothing may be computed for it, or None.
+    """
 
     name: str
     extra_key: str
     preamble: str | None
     metadata: dict[str, Any]
     created_at: float
+    fault: str | None = None
 
 
 @dataclass
@@ -67,14 +93,17 @@ class DocumentRecord:
     fault: str | None = None
 
 
-@dataclass
-class Manifest:
-    """All that a file holds."""
+class Manifest(NamedTuple):
+    """All that a file holds.
 
-    bases: list[BaseRecord] = field(default_factory=list)
-    documents: list[DocumentRecord] = field(default_factory=list)
-    uses: dict[str, tuple[int, float | None]] = field(default_factory=dict)
-    """Hits and last use (seconds since 1970) by entry."""
+    Attributes:
+        documents: read one at a time, since their tokens may be many.
+        uses: hits and last use (seconds since 1970) by entry.
+    """
+
+    bases: list[BaseRecord]
+    documents: Iterator[DocumentRecord]
+    uses: dict[str, tuple[int, float | None]]
 
 
 def entry_name(extra_key: str, context: Tokens, tokens: Tokens) -> str:
@@ -89,7 +118,7 @@ class Store:
     """One manifest, held open. Calls block; they must come one at a time.
 
     Args:
-        path: the file, made if need be; `IN_MEMORY` for one that is forgotten.
+        path: the file, made if need be; `database.IN_MEMORY` for one that is forgotten.
         model: names the model and its tokenizer: rows written for another one are faulty.
 
     Raises:
@@ -99,57 +128,74 @@ class Store:
     def __init__(self, path: str, model: str) -> None:
         self._path = path
         self._model = model
-        try:
-            # Several threads may take turns.
-            self._sql = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
-            # What is torn need not be UTF-8; its digest tells, and the rest can still be read.
-            self._sql.text_factory = lambda raw: raw.decode(errors="replace")
-            self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._sql.execute("PRAGMA synchronous = FULL")
-            self._sql.execute("BEGIN EXCLUSIVE")
-            for statement in _TABLES.split(";"):
-                self._sql.execute(statement)
-            self._sql.execute("INSERT OR IGNORE INTO about VALUES ('version', ?)", (_VERSION,))
-            self._sql.commit()
-            (version,) = self._sql.execute("SELECT value FROM about WHERE name = 'version'")
-        except (sqlite3.Error, ValueError) as error:
-            raise ManifestError(
-                f"cannot use {path!r} as the manifest of knowledge bases: {error}; if no other "
-                "server uses it, restore it or move it away to begin with an empty one"
-            ) from None
-        if version != (_VERSION,):
-            raise ManifestError(f"{path!r} is a manifest of version {version[0]}, not {_VERSION}")
+        self._sql = connect(path)
+
+    # Reading all of it.
 
     def load(self) -> Manifest:
-        """Everything, with faults found."""
-        manifest = Manifest()
-        extra_keys = {}
-        for row in self._sql.execute("SELECT * FROM bases ORDER BY name"):
-            name, extra_key, preamble, metadata, created_at = row
-            manifest.bases.append(
-                BaseRecord(
-                    str(name),
-                    str(extra_key),
-                    None if preamble is None else str(preamble),
-                    _loads(metadata),
-                    _number(created_at) or 0.0,
-                )
-            )
-            extra_keys[name] = str(extra_key)
-        for row in self._sql.execute("SELECT * FROM documents ORDER BY base, id"):
-            if row[0] in extra_keys:
-                manifest.documents.append(self._document(row, extra_keys[row[0]]))
-        for entry, hits, last_used in self._sql.execute("SELECT * FROM uses"):
-            manifest.uses[entry] = int(_number(hits) or 0), _number(last_used)
-        return manifest
+        """Everything, with faults found.
 
-    def document(self, base: str, document_id: str) -> DocumentRecord | None:
-        """One document, or None."""
-        row = self._sql.execute(
-            "SELECT * FROM documents WHERE base = ? AND id = ?", (base, document_id)
-        ).fetchone()
-        found = self._sql.execute("SELECT extra_key FROM bases WHERE name = ?", (base,)).fetchone()
-        return None if row is None or found is None else self._document(row, str(found[0]))
+        Raises:
+            ManifestError: the file is damaged so that SQLite cannot read it.
+        """
+        with usable(self._path):
+            bases = [self._base(row) for row in self._sql.execute(_SELECT_BASES)]
+            uses = {
+                to_text(entry): (to_hits(hits), to_time(last_used))
+                for entry, hits, last_used in self._sql.execute(_SELECT_USES)
+            }
+        return Manifest(bases, self._documents({base.name: base.extra_key for base in bases}), uses)
+
+    def _base(self, row: tuple[Any, ...]) -> BaseRecord:
+        are_sound, name, extra_key, preamble, metadata, created_at = row
+        base = BaseRecord(
+            to_text(name),
+            to_text(extra_key),
+            None if preamble is None else to_text(preamble),
+            to_metadata(metadata),
+            to_time(created_at) or 0.0,
+        )
+        try:
+            CreateBase(name=base.name, extra_key=base.extra_key, preamble=base.preamble)
+        except ValueError:
+            are_sound = False
+        if not are_sound:
+            base.fault = "its base in the manifest is damaged: delete the base and make it anew"
+        return base
+
+    def _documents(self, extra_keys: dict[str, str]) -> Iterator[DocumentRecord]:
+        left_out = 0
+        with usable(self._path):
+            for row in self._sql.execute(_SELECT_DOCUMENTS):
+                base = to_text(row[1])
+                if base in extra_keys:
+                    yield self._document(row, extra_keys[base])
+                else:
+                    left_out += 1
+        if left_out:
+            logger.warning(
+                "segment reuse: %s: left out documents whose base is gone: %d", self._path, left_out
+            )
+
+    def _document(self, row: tuple[Any, ...], extra_key: str) -> DocumentRecord:
+        are_texts, base, document_id, entry, context, tokens, metadata, digest = row
+        record = DocumentRecord(
+            *(to_text(base), to_text(document_id), to_tokens(context), to_tokens(tokens)),
+            *(to_metadata(metadata), to_text(entry)),
+        )
+        if not are_texts or not len(record.tokens) or digest != self._digest(extra_key, record):
+            record.fault = (
+                "its entry in the manifest is torn, or was written for another model: add it again"
+            )
+        return record
+
+    # Requests.
+
+    def document(self, extra_key: str, base: str, document_id: str) -> DocumentRecord | None:
+        """One document of a base with this extra key, or None."""
+        where = "WHERE base = ? AND id = ?"
+        row = self._sql.execute(f"{_SELECT_DOCUMENT} {where}", (base, document_id)).fetchone()
+        return None if row is None else self._document(row, extra_key)
 
     def add_base(self, base: BaseRecord) -> None:
         """Remember a new base."""
@@ -158,16 +204,17 @@ class Store:
             *(json.dumps(base.metadata), base.created_at),
         )
         with self._sql:
+            self._sql.execute("DELETE FROM documents WHERE base = ?", (base.name,))  # of none
             self._sql.execute("INSERT INTO bases VALUES (?, ?, ?, ?, ?)", values)
             self._sql.execute("DELETE FROM deleted WHERE base = ?", (base.name,))
 
     def delete_base(self, name: str) -> None:
         """Forget a base and its documents, but not that it was there."""
         with self._sql:
-            self._sql.execute("DELETE FROM bases WHERE name = ?", (name,))
-            self._sql.execute("DELETE FROM documents WHERE base = ?", (name,))
+            self._delete("bases", name=name)
+            self._delete("documents", base=name)
             self._sql.execute("DELETE FROM deleted WHERE base = ?", (name,))
-            self._sql.execute("INSERT INTO deleted VALUES (?, '')", (name,))
+            self._bury(name, "")
 
     def put(self, extra_key: str, documents: Sequence[DocumentRecord]) -> None:
         """Remember documents of one base, all of them or none."""
@@ -189,13 +236,11 @@ class Store:
     def delete(self, base: str, document_id: str) -> None:
         """Forget a document, but not that it was there."""
         with self._sql:
-            self._sql.execute(
-                "DELETE FROM documents WHERE base = ? AND id = ?", (base, document_id)
-            )
-            self._sql.execute("INSERT OR IGNORE INTO deleted VALUES (?, ?)", (base, document_id))
+            self._delete("documents", base=base, id=document_id)
+            self._bury(base, document_id)
 
     def was_deleted(self, base: str, document_id: str = "") -> bool:
-        """Whether a base, or a document of it, was there once."""
+        """Whether a base, or a document of it, was there once, `MAX_DELETED` deletions ago."""
         return bool(
             self._sql.execute(
                 "SELECT 1 FROM deleted WHERE base = ? AND id = ?", (base, document_id)
@@ -208,24 +253,37 @@ class Store:
             self._sql.executemany("INSERT OR REPLACE INTO uses VALUES (?, ?, ?)", uses)
 
     def forget_uses(self, entries: Iterable[str]) -> None:
-        """Entries that no document has any more."""
+        """Forget hits and last use of those entries that no document has any more."""
         with self._sql:
-            self._sql.executemany("DELETE FROM uses WHERE entry = ?", [(e,) for e in entries])
+            self._sql.executemany(
+                "DELETE FROM uses WHERE entry = ? "
+                "AND NOT EXISTS (SELECT 1 FROM documents WHERE documents.entry = uses.entry)",
+                [(entry,) for entry in entries],
+            )
 
     def close(self) -> None:
         """Let the file go."""
         self._sql.close()
 
-    def _document(self, row: tuple[Any, ...], extra_key: str) -> DocumentRecord:
-        base, document_id, entry, context, tokens, metadata, digest = row
-        record = DocumentRecord(
-            base, document_id, _tokens(context), _tokens(tokens), _loads(metadata), str(entry)
+    def _delete(self, table: str, **keys: str) -> None:
+        where = " AND ".join(f"{column} = ?" for column in keys)
+        if self._sql.execute(f"DELETE FROM {table} WHERE {where}", (*keys.values(),)).rowcount:
+            return
+        # A damaged key is shown otherwise than it is stored.
+        select = f"SELECT rowid, {', '.join(map(text, keys))} FROM {table}"
+        shown = [
+            (row,)
+            for row, *found in self._sql.execute(select)
+            if [*map(to_text, found)] == [*keys.values()]
+        ]
+        self._sql.executemany(f"DELETE FROM {table} WHERE rowid = ?", shown)
+
+    def _bury(self, base: str, document_id: str) -> None:
+        self._sql.execute("INSERT OR IGNORE INTO deleted VALUES (?, ?)", (base, document_id))
+        self._sql.execute(
+            "DELETE FROM deleted WHERE rowid <= (SELECT max(rowid) FROM deleted) - ?",
+            (MAX_DELETED,),
         )
-        if digest != self._digest(extra_key, record):
-            record.fault = (
-                "its entry in the manifest is torn, or was written for another model: add it again"
-            )
-        return record
 
     def _digest(self, extra_key: str, document: DocumentRecord) -> bytes:
         digest = hashlib.sha256()
@@ -237,21 +295,3 @@ class Store:
         ):
             digest.update(len(part).to_bytes(8, "big") + part)
         return digest.digest()
-
-
-def _tokens(blob: object) -> Tokens:
-    if not isinstance(blob, bytes) or len(blob) % 4:
-        return np.empty(0, np.int32)  # torn; the digest tells
-    return np.frombuffer(blob, np.int32)
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _loads(text: object) -> dict[str, Any]:
-    try:
-        value = json.loads(str(text))
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -7,16 +7,18 @@ While others use the engine, one chunk is under way at a time; an idle engine ge
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import heapq
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import count
 from typing import NamedTuple
 
 from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.knowledge.engine import Engine
 from vllm_segreuse.knowledge.store import Tokens
+
+logger = logging.getLogger("vllm.segreuse")
 
 AT_ONCE = 4
 _LOOK_AGAIN_S = 0.02
@@ -61,6 +63,9 @@ class Warming:
         self._started: set[str] = set()
         self._again: set[str] = set()
         self._computing = 0
+        self._urgencies: dict[str, Urgency] = {}
+        self._unwanted: set[str] = set()
+        self._said = ""
 
     def add(self, entry: str, urgency: Urgency) -> asyncio.Future[None]:
         """Have an entry computed; done when it was, or has failed."""
@@ -68,16 +73,18 @@ class Warming:
         if done is None:
             done = self._done[entry] = asyncio.get_running_loop().create_future()
             self._errors.pop(entry, None)
-        elif urgency is Urgency.BACKGROUND:
-            return done
         elif entry in self._started:
-            self._again.add(entry)  # it may have been deleted and added anew meanwhile
+            if urgency is Urgency.ASKED_FOR:
+                self._again.add(entry)  # it may have been deleted and added anew meanwhile
+            return done
+        elif self._urgencies[entry] <= urgency:
             return done
         self._push(urgency, entry)
         return done
 
     def _push(self, urgency: Urgency, entry: str) -> None:
-        # A second job of an entry finds it done, and is passed over.
+        # A second job of an entry, more urgent than the first, makes that one be passed over.
+        self._urgencies[entry] = urgency
         heapq.heappush(self._queue, _Job(urgency, next(self._numbers), entry))
         if len(self._workers) < AT_ONCE:
             self._workers.add(asyncio.create_task(self._work()))
@@ -89,6 +96,29 @@ class Warming:
     def error(self, entry: str) -> str | None:
         """Why it could not be computed the last time."""
         return self._errors.get(entry)
+
+    async def let_go(self, entries: Iterable[str]) -> None:
+        """Unfreeze entries that no document has any more, and forget what was wrong with them.
+
+        If the engine cannot do it now, it is told again at every further call.
+        """
+        self._unwanted.update(entries)
+        self._unwanted = {entry for entry in self._unwanted if not self._is_wanted(entry)}
+        for entry in self._unwanted:
+            self._errors.pop(entry, None)
+        telling, self._unwanted = self._unwanted, set()
+        if not telling:
+            return
+        try:
+            await self._engine.unfreeze(sorted(telling))
+        except Exception as error:
+            said = f"{len(telling)} documents that were removed are still frozen: {error}"
+            if said != self._said:
+                logger.warning("segment reuse: knowledge bases: %s; trying again", said)
+            self._said = said
+            self._unwanted |= telling
+        else:
+            self._said = ""
 
     async def close(self) -> None:
         """Stop; what is under way is aborted."""
@@ -124,15 +154,16 @@ class Warming:
             self._again.discard(entry)
             self._push(Urgency.ASKED_FOR, entry)
             return
+        del self._urgencies[entry]
         self._done.pop(entry).set_result(None)
         if not self._is_wanted(entry):
-            self._errors.pop(entry, None)
-            with contextlib.suppress(Exception):
-                await self._engine.unfreeze([entry])
+            await self.let_go([entry])
 
     async def _compute(self, entry: str) -> None:
         found = await self._prompts(entry)
         if found is None:
+            if self._is_wanted(entry):
+                self._errors[entry] = "it cannot be read from the manifest any more: add it again"
             return
         extra_key, num_context, prompts = found
         for part, prompt in enumerate(prompts):

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalogue of an earlier run, from its manifest, for the model and tokenizer of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.errors import KnowledgeError
+from vllm_segreuse.knowledge.store import BaseRecord, Manifest, Tokens
+
+MakeContext = Callable[[str | None], Tokens]
+"""Tokens before every document of a base with this preamble."""
+
+
+def restore(
+    catalogue: Catalogue, manifest: Manifest, shape: Shape, make_context: MakeContext
+) -> None:
+    """Fill an empty catalogue; what cannot be computed gets a fault, and the rest is as it was."""
+    for found in manifest.bases:
+        known = catalogue.bases.get(found.name)
+        if known is None or known.record.fault:  # of two with one name, one is damaged
+            catalogue.bases[found.name] = _base(found, shape, make_context)
+    for record in manifest.documents:
+        base = catalogue.bases[record.base]
+        fault = base.record.fault or record.fault
+        if fault is None and not np.array_equal(record.context, base.context):
+            fault = "the model's first tokens, or its tokenizer, have changed: add it again"
+        if fault is None or record.id not in base.documents:
+            catalogue.put(base, record, fault)
+    for name, (hits, last_used) in manifest.uses.items():
+        entry = catalogue.entries.get(name)
+        if entry is not None:
+            entry.hits, entry.last_used = hits, last_used
+
+
+def _base(record: BaseRecord, shape: Shape, make_context: MakeContext) -> CatalogueBase:
+    context = np.empty(0, np.int32)
+    if record.fault is None:
+        try:
+            context = make_context(record.preamble)
+            shape.num_chunks(len(context), 1)
+        except KnowledgeError as error:
+            record.fault = str(error)
+    return CatalogueBase(record, context)
