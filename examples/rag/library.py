@@ -36,9 +36,12 @@ def folder(path: Path) -> dict[str, str]:
     """
     from vllm_segreuse.knowledge import extract
 
-    return {
-        text.id: text.text for file in extract.find_sources([path]) for text in extract.read(file)
-    }
+    with extract.Extractor() as extractor:
+        return {
+            text.id: text.text
+            for file in extract.find_sources([path])
+            for text in extractor.read(file)
+        }
 
 
 def questions(file: Path = QUESTIONS) -> list[str]:

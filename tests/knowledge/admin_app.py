@@ -44,6 +44,7 @@ def admin_app(engine: FakeEngine | None = None) -> FastAPI:
         await service.close()
 
     app = FastAPI(lifespan=lifespan)
+    app.state.admin = admin
     app.router.routes.append(Below(admin, TOKEN))
     return app
 

@@ -3,6 +3,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -14,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.knowledge import cli, show
+from vllm_segreuse.knowledge import cli, extract, show
 from vllm_segreuse.knowledge.client import KnowledgeClient
 from vllm_segreuse.serve.cli import main as vllm_segreuse
 
@@ -89,6 +90,72 @@ def test_a_bad_file_does_not_stop_the_others(run: Run, docs: Path) -> None:
         "fails.md: it could not be computed: a faulty document",
     ]
     assert added.stderr.splitlines() == [f"vllm-segreuse kb: {p}" for p in answer["problems"]]
+
+
+def test_files_above_a_limit_are_named_and_the_others_are_added(run: Run, docs: Path) -> None:
+    run("create", "py")
+    (docs / "large.txt").write_text("word " * 100)
+    os.mkfifo(docs / "pipe.txt")
+    (docs / "out.md").symlink_to("/etc/hostname")
+    (docs / "deep.jsonl").write_text(
+        '{"text": "x", "metadata": {"k": ' + "[" * 960 + "]" * 960 + "}}"
+    )
+    (docs / os.fsdecode(b"\xff.txt")).write_text("x")
+    added = run("add", "py", docs, "--max-bytes", "400", "--json")
+    assert added.exit_code == 1
+    answer = json.loads(added.stdout)
+    assert [d["id"] for d in answer["documents"]] == ["a.md", "c.jsonl#1", "last", "sub/b.txt"]
+    deep, *others = answer["problems"]
+    assert deep.startswith(f"{docs}/deep.jsonl")
+    assert others == [
+        f"{docs}/large.txt has 500 bytes, more than 400: raise --max-bytes or split it",
+        f"{docs}/out.md is a link out of {docs}: name /etc/hostname itself to add it",
+        f"{docs}/pipe.txt is no regular file",
+        f"{docs}/\\udcff.txt: the document '\\udcff.txt' holds half of a surrogate pair",
+    ]
+    assert "Traceback" not in added.stderr
+
+
+def test_a_named_pipe_does_not_hang(run: Run, docs: Path) -> None:
+    run("create", "py")
+    os.mkfifo(docs / "pipe.txt")
+    added = run("add", "py", docs / "pipe.txt", docs / "a.md")
+    assert added.stdout == "py: 1 document, 16 tokens (1 warm)\n"
+    assert added.stderr == f"vllm-segreuse kb: {docs}/pipe.txt is no regular file\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "limits"),
+    [
+        ("--max-bytes", {"max_bytes": 7}),
+        ("--max-pages", {"max_pages": 7}),
+        ("--max-seconds", {"max_seconds": 7.0}),
+        ("--max-memory", {"max_memory_bytes": 7_000_000}),
+    ],
+)
+def test_every_limit_has_an_option(
+    run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch, option: str, limits: dict[str, float]
+) -> None:
+    given: list[extract.Limits] = []
+    extractor = extract.Extractor
+    monkeypatch.setattr(extract, "Extractor", lambda l: given.append(l) or extractor())  # noqa: E741
+    run("create", "py")
+    [value] = limits.values()
+    run("add", "py", docs, option, f"{value:g}" if value < 1e6 else int(value))
+    assert given == [extract.Limits()._replace(**limits)]
+    assert run("add", "py", docs, option, 0).exit_code == 2
+
+
+def test_what_the_server_does_not_take_leaves_the_others(
+    run: Run, docs: Path, server: Served
+) -> None:
+    run("create", "py")
+    server.app.state.admin.state.max_body_bytes = 2000
+    (docs / "large.md").write_text("x" * 3000)
+    added = run("add", "py", docs)
+    assert added.exit_code == 1
+    assert added.stdout == "py: 4 documents, 27 tokens (4 warm)\n"
+    assert added.stderr.startswith("vllm-segreuse kb: large.md: this server takes bodies of up to")
 
 
 def test_an_id_that_no_server_takes_is_a_problem_of_its_file(run: Run, tmp_path: Path) -> None:

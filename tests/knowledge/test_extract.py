@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files become documents with stable ids, or an error that names them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from vllm_segreuse.knowledge.extract import ExtractError, Source, Text, find_sources, read
+from vllm_segreuse.knowledge.extract import (
+    ExtractError,
+    Extractor,
+    Source,
+    Text,
+    find_sources,
+)
 
 
 def pdf(file: Path, *pages: str, password: str | None = None) -> Path:
@@ -32,6 +38,16 @@ def pdf(file: Path, *pages: str, password: str | None = None) -> Path:
         writer.encrypt(password)
     writer.write(file)
     return file
+
+
+EXTRACTOR = Extractor()
+read = EXTRACTOR.read
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closing() -> Iterator[None]:
+    yield
+    EXTRACTOR.close()
 
 
 def only(file: Path) -> Text:
@@ -133,7 +149,7 @@ def _write(content: bytes) -> Callable[[Path], object]:
     [
         ("a.txt", _write(b"caf\xe9"), r"a.txt is not UTF-8 \(byte 3\)"),
         ("a.txt", _write(b" \n"), "'a.txt' holds no text"),
-        ("a.md", lambda file: file.mkdir(), "a.md: Is a directory"),
+        ("a.md", lambda file: file.mkdir(), "a.md is no regular file"),
         ("a.html", _write(b"<script>x</script>"), "'a.html' holds no text"),
         ("a.html", _write(b"<i>" * 5000 + b"x"), "a.html cannot be parsed"),
         ("a.jsonl", _write(b"\n"), "a.jsonl holds no text"),

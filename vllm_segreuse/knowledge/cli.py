@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from vllm_segreuse.knowledge.client import (
     TOKEN_ENV,
     ClientError,
     KnowledgeClient,
+    RefusedError,
     UnreachableError,
     batches,
 )
@@ -39,6 +41,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on the standard output,
 
 LOCAL = "http://localhost:8000"
 POLL_S = 0.5
+LIMITS = extract.Limits()
 
 _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
@@ -84,6 +87,16 @@ def add(
     wait: Annotated[
         bool, typer.Option(help="Until everything is computed, or only until it is stored.")
     ] = True,
+    max_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest file, and most text in one.")
+    ] = LIMITS.max_bytes,
+    max_pages: Annotated[int, typer.Option(min=1, help="Most pages of a PDF.")] = LIMITS.max_pages,
+    max_seconds: Annotated[
+        float, typer.Option(min=0.01, help="Longest time that one file may take.")
+    ] = LIMITS.max_seconds,
+    max_memory: Annotated[
+        int, typer.Option(min=2**20, help="Most bytes of memory that parsing a file may take.")
+    ] = LIMITS.max_memory_bytes,
     url: Url = LOCAL,
     as_json: Json = False,
 ) -> None:
@@ -92,19 +105,29 @@ def add(
     A document's id is its path below the folder: adding a folder again updates it.
 
     A .jsonl file holds one document per line: {"text": ..., "id": ..., "metadata": {...}}.
+
+    Links out of a folder, special files, and files above a limit are left out, with a sentence.
     """
     problems: list[str] = []
-    with _client(url, token) as client, _progress() as progress:
+    limits = extract.Limits(max_bytes, max_pages, max_seconds, max_memory)
+    with (
+        _client(url, token) as client,
+        _progress() as progress,
+        extract.Extractor(limits) as extractor,
+    ):
         client.base(name)  # before any work is done
         sources = extract.find_sources(paths)
         sent = progress.add_task("sending", total=len(sources))
         ids: set[str] = set()
-        for batch in batches(_documents(sources, problems, lambda: progress.advance(sent))):
-            ids |= {document.id for document in client.add(name, batch)}
+        documents = _documents(sources, extractor, problems, lambda: progress.advance(sent))
+        for batch in batches(documents):
+            ids |= _send(client, name, batch, problems)
         if wait:
             _follow(client, name, progress)
         added = [document for document in client.documents(name) if document.id in ids]
     problems += [f"{d.id}: {d.error}" for d in added if d.status == "failed"]
+    # Names of files need be no UTF-8.
+    problems = [problem.encode(errors="backslashreplace").decode() for problem in problems]
     if as_json:
         _print_json({"documents": added, "problems": problems})
     else:
@@ -205,14 +228,32 @@ def main(arguments: Sequence[str]) -> None:
     app(args=list(arguments), prog_name="vllm-segreuse kb")
 
 
+def _send(
+    client: KnowledgeClient, name: str, batch: list[NewDocument], problems: list[str]
+) -> set[str]:
+    """Adds documents, those that the server does not take left out; ids of those that it took."""
+    try:
+        return {document.id for document in client.add(name, batch)}
+    except RefusedError as error:
+        if error.status not in (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
+            raise
+        if len(batch) == 1:
+            problems.append(f"{batch[0].id}: {error}")
+            return set()
+    return {i for document in batch for i in _send(client, name, [document], problems)}
+
+
 def _documents(
-    sources: Sequence[extract.Source], problems: list[str], advance: Callable[[], None]
+    sources: Sequence[extract.Source],
+    extractor: extract.Extractor,
+    problems: list[str],
+    advance: Callable[[], None],
 ) -> Iterator[NewDocument]:
     """Reads one file after the other; those that cannot be used become `problems`."""
     seen: dict[str, Path] = {}
     for source in sources:
         try:
-            texts = extract.read(source)
+            texts = extractor.read(source)
         except extract.ExtractError as error:
             problems.append(str(error))
             texts = []

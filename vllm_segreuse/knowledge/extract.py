@@ -5,33 +5,58 @@ A document's id is the file's path relative to the folder that was named (the fi
 named itself), so that adding the same folder again, from anywhere, changes what changed and nothing
 else. A line of a .jsonl file is a document of its own: `notes.jsonl#7`, unless it brings an id.
 
-Parsing is left to pypdf, Beautiful Soup and markdownify (the extra `kb`).
+Files may be anybody's. They are parsed in a process of its own (`parsing.py`), whose memory is
+limited and which is killed if it takes too long. Only regular files are opened, and below a folder
+only those that lie in it: a link to one is read, a link out of the folder is refused, and links to
+folders are not followed.
 """
+
+from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import NamedTuple, NoReturn, Self
+
+from vllm_segreuse.knowledge import parsing
+from vllm_segreuse.knowledge.parsing import PARSERS, Text
+
+__all__ = ["ExtractError", "Extractor", "Limits", "Source", "Text", "find_sources"]
 
 
 class ExtractError(ValueError):
     """No document can be made of a file; the message names it and the cause."""
 
 
+class Limits(NamedTuple):
+    """What one file may cost.
+
+    Attributes:
+        max_bytes: size of the file, and of the text in it.
+        max_pages: of a PDF.
+        max_seconds: for reading and parsing it.
+        max_memory_bytes: address space of the process that parses.
+    """
+
+    max_bytes: int = 64 * 2**20
+    max_pages: int = 5000
+    max_seconds: float = 60.0
+    max_memory_bytes: int = 2 * 2**30
+
+
 class Source(NamedTuple):
-    """A file, and the id its document gets."""
+    """A file, the id its document gets, and the folder in which it must lie, if one was named."""
 
     path: Path
     id: str
-
-
-class Text(NamedTuple):
-    """One document's id, text and metadata."""
-
-    id: str
-    text: str
-    metadata: dict[str, Any]
+    folder: Path | None = None
 
 
 def find_sources(paths: Iterable[Path]) -> list[Source]:
@@ -41,140 +66,189 @@ def find_sources(paths: Iterable[Path]) -> list[Source]:
     not followed.
 
     Raises:
-        ExtractError: a path does not exist, a named file is of an unknown kind, a folder holds no
-            file of a known kind, or two different files would get the same id.
+        ExtractError: a path does not exist, a named file is of an unknown kind, a folder cannot be
+            read or holds no file of a known kind, or two different files would get the same id.
     """
-    found: dict[str, Path] = {}
+    found: dict[str, Source] = {}
     for path in paths:
         for source in _below(path) if path.is_dir() else [_named(path)]:
-            other = found.setdefault(source.id, source.path)
-            if other.resolve() != source.path.resolve():
+            other = found.setdefault(source.id, source)
+            if os.path.realpath(other.path) != os.path.realpath(source.path):
                 raise ExtractError(
-                    f"{other} and {source.path} would both become the document {source.id!r}: "
-                    "name the folder above them"
+                    f"{other.path} and {source.path} would both become the document "
+                    f"{source.id!r}: name the folder above them"
                 )
-    return [Source(path, id_) for id_, path in found.items()]
-
-
-def read(source: Source) -> list[Text]:
-    """The documents of one file.
-
-    Raises:
-        ExtractError: the file cannot be read or parsed, or holds no text.
-    """
-    try:
-        texts = list(READERS[source.path.suffix.lower()](source))
-    except ExtractError:
-        raise
-    except OSError as error:
-        raise ExtractError(f"{source.path}: {error.strerror or error}") from error
-    except Exception as error:  # a broken file makes the parsers raise whatever they trip over
-        raise ExtractError(
-            f"{source.path} cannot be parsed ({type(error).__name__}: {error})"
-        ) from error
-    for text in texts:
-        _check(source.path, text)
-    if not texts:
-        raise ExtractError(f"{source.path} holds no text")
-    return texts
+    return list(found.values())
 
 
 def _below(folder: Path) -> Iterator[Source]:
     empty = True
-    for directory, folders, files in os.walk(folder):
+    for directory, folders, files in os.walk(folder, onerror=_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(directory, name)
-            if not name.startswith(".") and path.suffix.lower() in READERS:
+            if not name.startswith(".") and path.suffix.lower() in PARSERS:
                 empty = False
-                yield Source(path, path.relative_to(folder).as_posix())
+                yield Source(path, path.relative_to(folder).as_posix(), folder)
     if empty:
         raise ExtractError(f"{folder} holds no {_KINDS} file")
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise ExtractError(f"{error.filename}: {error.strerror}") from error
 
 
 def _named(path: Path) -> Source:
     if not path.exists():
         raise ExtractError(f"{path} does not exist")
-    if path.suffix.lower() not in READERS:
+    if path.suffix.lower() not in PARSERS:
         raise ExtractError(f"{path} is no {_KINDS} file")
     return Source(path, path.name)
 
 
-def _plain(source: Source) -> Iterator[Text]:
-    yield Text(source.id, _decode(source.path), {})
+_KINDS = "/".join(PARSERS)
 
 
-def _json_lines(source: Source) -> Iterator[Text]:
-    for number, line in enumerate(_decode(source.path).split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{source.path}, line {number}"
+class Extractor:
+    """Reads files within limits, by a process that is started when it is needed.
+
+        with Extractor() as extractor:
+            texts = extractor.read(source)
+
+    Args:
+        limits: for each file.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def read(self, source: Source) -> list[Text]:
+        """The documents of one file.
+
+        Raises:
+            ExtractError: the file cannot be read or parsed, holds no text, or exceeds a limit.
+        """
+        file = _open(source, self._limits.max_bytes)
         try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ExtractError(f"{where}: no JSON ({error})") from error
-        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-            raise ExtractError(f'{where}: expected an object with a string "text"')
-        id_, metadata = entry.get("id"), entry.get("metadata") or {}
-        if not isinstance(id_, str | int | None) or not isinstance(metadata, dict):
-            raise ExtractError(f'{where}: "id" must be a string, and "metadata" an object')
-        yield Text(f"{source.id}#{number}" if id_ is None else str(id_), entry["text"], metadata)
+            line = self._ask(source, file)
+        except BaseException:
+            self.close()  # whatever it is doing
+            raise
+        finally:
+            os.close(file)
+        try:
+            answer = json.loads(line.decode(errors="surrogatepass"))
+        except RecursionError:
+            answer = {"error": " cannot be parsed: its metadata is nested too deeply"}
+        if "memory" in answer:
+            self.close()
+            limit = self._limits.max_memory_bytes
+            raise ExtractError(
+                f"{source.path} needs more than {limit} bytes of memory to be parsed: raise "
+                "--max-memory or split it"
+            )
+        if "error" in answer:
+            raise ExtractError(f"{source.path}{answer['error']}")
+        return [Text(*text) for text in answer["texts"]]
+
+    def _ask(self, source: Source, file: int) -> bytes:
+        connection = self._connection or self._start()
+        limits = self._limits
+        request = parsing.Request(
+            *(source.path.suffix.lower(), source.id),
+            *(limits.max_bytes, limits.max_pages, limits.max_seconds),
+        )
+        deadline = time.monotonic() + limits.max_seconds
+        answer = bytearray()
+        try:
+            socket.send_fds(connection, [json.dumps(request).encode()], [file])
+            while not answer.endswith(b"\n"):
+                connection.settimeout(max(1e-3, deadline - time.monotonic()))
+                part = connection.recv(1 << 20)
+                if not part:
+                    raise ExtractError(f"{source.path} makes the parser crash: leave it out")
+                answer += part
+        except TimeoutError:
+            raise ExtractError(
+                f"{source.path} takes more than {limits.max_seconds:g} seconds to be parsed: raise "
+                "--max-seconds or split it"
+            ) from None
+        except OSError as error:
+            raise ExtractError(f"{source.path} makes the parser crash ({error})") from error
+        return bytes(answer)
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # As a script: this package need not be found, and nothing beside the script is.
+            script = [sys.executable, "-P", parsing.__file__]
+            self._process = subprocess.Popen(
+                [*script, str(theirs.fileno()), str(self._limits.max_memory_bytes)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        self._connection = ours
+        return ours
 
 
-def _html(source: Source) -> Iterator[Text]:
-    from bs4 import BeautifulSoup
-    from markdownify import MarkdownConverter
-
-    # The bytes: Beautiful Soup finds the encoding that the page declares.
-    page = BeautifulSoup(source.path.read_bytes(), "html.parser")
-    title = page.title.get_text(strip=True) if page.title else ""
-    for element in page.find_all(["head", "script", "style", "noscript", "template"]):
-        element.decompose()
-    # Headings, lists and code keep their marks; the addresses of links are no text.
-    converter = MarkdownConverter(heading_style="ATX", bullets="-", strip=["a", "img"])
-    yield Text(source.id, converter.convert_soup(page).strip(), {"title": title} if title else {})
-
-
-def _pdf(source: Source) -> Iterator[Text]:
-    from pypdf import PdfReader
-
-    reader = PdfReader(source.path)
-    if reader.is_encrypted and not reader.decrypt(""):
-        raise ExtractError(f"{source.path} is encrypted: save it without a password")
-    pages = [page.extract_text() for page in reader.pages]
-    text = "\n\n".join(page.strip() for page in pages if page.strip())
-    if not text:
-        raise ExtractError(f"{source.path} holds no text, only images: run OCR on it first")
-    # Broken fonts give halves of characters, which no encoding knows.
-    yield Text(source.id, text.encode(errors="replace").decode(), {"pages": len(pages)})
-
-
-READERS: dict[str, Callable[[Source], Iterator[Text]]] = {
-    ".txt": _plain,
-    ".md": _plain,
-    ".jsonl": _json_lines,
-    ".html": _html,
-    ".htm": _html,
-    ".pdf": _pdf,
-}
-"""How the text is read, by suffix (in lower case)."""
-
-_KINDS = "/".join(READERS)
-
-
-def _decode(path: Path) -> str:
+def _open(source: Source, max_bytes: int) -> int:
+    """A descriptor of a regular file that is not too large and lies where it was found."""
+    path = source.path
     try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ExtractError(f"{path} is not UTF-8 (byte {error.start}): convert it first") from error
+        # Looked at before it is opened, since opening alone moves some devices; and again after it.
+        _check_kind(path, os.stat(path))
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _check_opened(source, file, max_bytes)
+        except BaseException:
+            os.close(file)
+            raise
+    except OSError as error:
+        raise ExtractError(f"{path} cannot be read: {error.strerror}") from error
+    return file
 
 
-def _check(path: Path, text: Text) -> None:
-    if not text.text.strip():
-        raise ExtractError(f"{path}: the document {text.id!r} holds no text")
-    try:
-        (text.id + text.text).encode()
-    except UnicodeEncodeError as error:
+def _check_kind(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ExtractError(f"{path} is no regular file")
+
+
+def _check_opened(source: Source, file: int, max_bytes: int) -> None:
+    """Looks at what was opened, not at the path: that may have been exchanged meanwhile."""
+    path, status = source.path, os.fstat(file)
+    _check_kind(path, status)
+    opened = Path(os.readlink(f"/proc/self/fd/{file}"))
+    if source.folder and not opened.is_relative_to(os.path.realpath(source.folder)):
         raise ExtractError(
-            f"{path}: the document {text.id!r} holds half of a surrogate pair"
-        ) from error
+            f"{path} is a link out of {source.folder}: name {opened} itself to add it"
+        )
+    if status.st_size > max_bytes:
+        raise ExtractError(
+            f"{path} has {status.st_size} bytes, more than {max_bytes}: raise --max-bytes or "
+            "split it"
+        )
