@@ -58,3 +58,15 @@ def test_one_prompt_is_not_enough(tmp_path):
         read(write(tmp_path, GOOD))
     with pytest.raises(PromptError, match="cannot read"):
         read(tmp_path / "missing.jsonl")
+
+
+def test_a_prompt_that_is_there_twice_counts_once(tmp_path):
+    other = GOOD | {"suffix": "another"}
+    assert len(read(write(tmp_path, GOOD, other, GOOD, other))) == 2
+    with pytest.raises(PromptError, match="holds 1 prompts"):
+        read(write(tmp_path, GOOD, GOOD))
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path):
+    with pytest.raises(PromptError, match="line 2 is no JSON"):
+        read(write(tmp_path, GOOD, "[" * 100_000))

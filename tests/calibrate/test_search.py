@@ -6,7 +6,15 @@ import math
 import pytest
 
 from vllm_segreuse.calibrate import search
-from vllm_segreuse.calibrate.search import Trial, Verdict, choose, divergence, judge
+from vllm_segreuse.calibrate.search import (
+    Trial,
+    Verdict,
+    choose,
+    divergence,
+    halves,
+    judge,
+    most_likely,
+)
 from vllm_segreuse.config import RequestOptions
 
 
@@ -40,8 +48,9 @@ def test_bounds_are_on_the_cautious_side_and_close_in():
 
 
 def test_agreement_of_all_is_no_proof():
-    # Wilson's bound for ten of ten: 10 / (10 + 1.645^2).
-    assert judge([Trial(0.0, True, 0.1)] * 10).agreement_at_least == pytest.approx(0.787, abs=1e-3)
+    # Were the share 0.741, ten of ten would still happen in one of twenty calibrations.
+    assert judge([Trial(0.0, True, 0.1)] * 10).agreement_at_least == pytest.approx(0.05**0.1)
+    assert judge([Trial(0.0, False, 0.1)] * 10).agreement_at_least == 0
     assert judge([Trial(0.0, True, 0.1)]).divergence_at_most == math.inf
 
 
@@ -63,3 +72,31 @@ def test_every_candidate_is_what_a_server_takes():
     for options in search.CANDIDATES:
         RequestOptions.model_validate(options)
     assert len({str(options) for options in search.CANDIDATES}) == len(search.CANDIDATES)
+
+
+def test_limits_are_inclusive_and_both_count():
+    verdict = Verdict(0.0, 0.05, 1.0, 0.9, 0.5)
+    assert verdict.keeps(0.05, 0.9)
+    assert not verdict.keeps(0.0499, 0.9)
+    assert not verdict.keeps(0.05, 0.9001)
+
+
+def test_what_is_no_number_agrees_with_nothing():
+    assert divergence({1: math.nan}, logs(0.5, 0.5)) == math.inf
+    assert divergence(logs(0.5, 0.5), {0: math.nan, 1: -0.7}) == math.inf
+    assert divergence(logs(0.5, 0.5), {0: -0.7, 1: -math.inf}) == math.inf
+    verdict = judge([Trial(math.inf, True, 0.1), Trial(0.0, True, 0.1)])
+    assert verdict.divergence_at_most == math.inf
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 11])
+def test_no_prompt_both_chooses_and_checks(count):
+    trials = [Trial(float(number), True, 0.1) for number in range(count)]
+    choosing, checking = halves(trials)
+    assert [*choosing, *checking] == trials
+    assert not {trial.divergence for trial in choosing} & {t.divergence for t in checking}
+    assert 0 <= len(checking) - len(choosing) <= 1, "neither is without any"
+
+
+def test_the_most_likely_token_is_the_largest():
+    assert most_likely({5: -3.0, 7: -0.1, 9: -2.0}) == 7

@@ -94,21 +94,20 @@ def test_a_bad_file_does_not_stop_the_others(run: Run, docs: Path) -> None:
 
 def test_files_above_a_limit_are_named_and_the_others_are_added(run: Run, docs: Path) -> None:
     run("create", "py")
-    (docs / "large.txt").write_text("word " * 100)
+    (docs / "large.txt").write_text("word " * 1000)
     os.mkfifo(docs / "pipe.txt")
     (docs / "out.md").symlink_to("/etc/hostname")
-    (docs / "deep.jsonl").write_text(
-        '{"text": "x", "metadata": {"k": ' + "[" * 960 + "]" * 960 + "}}"
-    )
+    nested = "[" * 960 + "]" * 960
+    (docs / "deep.jsonl").write_text('{"text": "x", "metadata": {"k": ' + nested + "}}")
     (docs / os.fsdecode(b"\xff.txt")).write_text("x")
-    added = run("add", "py", docs, "--max-bytes", "400", "--json")
+    added = run("add", "py", docs, "--max-bytes", "4000", "--json")
     assert added.exit_code == 1
     answer = json.loads(added.stdout)
     assert [d["id"] for d in answer["documents"]] == ["a.md", "c.jsonl#1", "last", "sub/b.txt"]
     deep, *others = answer["problems"]
     assert deep.startswith(f"{docs}/deep.jsonl")
     assert others == [
-        f"{docs}/large.txt has 500 bytes, more than 400: raise --max-bytes or split it",
+        f"{docs}/large.txt has 5000 bytes, more than 4000: raise --max-bytes or split it",
         f"{docs}/out.md is a link out of {docs}: name /etc/hostname itself to add it",
         f"{docs}/pipe.txt is no regular file",
         f"{docs}/\\udcff.txt: the document '\\udcff.txt' holds half of a surrogate pair",

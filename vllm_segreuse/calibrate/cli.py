@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vllm_segreuse.calibrate.search import (
     Verdict,
     choose,
     divergence,
+    halves,
     judge,
     most_likely,
 )
@@ -35,10 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     except PromptError as error:
         print(f"vllm-segreuse calibrate: {error}", file=sys.stderr)
         return 2
-    half = len(prompts) // 2
     trials = _try_all(llm, prompts)
     chosen = choose(
-        [(options, judge(made[:half])) for options, made in zip(CANDIDATES, trials, strict=True)],
+        [
+            (options, judge(halves(made)[0]))
+            for options, made in zip(CANDIDATES, trials, strict=True)
+        ],
         given.max_kl,
         given.min_agreement,
     )
@@ -48,15 +52,28 @@ def main(arguments: Sequence[str]) -> int:
     if chosen is None:
         print(
             f"no setting kept the divergence at most {given.max_kl} and the agreement at least "
-            f"{given.min_agreement} on {half} prompts; more prompts narrow the bounds, and "
+            f"{given.min_agreement} on {len(prompts) // 2} prompts; more prompts narrow the bounds, and "
             "--max-kl and --min-agreement move them",
             file=sys.stderr,
         )
         return 1
     options = chosen[0]
-    unseen = judge(trials[CANDIDATES.index(options)][half:])
-    print(f"on the {len(prompts) - half} prompts it was not chosen by: {_figures(unseen)}")
-    given.out.write_text(_yaml(options, chosen[1], unseen, given, len(prompts)), encoding="utf-8")
+    unseen = judge(halves(trials[CANDIDATES.index(options)])[1])
+    print(f"on the prompts it was not chosen by: {_figures(unseen)}")
+    if not unseen.keeps(given.max_kl, given.min_agreement):
+        print(
+            "on the half that it was not chosen by, the setting did not keep the bounds: nothing "
+            "is written; more prompts narrow the bounds, and --max-kl and --min-agreement move them",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        given.out.write_text(
+            _yaml(options, chosen[1], unseen, given, len(prompts)), encoding="utf-8"
+        )
+    except OSError as error:
+        print(f"vllm-segreuse calibrate: cannot write {given.out}: {error}", file=sys.stderr)
+        return 2
     print(f"written to {given.out}: vllm-segreuse serve MODEL --segreuse-config {given.out}")
     return 0
 
@@ -72,15 +89,28 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, default=Path("segreuse.yaml"), metavar="FILE.yaml")
     parser.add_argument(
-        "--max-kl", type=float, default=0.05, help="largest mean divergence, in nats (%(default)s)"
+        "--max-kl",
+        type=_number(math.inf),
+        default=0.05,
+        help="largest mean divergence, in nats (%(default)s)",
     )
     parser.add_argument(
         "--min-agreement",
-        type=float,
+        type=_number(1.0),
         default=0.9,
         help="least share of prompts with the same first token (%(default)s)",
     )
     return parser.parse_known_args(arguments)
+
+
+def _number(largest: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = float(text)
+        if not 0 <= value <= largest:
+            raise argparse.ArgumentTypeError(f"{text} is not between 0 and {largest:g}")
+        return value
+
+    return number
 
 
 def _engine(given: argparse.Namespace, arguments: list[str]) -> Any:

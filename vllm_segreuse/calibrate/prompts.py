@@ -38,7 +38,8 @@ def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None
     """Read a file of lines `{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}`.
 
     Args:
-        file: the file; blank lines are skipped.
+        file: the file; blank lines are skipped, and what is there twice counts once: else one
+            half could choose and the other check by the same prompt.
         encode: text to token ids, without special tokens.
         bos: token that a sequence starts with, if the tokenizer adds one.
 
@@ -49,11 +50,12 @@ def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read {file}: {error}") from None
-    prompts = [
-        _prompt(f"{file}, line {number}", line, encode, bos)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    distinct: dict[tuple[int, ...], Prompt] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            prompt = _prompt(f"{file}, line {number}", line, encode, bos)
+            distinct.setdefault(tuple(prompt.token_ids), prompt)
+    prompts = list(distinct.values())
     if len(prompts) < 2:
         raise PromptError(
             f"{file} holds {len(prompts)} prompts: at least 2 are needed, one half to choose a "
@@ -65,7 +67,7 @@ def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None
 def _prompt(where: str, line: str, encode: Callable[[str], list[int]], bos: int | None) -> Prompt:
     try:
         given = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where} is no JSON: {error}") from None
     expected = '{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}'
     if not isinstance(given, dict) or set(given) - {"prefix", "segments", "suffix"}:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean
 from typing import Any
+
+from vllm_segreuse.calibrate.bounds import mean_at_most, share_at_least
 
 Options = Mapping[str, Any]
 
@@ -43,8 +45,9 @@ class Verdict:
     """What trials say of a setting.
 
     Attributes:
-        divergence, divergence_at_most: mean, and its upper bound at 95 % (one-sided).
-        agreement, agreement_at_least: share, and its lower bound (Wilson).
+        divergence, divergence_at_most: mean, and its upper bound at 95 % (one-sided; Student's).
+        agreement, agreement_at_least: share, and its lower bound (exact, after Clopper and
+            Pearson).
         work: mean.
     """
 
@@ -54,6 +57,12 @@ class Verdict:
     agreement_at_least: float
     work: float
 
+    def keeps(self, max_divergence: float, min_agreement: float) -> bool:
+        """Whether both bounds are within the limits."""
+        return (
+            self.divergence_at_most <= max_divergence and self.agreement_at_least >= min_agreement
+        )
+
 
 def divergence(full: Mapping[int, float], other: Mapping[int, float]) -> float:
     """Kullback-Leibler divergence of `other` from `full`, in nats.
@@ -61,7 +70,10 @@ def divergence(full: Mapping[int, float], other: Mapping[int, float]) -> float:
     Args:
         full, other: log-probabilities by token. Where only the most likely ones are known, a token
             that `other` lacks counts as its least likely: the result is a lower bound.
+            Infinite where one of them is no number: an engine that computes such agrees with none.
     """
+    if any(map(math.isnan, (*full.values(), *other.values()))):
+        return math.inf
     floor = min(other.values())
     return max(
         0.0,
@@ -82,20 +94,25 @@ def judge(trials: Sequence[Trial]) -> Verdict:
     """
     if not trials:
         raise ValueError("no trials to judge a setting by")
-    count, z = len(trials), NormalDist().inv_cdf(0.95)
     divergences = [trial.divergence for trial in trials]
-    mean = fmean(divergences)
-    spread = stdev(divergences) / math.sqrt(count) if count > 1 else math.inf
-    share = fmean(trial.agrees for trial in trials)
-    centre = share + z * z / (2 * count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    agreeing = sum(trial.agrees for trial in trials)
     return Verdict(
-        mean,
-        mean + z * spread,
-        share,
-        (centre - half) / (1 + z * z / count),
+        fmean(divergences),
+        mean_at_most(divergences),
+        agreeing / len(trials),
+        share_at_least(agreeing, len(trials)),
         fmean(trial.work for trial in trials),
     )
+
+
+def halves(trials: Sequence[Trial]) -> tuple[Sequence[Trial], Sequence[Trial]]:
+    """Those that a setting is chosen by, and those that check it: no prompt is in both.
+
+    Who has chosen among many settings cannot check the choice: the luckiest looks better than it
+    is.
+    """
+    half = len(trials) // 2
+    return trials[:half], trials[half:]
 
 
 def choose(
@@ -105,7 +122,6 @@ def choose(
     within = [
         (options, verdict)
         for options, verdict in verdicts
-        if verdict.divergence_at_most <= max_divergence
-        and verdict.agreement_at_least >= min_agreement
+        if verdict.keeps(max_divergence, min_agreement)
     ]
     return min(within, key=lambda pair: pair[1].work, default=None)
