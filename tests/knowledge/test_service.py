@@ -2,14 +2,18 @@
 """The service of knowledge bases, on an engine without a model."""
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.knowledge import service as service_module
+from vllm_segreuse.knowledge import store
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.errors import (
@@ -18,10 +22,12 @@ from vllm_segreuse.knowledge.errors import (
     KnowledgeError,
     NoRoomError,
     NotFoundError,
+    UnavailableError,
 )
 from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.knowledge.warming import Urgency, Warming
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 
@@ -86,8 +92,6 @@ def test_a_long_document_is_cut_into_chunks_and_warm_as_a_whole() -> None:
 @pytest.mark.parametrize("num_context", [0, 1, 3, 4, 9])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 19, 20, 21, 41, 62, 100])
 def test_the_blocks_of_a_document_are_known_beforehand(num_context: int, num_tokens: int) -> None:
-    import numpy as np
-
     context, tokens = np.arange(num_context, dtype=np.int32), np.arange(num_tokens, dtype=np.int32)
     prompts = SHAPE.prompts(context, tokens)
     blocks = sum(len(p) // BLOCK_SIZE - num_context // BLOCK_SIZE for p in prompts)
@@ -308,6 +312,270 @@ def test_another_models_manifest_is_refused_entry_by_entry(tmp_path: Path) -> No
             assert await statuses(service) == {"a": "failed"}
 
     asyncio.run(main())
+
+
+class Refusing:
+    """A method that fails while it is told to."""
+
+    def __init__(self, target: Any, name: str, error: Exception) -> None:
+        self.is_failing, self.calls, self._error = True, 0, error
+        self._method = getattr(target, name)
+        setattr(target, name, self)
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.is_failing:
+            raise self._error
+        return self._method(*args)
+
+
+FULL = sqlite3.OperationalError("database or disk is full")
+
+
+def use(service: KnowledgeService, engine: FakeEngine, document: str) -> None:
+    entry = service._catalogue.bases["base"].documents[document].entry
+    engine.pool.used(engine.pool._entries[entry].block_ids)
+
+
+def test_counts_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
+    path = str(tmp_path / "manifest.sqlite")
+
+    async def main() -> None:
+        engine = FakeEngine()
+        async with serving(engine, path) as service:
+            await service.create_base(CreateBase(name="base"))
+            await service.add("base", documents(a=[*range(9)], b=[*range(20)]))
+            writing = Refusing(service._store, "save_uses", FULL)
+            use(service, engine, "a")
+            await until(lambda: _is(writing.calls > 1))
+            use(service, engine, "b")
+            await until(lambda: _is(writing.calls > 3))
+            writing.is_failing = False
+        async with serving(FakeEngine(), path) as service:
+            page = await service.documents("base", None, 9)
+            assert {d.id: d.hits for d in page.data} == {"a": 1, "b": 1}
+
+    asyncio.run(main())
+
+
+def test_what_was_used_since_the_last_look_is_counted_at_the_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "manifest.sqlite")
+
+    async def main() -> None:
+        engine = FakeEngine()
+        service = KnowledgeService(engine, Store(path, "model"), SHAPE, poll_s=3600)
+        await service.start()
+        await service.create_base(CreateBase(name="base"))
+        await service.add("base", documents(a=[*range(9)]))
+        use(service, engine, "a")
+        await service.close()
+        async with serving(FakeEngine(), path) as service:
+            assert (await service.document("base", "a")).hits == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failing", ["uses", "engine"])
+def test_closing_lets_the_manifest_go_whatever_fails(tmp_path: Path, failing: str) -> None:
+    path = str(tmp_path / "manifest.sqlite")
+
+    async def main() -> None:
+        engine = FakeEngine()
+        async with serving(engine, path) as service:
+            await service.create_base(CreateBase(name="base"))
+            await service.add("base", documents(a=[*range(9)]))
+            use(service, engine, "a")
+            if failing == "uses":
+                Refusing(service._store, "save_uses", FULL)
+            else:
+                Refusing(engine, "frozen", RuntimeError("dead"))
+        Store(path, "model").close()
+        assert service._thread._shutdown
+
+    asyncio.run(main())
+
+
+def test_a_manifest_that_cannot_be_written_is_unavailable_and_nothing_has_changed() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[*range(9)]))
+        for method in ("put", "delete", "delete_base", "add_base"):
+            Refusing(service._store, method, FULL)
+        for change in (
+            service.add("base", documents(b=[*range(9)])),
+            service.delete("base", "a"),
+            service.delete_base("base"),
+            service.create_base(CreateBase(name="new")),
+        ):
+            with pytest.raises(UnavailableError, match="disk is full"):
+                await change
+        assert await statuses(service) == {"a": "warm"}
+        assert (await service.stats()).bases == 1
+
+    run(test)
+
+
+def test_what_could_not_be_unfrozen_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[*range(9)], b=[*range(30)]))
+        unfreezing = Refusing(engine, "unfreeze", RuntimeError("between two steps"))
+        await service.delete("base", "a")
+        await until(lambda: _is(unfreezing.calls > 2))
+        assert len(engine.pool.warm()) == 2
+        assert caplog.text.count("between two steps") == 1, "said once, not at every attempt"
+        unfreezing.is_failing = False
+        await until(lambda: _is(len(engine.pool.warm()) == 1))
+        assert await statuses(service) == {"b": "warm"}
+        calls = unfreezing.calls
+        await asyncio.sleep(0.05)
+        assert unfreezing.calls == calls, "and then no more"
+
+    run(test)
+
+
+def test_what_was_added_again_meanwhile_is_not_unfrozen() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[*range(9)]))
+        unfreezing = Refusing(engine, "unfreeze", RuntimeError("no"))
+        await service.delete("base", "a")
+        await service.add("base", documents(a=[*range(9)]))
+        unfreezing.is_failing = False
+        await asyncio.sleep(0.05)
+        assert await statuses(service) == {"a": "warm"}
+
+    run(test)
+
+
+def test_deleted_while_it_is_computed_is_unfrozen_although_it_fails_at_first() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.gate.clear()
+        adding = asyncio.create_task(service.add("base", documents(a=[*range(45)])))
+        await until(lambda: _is(engine.at_once))
+        unfreezing = Refusing(engine, "unfreeze", RuntimeError("no"))
+        await service.delete("base", "a")
+        engine.gate.set()
+        await adding
+        assert engine.pool.num_frozen
+        unfreezing.is_failing = False
+        await until(lambda: _is(not engine.pool.num_frozen))
+
+    run(test)
+
+
+def test_what_cannot_be_computed_is_not_tried_for_ever() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.answer = RuntimeError("no")
+        attempts = Refusing(engine, "compute", RuntimeError("no"))
+        await service.add("base", documents(a=[*range(9)]))
+        entry = service._catalogue.bases["base"].documents["a"].entry
+        frozen = engine.frozen
+
+        async def wanting() -> Any:
+            return await frozen() | {"wanted": [entry, "unknown"]}
+
+        engine.frozen = wanting  # type: ignore[method-assign]
+        await asyncio.sleep(0.1)  # ten looks
+        assert attempts.calls == 1
+        assert await statuses(service) == {"a": "failed"}
+        attempts.is_failing, engine.answer = False, None
+        await service.warm("base", WarmDocuments(wait=True))
+        engine.pool.reset()
+        await until(lambda: _all_warm(service))  # wanted, and without a fault: it returns
+
+    run(test)
+
+
+def test_nothing_is_remembered_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_DELETED", 10)
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.answer = RuntimeError("no")
+        for number in range(30):
+            await service.add("base", documents(**{f"d{number}": [number, 1, 2]}))
+            await service.delete("base", f"d{number}")
+        warming = service._warming
+        for held in (warming._errors, warming._done, warming._urgencies, warming._unwanted):
+            assert not held
+        (tombstones,) = service._store._sql.execute("SELECT count(*) FROM deleted").fetchone()
+        assert tombstones == 10
+        await service.delete("base", "d20")
+        with pytest.raises(NotFoundError):
+            await service.delete("base", "d19")
+
+    run(test)
+
+
+def test_asking_again_and_again_makes_no_queue_longer() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.gate.clear()
+        content: Any = {f"d{number}": [number, 1, 2] for number in range(9)}
+        await service.add("base", documents(wait=False, **content))
+        for _ in range(50):
+            await service.warm("base", WarmDocuments())
+        assert len(service._warming._queue) <= 9
+        engine.gate.set()
+        await until(lambda: _all_warm(service))
+
+    run(test)
+
+
+def test_what_is_asked_for_comes_before_the_background() -> None:
+    async def main() -> None:
+        engine, order = FakeEngine(), []
+        engine.others = 1
+        engine.gate.clear()
+
+        async def prompts(entry: str) -> Any:
+            order.append(entry)
+            return "key", 0, [np.arange(4, dtype=np.int32)]
+
+        warming = Warming(engine, prompts, lambda entry: True)
+        for entry in "abcdefgh":
+            warming.add(entry, Urgency.BACKGROUND)
+        await asyncio.sleep(0.01)
+        done = warming.add("h", Urgency.ASKED_FOR)
+        warming.add("g", Urgency.BACKGROUND)
+        engine.gate.set()
+        await done
+        assert order[:5] == ["a", "b", "c", "d", "h"], "four were under way"
+        await until(lambda: _is(not warming._done))
+        assert sorted(order) == [*"abcdefgh"], "each once"
+        await warming.close()
+
+    asyncio.run(main())
+
+
+def test_what_takes_no_blocks_still_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        def new(name: str) -> AddDocuments:
+            same: Any = [{"id": name, "token_ids": [1, 2], "metadata": {"k": "x" * 10_000}}]
+            return AddDocuments(documents=same, wait=True)
+
+        await service.add("base", new("a"))
+        held = service._catalogue.num_bytes
+        assert held > 40_000
+        monkeypatch.setattr(service_module, "MAX_HELD_BYTES", held)
+        with pytest.raises(NoRoomError, match=f"of at most {held}"):
+            await service.add("base", new("b"))
+        with pytest.raises(NoRoomError, match="preambles"):
+            await service.create_base(CreateBase(name="other"))
+        await service.add("base", new("a"))  # in its own place
+        await service.delete("base", "a")
+        await service.add("base", new("b"))
+        assert await statuses(service) == {"b": "warm"}
+
+    run(test)
+
+
+def test_the_manifests_row_can_go_while_it_waits() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[*range(9)]))
+        engine.pool.reset()
+        service._store._sql.execute("UPDATE documents SET tokens = x'00'")
+        (document,) = await service.warm("base", WarmDocuments(wait=True))
+        assert document.status == "failed"
+        assert "cannot be read from the manifest" in str(document.error)
+
+    run(test)
 
 
 def test_every_error_has_a_status() -> None:

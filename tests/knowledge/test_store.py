@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: nothing torn, foreign or shared is ever taken for sound."""
 
+import os
 import sqlite3
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -140,5 +142,128 @@ def test_it_remembers_what_was_deleted(path: str) -> None:
     assert not store.was_deleted("base", "doc")
     store.delete_base("base")
     assert store.was_deleted("base")
+    assert list(store.load().documents) == []
+    store.close()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+def test_the_file_and_its_journals_are_its_owners_alone(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        store = Store(str(tmp_path / "manifest.sqlite"), "model")
+        store.add_base(BaseRecord("base", "key", None, {}, 1.0))
+        store.put("key", [record()])
+        files = [*tmp_path.iterdir()]
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+        store.close()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("journal", ["-journal", "-wal", "-shm"])
+def test_a_file_that_others_could_read_is_narrowed(
+    path: str, journal: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if journal == "-wal":
+        with sqlite3.connect(path) as sql:
+            sql.execute("PRAGMA journal_mode = WAL")
+        sql.close()
+    Path(path + journal).touch()
+    for file in (path, path + journal):
+        os.chmod(file, 0o644)
+    store = Store(path, "model")
+    store.put("key", [record()])
+    for file in Path(path).parent.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    assert "0600" in caplog.text
+    store.close()
+    assert reload(path).fault is None
+
+
+def test_permissions_of_a_file_that_is_no_manifest_stay(tmp_path: Path) -> None:
+    notes, other = tmp_path / "notes.txt", tmp_path / "other.sqlite"
+    notes.write_text("no database " * 1000)
+    with sqlite3.connect(other) as sql:
+        sql.execute("CREATE TABLE addresses (name)")
+    sql.close()
+    for file, complaint in ((notes, "not a database"), (other, "a database of something else")):
+        file.chmod(0o644)
+        content = file.read_bytes()
+        with pytest.raises(ManifestError, match=complaint):
+            Store(str(file), "model")
+        assert (stat.S_IMODE(file.stat().st_mode), file.read_bytes()) == (0o644, content)
+
+
+def test_a_path_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(ManifestError, match="no regular file"):
+            Store(str(path), "model")
+
+
+def test_what_is_acknowledged_has_reached_the_disk(path: str) -> None:
+    store = Store(path, "model")
+    assert store._sql.execute("PRAGMA synchronous").fetchone() == (2,), "FULL"
+    assert not store._sql.in_transaction
+    store.delete("base", "doc")
+    assert not store._sql.in_transaction, "committed before it is told"
+    store.close()
+
+
+def test_a_store_that_was_refused_holds_no_lock(path: str) -> None:
+    with sqlite3.connect(path) as sql:
+        sql.execute("UPDATE about SET value = '2'")
+    with pytest.raises(ManifestError):
+        Store(path, "model")
+    sql.execute("UPDATE about SET value = '1'")
+    sql.commit()
+    sql.close()
+    assert reload(path).fault is None
+
+
+def test_all_documents_of_a_request_are_put_or_none(path: str) -> None:
+    store = Store(path, "model")
+    bad = record("bad")
+    bad.id = 2**80  # type: ignore[assignment]
+    with pytest.raises(Exception, match=r".+"):
+        store.put("key", [record("new"), bad])
+    assert [d.id for d in store.load().documents] == ["doc"]
+    store.close()
+
+
+def test_uses_go_with_the_last_document_of_their_entry(path: str) -> None:
+    store = Store(path, "model")
+    entry = record().entry
+    store.put("key", [record("twin")])
+    store.save_uses([(entry, 3, 1.0)])
+    store.delete("base", "doc")
+    store.forget_uses([entry])
+    assert store.load().uses == {entry: (3, 1.0)}
+    store.delete("base", "twin")
+    store.forget_uses([entry])
+    assert store.load().uses == {}
+    store.close()
+
+
+def test_an_entry_is_named_by_all_that_decides_its_kv() -> None:
+    other = np.array([2], np.int32)
+    names = {
+        entry_name("key", CONTEXT, TOKENS),
+        entry_name("key2", CONTEXT, TOKENS),
+        entry_name("key", other, TOKENS),
+        entry_name("key", CONTEXT, TOKENS[1:]),
+        # The same bytes, divided otherwise.
+        entry_name("key", np.concatenate((CONTEXT, TOKENS[:1])), TOKENS[1:]),
+    }
+    assert len(names) == 5
+    assert ":" not in "".join(names), "orders to freeze are divided by colons"
+
+
+def test_a_base_made_anew_has_none_of_the_documents_of_before(path: str) -> None:
+    with sqlite3.connect(path) as sql:
+        sql.execute("DELETE FROM bases")
+    sql.close()
+    store = Store(path, "model")
+    store.add_base(BaseRecord("base", "key", None, {}, 1.0))
     assert list(store.load().documents) == []
     store.close()

@@ -25,6 +25,7 @@ def mean_at_most(values: Sequence[float], certainty: float = CERTAINTY) -> float
     """Student's upper bound of a mean; infinite for one value, or where one is not finite.
 
     It is exact for normal values, and an approximation for others, the better the more there are.
+    Of equal values it is their value: what has not been seen once, no bound of a mean can tell.
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.inf

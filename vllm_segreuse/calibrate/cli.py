@@ -27,6 +27,8 @@ from vllm_segreuse.calibrate.search import (
 LOGPROBS = 128
 """Most likely first tokens that are compared; all of them where the vocabulary is smaller."""
 
+_WAY_OUT = "more prompts narrow the bounds, and --max-kl and --min-agreement move them"
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run `vllm-segreuse calibrate`; returns the exit status: 1 if no setting keeps the bounds."""
@@ -52,8 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     if chosen is None:
         print(
             f"no setting kept the divergence at most {given.max_kl} and the agreement at least "
-            f"{given.min_agreement} on {len(prompts) // 2} prompts; more prompts narrow the bounds, and "
-            "--max-kl and --min-agreement move them",
+            f"{given.min_agreement} on {len(prompts) // 2} prompts; {_WAY_OUT}",
             file=sys.stderr,
         )
         return 1
@@ -62,8 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"on the prompts it was not chosen by: {_figures(unseen)}")
     if not unseen.keeps(given.max_kl, given.min_agreement):
         print(
-            "on the half that it was not chosen by, the setting did not keep the bounds: nothing "
-            "is written; more prompts narrow the bounds, and --max-kl and --min-agreement move them",
+            "the setting did not keep the bounds on the half that it was not chosen by, and is not "
+            f"written; {_WAY_OUT}",
             file=sys.stderr,
         )
         return 1

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine behind knowledge bases: what is asked of vLLM, and what its answers mean."""
+
+import asyncio
+from types import SimpleNamespace as Of
+from typing import Any
+
+import pytest
+
+from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.config import EXTRA_KEYS, FREEZE
+from vllm_segreuse.knowledge.engine import (
+    ServedEngine,
+    Tokenizer,
+    fingerprint,
+    ingesting,
+    was_frozen,
+)
+from vllm_segreuse.knowledge.errors import UnavailableError
+from vllm_segreuse.knowledge.offline import OfflineEngine
+from vllm_segreuse.serve.origin import Origin, origin
+
+ORDER = FreezeOrder("entry", 1, 3, 5)
+
+
+class Words:
+    """A tokenizer that puts tokens before and behind every text."""
+
+    def __init__(self, before: list[int], behind: list[int]) -> None:
+        self._before, self._behind = before, behind
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        tokens = [ord(char) for char in text]
+        return [*self._before, *tokens, *self._behind] if add_special_tokens else tokens
+
+
+@pytest.mark.parametrize("before", [[], [1], [1, 2]])
+@pytest.mark.parametrize("behind", [[], [3]])
+def test_sequences_start_with_what_stands_before_every_text(before: Any, behind: Any) -> None:
+    tokenizer = Tokenizer(Words(before, behind))
+    assert tokenizer.start_tokens() == before
+    assert tokenizer.encode("ab") == [97, 98], "without special tokens"
+
+
+def test_without_a_tokenizer_texts_are_refused_and_nothing_starts_a_sequence() -> None:
+    tokenizer = Tokenizer(None)
+    assert tokenizer.start_tokens() == []
+    assert tokenizer.fingerprint() == ""
+    with pytest.raises(UnavailableError, match="send token_ids") as refused:
+        tokenizer.encode("a")
+    assert refused.value.param == "text"
+
+
+def test_a_fingerprint_differs_by_model_and_tokenizer_and_not_by_place() -> None:
+    def made(tokenizer: Any = None, **config: Any) -> str:
+        hf_config = Of(to_dict=lambda: {"layers": 2, "_name_or_path": "/a"} | config)
+        vllm_config = Of(model_config=Of(hf_config=hf_config))
+        return fingerprint(vllm_config, Tokenizer(tokenizer))  # type: ignore[arg-type]
+
+    same = {made(), made(_name_or_path="/b"), made(transformers_version="9")}
+    assert len(same) == 1
+    assert len(same | {made(layers=3), made(Words([], []))}) == 3
+
+
+def test_a_request_of_ours_says_what_to_freeze_and_is_trusted() -> None:
+    with ingesting("key", ORDER) as params:
+        assert origin.get() is Origin.OURSELVES
+        assert params.extra_args == {EXTRA_KEYS: ["key"], FREEZE: ORDER.encode()}
+        assert (params.max_tokens, params.temperature) == (1, 0.0)
+    assert origin.get() is not Origin.OURSELVES
+
+
+@pytest.mark.parametrize(
+    ("params", "frozen"),
+    [
+        (None, False),
+        ({}, False),
+        ({"segreuse": None}, False),
+        ({"segreuse": {"frozen": False}}, False),
+        ({"segreuse": {"frozen": True}}, True),
+    ],
+)
+def test_only_a_report_says_that_something_was_frozen(params: Any, frozen: bool) -> None:
+    assert was_frozen(Of(kv_transfer_params=params)) is frozen
+
+
+class Client:
+    """vLLM's engine client, as far as it is asked."""
+
+    def __init__(self, policy: str = "fcfs", unfinished: int = 3) -> None:
+        self.renderer = Of(tokenizer=object())
+        self.model_config = Of(get_vocab_size=lambda: 77)
+        self.vllm_config = Of(scheduler_config=Of(policy=policy))
+        self.engine_core = self
+        self.unfinished = unfinished
+        self.asked: list[Any] = []
+
+    def get_tokenizer(self) -> Any:
+        return Words([1], [])
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.unfinished
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, priority: int) -> Any:
+        self.asked.append((prompt, params.extra_args, request_id, priority, origin.get()))
+        yield Of(kv_transfer_params=None)
+        yield Of(kv_transfer_params={"segreuse": {"frozen": True}})
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        self.asked.append((method, *args))
+        return {"warm": {}}
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("fcfs", 0), ("priority", 2**31 - 1)])
+def test_a_server_computes_last_where_priorities_count(policy: str, priority: int) -> None:
+    client = Client(policy)
+    engine = ServedEngine(client)
+    assert asyncio.run(engine.compute([1, 2], "key", ORDER)) is True, "the last output tells"
+    assert asyncio.run(engine.compute([1, 2], "key", ORDER)) is True
+    first, second = client.asked
+    assert first[0]["prompt_token_ids"] == [1, 2]
+    assert first[1] == {EXTRA_KEYS: ["key"], FREEZE: ORDER.encode()}
+    assert first[2] != second[2], "no two requests have one name"
+    assert first[3:] == (priority, Origin.OURSELVES)
+
+
+def test_a_server_asks_the_scheduler_and_leaves_its_own_requests_out() -> None:
+    client = Client(unfinished=3)
+    engine = ServedEngine(client)
+    assert engine.vocab_size == 77
+    assert [engine.num_others(own) for own in (0, 2, 4)] == [3, 1, 0]
+    assert asyncio.run(engine.frozen()) == {"warm": {}}
+    asyncio.run(engine.unfreeze(["a"]))
+    assert client.asked == [("segreuse_frozen",), ("segreuse_unfreeze", ["a"])]
+
+
+def test_a_server_without_a_tokenizer_has_none() -> None:
+    client = Client()
+    client.renderer.tokenizer = None
+    assert ServedEngine(client).start_tokens() == []
+
+
+class Offline:
+    """vLLM's LLM, as far as it is asked; its engine is in this process or in another."""
+
+    def __init__(self, own_process: bool) -> None:
+        self.calls: list[Any] = []
+        inner = Of(
+            segreuse_frozen=lambda: {"limit": 4},
+            segreuse_unfreeze=lambda entries: self.calls.append(entries),
+        )
+        core: Any = Of(engine_core=inner)
+        if own_process:
+            core = Of(call_utility=lambda method, *args: getattr(inner, method)(*args))
+        self.llm_engine = Of(
+            tokenizer=Words([], []), model_config=Of(get_vocab_size=lambda: 77), engine_core=core
+        )
+
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> Any:
+        self.calls.append((prompts, params.extra_args, origin.get()))
+        return [Of(kv_transfer_params={"segreuse": {"frozen": True}})]
+
+
+@pytest.mark.parametrize("own_process", [False, True])
+def test_offline_the_same_is_asked_wherever_the_engine_is(own_process: bool) -> None:
+    llm = Offline(own_process)
+    engine = OfflineEngine(llm)
+    assert (engine.vocab_size, engine.num_others(9)) == (77, 0)
+    assert asyncio.run(engine.compute([1, 2], "key", ORDER)) is True
+    assert asyncio.run(engine.frozen()) == {"limit": 4}
+    asyncio.run(engine.unfreeze(["a"]))
+    asked = {EXTRA_KEYS: ["key"], FREEZE: ORDER.encode()}
+    assert llm.calls == [([{"prompt_token_ids": [1, 2]}], asked, Origin.OURSELVES), ["a"]]
