@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of documents and bases, from a catalogue and a queue made by hand."""
+
+from types import SimpleNamespace as Of
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_segreuse.knowledge.answers import Answers
+from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.errors import NotFoundError
+from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord
+
+SHAPE = Shape(block_size=4, max_prompt_tokens=63, chunk_tokens=20)
+CONTEXT = np.array([1], np.int32)
+
+
+def record(document_id: str, entry: str, tokens: int = 9, base: str = "base") -> DocumentRecord:
+    ids = np.arange(tokens, dtype=np.int32)
+    return DocumentRecord(base, document_id, CONTEXT, ids, {"id": document_id}, entry)
+
+
+@pytest.fixture
+def catalogue() -> Catalogue:
+    """`a` and `b` share an entry; `c` has one of its own; `d` is faulty."""
+    catalogue = Catalogue(SHAPE)
+    base = CatalogueBase(BaseRecord("base", "key", "Read:", {"k": 1}, 5.0), CONTEXT)
+    catalogue.bases["base"] = base
+    catalogue.put(base, record("a", "one"), None)
+    catalogue.put(base, record("b", "one"), None)
+    catalogue.put(base, record("c", "two", 30), None)
+    catalogue.put(base, record("d", "two", 30), "torn")
+    catalogue.count_uses({"one": (3, 7.0), "two": (2, 8.0), "unknown": (9, 9.0)})
+    return catalogue
+
+
+def answers(catalogue: Catalogue, queued: Any = (), errors: Any = None) -> Answers:
+    warming: Any = Of(is_queued=lambda name: name in queued, error=(errors or {}).get)
+    return Answers(catalogue, warming)
+
+
+def told(catalogue: Catalogue, document_id: str, warm: Any = None, **queue: Any) -> Any:
+    base = catalogue.base("base")
+    document = catalogue.document(base, document_id)
+    return answers(catalogue, **queue).document(base, document, warm or {})
+
+
+def test_a_document_is_what_its_entry_is(catalogue: Catalogue) -> None:
+    assert told(catalogue, "a").status == "cold"
+    assert told(catalogue, "a", {"one": (3, 2)}).status == "warm"
+    assert told(catalogue, "a", queued=["one"]).status == "warming"
+    failed = told(catalogue, "a", errors={"one": "no room"})
+    assert (failed.status, failed.error) == ("failed", "no room")
+    # Warm is warm, whatever went wrong before or is to come.
+    both = told(catalogue, "a", {"one": (3, 2)}, queued=["one"], errors={"one": "before"})
+    assert (both.status, both.error) == ("warm", None)
+
+
+def test_references_are_readers_and_documents_that_share_it(catalogue: Catalogue) -> None:
+    warm = told(catalogue, "a", {"one": (7, 5)})
+    assert (warm.blocks, warm.references, warm.hits) == (7, 5 + 2, 3)
+    assert warm.last_used.timestamp() == 7
+    cold = told(catalogue, "c")
+    assert (cold.blocks, cold.references) == (SHAPE.num_blocks(1, 30), 0)
+    assert (cold.tokens, cold.metadata) == (30, {"id": "c"})
+
+
+def test_a_faulty_document_has_nothing_of_an_entry_of_its_name(catalogue: Catalogue) -> None:
+    faulty = told(catalogue, "d", {"two": (9, 1)}, queued=["two"])
+    assert (faulty.status, faulty.error) == ("failed", "torn")
+    assert (faulty.blocks, faulty.references, faulty.hits, faulty.last_used) == (0, 0, 0, None)
+
+
+def test_a_base_counts_shared_blocks_and_hits_once(catalogue: Catalogue) -> None:
+    base = answers(catalogue).base(catalogue.base("base"), {"one": (7, 5), "strange": (99, 9)})
+    assert (base.name, base.extra_key, base.preamble) == ("base", "key", "Read:")
+    assert (base.blocks, base.hits, base.tokens) == (7, 5, 9 + 9 + 30 + 30)
+    assert base.documents.model_dump() == {"warm": 2, "cold": 1, "warming": 0, "failed": 1}
+    assert base.created_at.timestamp() == 5
+
+
+def test_stats_are_of_all_bases(catalogue: Catalogue) -> None:
+    state = {"total": 1, "frozen": 2, "limit": 3, "free": 4, "block_size": 5, "given_back": 6}
+    stats = answers(catalogue).stats(state | {"warm": {"two": (8, 0)}})
+    assert stats.blocks.model_dump() == {
+        "total": 1, "frozen": 2, "limit": 3, "free": 4, "block_size": 5,
+        "promised": SHAPE.num_blocks(1, 9) + SHAPE.num_blocks(1, 30),
+    }  # fmt: skip
+    assert (stats.bases, stats.hits, stats.given_back) == (1, 5, 6)
+    assert stats.documents.warm == 1
+
+
+def test_what_has_gone_meanwhile_is_left_out(catalogue: Catalogue) -> None:
+    found = answers(catalogue)
+    assert [d.id for d in found.documents(catalogue.base("base"), ["c", "x", "a"], {})] == [
+        "c",
+        "a",
+    ]
+    assert [b.name for b in found.bases(["x", "base"], {})] == ["base"]
+    for missing in (lambda: catalogue.base("x"), lambda: told(catalogue, "x")):
+        with pytest.raises(NotFoundError, match="'x'"):
+            missing()
+
+
+def test_an_entry_goes_with_its_last_document(catalogue: Catalogue) -> None:
+    documents = catalogue.bases["base"].documents
+    assert catalogue.disown("base", [documents.pop("a")]) == []
+    assert catalogue.disown("base", [documents.pop("b")]) == ["one"]
+    assert [*catalogue.entries] == ["two"]
+    # In its own place: the entry stays.
+    assert catalogue.disown("base", [documents["c"]]) == []
+
+
+def test_room_is_counted_as_it_will_be(catalogue: Catalogue) -> None:
+    base = catalogue.bases["base"]
+    now = catalogue.num_blocks()
+    own = SHAPE.num_blocks(1, 15)
+    assert catalogue.num_blocks_with(base, [record("e", "three", 15)]) == now + own
+    assert catalogue.num_blocks_with(base, [record("e", "one")]) == now, "shared"
+    replacing = catalogue.num_blocks_with(base, [record("c", "three", 15)])
+    assert replacing == now + own - SHAPE.num_blocks(1, 30)
+    # `b` still has the entry that `a` leaves.
+    assert catalogue.num_blocks_with(base, [record("a", "three", 15)]) == now + own
+    assert catalogue.num_blocks() == now, "only counted"
+
+
+def test_most_used_first_then_last_used(catalogue: Catalogue) -> None:
+    base = catalogue.bases["base"]
+    for name in ("three", "four"):
+        catalogue.put(base, record(name, name), None)
+    catalogue.count_uses({"three": (2, 9.0)})
+    assert catalogue.most_used_first() == ["one", "three", "two", "four"]
