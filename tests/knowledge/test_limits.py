@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files may be anybody's: none of them hangs the command, takes its memory, or leads elsewhere."""
 
+import json
 import os
+import signal
 import socket
 import time
 import zlib
@@ -234,3 +236,45 @@ def test_json_lines_of_any_kind_are_a_sentence(
 
 def test_limits_of_files_are_generous_by_default() -> None:
     assert Limits() == (64 * 2**20, 5000, 60.0, 2 * 2**30)
+
+
+def test_a_file_that_becomes_special_before_it_is_opened_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("regular")
+    look = os.stat
+
+    def exchange(path: Path) -> os.stat_result:
+        status = look(path)
+        file.unlink()
+        os.mkfifo(file)
+        return status
+
+    monkeypatch.setattr(extract.os, "stat", exchange)
+    signal.alarm(20)  # whoever hangs here would hang for ever
+    try:
+        with pytest.raises(ExtractError, match=r"a\.txt is no regular file"):
+            extract._open(Source(file, "a.txt"), 100)
+    finally:
+        signal.alarm(0)
+
+
+def test_a_file_that_never_ends_is_read_up_to_the_limit(tmp_path: Path) -> None:
+    class Endless:
+        def __enter__(self) -> "Endless":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def read(self, size: int = -1) -> bytes:
+            assert 0 <= size <= 11, "more is asked for than the limit"
+            return b"x" * size
+
+    request = parsing.Request(".txt", "a.txt", 10, 1, 60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parsing.os, "fdopen", lambda file, mode: Endless())
+        patch.setattr(parsing.signal, "setitimer", lambda *args: None)
+        answer = parsing._answer(json.dumps(request).encode(), 0)
+    assert b"has more than 10 bytes" in (answer or b"")

@@ -566,6 +566,24 @@ def test_what_takes_no_blocks_still_has_a_limit(monkeypatch: pytest.MonkeyPatch)
     run(test)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
+def test_lists_end_where_nothing_is_left(count: int) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        ids = [f"d{number}" for number in range(count)]
+        if ids:
+            await service.add("base", documents(**{i: [1, 2] for i in ids}))
+        found, after, pages = [], None, 0
+        while True:
+            page = await service.documents("base", after, 2)
+            found += [document.id for document in page.data]
+            after, pages = page.next, pages + 1
+            if after is None:
+                break
+        assert (found, pages) == (ids, max(1, -(-count // 2)))
+
+    run(test)
+
+
 def test_the_manifests_row_can_go_while_it_waits() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         await service.add("base", documents(a=[*range(9)]))

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knowledge bases within a program: the same service, on a loop of its own, during calls only."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace as Of
+from typing import Any
+
+import pytest
+
+from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.knowledge import offline
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.database import IN_MEMORY
+from vllm_segreuse.knowledge.errors import ConflictError, NoRoomError
+from vllm_segreuse.knowledge.offline import KnowledgeBase
+from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.knowledge.store import Store
+
+
+class LLM:
+    """Stands for `vllm.LLM`: nothing is asked of it here."""
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    engine = FakeEngine()
+    shape = Shape(BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
+    service = KnowledgeService(engine, Store(IN_MEMORY, "model"), shape)
+
+    class OnFake(offline._Offline):
+        def __init__(self, llm: Any) -> None:
+            self._thread = ThreadPoolExecutor(1)
+            self._loop = asyncio.new_event_loop()
+            self.service = service
+            self.run(service.start(in_background=False))
+
+    monkeypatch.setattr(offline, "_Offline", OnFake)
+    monkeypatch.setattr(offline, "MAX_DOCUMENTS", 3)
+    llm: Any = LLM()
+    llm.engine, llm.service = engine, service
+    yield llm
+    offline._of_llm[llm]._loop.close()
+
+
+def test_documents_are_warm_when_the_call_returns(llm: Any) -> None:
+    base = KnowledgeBase(llm, "handbook", metadata={"v": 1})
+    assert base.extra_key == "handbook"
+    added = base.add({"a.txt": "text", "b": [5, 6, 7]})
+    assert [(d.id, d.status, d.tokens) for d in added] == [("a.txt", "warm", 4), ("b", "warm", 3)]
+    assert base.stats().documents.warm == 2
+    llm.engine.pool.reset()
+    assert [d.status for d in base.documents()] == ["cold", "cold"]
+    assert [d.id for d in base.warm(["b"])] == ["b"]
+    assert [d.status for d in base.documents()] == ["cold", "warm"]
+    assert {d.status for d in base.warm()} == {"warm"}
+    base.remove("b", "b")
+    assert [d.id for d in base.documents()] == ["a.txt"]
+    base.delete()
+    assert base.stats().bases == 0
+
+
+def test_more_documents_than_a_request_takes_come_in_several(llm: Any) -> None:
+    base = KnowledgeBase(llm, "handbook")
+    added = base.add({str(n): [n, 1] for n in range(8)})
+    assert [d.id for d in added] == [str(n) for n in range(8)]
+    assert [d.id for d in base.documents()] == [str(n) for n in range(8)]
+
+
+def test_what_was_used_is_written_within_each_call(llm: Any) -> None:
+    base = KnowledgeBase(llm, "handbook")
+    base.add({"a": [1, 2]})
+    [entry] = llm.engine.pool.warm()
+    llm.engine.pool.used(llm.engine.pool._entries[entry].block_ids)
+    assert base.documents()[0].hits == 1
+    assert llm.service._store.load().uses[entry][0] == 1
+
+
+def test_errors_are_the_services_and_a_base_is_opened_once(llm: Any) -> None:
+    base = KnowledgeBase(llm, "handbook", extra_key="key")
+    assert KnowledgeBase(llm, "handbook", extra_key="key").extra_key == "key"
+    with pytest.raises(ConflictError):
+        KnowledgeBase(llm, "handbook", extra_key="other")
+    with pytest.raises(NoRoomError):
+        base.add({"a": [1] * 500})
+    with pytest.raises(ValueError, match="name"):
+        KnowledgeBase(llm, "a b")
+
+
+def test_an_llm_without_reuse_is_refused() -> None:
+    llm: Any = LLM()
+    llm.llm_engine = Of(vllm_config=Of(kv_transfer_config=None))
+    with pytest.raises(ValueError, match="does not run segment reuse"):
+        KnowledgeBase(llm, "handbook")
