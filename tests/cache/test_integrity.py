@@ -39,6 +39,20 @@ def put(entry: int, field: str, value: int) -> Damage:
     return damage
 
 
+def put_head(entry: int, is_head: int) -> Damage:
+    """Anchors are counted by heads: their counts stay right."""
+
+    def damage(index: SegmentIndex) -> None:
+        put(entry, "is_head", is_head)(index)
+        place = int(index.nodes[entry]["anchor"]) & (index.anchor_counts.size - 1)
+        if is_head:
+            index.anchor_counts[place] += 1
+        else:
+            index.anchor_counts[place] -= 1
+
+    return damage
+
+
 def set_size(index: SegmentIndex) -> None:
     index._size += 1
 
@@ -76,39 +90,54 @@ def change_tokens(index: SegmentIndex) -> None:
     index.tokens[3, 0] += 1
 
 
+def split_group(index: SegmentIndex) -> None:
+    """Block 3 leaves its twin, in every link and count, for a group of its own."""
+    nodes = index.nodes
+    bucket = int(nodes[3]["key"]) % index.heads.size
+    nodes[0]["next_twin"] = nodes[0]["previous_twin"] = 0
+    nodes[3]["next_twin"] = nodes[3]["previous_twin"] = 3
+    nodes[3]["is_head"], nodes[3]["previous_group"] = 1, -1
+    nodes[3]["next_group"] = index.heads[bucket]
+    nodes[index.heads[bucket]]["previous_group"] = 3
+    index.heads[bucket] = 3
+    index.anchor_counts[int(nodes[3]["anchor"]) & (index.anchor_counts.size - 1)] += 1
+
+
 DAMAGES: dict[str, Damage] = {
-    "the number of blocks": set_size,
-    "the number of a namespace's blocks": count_namespace,
-    "blocks of a namespace that has none": count_nobody,
-    "entries are lost": lose_entries,
-    "entries that were never used are lost": lose_new_entries,
-    "a free entry is in use": free_what_is_in_use,
-    "an anchor is counted once too often": count_anchor,
-    "a bucket forgets its groups": lose_bucket,
-    "twins of other content": change_tokens,
-    "a block's views differ": put(0, "position", 6),
-    "a view of another block": put(8, "block", 1),
-    "views in a circle": put(8, "next_view", 0),
-    "a block twice in a namespace": put(8, "namespace", 0),
-    "a parent that is not in use": put(1, "parent", 6),
-    "a parent that is not just before": put(2, "parent", 0),
-    "a parent that does not know its child": put(0, "first_child", -1),
-    "a child of somebody else": put(2, "parent", -1),
-    "a sibling that is not": put(1, "previous_sibling", 2),
-    "another namespace's parent": put(1, "parent", 8),
-    "a group without a head": put(1, "is_head", 0),
-    "a group with two heads": put(3, "is_head", 1),
-    "a chain back to nowhere": put(1, "previous_group", 3),
-    "a ring that is none": put(3, "previous_twin", 3),
-    "an entry in the wrong bucket": put(1, "key", 12345),
+    r"5 blocks, but len\(\) is 6": set_size,
+    "population of namespace 0": count_namespace,
+    "population of a namespace without entries": count_nobody,
+    "1 entries are lost": lose_entries,
+    "entries are lost": lose_new_entries,
+    "entry 8 is free and in use": free_what_is_in_use,
+    "anchor counts are wrong": count_anchor,
+    "the buckets do not hold every entry": lose_bucket,
+    "entry 3 is no twin of 0": change_tokens,
+    "two groups with the content of entry": split_group,
+    "the views of block 0 disagree": put(8, "depth", 3),
+    "a view of block 0 stands for another block": put(8, "block", 1),
+    "0 is no view of block 0|run in circles": put(8, "next_view", 8),
+    "block 0 twice in one": put(8, "namespace", 0),
+    "its parent 6 is not in use": put(3, "parent", 6),
+    "entry 2 is 4 tokens behind its parent": put(2, "position", 6),
+    "entry 2 is 0 tokens behind its parent": put(2, "position", 2),
+    "is not among the children of 0": put(0, "first_child", -1),
+    "2 is no child of 1": put(2, "parent", -1),
+    "siblings of 1|is not among the children": put(1, "previous_sibling", 2),
+    "entry 3: foreign parent": put(3, "parent", 8),
+    "in a chain, but no head": put_head(1, 0),
+    "group with two heads": put_head(3, 1),
+    "chain at entry 1": put(1, "previous_group", 3),
+    "ring at": put(3, "previous_twin", 3),
+    "bucket of 1|is in the wrong group": put(1, "key", 12345),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_is_noticed(kind: str) -> None:
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damage_is_noticed(message: str) -> None:
     index = sound_index()
-    DAMAGES[kind](index)
-    with pytest.raises(AssertionError):
+    DAMAGES[message](index)
+    with pytest.raises(AssertionError, match=message):
         index.check_integrity()
 
 

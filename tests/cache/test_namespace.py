@@ -97,11 +97,32 @@ def test_idle_namespaces_are_collected_once_their_blocks_are_gone():
     assert largest < 2500
 
 
+def test_a_sweep_spares_those_who_run_and_those_whose_blocks_live():
+    indexed = set(range(10_000))
+    table = NamespaceTable(lambda namespace: namespace in indexed)
+    running, resting = table.intern(b"running"), table.intern(b"resting")
+    table.release(resting)
+    for i in range(3000):
+        table.release(table.intern(str(i).encode()))
+    indexed.clear()
+    indexed.add(resting)  # all others have been evicted, also what the running one had
+    for i in range(3000, 6000):
+        assert table.intern(str(i).encode()) not in (running, resting)
+    assert (table.find(b"running"), table.find(b"resting")) == (running, resting)
+    assert table.find(b"0") is None
+
+
 def test_misuse_is_reported():
     table = NamespaceTable(lambda namespace: namespace == 0)
     with pytest.raises(ValueError, match="namespace 5 is not in use"):
         table.acquire(5)
     namespace = table.intern(b"a")
     table.release(namespace)
+    with pytest.raises(ValueError, match="namespace -1 is not in use"):
+        table.release(-1)
+    forgotten = table.intern(b"b")
+    table.release(forgotten)
+    with pytest.raises(ValueError, match=f"namespace {forgotten} is not in use"):
+        table.acquire(forgotten)
     with pytest.raises(ValueError, match="released more often"):
         table.release(namespace)
