@@ -5,10 +5,14 @@ import hashlib
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.config import (
+    MAX_PROVENANCE_DEPTH,
+    POLICIES,
     ConfigError,
     ParsedRequest,
     RequestError,
@@ -41,7 +45,10 @@ def test_defaults_are_the_documented_ones() -> None:
         "knowledge_chunk_tokens": 2048,
         "knowledge_body_bytes": 16777216,
         "namespaces": None,
+        "namespaces_trust_programs": False,
     }
+    assert set(RequestOptions.model_fields) < set(SegReuseConfig.model_fields)
+    assert SegReuseConfig(policy="auto") == SegReuseConfig()
 
 
 def test_config_is_frozen() -> None:
@@ -98,19 +105,86 @@ def test_06_bad_value_is_refused_for_the_server_and_for_a_request(
         assert len(text) < 300
 
 
+RANGES: dict[str, tuple[int, int]] = {
+    "min_reused_tokens": (1, 2**31 - 1),
+    "overflow_tokens": (0, 2**31 - 1),
+    "dense_layers": (0, 4096),
+    "max_provenance_depth": (0, 127),
+    "max_step_tokens": (1, 2**31 - 1),
+    "spread_tokens": (0, 2**31 - 1),
+    "knowledge_chunk_tokens": (1, 2**31 - 1),
+    "knowledge_body_bytes": (1024, 2**31 - 1),
+}
+NULLABLE = {"overflow_tokens", "max_step_tokens", "spread_tokens"}
+
+
+@pytest.mark.parametrize("option", RANGES)
+def test_whole_numbers_are_taken_within_their_range_only(option: str) -> None:
+    low, high = RANGES[option]
+    for value in (low, high):
+        assert getattr(SegReuseConfig.from_options({option: value}), option) == value
+    for bad in (low - 1, high + 1, 10**30, True, low + 1.5, float("nan"), str(low), [low]):
+        with pytest.raises(ConfigError) as caught:
+            SegReuseConfig.from_options({option: bad})
+        assert str(caught.value).startswith(f"segreuse: {option}={short_repr(bad)} must be")
+        assert f"{low} to {high}" in str(caught.value)
+    if option in NULLABLE:
+        assert getattr(SegReuseConfig.from_options({option: None}), option) is None
+    else:
+        with pytest.raises(ConfigError, match=option):
+            SegReuseConfig.from_options({option: None})
+
+
+@pytest.mark.parametrize("option", ["recompute_ratio", "frozen_share", "frozen_pressure"])
+def test_shares_are_taken_from_0_to_1(option: str) -> None:
+    for value in (1, 1.0, 0.5, 5e-324):
+        taken = getattr(SegReuseConfig.from_options({option: value}), option)
+        assert (taken, type(taken)) == (value, float)
+    bad_ones: list[object] = [-5e-324, 1.0000001, float("nan"), float("inf"), True, "0.5", None]
+    if option == "frozen_pressure":
+        bad_ones.append(0)
+    else:
+        assert getattr(SegReuseConfig.from_options({option: 0}), option) == 0.0
+    for bad in bad_ones:
+        with pytest.raises(ConfigError, match=rf"{option}=.* must be a number"):
+            SegReuseConfig.from_options({option: bad})
+
+
+@pytest.mark.parametrize("option", ["enabled", "frozen_returns", "namespaces_trust_programs"])
+def test_switches_are_true_or_false(option: str) -> None:
+    for value in (True, False):
+        assert getattr(SegReuseConfig.from_options({option: value}), option) is value
+    for bad in (1, 0, None, "true", "no"):
+        with pytest.raises(ConfigError, match=f"{option}=.* must be true or false"):
+            SegReuseConfig.from_options({option: bad})
+
+
+def test_dense_layers_is_a_number_of_layers_or_a_share_of_them() -> None:
+    for value in (5e-324, 0.15, 0.9999999):
+        assert SegReuseConfig.from_options({"dense_layers": value}).dense_layers == value
+
+
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("max_provenance_depth", -1),
-        ("max_provenance_depth", True),
-        ("max_step_tokens", 0),
-        ("spread_tokens", -1),
-        ("enabled", 1),
-    ],
+    ("spread_tokens", "tokens"), [(None, 1024), (300, 300), (0, None), (5000, 5000)]
 )
-def test_bad_server_only_value_is_refused(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=option):
-        SegReuseConfig.from_options({option: value})
+def test_a_step_takes_half_of_what_vllm_batches_or_what_is_said(
+    spread_tokens: int | None, tokens: int | None
+) -> None:
+    config = SegReuseConfig(spread_tokens=spread_tokens)
+    assert config.spread_work(2048, num_layers=10) == (tokens and tokens * 10)
+
+
+def test_a_path_is_text_of_some_length() -> None:
+    assert SegReuseConfig.from_options({"knowledge_path": "kb.db"}).knowledge_path == "kb.db"
+    for bad in ("", "a\0b", 5, ["kb.db"]):
+        with pytest.raises(ConfigError, match="knowledge_path"):
+            SegReuseConfig.from_options({"knowledge_path": bad})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_are_what_they_are_called(policy: str) -> None:
+    assert SegReuseConfig.from_options({"policy": policy}).policy == policy
+    assert parse_request({"segreuse_policy": policy}, CONFIG).options.policy == policy
 
 
 @pytest.mark.parametrize(
@@ -201,6 +275,11 @@ def test_01_02_03_bad_extra_keys_are_refused(value: object) -> None:
 def test_extra_keys_at_their_limits() -> None:
     keys = ["é" * 128] * 16
     assert parse_request({"extra_keys": keys}, CONFIG).extra_keys == tuple(keys)
+    bound = bind_extra_keys(tuple(keys), "mallory", {})
+    assert parse_request({"extra_keys": list(bound)}, CONFIG, trusted=True).extra_keys == bound
+    for too_much in ([*keys, "a"], [keys[0] + "a"], [*bound, "a"]):
+        with pytest.raises(RequestError):
+            parse_request({"extra_keys": too_much}, CONFIG, trusted=True)
 
 
 def test_a_string_means_a_list_of_it() -> None:
@@ -260,7 +339,16 @@ def test_missing_yaml_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("environment", "enabled", "starts"),
-    [(None, True, True), ("1", True, False), ("0", True, True), (None, False, False)],
+    [
+        (None, True, True),
+        ("1", True, False),
+        ("true", True, False),
+        ("0", True, True),
+        ("", True, True),
+        ("FALSE", True, True),
+        (None, False, False),
+        ("0", False, False),
+    ],
 )
 def test_kill_switch_at_start(
     monkeypatch: pytest.MonkeyPatch, environment: str | None, enabled: bool, starts: bool
@@ -274,12 +362,13 @@ def test_kill_switch_at_start(
 # Rights to namespaces.
 
 ALICE = hashlib.sha256(b"alice's key").hexdigest()
-RIGHTS = {ALICE: ("handbook",), hashlib.sha256(b"operator").hexdigest(): ("*",)}
+RIGHTS = {ALICE: ("handbook", "wiki"), hashlib.sha256(b"operator").hexdigest(): ("*",)}
 
 
 @pytest.mark.parametrize(
     ("api_key", "keys", "shared"),
     [
+        ("alice's key", ("wiki",), True),
         ("alice's key", ("handbook",), True),
         ("alice's key", ("handbook", "chapter 1"), True),
         ("alice's key", ("payroll",), False),
@@ -315,24 +404,35 @@ def test_03_clients_cannot_write_bound_keys_or_orders_to_freeze() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["x", {"alice": ["a"]}, {ALICE: "handbook"}, {ALICE: [1]}, {ALICE: [""]}, {1: []}]
+    "value",
+    [
+        "x",
+        {"alice": ["a"]},
+        {ALICE: "handbook"},
+        {ALICE: [1]},
+        {ALICE: [""]},
+        {1: []},
+        {ALICE.upper(): ["a"]},
+        {ALICE + "0": ["a"]},
+        {ALICE[1:]: ["a"]},
+        {ALICE: ["a"], "bob": ["a"]},
+    ],
 )
 def test_bad_rights_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="namespaces"):
         SegReuseConfig.from_options({"namespaces": value})
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("frozen_share", 1.1),
-        ("frozen_pressure", 0),
-        ("frozen_returns", 1),
-        ("knowledge_path", ""),
-        ("knowledge_chunk_tokens", 0),
-        ("knowledge_body_bytes", 10),
-    ],
-)
-def test_bad_options_of_knowledge_bases_are_refused(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=option):
-        SegReuseConfig.from_options({option: value})
+# What options may say, and what can be done with it.
+
+
+def test_the_index_stores_every_depth_that_may_be_asked_for() -> None:
+    assert RANGES["max_provenance_depth"][1] == MAX_PROVENANCE_DEPTH
+    index = SegmentIndex(num_blocks=2, block_size=2)
+    tokens = np.arange(4, dtype=np.int32)
+    blocks = np.arange(2, dtype=np.int32)
+    depths = np.asarray([0, MAX_PROVENANCE_DEPTH], np.int32)
+    index.insert(0, blocks, tokens, 0, depths=depths)
+    assert index.nodes["depth"][:2].tolist() == [0, MAX_PROVENANCE_DEPTH]
+    with pytest.raises(ValueError, match="depth 128"):
+        index.insert(0, blocks, tokens, 0, depths=depths + 1)

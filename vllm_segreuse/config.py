@@ -45,6 +45,9 @@ FREEZE = OPTION_PREFIX + "freeze"
 # Begins the extra keys that are bound to a caller. Clients cannot write it: no control characters.
 _BOUND = "\x01"
 
+MAX_PROVENANCE_DEPTH = 127
+"""Deepest provenance that the index can store: its type there is made from this number."""
+
 MAX_EXTRA_KEYS = 16
 MAX_EXTRA_KEY_BYTES = 256
 
@@ -216,7 +219,7 @@ class SegReuseConfig(RequestOptions):
     classmethods raise `ConfigError`, whose text is one sentence.
     """
 
-    max_provenance_depth: Annotated[int, _count(0, 255)] = 4
+    max_provenance_depth: Annotated[int, _count(0, MAX_PROVENANCE_DEPTH)] = 4
     """How often KV computed behind reused KV may donate in turn; 0: only exact KV donates."""
 
     max_step_tokens: Annotated[int | None, _tokens_or_null(1, "the device's own")] = None
@@ -256,6 +259,12 @@ class SegReuseConfig(RequestOptions):
     """Which extra keys an API key may share, by the SHA-256 of the API key: a request may use
     `extra_keys` whose first key is listed ("*": all). Under any other name a caller is alone. None:
     names are shared by all callers."""
+
+    namespaces_trust_programs: Annotated[bool, BeforeValidator(_switch)] = False
+    """With `namespaces`: whether a program that runs the engine itself, without vLLM's API server,
+    may use every name. No API key stands behind its requests, so without this they are refused if
+    they have extra keys. A server refuses what no checked endpoint has handed in, whatever this
+    says."""
 
     def spread_work(self, max_num_batched_tokens: int, num_layers: int) -> int | None:
         """Layer-tokens (a token computed at a layer) of one step, and of the largest plan that has

@@ -15,9 +15,11 @@ import numpy.typing as npt
 
 from vllm_segreuse.cache.integrity import check
 from vllm_segreuse.cache.links import (
+    DEPTH,
     NODE,
     UNUSED,
     CountArray,
+    DepthArray,
     IntArray,
     Nodes,
     find_missing,
@@ -29,6 +31,7 @@ from vllm_segreuse.cache.rolling_hash import (
     window_anchors,
     window_hashes,
 )
+from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
 
 # Slots per block. Sparse tables: what a window finds there is nearly always a hit.
 BUCKETS_PER_BLOCK = 4
@@ -100,7 +103,7 @@ class SegmentIndex:
         tokens: TokenArray,
         first_position: int,
         parent_block: int = -1,
-        depths: int | npt.NDArray[np.int8] = 0,
+        depths: int | DepthArray = 0,
     ) -> None:
         """Index consecutive full blocks of one sequence.
 
@@ -116,7 +119,8 @@ class SegmentIndex:
             first_position: position of `tokens[0]` in the sequence.
             parent_block: physical block of the tokens just before `first_position`; -1: none or
                 unknown. A block that is not indexed there, in this namespace, is taken for unknown.
-            depths: provenance depth of all blocks, or int8 `[n]`.
+            depths: provenance depth of all blocks, or of each `[n]`; at most
+                `MAX_PROVENANCE_DEPTH`.
 
         Raises:
             ValueError: sizes disagree, or an id, namespace, position or depth is out of range.
@@ -132,8 +136,7 @@ class SegmentIndex:
             )
         if not count:
             return
-        depth_array = np.empty(count, np.int8)
-        depth_array[:] = depths
+        depth_array = np.broadcast_to(np.asarray(depths), count)
         self._check_insert(namespace, block_ids, first_position, depth_array)
         self._reserve_views(block_ids)
         grown, changed = insert_blocks(
@@ -152,7 +155,7 @@ class SegmentIndex:
             window_anchors(tokens, self.block_size)[:: self.block_size].copy(),
             first_position,
             int(parent_block),
-            depth_array,
+            depth_array.astype(DEPTH),
         )
         self._size += grown
         if changed:
@@ -168,7 +171,7 @@ class SegmentIndex:
             self._set_nodes(grown)
 
     def _check_insert(
-        self, namespace: int, block_ids: IntArray, position: int, depths: npt.NDArray[np.int8]
+        self, namespace: int, block_ids: IntArray, position: int, depths: DepthArray
     ) -> None:
         if block_ids.min() < 0 or block_ids.max() >= self.num_blocks:
             raise ValueError(
@@ -180,6 +183,8 @@ class SegmentIndex:
                 f"namespace {namespace}, position {position} and depth {depths.min()} "
                 "must not be negative"
             )
+        if depths.max() > MAX_PROVENANCE_DEPTH:
+            raise ValueError(f"depth {depths.max()} is above {MAX_PROVENANCE_DEPTH}")
         if namespace >= self._population.size:
             grown = np.zeros(2 * namespace, np.int64)
             grown[: self._population.size] = self._population

@@ -26,10 +26,13 @@ import numpy.typing as npt
 
 from vllm_segreuse.cache.jit import kernel
 from vllm_segreuse.cache.rolling_hash import AnchorArray, HashArray, TokenArray
+from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
 
 IntArray = npt.NDArray[np.int32]
 Nodes = npt.NDArray[np.void]
 CountArray = npt.NDArray[np.uint8]
+DepthArray = npt.NDArray[np.signedinteger]
+DEPTH = np.min_scalar_type(-MAX_PROVENANCE_DEPTH)  # int8
 
 # 64 bytes: an entry is one cache line. -1 = no such entry; born = 0 = not in use, so that a new
 # index is all zeros and untouched memory stays unallocated. What is the physical block's own is
@@ -40,7 +43,7 @@ NODE = np.dtype(
         ("born", np.uint32),  # step of the block's first insertion
         ("namespace", np.int32),
         ("position", np.int32),  # of the block's first token in its sequence
-        ("depth", np.int16),  # provenance: 0 = exact
+        ("depth", np.int16),  # provenance: 0 = exact; at least as wide as DEPTH
         ("is_head", np.int16),  # stands in its bucket's chain, for its group
         ("anchor", np.uint32),  # of the tokens
         ("block", np.int32),  # the physical block; the row of its tokens
@@ -82,7 +85,7 @@ def insert_blocks(
     anchors: AnchorArray,
     position: int,
     parent_block: int,
-    depths: npt.NDArray[np.int8],
+    depths: DepthArray,
 ) -> tuple[int, bool]:
     """(by how much the number of indexed blocks grew, whether anything changed)."""
     grown, changed = 0, False

@@ -5,6 +5,9 @@ The checks are a dependency of the application, which FastAPI solves before it v
 long before vLLM tokenises it; but vLLM builds its application without asking plugins for any. Its
 group for routes, `vllm.endpoint_plugins`, is loaded only if `VLLM_PLUGINS` names the plugin, which
 in turn hides every plugin it does not name; a user who sets an admin token has said enough.
+
+Bodies that are nested too deeply for Python's parser are refused by FastAPI where it parses them;
+vLLM has no answer where its endpoints, or our checks, do.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -26,11 +29,13 @@ def _register_api_routers(original: Callable[..., Any]) -> Callable[..., Any]:
     from fastapi.routing import APIRoute
 
     from vllm_segreuse.serve.admin import mount
+    from vllm_segreuse.serve.bodies import too_deep
     from vllm_segreuse.serve.lifecycle import serving
     from vllm_segreuse.serve.requests import ENDPOINTS, admit
 
     def register_api_routers(args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
         app.router.dependencies.append(Depends(admit))
+        app.add_exception_handler(RecursionError, too_deep)
         original(args, app, *rest, **kwargs)
         for route in app.routes:
             if not isinstance(route, APIRoute) or route.path not in ENDPOINTS:

@@ -239,7 +239,7 @@ class SegmentBlockPool(BlockPool):
                 tokens[begin * size : end * size],
                 (first + begin) * size,
                 parent_block=blocks[before].block_id if before >= 0 else -1,
-                depths=depths[begin:end].astype(np.int8),
+                depths=depths[begin:end],
             )
 
     def frozen_part(

@@ -26,8 +26,12 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.vllm_config.kv_transfer_config
         if names_connector(config):
-            bound = config.kv_connector_extra_config.get("namespaces") is not None
-            check_extra_args(getattr(params, "extra_args", None), bound=bound)
+            options = config.kv_connector_extra_config
+            check_extra_args(
+                getattr(params, "extra_args", None),
+                bound=options.get("namespaces") is not None,
+                trust_programs=options.get("namespaces_trust_programs", False),
+            )
         return original(self, params, *args, **kwargs)
 
     return _validate_params

@@ -26,6 +26,7 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge.errors import KnowledgeError
 from vllm_segreuse.knowledge.schemas import PREFIX, Error, ErrorAnswer
 from vllm_segreuse.serve import knowledge_routes, routes
+from vllm_segreuse.serve.bodies import TOO_DEEP
 
 ADMIN_TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
 
@@ -73,6 +74,7 @@ def make_app() -> FastAPI:
     admin.include_router(routes.router)
     admin.include_router(knowledge_routes.router)
     admin.add_exception_handler(HTTPException, _http_error)
+    admin.add_exception_handler(RecursionError, _recursion_error)
     admin.add_exception_handler(RequestValidationError, _validation_error)
     admin.add_exception_handler(KnowledgeError, _knowledge_error)
     return admin
@@ -171,6 +173,10 @@ def _answer(
 
 async def _http_error(request: Request, error: Any) -> JSONResponse:
     return _answer(error.status_code, str(error.detail), error.headers)
+
+
+async def _recursion_error(request: Request, error: Any) -> JSONResponse:
+    return _answer(400, TOO_DEEP)
 
 
 async def _validation_error(request: Request, error: Any) -> JSONResponse:

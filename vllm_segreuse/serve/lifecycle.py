@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge.engine import ServedEngine
 from vllm_segreuse.knowledge.service import KnowledgeService, start_service
+from vllm_segreuse.serve.origin import serving_clients
 
 logger = init_logger("vllm.segreuse")
 
@@ -33,9 +34,16 @@ async def serving(app: FastAPI, admin: FastAPI | None) -> AsyncIterator[None]:
         client.vllm_config.kv_transfer_config.kv_connector_extra_config
     )
     app.state.segreuse_namespaces = config.namespaces
-    if admin is None:
-        yield
-        return
+    with serving_clients():
+        if admin is None:
+            yield
+            return
+        async with _administered(admin, client, config):
+            yield
+
+
+@asynccontextmanager
+async def _administered(admin: FastAPI, client: Any, config: SegReuseConfig) -> AsyncIterator[None]:
     admin.state.engine_client = client
     admin.state.max_body_bytes = config.knowledge_body_bytes
     admin.state.service = service = await _start_service(client, config)

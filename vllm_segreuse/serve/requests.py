@@ -21,7 +21,8 @@ from vllm_segreuse.config import (
     parse_extra_keys,
     parse_request,
 )
-from vllm_segreuse.serve.origin import Origin, origin
+from vllm_segreuse.serve.callers import api_key
+from vllm_segreuse.serve.origin import Origin, may_name, origin
 
 ENDPOINTS = frozenset(
     {
@@ -51,25 +52,28 @@ class BadOptionError(VLLMValidationError, ValueError):
         VLLMValidationError.__init__(self, str(error), parameter=error.option)
 
 
-def check_extra_args(extra_args: Mapping[str, Any] | None, *, bound: bool = False) -> None:
+def check_extra_args(
+    extra_args: Mapping[str, Any] | None, *, bound: bool = False, trust_programs: bool = False
+) -> None:
     """Checks our part of `SamplingParams.extra_args`.
 
     Args:
-        bound: whether this server binds extra keys to API keys.
+        bound: whether this engine binds extra keys to API keys (`SegReuseConfig.namespaces`).
+        trust_programs: `SegReuseConfig.namespaces_trust_programs`.
 
     Raises:
         BadOptionError: names the option, its value and what is allowed.
     """
     if not extra_args:
         return
-    written_by = origin.get()
     try:
-        parsed = parse_request(extra_args, _ANY_SERVER, trusted=written_by.is_trusted)
-        if bound and written_by is Origin.ENDPOINT and parsed.extra_keys is not None:
+        parsed = parse_request(extra_args, _ANY_SERVER, trusted=origin.get().is_trusted)
+        if bound and parsed.extra_keys is not None and not may_name(trust_programs):
             raise RequestError(
                 EXTRA_KEYS,
-                f"{EXTRA_KEYS}: this server binds them to API keys, and this endpoint does not "
-                "know the caller's: use another endpoint, or leave them away",
+                f"{EXTRA_KEYS}: they are bound to API keys here (namespaces), and this way in does "
+                "not tell the caller's: use a checked endpoint such as /v1/completions, leave them "
+                "away, or set namespaces_trust_programs in a program that runs the engine itself",
             )
     except RequestError as error:
         raise BadOptionError(error) from None
@@ -89,30 +93,31 @@ async def admit(connection: HTTPConnection) -> None:
         return
     try:
         body = await connection.json()
-    except ValueError:  # no JSON: the endpoint says so
+    except (ValueError, RecursionError):  # no JSON, or too deep to be read: the endpoint says so
         return
     if not isinstance(body, dict):
         return
+    rights = getattr(connection.app.state, "segreuse_namespaces", None)
     try:
         admit_body(body)
+        if rights is not None:
+            _bind(body, connection, rights)
     except RequestError as error:
         raise BadOptionError(error) from None
-    rights = getattr(connection.app.state, "segreuse_namespaces", None)
-    if rights is not None:
-        _bind(body, connection.headers.get("authorization", ""), rights)
-    origin.set(Origin.CHECKED)
+    origin.set(Origin.CHECKED if rights is None else Origin.BOUND)
 
 
-def _bind(body: dict[str, Any], authorization: str, rights: Mapping[str, tuple[str, ...]]) -> None:
+def _bind(
+    body: dict[str, Any], connection: HTTPConnection, rights: Mapping[str, tuple[str, ...]]
+) -> None:
     """Turns the extra keys of an admitted body into the namespace that they mean to the caller."""
     xargs = body.get(XARGS)
     if not isinstance(xargs, dict) or xargs.get(EXTRA_KEYS) is None:
         return
-    scheme, _, given = authorization.partition(" ")
-    api_key = given if scheme.lower() == "bearer" else ""
     keys = parse_extra_keys(xargs[EXTRA_KEYS])
     assert keys is not None
-    body[XARGS] = {**xargs, EXTRA_KEYS: list(bind_extra_keys(keys, api_key, rights))}
+    bound = bind_extra_keys(keys, api_key(connection.headers), rights)
+    body[XARGS] = {**xargs, EXTRA_KEYS: list(bound)}
 
 
 def admit_body(body: dict[str, Any]) -> None:

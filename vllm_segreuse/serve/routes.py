@@ -8,12 +8,13 @@ POST /plugins/segreuse/v1/disable
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
+from vllm_segreuse.serve.bodies import json_or_nothing
 from vllm_segreuse.serve.scheduler_calls import call_scheduler
 
-router = APIRouter(tags=["switch"])
+router = APIRouter(tags=["switch"], dependencies=[Depends(json_or_nothing)])
 
 
 class Switch(BaseModel):
