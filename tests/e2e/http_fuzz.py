@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the inference routes of a server with segment reuse, while others use it as they should.
 
-    python -m tests.e2e.http_fuzz --requests 5000 --log http-fuzz.txt
+    python -m tests.e2e.http_fuzz --requests 5000 --json http-fuzz.json
 
-Two generators, both of hypothesis: bodies that the server's own OpenAPI description allows or
-forbids (schemathesis), and sound bodies with anything at all for `extra_keys`, our options and what
-vLLM has beside them. Beside them runs the load of `http_load`, whose answers are checked. No answer
-may be 5xx, unless vLLM without the plugin gives it, too; at the end the same processes must run,
-hold no request and no block, and no more memory than they did after the first third.
+Three generators, all of hypothesis: bodies that the server's own OpenAPI description allows or
+forbids (schemathesis); sound bodies with anything at all for `extra_keys`, our options and what
+vLLM has beside them; and malformed ones (`http_malformed`). Beside them runs the load of
+`http_load`, whose answers are checked. No answer may be 5xx, unless vLLM without the plugin gives
+it, too; at the end the same processes must run, hold no request and no block, and no more memory
+than they did after the first third.
 
 With `--stock` vLLM alone is asked, to compare.
 """
@@ -17,12 +18,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,20 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
+from bench import harness
 from bench.shapes import make_model, passages
 from tests.e2e.http_bodies import MOST_TOKENS, SOUND, bodies
 from tests.e2e.http_load import Load
+from tests.e2e.http_malformed import Sent, malformed
 from tests.e2e.server import EVERYTHING, Server
 
 ROUTES = {*SOUND, "/tokenize", "/detokenize"}
 ROUTES |= {"/v1/completions/render", "/v1/chat/completions/render"}
 """What is fuzzed from the server's description."""
+MALFORMED = ROUTES | {"/invocations"}
+"""What gets malformed bodies: it parses them itself."""
+NO_ANSWER = 0
+"""Stands for the status where there was none."""
 NOT_OFFERED = 501
 SMALL_POOL = ("--num-gpu-blocks-override", "1024")
 """So few blocks that all are used before memory is first noted: tables of blocks grow with use."""
@@ -53,18 +59,63 @@ class Failed:
     """A request that got no answer, or one that may not be.
 
     Attributes:
-        path: its route.
-        text: its body.
+        sent: the request.
         why: the status, or the error of the connection.
     """
 
-    path: str
-    text: str
+    sent: Sent
     why: str
 
     def __str__(self) -> str:
         """What was sent, and what became of it."""
-        return f"{self.path} {self.why}: {self.text[:2000]}"
+        return f"{self.why}: {self.sent}"
+
+
+@dataclass
+class Outcome:
+    """Of a whole run.
+
+    Attributes:
+        statuses: number of answers by route and status.
+        beside: requests of the load beside it by kind, and how many of them reused anything.
+        memory_mb: of all processes together, after each part.
+        findings: what may not be.
+        alone: 5xx that vLLM without the plugin gives, too.
+    """
+
+    statuses: dict[str, Counter[int]]
+    beside: Counter[str]
+    memory_mb: list[float]
+    findings: list[str] = field(default_factory=list)
+    alone: list[str] = field(default_factory=list)
+
+    @property
+    def requests(self) -> int:
+        """All that were sent, those without an answer included."""
+        return sum(counts.total() for counts in self.statuses.values())
+
+    @property
+    def grown_mb(self) -> float:
+        """Memory behind the first third of the run."""
+        return self.memory_mb[-1] - self.memory_mb[PARTS // 3 - 1]
+
+    def as_result(self) -> harness.SuiteResult:
+        """One row per route; the figures that matter."""
+        seen = sorted({status for counts in self.statuses.values() for status in counts})
+        rows: list[harness.Row] = [
+            {"route": path, "requests": counts.total()}
+            | {str(status): counts[status] for status in seen}
+            for path, counts in sorted(self.statuses.items())
+        ]
+        summary: dict[str, float | str] = {
+            "requests": self.requests,
+            "findings": len(self.findings),
+            "same_without_the_plugin": len(self.alone),
+            "memory_growth_mb": round(self.grown_mb, 1),
+            "requests_beside": self.beside.total() - self.beside["reused"],
+            "reused_beside": self.beside["reused"],
+        }
+        return {"rows": rows, "summary": summary}
 
 
 class Fuzz:
@@ -81,13 +132,22 @@ class Fuzz:
         self.statuses: dict[str, Counter[int]] = {}
         self.failed: list[Failed] = []
 
+    @property
+    def total(self) -> int:
+        """Requests so far."""
+        return sum(counts.total() for counts in self.statuses.values())
+
     def ours(self, requests: int, first_seed: int) -> None:
         """As many sound bodies with odd options."""
 
         def send(case: tuple[str, dict[str, Any]]) -> None:
-            self._send(*case)
+            self._send_json(*case)
 
         _generate(bodies(self._prompts), requests, first_seed, send)
+
+    def malformed(self, requests: int, first_seed: int) -> None:
+        """As many bodies that are no proper requests."""
+        _generate(malformed(sorted(MALFORMED)), requests, first_seed, self._send)
 
     def described(self, requests: int, first_seed: int, part: int) -> None:
         """About as many bodies after the server's description of `ROUTES`, a share of these in
@@ -104,7 +164,8 @@ class Fuzz:
             each, modes = 1, modes[part % 2 :][:1]
 
         def send(case: Any) -> None:
-            self._send(case.path, _bounded(case.body) if isinstance(case.body, dict) else case.body)
+            body = _bounded(case.body) if isinstance(case.body, dict) else case.body
+            self._send_json(case.path, body)
 
         for operation in operations[part::PARTS]:
             for mode in modes:
@@ -112,42 +173,41 @@ class Fuzz:
                     strategy = operation.as_strategy(generation_mode=mode)
                     _generate(strategy, each, first_seed, send)
 
-    def _send(self, path: str, body: Any) -> None:
+    def _send_json(self, path: str, body: Any) -> None:
         try:
-            text = json.dumps(body)
+            content = json.dumps(body).encode()
         except TypeError:
             return  # schemathesis stands for "no body" and for files with objects of its own
-        status, failed = ask(self._server, path, text)
-        self.statuses.setdefault(path, Counter())[status] += 1
+        self._send(Sent(path, content))
+
+    def _send(self, sent: Sent) -> None:
+        status, failed = ask(self._server, sent)
+        self.statuses.setdefault(sent.path, Counter())[status] += 1
         if failed:
             self.failed.append(failed)
 
 
-def ask(server: Server, path: str, text: str) -> tuple[int, Failed | None]:
-    """The status of the answer (0: there was none), and what is wrong with that."""
-    headers = {"Content-Type": "application/json"}
+def ask(server: Server, sent: Sent) -> tuple[int, Failed | None]:
+    """The status of the answer, or `NO_ANSWER`, and what is wrong with that."""
     try:
-        status = server.post(path, content=text, headers=headers).status_code
+        answer = server.post(sent.path, content=sent.content, headers=sent.headers)
     except httpx.TransportError as error:
-        return 0, Failed(path, text, repr(error))
-    if status >= 500 and status != NOT_OFFERED:
-        return status, Failed(path, text, str(status))
-    return status, None
+        return NO_ANSWER, Failed(sent, repr(error))
+    if answer.status_code >= 500 and answer.status_code != NOT_OFFERED:
+        return answer.status_code, Failed(sent, str(answer.status_code))
+    return answer.status_code, None
 
 
-def ours_alone(failed: Sequence[Failed], say: Callable[[str], None]) -> list[str]:
-    """What does not fail if vLLM without the plugin is asked the same."""
-    if not failed:
-        return []
-    found = []
-    with Server(make_model("llama"), EVERYTHING, stock=True) as server:
-        for one in failed:
-            _, other = ask(server, one.path, one.text)
-            if other:
-                say(f"  vLLM alone fails, too: {other}")
-            else:
-                found.append(str(one))
-    return found
+def ours_alone(failed: Sequence[Failed]) -> tuple[list[str], list[str]]:
+    """What does not fail if vLLM without the plugin is asked the same, and what does."""
+    ours: list[str] = []
+    alone: list[str] = []
+    if failed:
+        with Server(make_model("llama"), EVERYTHING, stock=True) as server:
+            for one in failed:
+                _, other = ask(server, one.sent)
+                (alone if other else ours).append(str(one))
+    return ours, alone
 
 
 def _bounded(body: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +222,9 @@ def _bounded(body: dict[str, Any]) -> dict[str, Any]:
 def _generate(
     strategy: st.SearchStrategy[Any], examples: int, first_seed: int, send: Callable[[Any], None]
 ) -> None:
+    if examples < 1:
+        return
+
     @seed(first_seed)
     @settings(
         max_examples=examples,
@@ -228,26 +291,23 @@ class Watched:
         return value
 
 
-def fuzz(
-    server: Server, prompts: list[str], requests: int, first_seed: int, say: Callable[[str], None]
-) -> list[str]:
-    """Send about as many requests, a quarter after the description; returns the findings."""
+def fuzz(server: Server, prompts: list[str], requests: int, first_seed: int) -> Outcome:
+    """Send as many requests: half malformed, an eighth after the description, the rest sound but
+    for what they say to us."""
     watched, one = Watched(server), Fuzz(server, prompts)
     with Load(server.url, prompts) as load:
         for part in range(PARTS):
-            one.ours(requests * 3 // 4 // PARTS, first_seed + part)
-            one.described(requests // 4 // PARTS, first_seed + part, part)
+            part_seed = first_seed * PARTS + part
+            one.malformed(requests // 2 // PARTS, part_seed)
+            one.described(requests // 8 // PARTS, part_seed, part)
+            # The others may have had less to say than they were asked for.
+            one.ours(requests * (part + 1) // PARTS - one.total, part_seed)
             watched.note()
-    findings = load.findings + watched.at_rest()
-    for path, statuses in sorted(one.statuses.items()):
-        say(f"  {path:28} {statuses.total():6} {dict(sorted(statuses.items()))}")
-    say(f"  beside them: {dict(sorted(load.counts.items()))}")
     memory_mb = [sum(now) for now in watched.memory_mb]
-    say(f"  memory after each part, MB: {', '.join(f'{mb:.0f}' for mb in memory_mb)}")
-    by_process = zip(watched.memory_mb[PARTS // 3 - 1], watched.memory_mb[-1], strict=True)
-    grown = ", ".join(f"{last - first:.1f}" for first, last in by_process)
-    say(f"  grown behind the first third, MB, by process: {grown}")
-    return ours_alone(one.failed, say) + findings + growth(memory_mb, requests)
+    outcome = Outcome(one.statuses, load.counts, memory_mb)
+    ours, outcome.alone = ours_alone(one.failed)
+    outcome.findings = [*ours, *load.findings, *watched.at_rest(), *growth(memory_mb, requests)]
+    return outcome
 
 
 def growth(memory_mb: list[float], requests: int) -> list[str]:
@@ -265,34 +325,31 @@ def make_prompts() -> list[str]:
 
 def main() -> int:
     """Command line; exit status 1 at a finding."""
-    import vllm
-
-    import vllm_segreuse
-
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.http_fuzz")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stock", action="store_true", help="ask vLLM without the plugin")
-    parser.add_argument("--log", type=Path, help="file to write what is printed to, as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the outcome to")
     options = parser.parse_args()
-    log = options.log.open("w") if options.log else None
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        if log is not None:
-            print(line, file=log, flush=True)
-
-    versions = f"vllm-segreuse {vllm_segreuse.__version__}, vLLM {vllm.__version__}"
-    say(f"{versions}, {platform.platform()}")
-    say(f"python -m tests.e2e.http_fuzz {' '.join(sys.argv[1:])}")
+    where = harness.environment()
     began = time.monotonic()
     flags = (*EVERYTHING, *SMALL_POOL)
     with Server(make_model("llama"), flags, stock=options.stock) as server:
-        findings = fuzz(server, make_prompts(), options.requests, options.seed, say)
-    for finding in findings:
-        say(f"FINDING {finding}")
-    say(f"findings: {len(findings)}; {time.monotonic() - began:.0f} s")
-    return int(bool(findings))
+        outcome = fuzz(server, make_prompts(), options.requests, options.seed)
+    result = outcome.as_result()
+    result["summary"] = {
+        "command": f"python -m tests.e2e.http_fuzz {' '.join(sys.argv[1:])}",
+        **result["summary"],
+        "seconds": round(time.monotonic() - began),
+    }
+    harness.report("http_fuzz", where, result)
+    for line in outcome.alone:
+        print(f"vLLM alone fails, too: {line}")
+    for line in outcome.findings:
+        print(f"FINDING {line}")
+    if options.json:
+        harness.write_json(options.json, "http_fuzz", where, result)
+    return int(bool(outcome.findings))
 
 
 if __name__ == "__main__":
