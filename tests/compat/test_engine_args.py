@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import vllm.envs
 from vllm.config import KVTransferConfig
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_segreuse
 from vllm_segreuse import compat
@@ -58,6 +59,16 @@ def test_our_connector_enables_before_the_engine_exists(
 def test_without_it_nothing_happens(config: Any, enabled: list[str]) -> None:
     assert create(config).kv_transfer_config is config
     assert enabled == []
+
+
+def test_flags_are_added_to_vllms_and_resolved_before_vllm_reads_them() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--kv-transfer-config", default=None)
+    add = engine_args._add_cli_args(lambda parser: parser)
+    args = add(parser).parse_args(["--segreuse"])
+    seen = engine_args._from_cli_args(lambda cls, args: (cls, args.kv_transfer_config))(int, args)
+    assert seen[0] is int
+    assert seen[1].kv_connector == "SegReuseConnector"
 
 
 def test_bad_options_are_refused_before_the_engine_exists(enabled: list[str]) -> None:

@@ -11,8 +11,10 @@ import openai
 import pytest
 
 from bench.shapes import passages
+from tests.e2e.http_malformed import deep_bodies
 from tests.e2e.server import ADMIN_TOKEN, Server
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.serve.requests import ENDPOINTS
 
 pytestmark = pytest.mark.e2e
 
@@ -247,6 +249,40 @@ def test_01_06_other_endpoints_refuse_bad_values_too(server: Server) -> None:
         response = server.post(endpoint, {"model": "m", **body})
         assert response.status_code == 400, (endpoint, response.text)
         assert "extra_keys" in response.text or "segreuse_policy" in response.text
+
+
+PARSES_ITSELF = {"/invocations", "/scale_elastic_ep", "/inference/v1/abort_requests"}
+"""Routes of vLLM's that read a body which their description does not mention."""
+
+
+def post_routes(server: Server) -> dict[str, bool]:
+    """Every POST route, the administrator's included, and whether it reads a body."""
+    stock = server.get("/openapi.json").json()["paths"]
+    ours = server.get(f"{SWITCH}/openapi.json", headers=ADMIN).json()["paths"]
+    found = {
+        path: "requestBody" in methods["post"] or path in PARSES_ITSELF
+        for path, methods in stock.items()
+        if "post" in methods
+    }
+    return found | {f"{SWITCH}{path}": True for path, methods in ours.items() if "post" in methods}
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain", None])
+def test_32_deep_bodies_are_400_on_every_route_that_reads_one(
+    server: Server, content_type: str | None
+) -> None:
+    routes = post_routes(server)
+    assert {path for path, reads in routes.items() if reads} >= {*ENDPOINTS, *PARSES_ITSELF}
+    headers = {"Content-Type": content_type} if content_type else {}
+    for path, reads in routes.items():
+        for name, content in deep_bodies().items():
+            sent = headers | (ADMIN if path.startswith(SWITCH) else {})
+            answer = server.request("POST", path, content=content, headers=sent)
+            case = (path, name, answer.text[:300])
+            assert answer.status_code == 400 or not reads, case
+            assert answer.status_code < 500, case
+    refused = server.request("POST", f"{SWITCH}/enable", content=content, headers=headers)
+    assert refused.status_code == 401
 
 
 # Metrics.

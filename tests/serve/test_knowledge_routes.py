@@ -113,6 +113,38 @@ def test_bad_pages_are_400(client: TestClient, query: str) -> None:
     assert client.get(f"{BASES}?{query}").status_code == 400
 
 
+def test_pages_hold_as_many_as_are_asked_for_and_100_unless(client: TestClient) -> None:
+    for number in range(101):
+        client.post(BASES, json={"name": f"base{number:03}"})
+    first = client.get(BASES).json()
+    assert len(first["data"]) == 100
+    rest = client.get(BASES, params={"after": first["next"]}).json()
+    assert len(rest["data"]) == 2
+    assert len(client.get(f"{BASES}?limit=1").json()["data"]) == 1
+    assert len(client.get(f"{BASES}?limit=1000").json()["data"]) == 102
+    assert client.get(BASES, params={"after": "x" * 4097}).status_code == 400
+    add(client, documents=[{"id": f"{n:03}", "text": "a"} for n in range(3)])
+    documents = f"{BASES}/base/documents"
+    assert [d["id"] for d in client.get(f"{documents}?limit=2").json()["data"]] == ["000", "001"]
+    assert [d["id"] for d in client.get(f"{documents}?after=001").json()["data"]] == ["002"]
+
+
+def test_deleting_is_done_at_once_and_again(client: TestClient) -> None:
+    add(client)
+    for _ in range(2):
+        answer = client.delete(f"{BASES}/base")
+        assert (answer.status_code, answer.content) == (204, b"")
+    assert client.get(f"{BASES}/base").status_code == 404
+    assert client.get(f"{BASES}/base/documents").status_code == 404
+
+
+def test_warming_waits_if_it_is_told_to(client: TestClient) -> None:
+    add(client)
+    answer = client.post(f"{BASES}/base/warm", json={"ids": ["a"], "wait": True})
+    assert answer.status_code == 200
+    assert [document["status"] for document in answer.json()["data"]] == ["warm"]
+
+
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", "ü", "x" * 129, "a\n"])
 def test_bad_names_are_400(client: TestClient, name: str) -> None:
     assert client.post(BASES, json={"name": name}).status_code == 400

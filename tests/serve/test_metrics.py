@@ -66,6 +66,24 @@ def test_empty_until_something_is_counted() -> None:
     assert stats.is_empty()
 
 
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda stats: stats.count_tokens("exact", 1),
+        lambda stats: stats.count_request("reused"),
+        lambda stats: stats.observe("align", 0.5),
+        lambda stats: stats.count_repeated(1),
+    ],
+)
+def test_whatever_is_counted_is_something_to_send(count: Any) -> None:
+    stats = SegReuseStats()
+    count(stats)
+    assert not stats.is_empty()
+    twice = SegReuseStats().aggregate(stats).aggregate(stats)
+    count(stats)
+    assert twice == stats
+
+
 def test_take_hands_over_and_starts_anew() -> None:
     stats = filled()
     taken = stats.take()
@@ -86,11 +104,16 @@ def test_aggregate_adds() -> None:
 
 
 def test_reduce_is_flat_and_speaks_milliseconds() -> None:
-    summary = filled().reduce()
-    assert summary["segreuse reused requests"] == 1
-    assert summary["segreuse bypassed requests"] == 2
-    assert summary["segreuse reused tokens"] == 1000
-    assert summary["segreuse avg match (ms)"] == 2.0
+    assert filled().reduce() == {
+        "segreuse reused requests": 1,
+        "segreuse bypassed requests": 2,
+        "segreuse prefix tokens": 32,
+        "segreuse reused tokens": 1000,
+        "segreuse recomputed tokens": 100,
+        "segreuse exact tokens": 64,
+        "segreuse new tokens": 7,
+        "segreuse avg match (ms)": 2.0,
+    }
     assert SegReuseStats().reduce() == {}
 
 
@@ -120,6 +143,47 @@ def test_prometheus_shows_what_was_counted(
     assert value("match_seconds_count") == 4
     assert value("match_seconds_sum") == pytest.approx(0.008)
     assert value("align_seconds_count") == 0
+
+
+def test_every_series_has_its_name_labels_and_buckets(
+    registry: CollectorRegistry, metrics: SegReusePromMetrics
+) -> None:
+    found = {metric.name: metric for metric in registry.collect()}
+    assert set(found) == {
+        "vllm:segreuse_tokens",
+        "vllm:segreuse_requests",
+        "vllm:segreuse_not_finite",
+        "vllm:segreuse_match_seconds",
+        "vllm:segreuse_align_seconds",
+        "vllm:segreuse_sparse_pass_seconds",
+    }
+    assert {one.type for one in found.values()} == {"counter", "histogram"}
+    samples = {sample.name: sample for one in found.values() for sample in one.samples}
+    assert set(samples["vllm:segreuse_tokens_total"].labels) == {"model_name", "engine", "kind"}
+    assert set(samples["vllm:segreuse_requests_total"].labels) == {
+        *("model_name", "engine", "outcome", "reason")
+    }
+    kinds = {s.labels["kind"] for s in found["vllm:segreuse_tokens"].samples if "kind" in s.labels}
+    assert kinds == {"prefix", "reused", "recomputed", "exact", "new"}
+    edges = [
+        s.labels["le"] for s in found["vllm:segreuse_align_seconds"].samples if "le" in s.labels
+    ]
+    bounds = sorted({float(edge) for edge in edges})
+    assert (bounds[0], bounds[-2]) == (pytest.approx(1e-5), 30.0)
+    assert len(bounds) == 21
+
+
+def test_times_fall_into_the_histogram_of_their_name(
+    registry: CollectorRegistry, metrics: SegReusePromMetrics
+) -> None:
+    stats = SegReuseStats()
+    for timing, seconds in (("match", 0.25), ("align", 0.5), ("sparse_pass", 1.5)):
+        stats.observe(timing, seconds)  # type: ignore[arg-type]
+    metrics.observe(over_the_wire(stats))
+    labels = {"model_name": "m", "engine": "0"}
+    for timing, seconds in (("match", 0.25), ("align", 0.5), ("sparse_pass", 1.5)):
+        name = f"vllm:segreuse_{timing}_seconds_sum"
+        assert registry.get_sample_value(name, labels) == seconds
 
 
 def test_other_engine_reads_zero_not_absent(

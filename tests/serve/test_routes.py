@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kill switch wants its token, and answers bad requests with 4xx."""
 
+import hmac
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, mount
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, make_app, mount
 
 TOKEN = "tökén"
 MAX_BODY_BYTES = 2000
@@ -72,6 +75,34 @@ def test_32_no_token_is_401(client: TestClient, engine: Engine, headers: dict[st
     assert engine.calls == []
 
 
+def test_32_who_sends_no_token_is_told_how(client: TestClient) -> None:
+    answer = client.get(STATUS)
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert answer.json() == {
+        "error": {
+            "type": "unauthorized",
+            "message": "this route needs the admin token: Authorization: Bearer ...",
+            "param": None,
+        }
+    }
+    assert client.get(STATUS, headers=bearer("wrong")).json()["error"]["type"] == "forbidden"
+
+
+@pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer ", b"BEARER  "])
+def test_the_scheme_is_spelt_in_any_way(client: TestClient, scheme: bytes) -> None:
+    headers = {"Authorization": scheme + TOKEN.encode()}
+    assert client.get(STATUS, headers=headers).status_code == 200
+
+
+def test_32_the_token_is_compared_in_constant_time(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)))
+    assert client.get(STATUS, headers=bearer(TOKEN)).status_code == 403
+    assert compared == [(TOKEN.encode(), TOKEN.encode())]
+
+
 @pytest.mark.parametrize("token", ["wrong", TOKEN + "x", TOKEN[:-1], "x" * 10_000, "\xff"])
 def test_32_wrong_token_is_403(client: TestClient, engine: Engine, token: str) -> None:
     assert client.post(DISABLE, headers=bearer(token)).status_code == 403
@@ -111,9 +142,48 @@ def test_32_wrong_method_is_405_and_odd_path_404(client: TestClient, engine: Eng
 
 def test_32_large_body_is_413(client: TestClient, engine: Engine) -> None:
     body = b"x" * (MAX_BODY_BYTES + 1)
-    assert client.post(DISABLE, headers=bearer(TOKEN), content=body).status_code == 413
+    answer = client.post(DISABLE, headers=bearer(TOKEN), content=body)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "too_large"
+    assert str(MAX_BODY_BYTES) in answer.json()["error"]["message"]
+    pieces = iter([b"x" * (MAX_BODY_BYTES // 2)] * 3)
+    assert client.post(DISABLE, headers=bearer(TOKEN), content=pieces).status_code == 413
     assert engine.calls == []
-    assert client.post(DISABLE, headers=bearer(TOKEN), content=b"{}").status_code == 200
+    largest = b"1" + b" " * (MAX_BODY_BYTES - 1)
+    assert client.post(DISABLE, headers=bearer(TOKEN), content=largest).status_code == 200
+    pieces = iter([b"[1,", b"2", b"]"])
+    assert client.post(DISABLE, headers=bearer(TOKEN), content=pieces).status_code == 200
+
+
+def test_32_the_limit_is_the_servers_option_until_it_is_said() -> None:
+    assert make_app().state.max_body_bytes == SegReuseConfig().knowledge_body_bytes
+
+
+def test_32_errors_have_their_types(client: TestClient) -> None:
+    headers = bearer(TOKEN)
+    found = {
+        answer.status_code: answer.json()["error"]["type"]
+        for answer in (
+            client.get(DISABLE, headers=headers),
+            client.get("/plugins/segreuse/v1/nothing", headers=headers),
+            client.post(ENABLE, headers=headers, content=b"{"),
+        )
+    }
+    assert found == {
+        400: "invalid_request",
+        404: "not_found",
+        405: "method_not_allowed",
+    }
+
+
+def test_32_a_stopped_engine_is_503(engine: Engine, client: TestClient) -> None:
+    async def dead(method: str, *args: Any) -> Any:
+        raise EngineDeadError
+
+    engine.call_utility_async = dead  # type: ignore[method-assign]
+    answer = client.post(DISABLE, headers=bearer(TOKEN))
+    assert answer.status_code == 503
+    assert "stopped" in answer.json()["error"]["message"]
 
 
 def test_32_large_body_without_token_is_not_read(client: TestClient) -> None:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is patched when, in which process, and under which names."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_segreuse import compat, plugin
+from vllm_segreuse.compat import engine_core, openai_streams
+from vllm_segreuse.compat.version import UnsupportedVersionError
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+
+    def load(name: str) -> Any:
+        short = name.removeprefix("vllm_segreuse.compat.")
+        return SimpleNamespace(install=lambda: found.append(short))
+
+    monkeypatch.setattr(compat, "importlib", SimpleNamespace(import_module=load))
+    monkeypatch.delenv("VLLM_SEGREUSE_ENABLED", raising=False)
+    return found
+
+
+def test_every_process_gets_the_flags_and_nothing_else(installed: list[str]) -> None:
+    plugin.register()
+    assert installed == ["envs", "engine_args"]
+
+
+def test_children_of_an_enabled_engine_get_the_engines_part(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SEGREUSE_ENABLED", "1")
+    plugin.register()
+    assert installed == ["envs", "engine_args", *compat.ENGINE]
+    assert {"engine_core", "model_runner", "scheduler"} <= set(compat.ENGINE)
+
+
+def test_who_enables_gets_all_and_tells_its_children(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SEGREUSE_ENABLED", "0")
+    assert not compat.enabled_by_parent()
+    compat.enable()
+    assert compat.enabled_by_parent()
+    assert installed == ["envs", *compat.FRONT_END, *compat.ENGINE]
+    assert {"input_processor", "api_server", "openai_streams"} == set(compat.FRONT_END)
+
+
+@pytest.mark.parametrize("install", [compat.enable, compat.install_engine])
+def test_31_nothing_is_patched_in_another_version(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch, install: Any
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with pytest.raises(UnsupportedVersionError):
+        install()
+    assert installed == []
+    assert not compat.enabled_by_parent()
+
+
+def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    engine_core.install()
+    engine_core.install()
+    calls: list[Any] = []
+    connector = SimpleNamespace(
+        set_enabled=lambda state: calls.append(("set_enabled", state)) or state,
+        status=lambda: {"indexed_blocks": 3},
+        frozen=lambda: {"blocks": 4},
+        unfreeze=lambda entries: calls.append(("unfreeze", entries)),
+    )
+    core: Any = SimpleNamespace(scheduler=SimpleNamespace(get_kv_connector=lambda: connector))
+    ours: Any = EngineCore
+    assert ours.segreuse_set_enabled(core, True) is True
+    assert ours.segreuse_set_enabled(core, False) is False
+    assert ours.segreuse_status(core) == {"indexed_blocks": 3}
+    assert ours.segreuse_frozen(core) == {"blocks": 4}
+    assert ours.segreuse_unfreeze(core, ["a", "b"]) is None
+    assert calls == [("set_enabled", True), ("set_enabled", False), ("unfreeze", ["a", "b"])]
+
+
+def test_both_kinds_of_streams_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        openai_streams, "wrap", lambda owner, name, make: wrapped.append((owner.__name__, name))
+    )
+    openai_streams.install()
+    assert wrapped == [
+        ("OpenAIServingChat", "chat_completion_stream_generator"),
+        ("OpenAIServingCompletion", "completion_stream_generator"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "names"),
+    [
+        ("input_processor", "InputProcessor", ["_validate_params"]),
+        ("api_server", "vllm.entrypoints.launchers.app", ["register_api_routers"]),
+        (
+            "engine_args",
+            "EngineArgs",
+            ["add_cli_args", "from_cli_args", "create_engine_config"],
+        ),
+    ],
+)
+def test_patches_land_where_vllm_calls(
+    monkeypatch: pytest.MonkeyPatch, module: str, owner: str, names: list[str]
+) -> None:
+    wrapped: list[tuple[str, str]] = []
+    ours = importlib.import_module(f"vllm_segreuse.compat.{module}")
+    monkeypatch.setattr(
+        ours, "wrap", lambda where, name, make: wrapped.append((where.__name__, name))
+    )
+    ours.install()
+    assert wrapped == [(owner, name) for name in names]
