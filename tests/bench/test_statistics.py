@@ -64,6 +64,9 @@ def test_intervals_narrow_with_more_scores_and_with_scores_that_vary_less() -> N
 
     assert width([0.25, 0.75] * 100) < width([0.25, 0.75] * 10) < width([0.25, 0.75] * 3)
     assert width([0.25, 0.75] * 100) < width([0.0, 1.0] * 100)
+    # Without knowing that scores are shares it costs little: exact is a width of 0.142.
+    low, high = statistics.bounded_interval([0.0, 1.0] * 100, 0, 1)
+    assert high - low < 0.2
     narrow = statistics.bounded_interval([0.0, 1.0] * 50, 0, 1, confidence=0.8)
     wide = statistics.bounded_interval([0.0, 1.0] * 50, 0, 1, confidence=0.99)
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
