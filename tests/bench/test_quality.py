@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.harness import BenchError
+from bench.harness import REPOSITORY, BenchError
 from bench.quality import language, seeds
 from bench.quality.tasks import TASKS, Example, example
 from bench.quality.train import mixture
@@ -203,3 +203,25 @@ def test_examples_are_asked_of_the_set_that_the_load_names() -> None:
         assert [drawn for drawn, _ in found] == [
             example(**quality.draw(name, "vt", number)) for number in range(2)
         ]
+
+
+@pytest.mark.parametrize(("model", "asked"), [("lab", False), ("seed0", True)])
+def test_a_model_is_asked_the_tasks_that_it_has_learnt(
+    monkeypatch: pytest.MonkeyPatch, model: str, asked: bool
+) -> None:
+    loads: list[quality.Load] = []
+    monkeypatch.setattr(quality, "MODEL", REPOSITORY / "models" / model)
+    monkeypatch.setattr(quality, "Workers", nullcontext)
+    monkeypatch.setattr(quality, "ask_all", lambda _, load: loads.append(load))
+    monkeypatch.setattr(quality, "figures", lambda *_: ([], {}))
+    monkeypatch.delenv("BENCH_QUALITY_TASKS", raising=False)
+    summary = quality.run(quick=False)["summary"]
+    assert summary["model"] == f"models/{model}"
+    assert ("mq-vt" in loads[0].tasks) is asked
+    assert {*TASKS} - {"mq-vt"} <= {*loads[0].tasks}
+    monkeypatch.setenv("BENCH_QUALITY_TASKS", "mq-vt,cwe")
+    quality.run(quick=False)
+    assert loads[1].tasks == ("mq-vt", "cwe")
+    monkeypatch.setenv("BENCH_QUALITY_TASKS", "vt,luck")
+    with pytest.raises(BenchError, match="no task \\['luck'\\]"):
+        quality.run(quick=False)
