@@ -12,9 +12,6 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
-MAX_PROVENANCE_DEPTH = int(np.iinfo(np.int8).max)
-"""Deepest provenance that the segment index takes (`SegmentIndex.insert`): it is given int8."""
-
 
 class Score(Enum):
     """What the `top_k` tokens of a recipe are chosen by."""
