@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog=f"suites:\n{_listed(SUITES)}\n\nand:\n{_listed(commands)}",
     )
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("--quick", action="store_true", help="a rough answer within 50 s")
+    parser.add_argument("--quick", action="store_true", help="a rough answer, sooner")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
     parser.add_argument("--part", action="append", help="gpu: this part only; may be repeated")

@@ -170,7 +170,12 @@ class Renderer:
 
 def _meets(figure: Figure, summary: Mapping[str, Any]) -> bool:
     goal = GOAL.fullmatch(figure.goal or "")
-    return goal is None or _HOLDS[goal[1]](summary[keys(figure.value)[0]], float(goal[2]))
+    if goal is None:
+        return True
+    key = keys(figure.value)[0]
+    if not isinstance(summary[key], int | float):
+        raise Finding(f"{figure.suite}: {key!r} has a goal, and is no number: {summary[key]!r}")
+    return _HOLDS[goal[1]](summary[key], float(goal[2]))
 
 
 def _label(figure: Figure, with_key: bool) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench import harness
 
@@ -24,7 +24,7 @@ class Environment(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    date: str
+    date: str = Field(pattern=r"^\d{4}-\d\d-\d\dT")
     commit: str | None
     cpu: str
     cores: int
