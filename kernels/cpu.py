@@ -16,6 +16,18 @@ from typing import Any
 
 import torch
 
+from vllm_segreuse.kernels.arguments import (
+    check_blocks,
+    check_moves,
+    check_pages,
+    check_parts,
+    check_places,
+    check_positions,
+    check_queries,
+    check_strides,
+    check_tables,
+    check_tensor,
+)
 from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
 
 _DTYPES = {
@@ -25,6 +37,7 @@ _DTYPES = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARIES = {
     "AMX": ("amx", "avx512", "avx2", "baseline"),
     "AVX512": ("avx512", "avx2", "baseline"),
@@ -178,15 +191,18 @@ def _check_age(library: ctypes.CDLL, path: Path) -> None:
 
 
 def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
-    """See `reference.align`: the same numbers, bit for bit."""
-    if not len(moves):
+    """See `reference.align`: the same numbers, bit for bit.
+
+    Raises:
+        ValueError: the arguments are not as described there, or slots lie outside of the pages.
+    """
+    if not len(moves) or not pages:
         return
+    _check_device("pages", pages[0])
+    check_pages(pages, tuple(_DTYPES))
+    check_parts(parts, pages[0])
+    check_moves(moves, parts, pages[0])
     first, block_size = pages[0], parts[0].strides.shape[1]
-    if any(p.dtype != first.dtype or p.stride() != first.stride() for p in pages):
-        raise ValueError("layers of one call must have pages of one dtype and one stride")
-    slots = [_contiguous(t) for t in (moves.sources, moves.targets, moves.angles)]
-    if any(t.dtype != torch.int64 for t in slots):
-        raise ValueError(f"slots and angles must be int64, not {[t.dtype for t in slots]}")
     pointers = (ctypes.c_void_p * len(pages))(*(p.data_ptr() for p in pages))
     c_parts = (_Part * len(parts))(*(_Part.of(part) for part in parts))
     scratch = None
@@ -201,14 +217,14 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
             first.stride(0),
             ctypes.addressof(c_parts),
             len(parts),
-            slots[0].data_ptr(),
-            slots[1].data_ptr(),
-            slots[2].data_ptr(),
+            moves.sources.data_ptr(),
+            moves.targets.data_ptr(),
+            moves.angles.data_ptr(),
             len(moves),
             block_size,
-            _contiguous(moves.cos).data_ptr(),
-            _contiguous(moves.sin).data_ptr(),
-            moves.cos.shape[1],
+            moves.cos.data_ptr(),
+            moves.sin.data_ptr(),
+            moves.cos.shape[-1],
             None if scratch is None else scratch.data_ptr(),
             _DTYPES[first.dtype],
         ),
@@ -217,8 +233,7 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
 
 def supports_attention(keys: TiledStrides, dtype: torch.dtype) -> bool:
     """Whether `sparse_attention` and `token_scores` take pages of this shape and dtype."""
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    return keys.shape[2] % _VECTOR == 0 and dtype in floats
+    return keys.shape[2] % _VECTOR == 0 and dtype in _FLOATS
 
 
 def sparse_attention(
@@ -232,13 +247,24 @@ def sparse_attention(
     positions: torch.Tensor,
     scale: float,
 ) -> None:
-    """See `reference.sparse_attention`; computes in float32."""
+    """See `reference.sparse_attention`; computes in float32.
+
+    Raises:
+        ValueError: the arguments are not as described there, or block tables name pages that do
+            not exist.
+    """
     if not query.shape[0]:
         return
     _check(query, pages, keys)
-    if not out.is_contiguous() or out.dtype != query.dtype or out.shape != query.shape:
-        raise ValueError(f"out must be contiguous and like the queries {tuple(query.shape)}")
-    query, tables = _contiguous(query), _contiguous(block_tables)
+    check_strides(values, pages)
+    if values.shape != keys.shape:
+        raise ValueError(f"values are {values.shape} per page; expected {keys.shape}, as keys are")
+    check_tensor("out", out, query.dtype, query.device)
+    if out.shape != query.shape:
+        raise ValueError(f"out is {tuple(out.shape)}; expected {tuple(query.shape)}, as query is")
+    check_places(query, block_tables, request, positions, keys.shape[1])
+    check_tables(block_tables, request, positions, keys.shape[1], pages)
+    query, tables = query.contiguous(), block_tables.contiguous()
     _call(
         "segreuse_attention",
         _AttentionArgs(
@@ -270,14 +296,24 @@ def token_scores(
     scale: float,
     highest: bool = False,
 ) -> torch.Tensor:
-    """See `reference.token_scores`; the same in every run, whatever the number of threads."""
+    """See `reference.token_scores`; the same in every run, whatever the number of threads.
+
+    Raises:
+        ValueError: the arguments are not as described there, or block ids name pages that do not
+            exist.
+    """
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
     scores = torch.zeros(num_tokens, dtype=torch.float32)
-    if not query.shape[0]:
+    if not query.shape[0] or not num_tokens:
         return scores
     _check(query, pages, keys)
-    query, blocks = _contiguous(query), block_ids.to(torch.int32).contiguous()
+    check_positions(query, positions)
     # No query sees a key behind its own position: what lies behind the last one stays 0.
-    seen = min(num_tokens, int(positions[-1]) + 1)
+    last = int(positions[-1]) + 1
+    check_blocks(block_ids, -(-last // keys.shape[1]), pages)
+    query, blocks = query.contiguous(), block_ids.to(torch.int32).contiguous()
+    seen = min(num_tokens, last)
     _call(
         "segreuse_scores",
         _ScoreArgs(
@@ -300,15 +336,17 @@ def token_scores(
 
 
 def _check(query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides) -> None:
-    if not supports_attention(keys, pages.dtype) or query.dtype != pages.dtype:
+    _check_device("pages", pages)
+    check_queries(query, pages, keys, _FLOATS)
+    if not supports_attention(keys, pages.dtype):
         raise ValueError(
-            f"queries {query.dtype} on pages {pages.dtype} of head size {keys.shape[2]}: the C++ "
-            f"kernel takes float32, bfloat16 or float16 for both, and multiples of {_VECTOR}"
+            f"keys have a head size of {keys.shape[2]}; the C++ kernel takes multiples of {_VECTOR}"
         )
 
 
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+def _check_device(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} are on {tensor.device}; the C++ kernels need them on the CPU")
 
 
 def _call(function: str, args: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_segreuse.kernels.arguments import check_moves, check_pages, check_parts
 from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
 
 _FORMATS = (
@@ -173,9 +174,13 @@ def make_call(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves
     Raises:
         ValueError: if the tensors do not fit the description, the parts or each other.
     """
-    _check_pages(pages)
-    _check_parts(parts, pages[0])
-    _check_moves(moves, parts, pages[0].device)
+    check_pages(pages, _FORMATS)
+    check_parts(parts, pages[0])
+    if len(parts) > _MAX_PARTS:
+        raise ValueError(f"{len(parts)} parts given; the CUDA kernels move 1 to {_MAX_PARTS}")
+    if pages[0].shape[0] * parts[0].strides.shape[1] > 1 << 32:
+        raise ValueError(f"{pages[0].shape[0]} pages have more than the 2**32 slots that are known")
+    check_moves(moves, parts, pages[0])
     call = _Call(
         num_layers=len(pages),
         page_stride=pages[0].stride(0),
@@ -212,97 +217,3 @@ def _numbers(strides: TiledStrides) -> tuple[int, ...]:
 
 def _turn(rotation: Rotation | None) -> tuple[int, int, int]:
     return (0, 0, 0) if rotation is None else (rotation.dim, rotation.neox, rotation.first)
-
-
-def _check_pages(pages: Sequence[torch.Tensor]) -> None:
-    first = pages[0]
-    if first.dtype not in _FORMATS:
-        raise ValueError(f"pages are {first.dtype}; the CUDA kernels know {_FORMATS}")
-    wanted = (first.dtype, first.device, first.shape, first.stride())
-    for index, layer in enumerate(pages):
-        found = (layer.dtype, layer.device, layer.shape, layer.stride())
-        if found != wanted:
-            raise ValueError(
-                f"dtype, device, shape and strides of all layers must be equal: the first has "
-                f"{wanted}, number {index} has {found}"
-            )
-    if first.dim() != 2 or first.stride(1) != 1 or first.stride(0) < first.shape[1]:
-        raise ValueError(
-            "pages must be [num_blocks, page_elements] with unit stride in the page, not "
-            f"{tuple(first.shape)} with strides {first.stride()}; see `flat_pages`"
-        )
-    if first.shape[1] >= 1 << 31:
-        raise ValueError(f"a page of {first.shape[1]} elements is too large: below 2**31 are known")
-
-
-def _check_parts(parts: Sequence[Part], pages: torch.Tensor) -> None:
-    if not 1 <= len(parts) <= _MAX_PARTS:
-        raise ValueError(f"{len(parts)} parts given; the CUDA kernels move 1 to {_MAX_PARTS}")
-    block_sizes = {part.strides.shape[1] for part in parts}
-    if len(block_sizes) != 1:
-        raise ValueError(f"the parts differ in tokens per page: {sorted(block_sizes)}")
-    if pages.shape[0] * block_sizes.pop() > 1 << 32:
-        raise ValueError(f"{pages.shape[0]} pages have more than the 2**32 slots that are known")
-    for part in parts:
-        strides, rotation = part.strides, part.rotation
-        heads, tokens, channels = strides.shape
-        tiles = ((tokens, strides.token_tile), (channels, strides.channel_tile))
-        if heads < 1 or any(tile < 1 or size < 1 or size % tile for size, tile in tiles):
-            raise ValueError(f"sizes and tiles do not fit each other: {strides}")
-        spans = (
-            (heads - 1) * strides.head,
-            (tokens // strides.token_tile - 1) * strides.token_hi,
-            (strides.token_tile - 1) * strides.token_lo,
-            (channels // strides.channel_tile - 1) * strides.channel_hi,
-            (strides.channel_tile - 1) * strides.channel_lo,
-        )
-        lowest = strides.offset + sum(span for span in spans if span < 0)
-        highest = strides.offset + sum(span for span in spans if span > 0)
-        if lowest < 0 or highest >= pages.shape[1]:
-            raise ValueError(
-                f"elements {lowest} to {highest} of a page of {pages.shape[1]} are described by "
-                f"{strides}"
-            )
-        if rotation is not None and not (
-            rotation.dim > 0
-            and rotation.dim % 2 == 0
-            and 0 <= rotation.first <= channels - rotation.dim
-        ):
-            raise ValueError(f"a head of {channels} channels cannot turn by {rotation}")
-
-
-def _check_moves(moves: Moves, parts: Sequence[Part], device: torch.device) -> None:
-    for name in ("sources", "targets", "angles"):
-        tensor = getattr(moves, name)
-        _check_tensor(name, tensor, torch.int64, device)
-        if tensor.shape != (len(moves),):
-            raise ValueError(
-                f"sources, targets and angles must be [tokens]: {name} is {tuple(tensor.shape)}, "
-                f"of {len(moves)} tokens"
-            )
-    dims = {part.rotation.dim for part in parts if part.rotation is not None}
-    if not dims:
-        return
-    for name in ("cos", "sin"):
-        tensor = getattr(moves, name)
-        _check_tensor(name, tensor, torch.float32, device)
-        if tensor.dim() != 2 or tensor.shape != moves.cos.shape or not tensor.shape[0]:
-            raise ValueError(
-                f"cos and sin must be [distinct, pairs] alike, not empty: {name} is "
-                f"{tuple(tensor.shape)}"
-            )
-    if dims != {2 * moves.cos.shape[1]}:
-        raise ValueError(
-            f"{sorted(dims)} channels turn, but cos and sin have columns for "
-            f"{2 * moves.cos.shape[1]}"
-        )
-
-
-def _check_tensor(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device
-) -> None:
-    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous {dtype} on {device}, not {tensor.dtype} on "
-            f"{tensor.device} with strides {tensor.stride()}"
-        )

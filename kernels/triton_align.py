@@ -17,6 +17,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from vllm_segreuse.kernels.arguments import check_moves, check_pages, check_parts
 from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import element
 
@@ -110,42 +111,15 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
 
 
 def _check(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
-    first = pages[0]
-    if first.dtype not in _STORED:
-        names = ", ".join(str(dtype) for dtype in _STORED)
-        raise ValueError(f"pages are {first.dtype}; align moves {names}")
-    for number, layer in enumerate(pages):
-        if layer.dtype != first.dtype or layer.stride() != (first.stride(0), 1):
-            raise ValueError(
-                f"pages of layer {number} are {layer.dtype} with strides {layer.stride()}, those "
-                f"of layer 0 {first.dtype} with {first.stride()}; pass flat pages, and layers "
-                "that differ in calls of their own"
-            )
-    for name in ("sources", "targets", "angles", "cos", "sin"):
-        tensor = getattr(moves, name)
-        expected = torch.float32 if name in ("cos", "sin") else torch.int64
-        if (
-            tensor.dtype != expected
-            or tensor.device != first.device
-            or not tensor.is_contiguous()
-            or (expected == torch.int64 and tensor.shape != (len(moves),))
-        ):
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} with strides "
-                f"{tensor.stride()}; pass {expected}, contiguous, on {first.device}, and slots "
-                "and angles for each token"
-            )
+    check_pages(pages, tuple(_STORED))
+    check_parts(parts, pages[0])
     for part in parts:
-        if part.strides.shape[:2] != parts[0].strides.shape[:2]:
+        if part.strides.shape[0] != parts[0].strides.shape[0]:
             raise ValueError(
-                f"parts of {part.strides.shape[:2]} and {parts[0].strides.shape[:2]} heads and "
-                "tokens per page; pass them in calls of their own"
+                f"parts of {part.strides.shape[0]} and {parts[0].strides.shape[0]} heads; pass "
+                "them in calls of their own"
             )
-        if part.rotation is not None and part.rotation.dim != 2 * moves.cos.shape[1]:
-            raise ValueError(
-                f"cos has {moves.cos.shape[1]} columns for a rotation of {part.rotation.dim} "
-                "channels; pass one column per pair"
-            )
+    check_moves(moves, parts, pages[0])
 
 
 def _row_strides(parts: Sequence[Part]) -> list[TiledStrides]:

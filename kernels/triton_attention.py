@@ -15,6 +15,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from vllm_segreuse.kernels.arguments import check_places, check_queries, check_strides
 from vllm_segreuse.kernels.pages import TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_schedule import Schedule, plan
@@ -57,6 +58,10 @@ def sparse_attention(
     if not queries:
         return
     check_inputs(query, pages, keys, block_tables)
+    check_strides(values, pages)
+    check_places(query, block_tables, request, positions, keys.shape[1])
+    if out.dtype != query.dtype or out.device != query.device:
+        raise ValueError(f"out is {out.dtype} on {out.device}; expected it to be like query")
     if out.stride(2) != 1 or out.shape != (queries, heads, values.shape[2]):
         raise ValueError(
             f"out has shape {tuple(out.shape)} and strides {out.stride()}; expected "
@@ -123,19 +128,12 @@ def check_inputs(
     query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides, block_tables: torch.Tensor
 ) -> None:
     """Raises ValueError where a kernel would read something else than what is meant."""
-    if query.dtype not in DTYPES or pages.dtype != query.dtype:
+    check_queries(query, pages, keys, DTYPES)
+    if not 16 <= keys.shape[2] <= 256:
+        raise ValueError(f"keys have {keys.shape[2]} channels; expected 16 to 256")
+    if query.stride(2) != 1 or block_tables.stride(-1) != 1:
         raise ValueError(
-            f"queries are {query.dtype} and pages {pages.dtype}; expected one of "
-            f"{', '.join(str(dtype) for dtype in DTYPES)} for both"
-        )
-    if query.shape[2] != keys.shape[2] or not 16 <= keys.shape[2] <= 256:
-        raise ValueError(
-            f"queries have {query.shape[2]} channels and keys {keys.shape[2]}; expected the same, "
-            "16 to 256"
-        )
-    if query.stride(2) != 1 or pages.stride(1) != 1 or block_tables.stride(-1) != 1:
-        raise ValueError(
-            f"strides of queries {query.stride()}, pages {pages.stride()} and block tables "
+            f"strides of query are {query.stride()} and of the block tables "
             f"{block_tables.stride()}; the last of each must be 1"
         )
 

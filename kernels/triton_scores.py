@@ -14,6 +14,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from vllm_segreuse.kernels.arguments import check_blocks, check_positions
 from vllm_segreuse.kernels.pages import TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_attention import check_inputs
@@ -64,9 +65,13 @@ def token_scores(
     """
     queries, heads, head_size = query.shape
     kv_heads, device = keys.shape[0], query.device
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
     if not queries or not num_tokens:
         return torch.zeros(num_tokens, device=device)
     check_inputs(query, pages, keys, block_ids)
+    check_positions(query, positions)
+    check_blocks(block_ids, triton.cdiv(num_tokens, keys.shape[1]), pages)
     group = heads_per_kv_head(heads, kv_heads)
     tuning = tuning or default_tuning(query.dtype, head_size, queries, group)
     if tuning.rows < group:

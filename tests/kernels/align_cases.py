@@ -191,6 +191,13 @@ def pairs_of(parts: list[Part]) -> int:
     return 4 if rotation is None else rotation.dim // 2
 
 
+def good_call() -> tuple[list[torch.Tensor], list[Part], Moves]:
+    """Arguments of `align` that every kernel takes: nine tokens, three layers, four pages."""
+    shape = nhd(2, 16, 32)
+    pages = make_cache(shape.page_elements, 4, torch.float16, num_layers=3)
+    return pages.layers, parts_of(shape, Rotation(32, True)), make_moves(4, 16, 9, 16, False)
+
+
 Run = Callable[[list[torch.Tensor], list[Part], Moves], None]
 
 

@@ -7,7 +7,6 @@ Without a GPU the very code of its threads runs in a loop over host memory; with
 import dataclasses
 import re
 import subprocess
-from collections.abc import Callable
 from ctypes import CDLL
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.kernels.align_cases import (
     assert_agrees,
     assert_same,
     copy_of,
+    good_call,
     hnd,
     make_cache,
     make_moves,
@@ -32,7 +32,7 @@ from tests.kernels.align_cases import (
 )
 from tests.kernels.native import CSRC, compile_cuda, compile_host, compile_ptx
 from vllm_segreuse.kernels import cuda, reference
-from vllm_segreuse.kernels.pages import Moves, Part, Rotation
+from vllm_segreuse.kernels.pages import Rotation
 
 SOURCE = CSRC / "cuda" / "align.cu"
 
@@ -222,72 +222,6 @@ def test_nothing_to_move_changes_nothing(run: Run, device: str, overlapping: boo
     run(mine.layers, parts_of(shape, Rotation(32, True)), to_device(moves, device))
     run([], parts_of(shape, Rotation(32, True)), to_device(moves, device))
     assert torch.equal(mine.memory.cpu(), before)
-
-
-def good_call() -> tuple[list[torch.Tensor], list[Part], Moves]:
-    shape = nhd(2, 16, 32)
-    pages = make_cache(shape.page_elements, 4, torch.float16, num_layers=3)
-    return pages.layers, parts_of(shape, Rotation(32, True)), make_moves(4, 16, 9, 16, False)
-
-
-def changed_moves(**changes: object) -> Callable[..., tuple]:
-    return lambda pages, parts, moves: (pages, parts, dataclasses.replace(moves, **changes))
-
-
-def changed_keys(**changes: object) -> Callable[..., tuple]:
-    def change(pages: list[torch.Tensor], parts: list[Part], moves: Moves) -> tuple:
-        strides = dataclasses.replace(parts[0].strides, **changes)
-        return pages, [Part(strides, parts[0].rotation), parts[1]], moves
-
-    return change
-
-
-def changed_rotation(*rotation: int) -> Callable[..., tuple]:
-    return lambda pages, parts, moves: (
-        pages,
-        [Part(parts[0].strides, Rotation(*rotation)), parts[1]],
-        moves,
-    )
-
-
-REFUSED: dict[str, tuple[Callable[..., tuple], str]] = {
-    "dtype": (lambda p, *r: ([x.double() for x in p], *r), "pages are torch.float64"),
-    "mixed dtypes": (lambda p, *r: ([*p[:2], p[2].bfloat16()], *r), "number 2 has"),
-    "mixed strides": (lambda p, *r: ([p[0], p[1].contiguous(), p[2]], *r), "number 1 has"),
-    "mixed devices": (lambda p, *r: ([p[0], p[1].to("meta")], *r), "number 1 has"),
-    "shape": (lambda p, *r: ([x[None] for x in p], *r), "must be .num_blocks, page_elements"),
-    "strided pages": (lambda p, *r: ([x[:, ::2] for x in p], *r), "with unit stride"),
-    "no parts": (lambda p, _, m: (p, [], m), "0 parts given"),
-    "three parts": (lambda p, q, m: (p, [*q, q[0]], m), "3 parts given"),
-    "block sizes": (changed_keys(shape=(2, 8, 32), token_tile=8), "differ in tokens per page"),
-    "tile": (changed_keys(channel_tile=12), "tiles do not fit"),
-    "no tile": (changed_keys(token_tile=0), "tiles do not fit"),
-    "beyond the page": (changed_keys(offset=1025), "elements 1025 to 2048 of a page of 2048"),
-    "before the page": (changed_keys(token_lo=-64), "elements -960 to 63"),
-    "odd rotation": (changed_rotation(31, 1), "cannot turn by Rotation.dim=31"),
-    "rotation beyond the head": (changed_rotation(32, 1, 1), "32 channels cannot turn"),
-    "other rotation": (changed_rotation(16, 1), "16. channels turn, but cos and sin have .* 32"),
-    "int32 slots": (changed_moves(sources=torch.zeros(9, dtype=torch.int32)), "sources must be"),
-    "strided slots": (changed_moves(targets=torch.arange(18)[::2]), "targets must be contiguous"),
-    "fewer slots": (changed_moves(targets=torch.arange(8)), "targets is .8,., of 9 tokens"),
-    "more angles": (changed_moves(angles=torch.arange(10)), "angles is .10,., of 9 tokens"),
-    "angles elsewhere": (changed_moves(angles=torch.zeros(9, device="meta").long()), "on meta"),
-    "double tables": (changed_moves(cos=torch.zeros(7, 16).double()), "cos must be contiguous"),
-    "transposed tables": (changed_moves(sin=torch.zeros(16, 7).T), "sin must be contiguous"),
-    "unequal tables": (changed_moves(sin=torch.zeros(6, 16)), "alike, not empty: sin is"),
-    "empty tables": (changed_moves(cos=torch.zeros(0, 16), sin=torch.zeros(0, 16)), "not empty"),
-}
-
-
-def test_the_call_that_is_spoiled_below_is_good() -> None:
-    cuda.make_call(*good_call())
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name: str) -> None:
-    spoil, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        cuda.make_call(*spoil(*good_call()))
 
 
 def test_pages_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

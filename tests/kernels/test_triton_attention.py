@@ -246,14 +246,18 @@ def test_what_does_not_fit_is_refused() -> None:
     batch = make_batch(shape, 2, [[3, 20]], torch.float16)
     places = batch.block_tables, batch.request, batch.positions
     schedule = plan(batch.query, shape.keys, *places)
-    with pytest.raises(ValueError, match=r"queries are torch.float16 and pages torch.float32"):
+    with pytest.raises(ValueError, match=r"query is torch.float16 .* pages are torch.float32"):
         run(replace(batch, pages=batch.pages.float()), shape)
-    with pytest.raises(ValueError, match="3 query heads over 2 KV heads"):
+    with pytest.raises(ValueError, match="a multiple of 2 KV heads"):
         run(replace(batch, query=batch.query[:, :3]), shape)
-    with pytest.raises(ValueError, match="queries have 16 channels and keys 32"):
+    with pytest.raises(ValueError, match=r"query is \(2, 4, 16\)"):
         run(replace(batch, query=batch.query[..., :16]), shape)
     with pytest.raises(ValueError, match="the last of each must be 1"):
         run(replace(batch, block_tables=torch.cat([batch.block_tables] * 2)[:, ::2]), shape)
+    with pytest.raises(ValueError, match=r"positions must be contiguous torch\.int64"):
+        run(replace(batch, positions=batch.positions.int()), shape)
+    with pytest.raises(ValueError, match="3 query heads over 2 KV heads"):
+        plan(batch.query[:, :3], shape.keys, *places)
     with pytest.raises(ValueError, match="tiles of 16 rows cannot hold 32 heads"):
         plan(batch.query.repeat(1, 16, 1), shape.keys, *places, tuning=Tuning(16, 16, 4, 2))
     assert shape.values is not None

@@ -150,14 +150,14 @@ def test_one_compilation_serves_every_pass(kernels: Kernels) -> None:
         triton_align.align(cache, parts, make_moves(8, 16, queries // 4, 32, False))
         query = torch.zeros(queries, 8, 64, dtype=torch.bfloat16)
         tables = torch.zeros(requests, blocks, dtype=torch.int32)
-        request, positions = torch.zeros(queries, dtype=torch.int64), torch.arange(queries)
+        request = positions = torch.zeros(queries, dtype=torch.int64)
         places = tables, request, positions
         schedule = triton_schedule.plan(query, shape.keys, *places, splits=splits)
         keys, values = shape.keys, shape.values
         triton_attention.sparse_attention(
             query, query, cache[0], keys, values, *places, 1.0, schedule=schedule
         )
-        inputs = query, positions, cache[0], keys, tables[0], queries
+        inputs = query, positions, cache[0], keys, tables[0], 16 * blocks
         for highest in (False, True):
             triton_scores.token_scores(*inputs, 1.0, highest, splits=splits)
     for name in ("_move", "_attend", "_join", "_row_sums"):

@@ -187,10 +187,14 @@ def test_nothing_to_score() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     shape = nhd(2, 16, 32)
     batch = make_batch(shape, 2, [[3, 20]], torch.float16)
-    with pytest.raises(ValueError, match=r"queries are torch.float16 and pages torch.float32"):
+    with pytest.raises(ValueError, match=r"query is torch.float16 .* pages are torch.float32"):
         run(replace(batch, pages=batch.pages.float()), shape, 21)
-    with pytest.raises(ValueError, match="3 query heads over 2 KV heads"):
+    with pytest.raises(ValueError, match="a multiple of 2 KV heads"):
         run(replace(batch, query=batch.query[:, :3]), shape, 21)
+    with pytest.raises(ValueError, match=r"positions must be contiguous torch\.int64"):
+        run(replace(batch, positions=batch.positions.int()), shape, 21)
+    with pytest.raises(ValueError, match="block_ids has 3 entries; the tokens fill 4 pages"):
+        run(batch, shape, 49)
     many = replace(batch, query=batch.query.repeat(1, 16, 1))
     with pytest.raises(ValueError, match="tiles of 16 rows cannot hold 32 heads"):
         run(many, shape, 21, tuning=SMALL)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every native kernel is given, checked before any address is passed on.
+
+Kernels take pointers: a wrong dtype, stride or device would be read as something else. Values are
+checked where reading them costs nothing, which is on a CPU; a GPU would have to wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
+
+
+def check_pages(pages: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    """Flat pages of layers that are moved by one call.
+
+    Raises:
+        ValueError: of unknown dtype, not alike, or not flat.
+    """
+    first = pages[0]
+    if first.dtype not in dtypes:
+        raise ValueError(f"pages are {first.dtype}; the kernel knows {_names(dtypes)}")
+    wanted = (first.dtype, first.device, first.shape, first.stride())
+    for index, layer in enumerate(pages):
+        found = (layer.dtype, layer.device, layer.shape, layer.stride())
+        if found != wanted:
+            raise ValueError(
+                f"dtype, device, shape and strides of all layers must be equal: the first has "
+                f"{wanted}, number {index} has {found}"
+            )
+    if first.dim() != 2 or first.stride(1) != 1 or first.stride(0) < first.shape[1]:
+        raise ValueError(
+            "pages must be [num_blocks, page_elements] with unit stride in the page, not "
+            f"{tuple(first.shape)} with strides {first.stride()}; see `flat_pages`"
+        )
+    if first.shape[1] >= 1 << 31:
+        raise ValueError(f"a page of {first.shape[1]} elements is too large: below 2**31 are known")
+
+
+def check_strides(strides: TiledStrides, pages: torch.Tensor) -> None:
+    """Where keys or values lie in a page.
+
+    Raises:
+        ValueError: tiles that do not divide a page, or elements outside of it.
+    """
+    heads, tokens, channels = strides.shape
+    tiles = ((tokens, strides.token_tile), (channels, strides.channel_tile))
+    if heads < 1 or any(tile < 1 or size < 1 or size % tile for size, tile in tiles):
+        raise ValueError(f"sizes and tiles do not fit each other: {strides}")
+    spans = (
+        (heads - 1) * strides.head,
+        (tokens // strides.token_tile - 1) * strides.token_hi,
+        (strides.token_tile - 1) * strides.token_lo,
+        (channels // strides.channel_tile - 1) * strides.channel_hi,
+        (strides.channel_tile - 1) * strides.channel_lo,
+    )
+    lowest = strides.offset + sum(span for span in spans if span < 0)
+    highest = strides.offset + sum(span for span in spans if span > 0)
+    if lowest < 0 or highest >= pages.shape[1]:
+        raise ValueError(
+            f"elements {lowest} to {highest} of a page of {pages.shape[1]} are described by "
+            f"{strides}"
+        )
+
+
+def check_parts(parts: Sequence[Part], pages: torch.Tensor) -> None:
+    """The keys and the values of a page, and what of them turns.
+
+    Raises:
+        ValueError: none at all, other block sizes, or what `check_strides` refuses.
+    """
+    if not parts:
+        raise ValueError("0 parts given; pass the keys, the values, or both")
+    block_sizes = {part.strides.shape[1] for part in parts}
+    if len(block_sizes) != 1:
+        raise ValueError(f"the parts differ in tokens per page: {sorted(block_sizes)}")
+    for part in parts:
+        check_strides(part.strides, pages)
+        rotation, channels = part.rotation, part.strides.shape[2]
+        if rotation is not None and not (
+            rotation.dim > 0
+            and rotation.dim % 2 == 0
+            and 0 <= rotation.first <= channels - rotation.dim
+        ):
+            raise ValueError(f"a head of {channels} channels cannot turn by {rotation}")
+
+
+def check_moves(moves: Moves, parts: Sequence[Part], pages: torch.Tensor) -> None:
+    """Slots, angles and their tables; on a CPU also that they are inside pages and tables.
+
+    Raises:
+        ValueError: wrong dtypes, devices, shapes, strides or values.
+    """
+    device = pages.device
+    for name in ("sources", "targets", "angles"):
+        tensor = getattr(moves, name)
+        check_tensor(name, tensor, torch.int64, device)
+        if tensor.shape != (len(moves),):
+            raise ValueError(
+                f"sources, targets and angles must be [tokens]: {name} is {tuple(tensor.shape)}, "
+                f"of {len(moves)} tokens"
+            )
+    slots = pages.shape[0] * parts[0].strides.shape[1]
+    for name in ("sources", "targets"):
+        check_range(name, getattr(moves, name), slots)
+    dims = {part.rotation.dim for part in parts if part.rotation is not None}
+    if not dims:
+        return
+    for name in ("cos", "sin"):
+        tensor = getattr(moves, name)
+        check_tensor(name, tensor, torch.float32, device)
+        if tensor.dim() != 2 or tensor.shape != moves.cos.shape or not tensor.shape[0]:
+            raise ValueError(
+                f"cos and sin must be [distinct, pairs] alike, not empty: {name} is "
+                f"{tuple(tensor.shape)}"
+            )
+    if dims != {2 * moves.cos.shape[1]}:
+        raise ValueError(
+            f"{sorted(dims)} channels turn, but cos and sin have columns for "
+            f"{2 * moves.cos.shape[1]}"
+        )
+    check_range("angles", moves.angles, moves.cos.shape[0])
+
+
+def check_queries(
+    query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Queries against the pages of one layer.
+
+    Raises:
+        ValueError: they do not fit the pages, or the pages their description.
+    """
+    check_pages([pages], dtypes)
+    check_strides(keys, pages)
+    kv_heads, _, head_size = keys.shape
+    if query.dtype != pages.dtype or query.device != pages.device:
+        raise ValueError(
+            f"query is {query.dtype} on {query.device}; pages are {pages.dtype} on {pages.device}, "
+            "and it must be alike"
+        )
+    shaped = query.dim() == 3 and query.shape[2] == head_size
+    if not shaped or not query.shape[1] or query.shape[1] % kv_heads:
+        raise ValueError(
+            f"query is {tuple(query.shape)}; expected [queries, heads, {head_size}], with a "
+            f"multiple of {kv_heads} KV heads"
+        )
+
+
+def check_places(
+    query: torch.Tensor,
+    block_tables: torch.Tensor,
+    request: torch.Tensor,
+    positions: torch.Tensor,
+    block_size: int,
+) -> None:
+    """Which keys each query sees; on a CPU also that block tables reach so far, and the order.
+
+    Raises:
+        ValueError: wrong dtypes, devices, shapes, strides, values or order.
+    """
+    for name, tensor in (("request", request), ("positions", positions)):
+        _check_per_query(name, tensor, query)
+    if (
+        block_tables.dtype != torch.int32
+        or block_tables.device != query.device
+        or block_tables.dim() != 2
+    ):
+        raise ValueError(
+            f"block_tables is {block_tables.dtype} {tuple(block_tables.shape)} on "
+            f"{block_tables.device}; expected torch.int32 [requests, blocks] on {query.device}"
+        )
+    check_range("request", request, block_tables.shape[0])
+    check_range("positions", positions, block_tables.shape[1] * block_size)
+    if query.device.type != "cpu":
+        return
+    row, place = request.diff(), positions.diff()
+    unsorted = (row < 0) | ((row == 0) & (place < 0))
+    if bool(unsorted.any()):
+        first = int(unsorted.nonzero()[0])
+        raise ValueError(
+            f"request and positions of query {first + 1} are before those of query {first}; sort "
+            "queries by request, then by position"
+        )
+
+
+def check_positions(query: torch.Tensor, positions: torch.Tensor) -> None:
+    """Where the queries of one request are.
+
+    Raises:
+        ValueError: wrong dtype, device, shape or strides; on a CPU also negative or descending.
+    """
+    _check_per_query("positions", positions, query)
+    if query.device.type != "cpu":
+        return
+    if int(positions[0]) < 0 or bool((positions.diff() < 0).any()):
+        raise ValueError(
+            f"positions from {int(positions.min())} to {int(positions.max())} are not ascending "
+            "from 0; sort them and the queries"
+        )
+
+
+def check_tables(
+    block_tables: torch.Tensor,
+    request: torch.Tensor,
+    positions: torch.Tensor,
+    block_size: int,
+    pages: torch.Tensor,
+) -> None:
+    """Entries that queries read name pages that exist; for sorted queries on a CPU.
+
+    Raises:
+        ValueError: an id outside the pages.
+    """
+    rows, counts = request.unique_consecutive(return_counts=True)
+    used = positions[counts.cumsum(0) - 1] // block_size + 1
+    for row, count in zip(rows.tolist(), used.tolist(), strict=True):
+        check_range("block_tables", block_tables[row, :count], pages.shape[0])
+
+
+def check_blocks(block_ids: torch.Tensor, used: int, pages: torch.Tensor) -> None:
+    """The first `used` entries of a request's block table name pages that exist.
+
+    Raises:
+        ValueError: too few entries, no integers, or on a CPU an id outside the pages.
+    """
+    if block_ids.dim() != 1 or block_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"block_ids is {block_ids.dtype} {tuple(block_ids.shape)}; expected torch.int32 or "
+            "torch.int64 [blocks]"
+        )
+    if block_ids.device != pages.device:
+        raise ValueError(f"block_ids is on {block_ids.device}; expected {pages.device}")
+    if len(block_ids) < used:
+        raise ValueError(f"block_ids has {len(block_ids)} entries; the tokens fill {used} pages")
+    check_range("block_ids", block_ids[:used], pages.shape[0])
+
+
+def _check_per_query(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
+    check_tensor(name, tensor, torch.int64, query.device)
+    if tensor.shape != query.shape[:1]:
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)}; expected one number for each of "
+            f"{query.shape[0]} queries"
+        )
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for another dtype or device, or a tensor that is not contiguous."""
+    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous {dtype} on {device}, not {tensor.dtype} on "
+            f"{tensor.device} with strides {tensor.stride()}"
+        )
+
+
+def check_range(name: str, tensor: torch.Tensor, end: int) -> None:
+    """Raises ValueError for a number outside `[0, end)`, on a CPU."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return
+    lowest, highest = (int(number) for number in tensor.aminmax())
+    if lowest < 0 or highest >= end:
+        raise ValueError(f"{name} are from {lowest} to {highest}; expected 0 to {end - 1}")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels are given is checked before an address is passed on; what is wrong is named.
+
+Each case spoils one argument of a call that is good. The Triton kernels go through the same checks:
+test_triton_align.py, test_triton_attention.py and test_triton_scores.py have some cases of each.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.align_cases import good_call, hnd, to_device
+from vllm_segreuse.kernels import cpu, cuda
+from vllm_segreuse.kernels.pages import Moves, Part, Rotation
+
+needs_library = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+
+
+def changed_moves(**changes: object) -> Callable[..., tuple]:
+    return lambda pages, parts, moves: (pages, parts, dataclasses.replace(moves, **changes))
+
+
+def changed_keys(**changes: object) -> Callable[..., tuple]:
+    def change(pages: list[torch.Tensor], parts: list[Part], moves: Moves) -> tuple:
+        strides = dataclasses.replace(parts[0].strides, **changes)
+        return pages, [Part(strides, parts[0].rotation), parts[1]], moves
+
+    return change
+
+
+def changed_rotation(*rotation: int) -> Callable[..., tuple]:
+    return lambda pages, parts, moves: (
+        pages,
+        [Part(parts[0].strides, Rotation(*rotation)), parts[1]],
+        moves,
+    )
+
+
+REFUSED: dict[str, tuple[Callable[..., tuple], str]] = {
+    "dtype": (lambda p, *r: ([x.double() for x in p], *r), "pages are torch.float64"),
+    "mixed dtypes": (lambda p, *r: ([*p[:2], p[2].bfloat16()], *r), "number 2 has"),
+    "mixed strides": (lambda p, *r: ([p[0], p[1].contiguous(), p[2]], *r), "number 1 has"),
+    "mixed devices": (lambda p, *r: ([p[0], p[1].to("meta")], *r), "number 1 has"),
+    "shape": (lambda p, *r: ([x[None] for x in p], *r), "must be .num_blocks, page_elements"),
+    "strided pages": (lambda p, *r: ([x[:, ::2] for x in p], *r), "with unit stride"),
+    "no parts": (lambda p, _, m: (p, [], m), "0 parts given"),
+    "block sizes": (changed_keys(shape=(2, 8, 32), token_tile=8), "differ in tokens per page"),
+    "tile": (changed_keys(channel_tile=12), "tiles do not fit"),
+    "no tile": (changed_keys(token_tile=0), "tiles do not fit"),
+    "beyond the page": (changed_keys(offset=1025), "elements 1025 to 2048 of a page of 2048"),
+    "before the page": (changed_keys(token_lo=-64), "elements -960 to 63"),
+    "odd rotation": (changed_rotation(31, 1), "cannot turn by Rotation.dim=31"),
+    "rotation beyond the head": (changed_rotation(32, 1, 1), "32 channels cannot turn"),
+    "other rotation": (changed_rotation(16, 1), "16. channels turn, but cos and sin have .* 32"),
+    "int32 slots": (changed_moves(sources=torch.zeros(9, dtype=torch.int32)), "sources must be"),
+    "strided slots": (changed_moves(targets=torch.arange(18)[::2]), "targets must be contiguous"),
+    "fewer slots": (changed_moves(targets=torch.arange(8)), "targets is .8,., of 9 tokens"),
+    "more angles": (changed_moves(angles=torch.arange(10)), "angles is .10,., of 9 tokens"),
+    "angles elsewhere": (changed_moves(angles=torch.zeros(9, device="meta").long()), "on meta"),
+    "double tables": (changed_moves(cos=torch.zeros(7, 16).double()), "cos must be contiguous"),
+    "transposed tables": (changed_moves(sin=torch.zeros(16, 7).T), "sin must be contiguous"),
+    "unequal tables": (changed_moves(sin=torch.zeros(6, 16)), "alike, not empty: sin is"),
+    "slots behind the pages": (
+        changed_moves(targets=torch.arange(56, 65)),
+        "targets are from 56 to 64; expected 0 to 63",
+    ),
+    "slots before the pages": (changed_moves(sources=torch.arange(-1, 8)), "sources are from -1"),
+    "angles behind the tables": (
+        changed_moves(angles=torch.full((9,), 7)),
+        "angles are from 7 to 7; expected 0 to 6",
+    ),
+    "empty tables": (changed_moves(cos=torch.zeros(0, 16), sin=torch.zeros(0, 16)), "not empty"),
+}
+
+
+ALIGN = pytest.mark.parametrize(
+    "align", [pytest.param(cpu.align, marks=needs_library), cuda.make_call], ids=["cpu", "cuda"]
+)
+
+
+@ALIGN
+def test_the_alignment_that_is_spoiled_below_is_good(align: Callable[..., Any]) -> None:
+    align(*good_call())
+
+
+@ALIGN
+@pytest.mark.parametrize("name", REFUSED)
+def test_alignments_that_do_not_fit_are_refused(align: Callable[..., Any], name: str) -> None:
+    """And nothing is written."""
+    spoil, message = REFUSED[name]
+    pages, parts, moves = good_call()
+    before = [page.clone() for page in pages]
+    with pytest.raises(ValueError, match=message):
+        align(*spoil(pages, parts, moves))
+    assert all(map(torch.equal, pages, before))
+
+
+def test_cuda_moves_keys_and_values_only() -> None:
+    pages, parts, moves = good_call()
+    with pytest.raises(ValueError, match="3 parts given; the CUDA kernels move 1 to 2"):
+        cuda.make_call(pages, [*parts, parts[0]], moves)
+
+
+def test_cuda_counts_slots_in_32_bits() -> None:
+    _, parts, moves = good_call()
+    moves = to_device(moves, "meta")
+    for num_pages, fits in ((1 << 28, True), ((1 << 28) + 1, False)):
+        pages = torch.empty(num_pages, 2048, dtype=torch.float16, device="meta")
+        if fits:
+            cuda.make_call([pages], parts, moves)
+        else:
+            with pytest.raises(ValueError, match="268435457 pages have more than the"):
+                cuda.make_call([pages], parts, moves)
+
+
+@needs_library
+def test_tables_are_not_checked_where_nothing_turns() -> None:
+    pages, parts, moves = good_call()
+    still = [Part(part.strides, None) for part in parts]
+    moves = dataclasses.replace(moves, angles=torch.full((9,), 1 << 40))
+    cpu.align(pages, still, moves)
+
+
+SHAPE = hnd(2, 16, 32)
+NUM_PAGES = 6
+
+
+def good_attention() -> dict[str, Any]:
+    """Three queries of the first request, one of the second; two blocks each."""
+    query = torch.randn(4, 4, 32)
+    return {
+        "out": torch.zeros_like(query),
+        "query": query,
+        "pages": torch.randn(NUM_PAGES, SHAPE.page_elements),
+        "keys": SHAPE.keys,
+        "values": SHAPE.values,
+        "block_tables": torch.tensor([[5, 0, 99], [3, 1, -7]], dtype=torch.int32),
+        "request": torch.tensor([0, 0, 0, 1]),
+        "positions": torch.tensor([4, 20, 31, 31]),
+        "scale": 0.2,
+    }
+
+
+def good_scores() -> dict[str, Any]:
+    """Four queries over two blocks."""
+    return {
+        "query": torch.randn(4, 4, 32),
+        "positions": torch.tensor([4, 20, 31, 31]),
+        "pages": torch.randn(NUM_PAGES, SHAPE.page_elements),
+        "keys": SHAPE.keys,
+        "block_ids": torch.tensor([5, 0, 99], dtype=torch.int32),
+        "num_tokens": 32,
+        "scale": 0.2,
+    }
+
+
+def slots(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+ODD = dataclasses.replace(SHAPE.keys, shape=(2, 16, 24), channel_tile=24)
+PAGES = torch.randn(NUM_PAGES, SHAPE.page_elements)
+
+# argument, what it is replaced by, and what is said
+BOTH: list[tuple[str, Any, str]] = [
+    ("query", torch.randn(4, 4, 32).half(), "query is torch.float16 on cpu; pages are torch.float"),
+    ("query", torch.randn(4, 4, 32, device="meta"), "query is torch.float32 on meta"),
+    ("query", torch.randn(4, 128), r"query is \(4, 128\); expected \[queries, heads, 32\]"),
+    ("query", torch.randn(4, 3, 32), r"\(4, 3, 32\); .* a multiple of 2 KV heads"),
+    ("query", torch.randn(4, 0, 32), r"\(4, 0, 32\); .* a multiple of 2 KV heads"),
+    ("query", torch.randn(4, 4, 64), r"query is \(4, 4, 64\)"),
+    ("pages", PAGES.double(), "pages are torch.float64"),
+    ("pages", PAGES.to(torch.float8_e5m2), "pages are torch.float8_e5m2"),
+    ("pages", torch.cat([PAGES, PAGES], 1)[:, ::2], "unit stride in the page"),
+    ("pages", PAGES[..., None], "must be .num_blocks, page_elements"),
+    ("pages", PAGES[:, :1000].contiguous(), "elements 0 to 1023 of a page of 1000"),
+    ("pages", PAGES.to("meta"), "pages are on meta; the C.. kernels need them on the CPU"),
+    ("positions", slots(4, 20, 31, 31).int(), "positions must be contiguous torch.int64 on cpu"),
+    ("positions", torch.arange(8)[::2], r"not torch.int64 on cpu with strides \(2,\)"),
+    ("positions", slots(0, 0, 0, 0).to("meta"), "not torch.int64 on meta"),
+    ("positions", slots(4, 20), r"positions is \(2,\); expected one number for each of 4"),
+    ("positions", slots(4, 20, 31, 31)[None], r"positions is \(1, 4\)"),
+]
+ATTENTION: list[tuple[str, Any, str]] = [
+    *BOTH,
+    ("out", torch.zeros(4, 4, 32).half(), "out must be contiguous torch.float32"),
+    ("out", torch.zeros(4, 32, 4).transpose(1, 2), "out must be contiguous"),
+    ("out", torch.zeros(3, 4, 32), r"out is \(3, 4, 32\); expected \(4, 4, 32\)"),
+    ("values", dataclasses.replace(SHAPE.keys, offset=1025), "elements 1025 to 2048"),
+    ("values", hnd(1, 16, 32).values, r"values are \(1, 16, 32\) per page"),
+    ("request", slots(0, 0, 0, 1).int(), "request must be contiguous torch.int64"),
+    ("request", slots(0, 0, 0, 0, 0, 0, 1, 1)[::2], r"request must be .* strides \(2,\)"),
+    ("request", slots(0, 0, 1), r"request is \(3,\); expected one number for each of 4"),
+    ("request", slots(0, 0, 0, 2), "request are from 0 to 2; expected 0 to 1"),
+    ("request", slots(-1, 0, 0, 1), "request are from -1 to 1"),
+    ("request", slots(0, 1, 0, 1), "query 2 are before those of query 1; sort"),
+    ("positions", slots(4, 20, 31, 48), "positions are from 4 to 48; expected 0 to 47"),
+    ("positions", slots(-1, 20, 31, 31), "positions are from -1"),
+    ("positions", slots(4, 20, 19, 31), "query 2 are before those of query 1; sort"),
+    ("positions", slots(4, 20, 32, 31), "block_tables are from 0 to 99; expected 0 to 5"),
+    ("positions", slots(4, 20, 31, 32), "block_tables are from -7 to 3; expected 0 to 5"),
+    ("block_tables", torch.zeros(2, 3, dtype=torch.int64), r"block_tables is torch.int64 \(2, 3"),
+    ("block_tables", torch.zeros(3, dtype=torch.int32), r"int32 \(3,\) on cpu; expected"),
+    ("block_tables", torch.zeros(2, 3, device="meta").int(), "on meta; expected torch.int32"),
+]
+SCORES: list[tuple[str, Any, str]] = [
+    *BOTH,
+    ("keys", ODD, r"query is \(4, 4, 32\); expected \[queries, heads, 24\]"),
+    ("positions", slots(-1, 20, 31, 31), "positions from -1 to 31 are not ascending"),
+    ("positions", slots(4, 31, 20, 31), "positions from 4 to 31 are not ascending"),
+    ("positions", slots(4, 20, 31, 32), "block_ids are from 0 to 99; expected 0 to 5"),
+    ("positions", slots(4, 20, 31, 48), "block_ids has 3 entries; the tokens fill 4 pages"),
+    ("block_ids", torch.tensor([0.0, 1.0]), r"block_ids is torch.float32 \(2,\)"),
+    ("block_ids", torch.tensor([[0, 1]]), r"block_ids is torch.int64 \(1, 2\)"),
+    ("block_ids", torch.zeros(2, device="meta").int(), "block_ids is on meta; expected cpu"),
+    ("block_ids", torch.tensor([-1, 0]), "block_ids are from -1 to 0"),
+    ("num_tokens", -1, "num_tokens is -1"),
+]
+
+
+@needs_library
+def test_the_calls_that_are_spoiled_below_are_good() -> None:
+    """Entries of block tables that no query needs may be anything."""
+    attention = good_attention()
+    cpu.sparse_attention(**attention)
+    assert (attention["out"] != 0).all()
+    assert (cpu.token_scores(**good_scores()) > 0).all()
+
+
+@pytest.mark.parametrize(("name", "value", "message"), ATTENTION)
+def test_attention_that_does_not_fit_is_refused(name: str, value: Any, message: str) -> None:
+    arguments = good_attention()
+    with pytest.raises(ValueError, match=message):
+        cpu.sparse_attention(**arguments | {name: value})
+    assert not arguments["out"].any()
+
+
+@pytest.mark.parametrize(("name", "value", "message"), SCORES)
+def test_scores_that_do_not_fit_are_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cpu.token_scores(**good_scores() | {name: value})
+
+
+@needs_library
+def test_tables_and_queries_may_be_strided() -> None:
+    """Copied where they are: vLLM's queries are columns of a wider product."""
+    attention, views = good_attention(), good_attention()
+    cpu.sparse_attention(**attention)
+    tables = torch.full((2, 6), -1, dtype=torch.int32)
+    tables[:, ::2] = attention["block_tables"]
+    wide = torch.randn(4, 9, 32)
+    wide[:, 3:7] = attention["query"]
+    views |= {"pages": attention["pages"], "query": wide[:, 3:7], "block_tables": tables[:, ::2]}
+    cpu.sparse_attention(**views)
+    assert torch.equal(views["out"], attention["out"])
