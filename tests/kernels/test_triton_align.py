@@ -14,6 +14,7 @@ from tests.kernels.align_cases import (
     DTYPES,
     assert_agrees,
     assert_same,
+    channel_tiles,
     copy_of,
     hnd,
     make_cache,
@@ -37,6 +38,29 @@ from vllm_segreuse.kernels.triton_align import align  # noqa: E402
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("number", range(len(DTYPES)), ids=lambda number: str(DTYPES[number]))
+def test_the_smallest(number: int, neox: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of two heads, more tokens than a program moves, a scratch for one layer only; also
+    where turned numbers are beyond the largest, and halfway between two."""
+    monkeypatch.setattr(triton_align, "_TILE_ELEMENTS", 16 * 32)
+    monkeypatch.setattr(triton_align, "_SCRATCH_BYTES", 1)
+    shape = channel_tiles(2, 8, 24, 8)
+    pages = make_cache(shape.page_elements, 6, DTYPES[number], num_layers=2)
+    moves = make_moves(6, 8, 21, 6, overlapping=number % 2 == neox)
+    moves.cos[3], moves.sin[3] = 64 * moves.cos[3], 64 * moves.sin[3]
+    moves.cos[4], moves.sin[4] = (torch.randint(-16, 17, (6,)) / 16 for _ in range(2))
+    assert_agrees(align, pages, parts_of(shape, Rotation(12, neox, 4)), moves, DEVICE)
+
+
+def test_the_smallest_of_keys_alone() -> None:
+    """As in MLA, whose values are a part of the keys."""
+    shape = mla(20, 12)
+    pages = make_cache(shape.page_elements, 4, torch.bfloat16)
+    moves = make_moves(4, 16, 9, 6, True)
+    assert_agrees(align, pages, parts_of(shape, Rotation(12, False, 20)), moves, DEVICE)
 
 
 # Each layout and rotation with one dtype, by turns. Many heads say no more, and take long here.
@@ -140,7 +164,7 @@ def test_pages_need_not_be_aligned(start: int, gap: int) -> None:
     assert_agrees(align, pages, parts_of(shape, Rotation(32, True)), moves, DEVICE)
 
 
-def test_offsets_beyond_32_bits_are_reached() -> None:
+def test_the_smallest_whose_offsets_need_more_than_32_bits() -> None:
     """Two pages, more than 2**32 elements apart; what is between them is never touched."""
     shape = nhd(2, 16, 32)
     parts = parts_of(shape, Rotation(32, True))

@@ -28,7 +28,11 @@ from vllm_segreuse.kernels import (  # noqa: E402
 
 KIB = 1024
 SHARED_BYTES = {80: 99 * KIB, 90: 227 * KIB}  # the former of sm_86 and sm_89, which run such code
-BOTH = pytest.mark.parametrize("arch", [80, 90], ids=["sm_80", "sm_90"])
+# Compiling takes seconds where nothing is cached: one architecture, and no attention, are enough
+# for a quick run, since the interpreter runs them all.
+BOTH = pytest.mark.parametrize(
+    "arch", [pytest.param(80, marks=pytest.mark.slow), 90], ids=["sm_80", "sm_90"]
+)
 
 
 class Kernels:
@@ -102,6 +106,7 @@ def test_align_of_latents(kernels: Kernels) -> None:
     assert widths(kernels.launches("_move")[0].asm["ptx"], "st") == {"v4.b32"}
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     ("head_size", "dtype", "queries", "splits"),
@@ -139,6 +144,7 @@ def test_attention_and_scores_use_tensor_cores(
             assert "cp.async.cg.shared.global" in ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90], ids=["sm_90"])
 def test_one_compilation_serves_every_pass(kernels: Kernels) -> None:
     """A request must not wait for the compiler because it has a token more than the last one."""

@@ -18,19 +18,41 @@ from tests.kernels.triton_running import INTERPRETING
 HERE = Path(__file__).parent
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the interpreter")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests run on the GPU")
+KERNELS = ("align", "attention", "scores")
+
+without_gpu = pytest.mark.skipif(
+    INTERPRETING or torch.cuda.is_available(), reason="this process runs the kernels itself"
+)
+
+
+@without_gpu
+def test_the_smallest_cases_in_the_interpreter() -> None:
+    """A few cases of each kernel, one process for all: starting it takes as long as they do."""
+    assert_pass("-k", "the_smallest")
+
+
+@without_gpu
 @pytest.mark.slow
-def test_in_the_interpreter() -> None:
+def test_everything_in_the_interpreter() -> None:
+    assert_pass("-k", "not the_smallest")
+
+
+def assert_pass(*selection: str) -> None:
+    """Tests of every kernel pass, and none is skipped."""
     pytest.importorskip("triton", reason="triton is not installed")
-    files = [str(HERE / f"test_triton_{kernel}.py") for kernel in ("align", "attention", "scores")]
+    files = [f"test_triton_{kernel}.py" for kernel in KERNELS]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        [
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"),
+            *("-x", "-v", *selection),
+            *(str(HERE / file) for file in files),
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    passed = [line for line in done.stdout.splitlines() if " PASSED" in line]
+    assert all(any(file in line for line in passed) for file in files)
+    assert "SKIPPED" not in done.stdout

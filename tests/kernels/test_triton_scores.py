@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.align_cases import Shape, channel_tiles, hnd, nhd, shape_of
-from tests.kernels.triton_cases import Batch, assert_close, make_batch
+from tests.kernels.attention_cases import Batch, assert_close, make_batch
 from tests.kernels.triton_running import require_triton
 from tests.prefill.pages import LAYOUTS
 from vllm_segreuse.kernels import reference
@@ -84,6 +84,20 @@ def in_plain_torch(
     return weights.amax((0, 1)) if highest else weights.sum((0, 1))
 
 
+@pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 3), (torch.bfloat16, 1)])
+def test_the_smallest(dtype: torch.dtype, splits: int) -> None:
+    """Two KV heads of three query heads, tiles of five queries, channels that are no power of two;
+    queries on both sides of a step's and a page's border, and more than a tile holds."""
+    shape = channel_tiles(2, 8, 24, 8)
+    places = [0, 15, 16, 17, 31, 32, 33]
+    check(make_batch(shape, 3, [places], dtype), shape, 34, splits, SMALL)
+
+
+def test_the_smallest_with_fewer_keys_than_queries_see() -> None:
+    shape = nhd(1, 16, 16)
+    check(make_batch(shape, 1, [[3, 20, 40]], torch.float32), shape, 18, 2, SMALL)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("group", "head_size"), [(1, 32), (3, 80), (4, 256)])
@@ -141,7 +155,7 @@ def test_keys_beyond_those_asked_for_do_not_count(num_tokens: int) -> None:
         check(batch, shape, num_tokens, splits)
 
 
-def test_keys_that_no_query_sees_have_no_score() -> None:
+def test_the_smallest_of_keys_that_no_query_sees_have_no_score() -> None:
     shape = nhd(2, 16, 32)
     batch = make_batch(shape, 2, [[3, 20, 90]], torch.float32)
     early = replace(batch, query=batch.query[:2], positions=batch.positions[:2])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged caches and queries for the Triton kernels, and how far from the truth they may be."""
+"""Paged caches and queries for attention and scores, and how far from the truth they may be."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from tests.kernels.triton_running import DEVICE
 
 @dataclass
 class Batch:
-    """Queries of several requests over one layer's cache, on the device of the tests.
+    """Queries of several requests over one layer's cache.
 
     What the queries may not see is NaN, so that it shows wherever it is read.
 
@@ -31,7 +31,13 @@ class Batch:
     scale: float
 
 
-def make_batch(shape: Shape, group: int, positions: list[list[int]], dtype: torch.dtype) -> Batch:
+def make_batch(
+    shape: Shape,
+    group: int,
+    positions: list[list[int]],
+    dtype: torch.dtype,
+    device: str = DEVICE,
+) -> Batch:
     """Random numbers for queries at the given positions of each request."""
     heads, block_size, head_size = shape.keys.shape
     filled = [max(places, default=-1) + 1 for places in positions]
@@ -52,11 +58,11 @@ def make_batch(shape: Shape, group: int, positions: list[list[int]], dtype: torc
                 view.copy_(numbers.view_as(view))
     request = [row for row, places in enumerate(positions) for _ in places]
     return Batch(
-        torch.randn(len(request), heads * group, head_size).to(dtype).to(DEVICE),
-        pages.to(DEVICE),
-        tables.to(DEVICE),
-        torch.tensor(request, device=DEVICE),
-        torch.tensor([place for places in positions for place in places], device=DEVICE),
+        torch.randn(len(request), heads * group, head_size).to(dtype).to(device),
+        pages.to(device),
+        tables.to(device),
+        torch.tensor(request, device=device),
+        torch.tensor([place for places in positions for place in places], device=device),
         head_size**-0.5,
     )
 

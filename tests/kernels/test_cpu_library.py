@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which C++ library is loaded, and what is said where there is none."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vllm_segreuse.kernels import cpu
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [("AMX", "amx"), ("AVX512", "avx512"), ("AVX2", "avx2"), ("DEFAULT", "baseline")],
+)
+def test_the_widest_library_that_machine_and_build_have(
+    capability: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine runs no library for more than it has; without its own it runs the next one."""
+    levels = ["amx", "avx512", "avx2", "baseline"]
+    loaded: list[str] = []
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    monkeypatch.setattr(cpu, "capability", lambda: capability)
+    monkeypatch.setattr(cpu, "_check_age", lambda *_: None)
+    monkeypatch.setattr(
+        cpu.ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name) or FakeLibrary()
+    )
+    for level in levels:
+        (tmp_path / f"_cpu_{level}.so").touch()
+    for level in levels[levels.index(expected) :]:
+        cpu._library.__wrapped__()
+        assert loaded[-1] == f"_cpu_{level}.so"
+        (tmp_path / f"_cpu_{level}.so").unlink()
+    with pytest.raises(OSError, match="were not built"):
+        cpu._library.__wrapped__()
+
+
+class FakeLibrary:
+    """Has every function."""
+
+    def __getattr__(self, name: str) -> "FakeLibrary":
+        function = FakeLibrary()
+        setattr(self, name, function)
+        return function
+
+
+def test_without_a_library_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "__file__", "/nowhere/cpu.py")
+    cpu._library.cache_clear()
+    try:
+        assert "no compiler at installation" in str(cpu.unavailable())
+    finally:
+        cpu._library.cache_clear()
+
+
+def test_a_library_of_another_version_is_not_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "old.cpp"
+    source.write_text('extern "C" void segreuse_sizes(long* sizes) { sizes[0] = 8; }')
+    library = tmp_path / "_cpu_baseline.so"
+    done = subprocess.run(["c++", "-shared", "-fPIC", source, "-o", library], check=False)
+    if done.returncode:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    cpu._library.cache_clear()
+    try:
+        assert "install the package again" in str(cpu.unavailable())
+    finally:
+        cpu._library.cache_clear()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the Triton kernels divide their work. Runs without a GPU: the schedule is plain torch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.align_cases import nhd
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from vllm_segreuse.kernels import triton_schedule
+from vllm_segreuse.kernels.triton_schedule import Tuning, default_tuning, plan
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.sets(st.integers(0, 300), max_size=40), min_size=1, max_size=6).filter(any),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([16, 64]),
+)
+def test_tiles_are_the_queries_of_one_request_each(
+    places: list[set[int]], group: int, rows: int
+) -> None:
+    """Every query in one of them, in full tiles but for a request's last; most keys first."""
+    counts = torch.tensor([len(chosen) for chosen in places])
+    request = torch.repeat_interleave(torch.arange(len(places)), counts)
+    positions = torch.tensor([p for chosen in places for p in sorted(chosen)], dtype=torch.int64)
+    query = torch.empty(len(positions), 2 * group, 32)
+    tables = torch.zeros(len(places), 20, dtype=torch.int32)
+    where = tables, request, positions
+    schedule = plan(query, nhd(2, 16, 32).keys, *where, tuning=Tuning(rows, 16, 4, 2))
+    covered, ends, full = [], [], 0
+    for first, count, row in schedule.tiles.tolist():
+        assert 0 <= count <= rows // group
+        assert request[first : first + count].eq(row).all()
+        covered += range(first, first + count)
+        ends += [int(positions[first + count - 1])] if count else []
+        full += count == rows // group
+    assert sorted(covered) == list(range(len(positions)))
+    assert ends == sorted(ends, reverse=True)
+    assert full == int((counts // (rows // group)).sum())
+    assert (schedule.queries, schedule.group, schedule.splits) == (len(positions), group, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "queries", "group", "expected"),
+    [
+        (torch.bfloat16, 128, 64, 4, Tuning(128, 64, 8, 3)),
+        (torch.bfloat16, 128, 1, 4, Tuning(16, 64, 4, 3)),
+        (torch.bfloat16, 128, 9, 4, Tuning(64, 64, 4, 3)),
+        (torch.float16, 256, 64, 4, Tuning(64, 32, 4, 3)),
+        (torch.float32, 64, 64, 4, Tuning(32, 16, 8, 2)),
+        (torch.float32, 64, 1, 2, Tuning(16, 16, 4, 2)),
+        (torch.float32, 64, 1, 40, Tuning(64, 16, 8, 2)),  # a group must fit in a tile
+        (torch.float16, 256, 1, 100, Tuning(128, 32, 8, 3)),
+    ],
+)
+def test_programs_fit_the_smallest_gpu(
+    dtype: torch.dtype, head_size: int, queries: int, group: int, expected: Tuning
+) -> None:
+    """Sizes that were seen to compile within 99 KiB (test_triton_compiles.py)."""
+    assert default_tuning(dtype, head_size, queries, group) == expected
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "splits"),
+    [
+        (108, 1 << 16, 1),  # one for each multiprocessor
+        (107, 1 << 16, 3),  # twice 108 programs, at least
+        (8, 1 << 16, 27),
+        (1, 1 << 16, 32),  # not more
+        (8, 1024, 4),  # 256 keys each
+        (8, 100, 1),
+        (0, 1024, 4),
+    ],
+)
+def test_keys_are_split_to_fill_the_gpu(
+    programs: int, keys: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a100 = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: a100)
+    assert triton_schedule.splits_to_fill(programs, keys, torch.device("cuda")) == splits
+    assert triton_schedule.splits_to_fill(programs, keys, torch.device("cpu")) == 1
+
+
+def test_heads_that_cannot_share_a_tile_are_refused() -> None:
+    assert triton_schedule.heads_per_kv_head(128, 1) == 128
+    for heads, kv_heads in ((129, 1), (3, 2), (258, 2)):
+        with pytest.raises(ValueError, match=f"{heads} query heads over {kv_heads} KV heads"):
+            triton_schedule.heads_per_kv_head(heads, kv_heads)
+    where = torch.zeros(1, 1).int(), torch.zeros(1).long(), torch.zeros(1).long()
+    with pytest.raises(ValueError, match="tiles of 16 rows cannot hold 17 heads"):
+        plan(torch.empty(1, 17, 32), nhd(1, 16, 32).keys, *where, tuning=Tuning(16, 16, 4, 2))
