@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU would run for FlashAttention and FlashInfer, in plain torch.
 
-They check what a GPU would not: that their buffers hold what is asked for.
+They check what a GPU would not: that their buffers hold what is asked for, and that what is asked
+for is causal attention to all of a row's keys, since they compute nothing else.
 """
 
 import itertools
@@ -54,6 +55,23 @@ def attend(
         out[mine] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
 
 
+def require_causal(
+    causal: Any, window: Any = None, soft_cap: float | None = None, alibi: Any = None
+) -> None:
+    """What `attend` computes is what the caller wants.
+
+    Args:
+        causal: as backends pass it; a tensor would be causality row by row.
+        window: sizes to the left and to the right, -1 for none.
+        soft_cap: 0 or None for none.
+        alibi: slopes.
+    """
+    assert causal is True, f"attention with causal={causal} is asked for, emulated is causal"
+    assert window is None or set(window) <= {-1}, f"a window of {window} is not emulated"
+    assert not soft_cap, f"a soft cap of {soft_cap} is not emulated"
+    assert alibi is None, "ALiBi is not emulated"
+
+
 def write(
     key: torch.Tensor, value: torch.Tensor, keys: Any, values: Any, slots: torch.Tensor, *_: Any
 ) -> None:
@@ -73,9 +91,16 @@ def _install_flash_attention(version: int) -> None:
     from vllm.v1.attention.backends import fa_utils
 
     def get_scheduler_metadata(**given: Any) -> torch.Tensor:
+        require_causal(given["causal"], given.get("window_size"))
         return torch.full((schedule_bytes(given["batch_size"]),), given["max_seqlen_k"]).int()
 
     def flash_attn_varlen_func(**given: Any) -> None:
+        require_causal(
+            given["causal"],
+            given.get("window_size"),
+            given.get("softcap"),
+            given.get("alibi_slopes"),
+        )
         starts, lengths = given["cu_seqlens_q"].tolist(), given["seqused_k"].tolist()
         if version == 3:
             schedule = given["scheduler_metadata"]
@@ -122,6 +147,8 @@ class _Wrapper:
         ends = paged_kv_indptr.tolist()
         indices = paged_kv_indices.clone()
         self._pages = [indices[a:b] for a, b in itertools.pairwise(ends)]
+        require_causal(given["causal"], [given["window_left"]], given["logits_soft_cap"])
+        # vLLM compares these with what its layers want.
         self._causal, self._sm_scale = given["causal"], given["sm_scale"]
         self._window_left = given["window_left"]
         self._logits_soft_cap = given["logits_soft_cap"] or 0.0

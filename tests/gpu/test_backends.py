@@ -20,6 +20,7 @@ from tests.e2e.test_equality import EVERYTHING, WAYS, assert_same  # noqa: E402
 
 BLOCK_SIZE = 16
 SPREAD_TOKENS = 32
+POOL_BLOCKS = 64
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def reusing() -> Iterator[Engine]:
         segreuse={"spread_tokens": SPREAD_TOKENS},
         dtype="float32",
         block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=POOL_BLOCKS,
         max_num_seqs=4,
         max_model_len=512,
         max_num_batched_tokens=256,
@@ -65,16 +67,39 @@ def test_recomputing_everything_equals_full_prefill(reusing: Engine, spread: boo
     reusing.check_idle()
 
 
-def test_the_next_step_does_not_overwrite_what_a_pass_reads(reusing: Engine) -> None:
+def test_the_next_step_does_not_overwrite_what_a_pass_reads(
+    reusing: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Donors are free as soon as the step has left; a pool that is full gives them to the next."""
-    text = Prompts(reusing.vocab_size, seed=4)
+    text, pool = Prompts(reusing.vocab_size, seed=4), reusing.pool
+    assert pool.num_gpu_blocks == POOL_BLOCKS
     document = text.tokens(70)
     prompt = text.around(document, gaps=(5, 7))
     others = [text.tokens(20) for _ in range(3)]
     reference = reusing.ask(prompt)[0]
     reusing.reset()
     reusing.ask(document, options=NAMESPACE, max_tokens=1)
-    answers = reusing.ask(prompt, *others, options=EVERYTHING | {"segreuse_dense_layers": 0})
+    donors = {block.block_id for block in pool.blocks if block.block_hash is not None}
+    assert len(donors) == len(document) // BLOCK_SIZE
+    # What the prompt needs, and the donors: there is no other block for what comes after it.
+    left = -(-(len(prompt) + 4) // BLOCK_SIZE) + len(donors)
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - left)
+    assert pool.get_num_free_blocks() == left
+    assert not donors & {block.block_id for block in held}
+    given: list[set[int]] = []
+    get_new_blocks = pool.get_new_blocks
+
+    def recorded(count: int) -> list:
+        blocks = get_new_blocks(count)
+        given.append({block.block_id for block in blocks})
+        return blocks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "get_new_blocks", recorded)
+        answers = reusing.ask(prompt, *others, options=EVERYTHING | {"segreuse_dense_layers": 0})
+    pool.free_blocks(held)
+    assert not donors & given[0], "the prompt was given its own donors"
+    assert donors & set().union(*given[1:]), "the pool was not full: donors were not given away"
     assert answers[0].report["reused_tokens"] >= 64
     assert_same(answers[0], reference, noise=2e-3)
     reusing.check_idle()
