@@ -248,6 +248,7 @@ def test_libraries_of_other_sources_are_refused(
         cuda.open_library(Path(host._name))
 
 
+# nvcc takes 10 seconds for every architecture: quick runs test the same code on the host, and PTX.
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The library for GPUs, and what the assembler says about its kernels."""
@@ -255,6 +256,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return path, compile_cuda(SOURCE, path)
 
 
+@pytest.mark.slow
 def test_kernels_keep_everything_in_registers(built: tuple[Path, str]) -> None:
     """On every architecture; an array that is not unrolled would be kept in memory."""
     report = built[1]
@@ -274,8 +276,11 @@ def test_threads_load_all_before_they_store(tmp_path: Path) -> None:
         stores = [m.start() for m in re.finditer(r"st\.global\.v4\.u32", body)]
         assert (len(loads), len(stores)) == (8, 8)
         assert max(loads) < min(stores)
+    # And products are rounded before they are added, as in torch.
+    assert not [body for body in kernels if re.search(r"\bfma\.rn\.f32", body)]
 
 
+@pytest.mark.slow
 def test_only_the_interface_is_exported(built: tuple[Path, str]) -> None:
     command = ("nm", "-D", "--defined-only", str(built[0]))
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -289,6 +294,7 @@ def test_only_the_interface_is_exported(built: tuple[Path, str]) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to launch on")
 def test_a_failed_launch_is_reported(
     built: tuple[Path, str], monkeypatch: pytest.MonkeyPatch

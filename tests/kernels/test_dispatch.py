@@ -50,14 +50,45 @@ def test_without_the_library_torch_does_it_and_the_reason_is_given(
 @pytest.mark.parametrize("missing", [None, "built without nvcc"])
 def test_a_gpu_runs_cuda_or_triton(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     triton_align = pytest.importorskip("vllm_segreuse.kernels.triton_align", exc_type=ImportError)
-    from vllm_segreuse.kernels import triton_attention, triton_schedule
+    from vllm_segreuse.kernels import triton_attention, triton_schedule, triton_scores
 
     monkeypatch.setattr(cuda, "unavailable", lambda: missing)
     chosen = dispatch.choose(GPU, torch.bfloat16, layout(128))
     assert chosen.align is (triton_align.align if missing else cuda.align)
     assert chosen.sparse_attention is triton_attention.sparse_attention
     assert chosen.plan_attention is triton_schedule.plan
+    assert chosen.token_scores is triton_scores.token_scores
     assert (missing or "CUDA C++") in chosen.description
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "served"),
+    [
+        (16, torch.float32, True),
+        (256, torch.float16, True),
+        (8, torch.bfloat16, False),
+        (257, torch.bfloat16, False),
+        (128, torch.float8_e4m3fn, False),
+    ],
+)
+def test_a_gpu_attends_by_triton_where_triton_can(
+    size: int, dtype: torch.dtype, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    chosen = dispatch.choose(GPU, dtype, layout(size))
+    assert (chosen.sparse_attention is not None) == served
+    assert (chosen.plan_attention is not None) == served
+    assert (chosen.token_scores is not reference.token_scores) == served
+    assert chosen.align is cuda.align
+    assert (f"head size {size} in {dtype}" in chosen.description) != served
+
+
+def test_other_devices_than_a_cpu_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA")
+    chosen = dispatch.choose(torch.device("xpu"), torch.bfloat16, layout(128))
+    assert "Triton" in chosen.description
 
 
 def test_a_gpu_without_triton_runs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
