@@ -106,6 +106,34 @@ def test_every_plan_chooses_its_own_beside_what_is_always_computed(
     assert batch.always.device.tolist() == [0, 5, 8, 11, 12, 14]
 
 
+@pytest.mark.parametrize(
+    ("score", "asked"),
+    [(Score.PEAK, "highest"), (Score.ALL_LAYERS, "sum"), (Score.ATTENTION, "sum")],
+)
+def test_ranks_put_peaks_and_sums_together_each_in_their_way(
+    score: Score, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def all_reduce(scores: torch.Tensor) -> torch.Tensor:
+        calls.append("sum")
+        return 2 * scores
+
+    def all_gather(scores: torch.Tensor, dim: int) -> torch.Tensor:
+        calls.append("highest")
+        return torch.cat([scores, scores])
+
+    ranks = SimpleNamespace(
+        world_size=2,
+        all_reduce=all_reduce,
+        all_gather=all_gather,
+        broadcast=lambda chosen, src: chosen,
+    )
+    monkeypatch.setattr(selection, "get_tp_group", lambda: ranks)
+    Batch(plans(score=score, top_k=1), SIZE, CPU).with_chosen(torch.zeros(15))
+    assert calls == [asked]
+
+
 def test_scores_that_are_no_numbers_are_told_of_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     batch = Batch(plans(top_k=1), SIZE, CPU)

@@ -12,6 +12,7 @@ import torch
 from tests.prefill.loop import TinyDecoder, carry_out
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse.cache.plan import ReusePlan, Score
+from vllm_segreuse.kernels import reference
 from vllm_segreuse.prefill import executor
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.prefill.programs import Waves
@@ -140,8 +141,16 @@ def test_a_donor_that_is_spoilt_where_layers_are_dense_does_no_harm(
     plans, clean, world = pair(RECIPES["dense"]), World(monkeypatch), World(monkeypatch)
     clean.prefill.run(plans)
     world.caches[1][DONOR] = NAN
+    copied = []
+
+    def align(layers: list[torch.Tensor], parts: Any, moves: Any) -> None:
+        copied.append(len(layers))
+        reference.align(layers, parts, moves)
+
+    monkeypatch.setattr(world.prefill._aligner, "_kernel", align)
     assert world.prefill.run(plans).not_finite == []
     assert_equal(pages(world, plans[0]), pages(clean, plans[0]))
+    assert copied == [LAYERS - 2]
 
 
 @pytest.mark.parametrize("value", [NAN, INF])

@@ -187,11 +187,19 @@ def test_a_model_of_another_shape_is_refused() -> None:
     one, two, three = (nn.Identity() for _ in range(3))
     with pytest.raises(UnsupportedModelError, match=r"Other.forward takes \(x\), not \(positions"):
         stack([Other(one)], [one])
+
+    class Half(Other):
+        def forward(self, positions: Any) -> Any:
+            return positions
+
+    with pytest.raises(UnsupportedModelError, match=r"Half.forward takes \(positions\), not"):
+        stack([Half(one)], [one])
     expected = r"PlainModel has no list of decoder layers with one attention layer each \({} att"
     for layers, attention in (
         ([Plain(one, False)], [one, two]),
         ([Plain(one, False), Plain(two, False), Other()], [one, two]),
         ([Other(one, two), Other()], [one, two]),
+        ([Other(one, two), Other(one)], [one, two]),
         ([Plain(one, False), Plain(two, False)], [one, two, three]),
     ):
         with pytest.raises(UnsupportedModelError, match=expected.format(len(attention))):
