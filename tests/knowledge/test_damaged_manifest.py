@@ -220,6 +220,13 @@ def test_one_damaged_document_leaves_the_others(path: Path, column: str, value: 
     assert documents["b"].status in ("warm", "warming")
 
 
+@pytest.mark.parametrize("column", ["base", "id", "entry"])
+def test_a_key_of_another_type_is_not_the_key_that_it_looks_like(path: Path, column: str) -> None:
+    change(path, f"UPDATE documents SET {column} = CAST({column} AS BLOB) WHERE id = 'a'")
+    _, documents = told(path)
+    assert documents["a"].status == "failed"
+
+
 def test_a_row_of_one_base_moved_to_another_is_not_taken_for_its_own(path: Path) -> None:
     change(
         path,

@@ -178,8 +178,11 @@ class Extractor:
         connection = self._connection or self._start()
         limits = self._limits
         request = parsing.Request(
-            *(source.path.suffix.lower(), source.id),
-            *(limits.max_bytes, limits.max_pages, limits.max_seconds),
+            source.path.suffix.lower(),
+            source.id,
+            limits.max_bytes,
+            limits.max_pages,
+            limits.max_seconds,
         )
         deadline = time.monotonic() + limits.max_seconds
         answer = bytearray()
