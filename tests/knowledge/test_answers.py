@@ -132,3 +132,8 @@ def test_most_used_first_then_last_used(catalogue: Catalogue) -> None:
         catalogue.put(base, record(name, name), None)
     catalogue.count_uses({"three": (2, 9.0)})
     assert catalogue.most_used_first() == ["one", "three", "two", "four"]
+
+
+def test_hits_add_up_and_the_last_use_is_the_last(catalogue: Catalogue) -> None:
+    assert catalogue.count_uses({"one": (2, 9.0), "unknown": (1, 9.0)}) == ["one"]
+    assert (catalogue.entries["one"].hits, catalogue.entries["one"].last_used) == (5, 9.0)
