@@ -35,3 +35,25 @@ def test_good_requests_get_vllms_own_answer(params: Any) -> None:
 def test_engine_without_segment_reuse_takes_anything() -> None:
     params = SamplingParams(extra_args={"extra_keys": 5})
     assert validate(params, None) == ("vllm's answer", (params, ("generate",)))
+
+
+RIGHTS = {"0" * 64: ("handbook",)}
+
+
+def test_programs_use_names_that_are_bound_only_if_their_operator_says_so() -> None:
+    params = SamplingParams(extra_args={"extra_keys": ["handbook"]})
+    for options in ({"namespaces": RIGHTS}, {"namespaces": {}}):
+        bound = vllm_segreuse.kv_transfer_config(**options)
+        with pytest.raises(ValueError, match="namespaces_trust_programs"):
+            validate(params, bound)
+        assert validate(SamplingParams(), bound)
+        trusting = vllm_segreuse.kv_transfer_config(**options, namespaces_trust_programs=True)
+        assert validate(params, trusting)
+    assert validate(params, vllm_segreuse.kv_transfer_config(namespaces=None))
+
+
+def test_where_they_may_only_good_names_are_taken() -> None:
+    config = vllm_segreuse.kv_transfer_config(namespaces=RIGHTS, namespaces_trust_programs=True)
+    for keys in (["\x01" + "0" * 64, "handbook"], [], 5):
+        with pytest.raises(ValueError, match="extra_keys"):
+            validate(SamplingParams(extra_args={"extra_keys": keys}), config)

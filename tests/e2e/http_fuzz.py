@@ -36,7 +36,7 @@ from bench import harness
 from bench.shapes import make_model, passages
 from tests.e2e.http_bodies import MOST_TOKENS, SOUND, bodies
 from tests.e2e.http_load import Load
-from tests.e2e.http_malformed import Sent, malformed
+from tests.e2e.http_malformed import Sent, heavy, malformed
 from tests.e2e.server import EVERYTHING, Server
 
 ROUTES = {*SOUND, "/tokenize", "/detokenize"}
@@ -78,7 +78,7 @@ class Outcome:
     Attributes:
         statuses: number of answers by route and status.
         beside: requests of the load beside it by kind, and how many of them reused anything.
-        memory_mb: of all processes together, after each part.
+        memory_mb: of the processes that are judged, together, after each part.
         findings: what may not be.
         alone: 5xx that vLLM without the plugin gives, too.
     """
@@ -144,6 +144,11 @@ class Fuzz:
             self._send_json(*case)
 
         _generate(bodies(self._prompts), requests, first_seed, send)
+
+    def heavy(self) -> None:
+        """Every deep and every huge body once, so that memory has seen its peak."""
+        for sent in heavy():
+            self._send(sent)
 
     def malformed(self, requests: int, first_seed: int) -> None:
         """As many bodies that are no proper requests."""
@@ -291,11 +296,19 @@ class Watched:
         return value
 
 
-def fuzz(server: Server, prompts: list[str], requests: int, first_seed: int) -> Outcome:
+def fuzz(
+    server: Server, prompts: list[str], requests: int, first_seed: int, *, pool_fills: bool = False
+) -> Outcome:
     """Send as many requests: half malformed, an eighth after the description, the rest sound but
-    for what they say to us."""
+    for what they say to us.
+
+    Args:
+        pool_fills: the KV cache is so large that its pages are still touched for the first time
+            during the run: only the API server's memory is judged.
+    """
     watched, one = Watched(server), Fuzz(server, prompts)
     with Load(server.url, prompts) as load:
+        one.heavy()
         for part in range(PARTS):
             part_seed = first_seed * PARTS + part
             one.malformed(requests // 2 // PARTS, part_seed)
@@ -303,7 +316,7 @@ def fuzz(server: Server, prompts: list[str], requests: int, first_seed: int) -> 
             # The others may have had less to say than they were asked for.
             one.ours(requests * (part + 1) // PARTS - one.total, part_seed)
             watched.note()
-    memory_mb = [sum(now) for now in watched.memory_mb]
+    memory_mb = [now[0] if pool_fills else sum(now) for now in watched.memory_mb]
     outcome = Outcome(one.statuses, load.counts, memory_mb)
     ours, outcome.alone = ours_alone(one.failed)
     outcome.findings = [*ours, *load.findings, *watched.at_rest(), *growth(memory_mb, requests)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -141,6 +141,14 @@ _HUGE: tuple[Callable[[str], bytes], ...] = (
 
 def _members(count: int) -> str:
     return ", ".join(f'"segreuse_{number}": {number}' for number in range(count))
+
+
+def heavy() -> Iterator[Sent]:
+    """Every deep and every huge body, for one route."""
+    path = "/v1/completions"
+    sound = json.dumps({"model": "m", **SOUND[path]("Hello.")})
+    for make in (*_DEEP, *_HUGE):
+        yield Sent(path, make(sound))
 
 
 def deep_bodies() -> dict[str, bytes]:

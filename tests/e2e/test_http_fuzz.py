@@ -20,8 +20,9 @@ REQUESTS = 240
 
 
 def test_nothing_a_client_sends_ends_in_5xx_or_stays_behind(shared_server: Server) -> None:
-    outcome = http_fuzz.fuzz(shared_server, http_fuzz.make_prompts(), REQUESTS, 0)
-    assert not outcome.findings, "\n".join(outcome.findings)
+    prompts = http_fuzz.make_prompts()
+    outcome = http_fuzz.fuzz(shared_server, prompts, REQUESTS, 0, pool_fills=True)
+    assert not outcome.findings, "\n".join([*outcome.findings, str(outcome.memory_mb)])
     assert outcome.requests == REQUESTS
     assert outcome.statuses.keys() >= http_fuzz.MALFORMED
     assert outcome.beside.keys() >= {kind.__name__ for kind in http_load.KINDS}

@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.knowledge.admin_app import TOKEN, admin_app
-from tests.serve.vllm_app import BESIDE, GENERATE, INVOCATIONS, KINDS, make_app
+from tests.serve.vllm_app import BESIDE, GENERATE, INVOCATIONS, make_app
 from vllm_segreuse.knowledge.schemas import PREFIX
 
 DEEP = 200_000
@@ -32,7 +32,7 @@ ODD = {
     "half a character": b'{"prompt": "a", "extra_keys": "\\ud800"}',
 }
 TYPES = ["application/json", "text/plain", "application/json; charset=utf-16", None]
-OTHER_TYPES = ["application/octet-stream", "application/x-www-form-urlencoded", "nonsense", "a/b/c"]
+OTHER_TYPES = ["application/x-www-form-urlencoded", "a/b/c"]
 
 by_type = pytest.mark.parametrize("content_type", TYPES, ids=str)
 bad_bodies = pytest.mark.parametrize("body", [*NOT_JSON.values()], ids=[*NOT_JSON])
@@ -58,7 +58,7 @@ def stock() -> TestClient:
 
 @by_type
 @bad_bodies
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", INVOCATIONS, GENERATE])
+@pytest.mark.parametrize("path", [INVOCATIONS, GENERATE])
 def test_what_is_no_json_is_400(
     client: TestClient, path: str, body: bytes, content_type: str | None
 ) -> None:
@@ -75,7 +75,7 @@ def test_endpoints_that_parse_on_their_own_are_400_too(client: TestClient, path:
 
 
 @pytest.mark.parametrize("content_type", [*TYPES, *OTHER_TYPES], ids=str)
-@pytest.mark.parametrize("path", [*KINDS, INVOCATIONS])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", INVOCATIONS])
 def test_it_is_what_vllm_alone_answers(
     client: TestClient, stock: TestClient, path: str, content_type: str | None
 ) -> None:
@@ -118,7 +118,7 @@ def test_32_the_administrators_routes_refuse_it_as_well(
         assert admin.post(f"{PREFIX}/{path}", content=body, headers=headers).status_code == 401
 
 
-@pytest.mark.parametrize("levels", [50, 200, 240, 250, 260, 500, 900, 950, 980, 1000, 2000])
+@pytest.mark.parametrize("levels", [50, 250, 500, 900, 950, 980, 1000])
 def test_32_no_depth_is_an_error_of_ours(admin: TestClient, levels: int) -> None:
     token = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     deep = b"[" * levels + b"]" * levels
