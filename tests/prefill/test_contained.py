@@ -98,7 +98,7 @@ def test_without_an_error_plans_are_carried_out_as_they_are(ranks: Callable[[int
 
 @pytest.mark.parametrize("wave_work", [None, 70])
 def test_a_plan_that_cannot_be_prepared_is_computed_in_full(
-    wave_work: int | None, ranks: Callable[[int], None], caplog: pytest.LogCaptureFixture
+    wave_work: int | None, ranks: Callable[[int], None]
 ) -> None:
     ranks(1)
     prepared = prepare(Pass(("prepare", 0)), wave_work)
