@@ -47,6 +47,14 @@ def test_the_kernel_runs_inside_the_block_only(model: nn.ModuleDict) -> None:
     assert rotary._forward_method == before
 
 
+def test_an_error_in_a_pass_restores_what_ran_before(model: nn.ModuleDict) -> None:
+    ops = [model["rotary"], model["activation"]]
+    before = [op._forward_method for op in ops]
+    with pytest.raises(ArithmeticError), custom_op.running("forward_cuda", ops):
+        raise ArithmeticError
+    assert [op._forward_method for op in ops] == before
+
+
 def test_the_kernel_rotates_as_plain_torch_does(model: nn.ModuleDict) -> None:
     """vLLM's rotary kernel has a version for CPUs."""
     positions = torch.tensor([0, 5, 99])

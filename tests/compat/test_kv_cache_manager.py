@@ -68,10 +68,14 @@ def test_drafts_beyond_the_longest_request_need_none() -> None:
     assert managed.warm == set()
 
 
-def test_a_running_request_keeps_what_it_holds(managed: Managed) -> None:
-    request = managed.request([*range(2 * SIZE)])
-    assert managed.manager.allocate_slots(request, 2 * SIZE)
-    request.num_computed_tokens = 2 * SIZE
+def test_a_running_request_keeps_what_it_holds() -> None:
+    managed = Managed()
+    managed.freeze("old", 3)
+    managed.freeze("new", 3)
+    managed.hold_all_but(5)
+    request = managed.request([*range(5 * SIZE)])
+    assert managed.manager.allocate_slots(request, 5 * SIZE)
+    request.num_computed_tokens = 5 * SIZE
     request.status = RequestStatus.RUNNING
     assert managed.manager.allocate_slots(request, 1) is not None
     assert managed.warm == {"new"}, "one block was missing"
@@ -96,7 +100,7 @@ def test_a_prefix_needs_no_block_if_somebody_holds_it(shared: bool) -> None:
         managed.pool.touch(held)
     managed.freeze("old", 3)
     managed.freeze("new", 3)
-    managed.hold_all_but(2 if shared else 4)  # with the two that nobody holds
+    managed.hold_all_but(2 if shared else 5)  # with the two that nobody holds
     request = managed.request([*prefix, *range(5 * SIZE)])
     found, hit = managed.manager.get_computed_blocks(request)[:2]
     assert hit == 2 * SIZE

@@ -2,6 +2,9 @@
 """What workers told reaches the connector first, and is heard of those only who are waited for; a
 reset takes the blocks of whoever is set aside. Other connectors see no change."""
 
+import ast
+import inspect
+import textwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,19 +89,26 @@ class Scheduler:
         self.kv_holding_waiting = self.held
         self.finished_recving_kv_req_ids = {"WAITING"}
         self.deferred_waiting, self._inflight_prefills = _Bag(), _Bag()
+        self.stages: list[Any] = []
         self.freed: list[Any] = []
         self.kv_cache_manager = SimpleNamespace(free=self.freed.append)
 
     def _set_kv_fetch_stage(self, request: Any, stage: str | None) -> None:
         assert stage is None
+        self.stages.append(request)
 
     def _free_blocks(self, request: Any) -> None:
         self.freed.append(request)
 
 
 class _Bag:
+    """What was taken out of it; requests are not hashable here."""
+
+    def __init__(self) -> None:
+        self.discarded: list[Any] = []
+
     def discard(self, request: Any) -> None:
-        """Requests are not hashable here."""
+        self.discarded.append(request)
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -118,3 +128,28 @@ def test_a_reset_of_all_takes_the_blocks_of_who_is_set_aside(ours: bool, running
     assert [r.num_computed_tokens for r in called] == [0, 0, 0]
     assert streaming.num_computed_tokens == 8
     assert not scheduler.finished_recving_kv_req_ids
+    assert scheduler.deferred_waiting.discarded == called, "it would be admitted a second time"
+    assert scheduler._inflight_prefills.discarded == called, "blocks would be kept for it"
+    assert scheduler.stages == called
+
+
+def test_the_parts_of_vllms_scheduler_that_a_reset_touches_are_there() -> None:
+    """They are made in its constructor, which needs an engine's configuration."""
+    from vllm.v1.core.sched.scheduler import Scheduler as Real
+
+    assert callable(Real._set_kv_fetch_stage)
+    assert callable(Real._free_blocks)
+    made = {
+        node.attr
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(Real.__init__))))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert made >= {
+        "connector",
+        "requests",
+        "finished_recving_kv_req_ids",
+        "deferred_waiting",
+        "_inflight_prefills",
+        "kv_cache_manager",
+    }
+    assert hasattr(Real, "kv_holding_waiting") or "kv_holding_waiting" in made

@@ -162,6 +162,15 @@ def positions_squared() -> Any:
     return rotary
 
 
+def larger_behind_the_middle() -> Any:
+    """As attention that is scaled by the length of the prompt."""
+    rotary = make({"rope_theta": 7000})
+    table = rotary._compute_cos_sin_cache()
+    scale = torch.where(torch.arange(LIMIT) < LIMIT // 2, 1.0, 1.05)
+    rotary._compute_cos_sin_cache = lambda: table * scale[:, None]
+    return rotary
+
+
 def table_of_another_width() -> Any:
     rotary = make({"rope_theta": 6000})
     table = rotary._compute_cos_sin_cache()
@@ -173,6 +182,7 @@ def table_of_another_width() -> Any:
     ("rotary", "why"),
     [
         (positions_squared, "is not a rotation by the position difference"),
+        (larger_behind_the_middle, "is not a rotation by the position difference"),
         (table_of_another_width, "angles for 64 channels"),
         (torch.nn.Identity, "gives no table of angles"),
     ],
