@@ -6,7 +6,8 @@ works elsewhere in a pool that no cache holds, and so does the plain copy of as 
 compared with; both several times in a row, so that neither leaves its writes for the other to wait
 for. Attention: 10 % of the positions of a context, random or in short runs, against the dense
 kernel's floating-point operations per second, and against one-token rows of that kernel. Scores: a
-question's queries over the context. What is compared takes turns.
+question's queries over the context. What is compared takes turns, round by round; beside each ratio
+of medians the summary has the quartiles (`_q1`, `_q3`) of the rounds' own ratios.
 
 On CPU: pages and dense kernel are vLLM's own, in the 8-layer benchmark's shape. On a GPU: NHD pages
 in the shape of Qwen3-8B; the dense kernel is torch's scaled_dot_product_attention.
@@ -31,6 +32,8 @@ from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, Rotation, TiledStrides
 
 Action = Callable[[], Any]
+Rounds = dict[tuple[str, str, int], list[float]]
+"""Milliseconds of each round, by kernel, what was measured, and size."""
 
 SHARE = 0.1
 """Of a context's positions that scattered queries take."""
@@ -78,34 +81,36 @@ def run(quick: bool) -> harness.SuiteResult:
     for context in case.contexts[: 1 if quick else None]:
         rows += _attention(case, kernels, backend, context, repeats)
         rows += _scores(case, kernels, backend, context, repeats)
+    rounds: Rounds = {}
     for row in rows:
         row["kernels"] = kernels.description
-    return {"rows": rows, "summary": _summary(case, rows)}
+        rounds[row["kernel"], row["what"], row["size"]] = row.pop("rounds_ms")
+    return {"rows": rows, "summary": _summary(case, rounds)}
 
 
-def _summary(case: Case, rows: list[harness.Row]) -> dict[str, float]:
-    def ms(kernel: str, what: str, size: int) -> float:
-        [row] = [r for r in rows if (r["kernel"], r["what"], r["size"]) == (kernel, what, size)]
-        return float(row["median_ms"])
-
+def _summary(case: Case, rounds: Rounds) -> dict[str, float]:
+    """Headline figures; `attention_speedup_over_rows` is that of random queries, the least regular
+    there are, and `..._runs` that of runs of 64."""
     tokens, context = case.align_tokens[1], case.contexts[0]
-    return {
-        "align_ms": ms("align", "ours", tokens),
-        "align_share_of_memcpy": ms("align", "memcpy", tokens) / ms("align", "ours", tokens),
-        "align_speedup_over_torch": ms("align", "torch", tokens) / ms("align", "ours", tokens),
-        "attention_share_of_dense": (
-            ms("attention", "dense", context)
-            / ms("attention", "ours, random", context)
-            * _seen(context, _scattered(context))
-            / _seen(context, torch.arange(context))
+    seen = _seen(context, _scattered(context)) / _seen(context, torch.arange(context))
+    summary = {"align_ms": statistics.median(rounds["align", "ours", tokens])}
+    for name, kernel, size, theirs, ours, factor in (
+        ("align_share_of_memcpy", "align", tokens, "memcpy", "ours", 1.0),
+        ("align_speedup_over_torch", "align", tokens, "torch", "ours", 1.0),
+        ("attention_share_of_dense", "attention", context, "dense", "ours, random", seen),
+        ("attention_speedup_over_rows", "attention", context, "rows, random", "ours, random", 1.0),
+        (
+            *("attention_speedup_over_rows_runs", "attention", context),
+            *("rows, runs of 64", "ours, runs of 64", 1.0),
         ),
-        "attention_speedup_over_rows": (
-            ms("attention", "rows, random", context) / ms("attention", "ours, random", context)
-        ),
-        "scores_speedup_over_torch": (
-            ms("scores", "torch", context) / ms("scores", "ours", context)
-        ),
-    }
+        ("scores_speedup_over_torch", "scores", context, "torch", "ours", 1.0),
+    ):
+        above, below = rounds[kernel, theirs, size], rounds[kernel, ours, size]
+        summary[name] = factor * statistics.median(above) / statistics.median(below)
+        ratios = [factor * a / b for a, b in zip(above, below, strict=True)]
+        q1, _, q3 = statistics.quantiles(ratios, n=4, method="inclusive")
+        summary |= {f"{name}_q1": q1, f"{name}_q3": q3}
+    return summary
 
 
 def _align(case: Case, kernels: Kernels, layout: PageLayout, repeats: int) -> list[harness.Row]:
@@ -138,8 +143,9 @@ def _align(case: Case, kernels: Kernels, layout: PageLayout, repeats: int) -> li
 
         moved = 2 * tokens * case.token_bytes * case.layers  # read and written
         actions: dict[str, Action] = {"ours": ours, "memcpy": memcpy, "torch": plain}
-        for what, median_ms in _medians(case.device, actions, repeats, burst=4).items():
-            rows.append(_row("align", what, tokens, median_ms, gb_per_s=moved / median_ms / 1e6))
+        for what, times in _times(case.device, actions, repeats, burst=4).items():
+            gb_per_s = moved / statistics.median(times) / 1e6
+            rows.append(_row("align", what, tokens, times, gb_per_s=gb_per_s))
     return rows
 
 
@@ -231,8 +237,11 @@ def _attention(
     if kernels.sparse_attention is not None:
         add("ours, dense", torch.arange(context), ours)
     return [
-        _row("attention", what, context, median_ms, gflop_per_s=flops[what] / median_ms / 1e6)
-        for what, median_ms in _medians(case.device, actions, max(3, repeats // 3)).items()
+        _row(
+            *("attention", what, context, times),
+            gflop_per_s=flops[what] / statistics.median(times) / 1e6,
+        )
+        for what, times in _times(case.device, actions, max(3, repeats // 3)).items()
     ]
 
 
@@ -250,7 +259,7 @@ def _scores(
         context,
         case.scale,
     )
-    medians = _medians(
+    measured = _times(
         case.device,
         {
             "ours": lambda: kernels.token_scores(*args),
@@ -258,29 +267,37 @@ def _scores(
         },
         repeats,
     )
-    return [_row("scores", what, context, median_ms) for what, median_ms in medians.items()]
+    return [_row("scores", what, context, times) for what, times in measured.items()]
 
 
-def _row(kernel: str, what: str, size: int, median_ms: float, **more: float) -> harness.Row:
-    return {"kernel": kernel, "what": what, "size": size, "median_ms": median_ms, **more}
+def _row(kernel: str, what: str, size: int, rounds_ms: list[float], **more: float) -> harness.Row:
+    return {
+        "kernel": kernel,
+        "what": what,
+        "size": size,
+        "median_ms": statistics.median(rounds_ms),
+        "rounds_ms": rounds_ms,
+        **more,
+    }
 
 
-def _medians(
+def _times(
     device: torch.device, actions: dict[str, Action], repeats: int, burst: int = 1
-) -> dict[str, float]:
-    """Median milliseconds of each action; they take turns, in an order that changes.
+) -> dict[str, list[float]]:
+    """Milliseconds of each action, round by round; they take turns, in an order that changes.
 
     Args:
         burst: how often an action runs when it is its turn. Bandwidth is one of a steady state: the
             first of a burst is not counted, since it writes into caches that another action left.
+            Of the others, a round has the median.
     """
     times: dict[str, list[float]] = {name: [] for name in actions}
     for turn in harness.progress(range(repeats + 1), "kernels"):
         for name in harness.rotated(list(actions), turn):
             elapsed = [_milliseconds(device, actions[name]) for _ in range(burst)]
             if turn > 0:  # the first round warms up
-                times[name] += elapsed[burst > 1 :]
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[name].append(statistics.median(elapsed[burst > 1 :]))
+    return times
 
 
 def _milliseconds(device: torch.device, action: Action) -> float:

@@ -9,7 +9,7 @@ from bench.suites import kernels
 from vllm_segreuse.kernels import dispatch, reference
 
 SMALL = dataclasses.replace(
-    kernels.CPU, layers=2, align_tokens=(64, 128), contexts=(256,), pool_bytes=1 << 22
+    kernels.CPU, layers=2, align_tokens=(64, 128), contexts=(1024,), pool_bytes=1 << 22
 )
 
 
@@ -70,19 +70,48 @@ def keeping(backend: kernels._CpuBackend, out: torch.Tensor):  # type: ignore[no
     return run
 
 
+def test_quartiles_are_those_of_the_rounds_own_ratios() -> None:
+    """In a machine that gets slower, both sides of a round do: the ratio stays."""
+    tokens, context = SMALL.align_tokens[1], SMALL.contexts[0]
+    sides = {
+        "align": ((tokens,), ("memcpy", "torch"), ("ours",)),
+        "attention": (
+            *((context,), ("dense", "rows, random", "rows, runs of 64")),
+            ("ours, random", "ours, runs of 64"),
+        ),
+        "scores": ((context,), ("torch",), ("ours",)),
+    }
+    rounds = {}
+    for kernel, ([size], theirs, ours) in sides.items():
+        rounds |= {(kernel, what, size): [3.0, 6.0, 12.0, 24.0] for what in theirs}
+        rounds |= {(kernel, what, size): [1.0, 2.0, 4.0, 8.0] for what in ours}
+    summary = kernels._summary(SMALL, rounds)
+    for name in ("attention_speedup_over_rows", "scores_speedup_over_torch"):
+        assert [summary[name + end] for end in ("", "_q1", "_q3")] == [3.0, 3.0, 3.0]
+
+
 def test_the_summary_names_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CPU", SMALL)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = kernels.run(quick=True)
-    assert set(result["summary"]) == {
-        "align_ms",
+    ratios = {
         "align_share_of_memcpy",
         "align_speedup_over_torch",
         "attention_share_of_dense",
         "attention_speedup_over_rows",
+        "attention_speedup_over_rows_runs",
         "scores_speedup_over_torch",
     }
-    assert all(value > 0 for value in result["summary"].values())
+    summary = result["summary"]
+    assert set(summary) == {"align_ms"} | {
+        name + end for name in ratios for end in ("", "_q1", "_q3")
+    }
+    assert all(value > 0 for value in summary.values())
+    assert all(summary[f"{name}_q1"] <= summary[f"{name}_q3"] for name in ratios)
+    medians = {(row["kernel"], row["what"]): row["median_ms"] for row in result["rows"]}
+    for end, queries in (("", "random"), ("_runs", "runs of 64")):
+        theirs, ours = (medians["attention", f"{who}, {queries}"] for who in ("rows", "ours"))
+        assert summary[f"attention_speedup_over_rows{end}"] == theirs / ours
     assert {row["kernels"] for row in result["rows"]} == {
         dispatch.choose(SMALL.device, torch.bfloat16, kernels._CpuBackend(SMALL).layout).description
     }

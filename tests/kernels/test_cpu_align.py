@@ -14,6 +14,7 @@ from tests.kernels.align_cases import (
     CASES,
     DTYPES,
     assert_agrees,
+    hnd,
     make_cache,
     make_moves,
     nhd,
@@ -142,6 +143,20 @@ def test_layers_and_tokens_are_shared_out_among_threads(
     pages = make_cache(shape.page_elements, 12, torch.bfloat16, num_layers=5)
     moves = make_moves(12, BLOCK_SIZE, 384, HEAD_SIZE // 2, overlapping=False)
     assert_agrees(cpu.align, pages, parts_of(shape, ROTATIONS[1]), moves, "cpu")
+
+
+@pytest.mark.parametrize("overlapping", [False, True], ids=["apart", "overlapping"])
+@pytest.mark.parametrize("block_size", [8, 16, 24, 48])
+def test_runs_end_where_a_page_does(built: str, block_size: int, overlapping: bool) -> None:
+    """Also in pages that are no multiple of a vector of tokens, and from odd offsets."""
+    shape = hnd(2, block_size, 32)
+    pages = make_cache(shape.page_elements, 16, torch.bfloat16, num_layers=2)
+    made = [
+        Piece(0, 8 * block_size, 3 * block_size, 7),
+        Piece(3 * block_size + 5, 12 * block_size + 3, 2 * block_size, 40),
+    ]
+    moves = moves_of(made, ROTATIONS[0], overlapping)
+    assert_agrees(cpu.align, pages, parts_of(shape, ROTATIONS[0]), moves, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
