@@ -371,6 +371,18 @@ def test_a_spread_plan_leaves_the_step_to_others_and_no_pin_behind() -> None:
     assert world.report(request)["reused_tokens"] == len(DOCUMENT)
 
 
+def test_26_workers_are_told_once_of_what_was_called_back() -> None:
+    """Or they would go on writing into blocks that are somebody else's by then."""
+    world = cached_document()
+    request = world.add(PROMPT)
+    world.run(request)
+    world.side.call_back(request)
+    assert world.side.take_called_back() == [request.request_id]
+    assert world.side.take_called_back() == []
+    assert world.match(request, 0) == 0, "it starts anew, without reuse"
+    assert world.side.saved_tokens(request) == 0
+
+
 def focused(world: World) -> Request:
     """A request that was admitted with a plan whose workers choose as many tokens as they like."""
     request = world.add(PROMPT, OPTIONS | {"segreuse_policy": "focus"})
