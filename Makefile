@@ -5,7 +5,7 @@ SUITE ?= ttft
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quick test mutants stress demo bench lint format clean
+.PHONY: help setup quick test mutants mutation stress demo bench lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
 
 mutants: setup ## take safeguards out, one by one, and see whether the tests notice
 	@nice $(VENV)/python scripts/mutants.py $(ARGS)
+
+mutation: setup ## every small change of a module: make mutation ARGS="vllm_segreuse/cache/plan.py tests/cache/test_plan.py"
+	@nice $(VENV)/python scripts/mutation.py $(ARGS)
 
 stress: setup ## the models of tests/model at length: make stress ARGS="--operations 1000000 --seeds 10000"
 	@nice $(VENV)/python -m tests.model.stress $(ARGS)
