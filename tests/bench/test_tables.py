@@ -329,6 +329,7 @@ def test_a_broken_file_is_named_in_one_sentence(
         ({"quick": True}, "was measured with --quick"),
         ({"cpu": "CPU Two"}, "would mix machines"),
         ({"cores": 1}, "would mix machines"),
+        ({"cores": 4}, "would mix machines"),
         ({"instruction_sets": ["amx"]}, "would mix machines"),
     ],
 )
