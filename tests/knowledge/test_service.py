@@ -89,7 +89,7 @@ def test_a_long_document_is_cut_into_chunks_and_warm_as_a_whole() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("num_context", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("num_context", [0, 1, 3, 4, 9, 45])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 19, 20, 21, 41, 62, 100])
 def test_the_blocks_of_a_document_are_known_beforehand(num_context: int, num_tokens: int) -> None:
     context, tokens = np.arange(num_context, dtype=np.int32), np.arange(num_tokens, dtype=np.int32)
