@@ -93,6 +93,7 @@ class Client:
         self.vllm_config = Of(scheduler_config=Of(policy=policy))
         self.engine_core = self
         self.unfinished = unfinished
+        self.freezes = True
         self.asked: list[Any] = []
 
     def get_tokenizer(self) -> Any:
@@ -104,7 +105,7 @@ class Client:
     async def generate(self, prompt: Any, params: Any, request_id: str, priority: int) -> Any:
         self.asked.append((prompt, params.extra_args, request_id, priority, origin.get()))
         yield Of(kv_transfer_params=None)
-        yield Of(kv_transfer_params={"segreuse": {"frozen": True}})
+        yield Of(kv_transfer_params={"segreuse": {"frozen": self.freezes}})
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         self.asked.append((method, *args))
@@ -122,6 +123,12 @@ def test_a_server_computes_last_where_priorities_count(policy: str, priority: in
     assert first[1] == {EXTRA_KEYS: ["key"], FREEZE: ORDER.encode()}
     assert first[2] != second[2], "no two requests have one name"
     assert first[3:] == (priority, Origin.OURSELVES)
+
+
+def test_a_server_tells_that_nothing_was_frozen() -> None:
+    client = Client()
+    client.freezes = False
+    assert asyncio.run(ServedEngine(client).compute([1, 2], "key", ORDER)) is False
 
 
 def test_a_server_asks_the_scheduler_and_leaves_its_own_requests_out() -> None:

@@ -117,6 +117,19 @@ def test_24_what_does_not_fit_is_refused_whole() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(("limit", "fits"), [(5, True), (4, False)])
+def test_24_what_just_fits_is_taken_and_a_block_more_is_not(limit: int, fits: bool) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        adding = service.add("base", documents(a=[*range(19)]))  # behind one token: five blocks
+        if fits:
+            assert [document.status for document in await adding] == ["warm"]
+        else:
+            with pytest.raises(NoRoomError, match=f"need 5 KV blocks.*have {limit}"):
+                await adding
+
+    run(test, limit=limit)
+
+
 def test_25_replacing_lets_the_old_content_go() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         await service.add("base", documents(a=[*range(19)]))
