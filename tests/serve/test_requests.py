@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of a request are checked, and a top-level extra_keys moves to where vLLM passes it on."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
+from vllm.entrypoints.launchers.api_server.routers import register_api_routers
 from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
 from tests.serve.vllm_app import KINDS, MESSAGES, make_app
 from vllm_segreuse.compat.api_server import _register_api_routers
-from vllm_segreuse.serve.requests import admit_body, check_extra_args
+from vllm_segreuse.serve.requests import ENDPOINTS, admit_body, check_extra_args
 
 endpoints = pytest.mark.parametrize("endpoint", KINDS)
 
@@ -115,6 +118,26 @@ def test_other_routes_take_anything(client: TestClient) -> None:
     with client.websocket_connect("/v1/realtime") as websocket:
         websocket.send_json({"extra_args": {"extra_keys": "a"}})
         assert websocket.receive_json() == "accepted"
+
+
+def test_every_endpoint_of_vllms_that_hands_options_on_is_checked() -> None:
+    app = FastAPI()
+    app.state.args = SimpleNamespace(tokens_only=False)
+    register_api_routers(app.state.args, app, ("generate",))
+    bodies = {
+        route.path: route.body_field.field_info.annotation
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.body_field is not None
+    }
+    takes = {path for path, body in bodies.items() if "vllm_xargs" in _fields(body)}
+    rendering = {path for path in takes if path.endswith("/render")}  # no engine behind it
+    without_a_field = {"/v1/chat/completions/batch", "/invocations"}
+    assert takes - rendering == ENDPOINTS - without_a_field
+    assert len(ENDPOINTS) == 6
+
+
+def _fields(body: Any) -> Any:
+    return getattr(body, "model_fields", {})
 
 
 def test_application_that_drops_its_dependencies_is_refused() -> None:
