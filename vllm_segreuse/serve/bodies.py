@@ -27,12 +27,11 @@ async def json_or_nothing(request: Request) -> None:
 
     Raises:
         HTTPException: 400, it is not.
+        RecursionError: it is nested too deeply; the application has a handler for that.
     """
     if not await request.body():
         return
     try:
         await request.json()
-    except RecursionError:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, TOO_DEEP) from None
     except ValueError:
         raise HTTPException(HTTPStatus.BAD_REQUEST, "the body is not JSON: send none") from None
