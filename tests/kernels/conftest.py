@@ -27,7 +27,7 @@ def built(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu._library.cache_clear()
 
 
-@pytest.fixture(params=[1, 2, 3, 7])
+@pytest.fixture(params=[1, 2, 5])
 def threads(built: str, request: pytest.FixtureRequest) -> Iterator[int]:
     """The library works with so many threads, whatever the machine has."""
     library = cpu._library()  # which finds OpenMP's functions, too

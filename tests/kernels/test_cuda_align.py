@@ -58,9 +58,15 @@ def run(device: str, request: pytest.FixtureRequest) -> Run:
     return lambda pages, parts, moves: cuda.run(library, pages, parts, moves, 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("overlapping", [False, True], ids=["apart", "overlapping"])
-@pytest.mark.parametrize(("name", "rotation"), CASES)
+# Each case with each dtype, apart or overlapping by turns.
+SAMPLE = [
+    pytest.param(*case.values, (number + index) % 2 == 1, dtype, id=f"{case.id}-{dtype}")
+    for number, case in enumerate(CASES)
+    for index, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("name", "rotation", "overlapping", "dtype"), SAMPLE)
 def test_agrees_with_the_reference(
     run: Run,
     device: str,
