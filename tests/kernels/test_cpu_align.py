@@ -105,7 +105,7 @@ def test_every_layout_and_rotation(built: str, case: tuple[Any, ...], dtype: tor
 
 
 @pytest.mark.parametrize("overlapping", [False, True], ids=["apart", "overlapping"])
-@pytest.mark.parametrize("layout", ["tiled by 32", "NHD"])
+@pytest.mark.parametrize("layout", ["tiled by 32", "tiled by 16", "pairs", "NHD"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_pattern_turns_as_in_the_reference(
     built: str, dtype: torch.dtype, layout: str, overlapping: bool
