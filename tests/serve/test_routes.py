@@ -123,12 +123,14 @@ def test_without_the_service_of_knowledge_bases_its_routes_say_why(client: TestC
     assert "--api-server-count" in answer.json()["error"]["message"]
 
 
-def test_32_a_websocket_is_refused(client: TestClient) -> None:
+@pytest.mark.parametrize("headers", [{}, bearer(TOKEN)])
+def test_32_a_websocket_is_refused(client: TestClient, headers: Any) -> None:
     with (
-        pytest.raises(WebSocketDisconnect),
-        client.websocket_connect("/plugins/segreuse/v1/status", headers=bearer(TOKEN)),
+        pytest.raises(WebSocketDisconnect) as refused,
+        client.websocket_connect("/plugins/segreuse/v1/status", headers=headers),
     ):
         raise AssertionError("it was accepted")
+    assert refused.value.code == 1008
 
 
 def test_32_wrong_method_is_405_and_odd_path_404(client: TestClient, engine: Engine) -> None:
