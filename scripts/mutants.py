@@ -10,33 +10,40 @@
     python scripts/mutants.py --engine               with engines, too, on what quick tests leave
     python scripts/mutants.py --json FILE            all of it as JSON
 
-Each is tried on the quick tests that it names, then on all quick ones (those of `make quick`), side
-by side with others; then, where wanted, on the tests that it names whatever they need, alone. Exit
-status 1 if a mutant survives, 2 if one does not fit, or if the sources fail unchanged.
+Each is tried on the quick tests that it names, in a fork of a process that has vLLM loaded; where
+these notice nothing, again in a process of its own, then on all quick ones (those of `make quick`);
+then, where wanted, on the tests that it names whatever they need, alone. Exit status 1 if a mutant
+survives, 2 if one does not fit, or if the sources fail unchanged. What is interrupted reports what
+it has.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import environment, write_json
 from tests.mutants import copies, lists
 from tests.mutants.lists import Mutant, MutantsError, real_path
+from tests.mutants.places import Place, Sources, quick_ones
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 CORES = len(os.sched_getaffinity(0))
-QUICK = ("-m", "not e2e")
 NOTICED = ("compiler", "named tests", "quick tests", "engine tests")
 
 
@@ -67,82 +74,117 @@ class Verdict:
         }
 
 
-def try_quick(sources: Path, mutant: Mutant, named_only: bool) -> tuple[str, str]:
-    """(what, how) of a verdict, from tests that need no engine."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
-        root = Path(directory).resolve() / "copy"
-        shutil.copytree(sources, root, symlinks=True)
-        if how := copies.change(root, mutant):
-            return "compiler", how
-        named = quick_ones(mutant.tests)
-        if named and (how := copies.failure(root, *QUICK, "-p", "no:xdist", *named)):
-            return "named tests", how
-        if not named_only and (how := copies.failure(root, *QUICK, "-p", "no:xdist")):
-            return "quick tests", how
-        return "survived", ""
+class Trial:
+    """Verdicts on mutants, printed as they come; those before an interruption stay.
 
-
-def try_engine(sources: Path, mutant: Mutant) -> tuple[str, str]:
-    """(what, how) of a verdict, from the named tests with all that they need."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
-        root = Path(directory).resolve() / "copy"
-        shutil.copytree(sources, root, symlinks=True)
-        copies.change(root, mutant)
-        how = copies.failure(root, "--slow", *mutant.tests) if mutant.tests else None
-        return ("engine tests", how) if how else ("survived", "")
-
-
-def quick_ones(tests: Sequence[str]) -> list[str]:
-    """Without those that can only be for engines."""
-    return [test for test in tests if not test.startswith(("tests/e2e/", "tests/gpu/"))]
-
-
-def timed(mutant: Mutant, attempt: Callable[[], tuple[str, str]], before: float = 0.0) -> Verdict:
-    """A verdict, printed."""
-    began = time.monotonic()
-    verdict = Verdict(mutant, *attempt(), before + time.monotonic() - began)
-    row = verdict.row
-    print(f"{row['verdict']:12} {row['seconds']:5.0f} s  {row['file']}: {row['why'][:90]}")
-    print(f"{'':21} {verdict.how}" if verdict.how else "", end="\n" if verdict.how else "")
-    sys.stdout.flush()
-    return verdict
-
-
-def try_all(mutants: Sequence[Mutant], options: argparse.Namespace) -> list[Verdict]:
-    """Verdicts on all of them.
-
-    Raises:
-        MutantsError: the sources fail unchanged.
+    Attributes:
+        verdicts: so far.
     """
-    equal = {mutant.edits: mutant.why for mutant in lists.load(lists.EQUAL)}
-    verdicts, fit = [], []
-    for mutant in mutants:
-        if mutant.edits in equal:
-            verdicts.append(Verdict(mutant, "equal", equal[mutant.edits], 0.0))
-        elif misfit := mutant.misfit(lists.REPOSITORY):
-            verdicts.append(timed(mutant, lambda misfit=misfit: ("misfit", misfit)))
-        else:
-            fit.append(mutant)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        sources = Path(directory).resolve() / "sources"  # what is edited meanwhile does not count
-        copies.copy_sources(sources)
-        named = quick_ones(sorted({test for mutant in fit for test in mutant.tests}))
-        chosen = named if options.named else []
-        workers = ("-n", str(options.jobs), "--dist", "worksteal")
-        if fit and (how := copies.failure(sources, *QUICK, *workers, *chosen)):
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.verdicts: list[Verdict] = []
+        self._options = options
+        self._stopped = False
+
+    def run(self, mutants: Sequence[Mutant]) -> None:
+        """Try all of them.
+
+        Raises:
+            MutantsError: the sources fail unchanged.
+        """
+        equal = {mutant.edits: mutant.why for mutant in lists.load(lists.EQUAL)}
+        fit = []
+        for mutant in mutants:
+            if mutant.edits in equal:
+                self.verdicts.append(Verdict(mutant, "equal", equal[mutant.edits], 0.0))
+            elif misfit := mutant.misfit(lists.REPOSITORY):
+                self._add(mutant, "misfit", misfit, 0.0)
+            else:
+                fit.append(mutant)
+        with tempfile.TemporaryDirectory(prefix="mutants-") as directory, ExitStack() as ends:
+            here = Path(directory).resolve()
+            sources = Sources(here)
+            numbers = range(min(self._options.jobs, len(fit)))
+            places = [ends.enter_context(Place(sources, here / f"copy{n}")) for n in numbers]
+            self._run(fit, sources, places)
+
+    def _run(self, fit: list[Mutant], sources: Sources, places: list[Place]) -> None:
+        tests = by_file(fit)
+        for how in self._each(
+            places, lambda place, file: place.unchanged(file, tests[file]), tests
+        ):
+            self._assert_passed(how)
+        if fit and not self._options.named:
+            workers = ("-n", str(self._options.jobs), "--dist", "worksteal")
+            self._assert_passed(copies.failure(sources.root, "-m", "not e2e", *workers))
+        named = self._options.named
+        self._each(places, lambda place, m: self._try(m, lambda: place.try_quick(m, named)), fit)
+        for verdict in [*self.verdicts] if self._options.engine else []:
+            if verdict.what == "survived":
+                self.verdicts.remove(verdict)
+                mutant = verdict.mutant
+                self._try(mutant, lambda m=mutant: places[0].try_engine(m), verdict.seconds)
+
+    def _each(
+        self, places: Sequence[Place], work: Callable[[Place, T], R], items: Iterable[T]
+    ) -> list[R]:
+        """Do the work on every item, in whatever place is free."""
+        free: SimpleQueue[Place] = SimpleQueue()
+        for place in places:
+            free.put(place)
+
+        def one(item: T) -> R:
+            place = free.get()
+            try:
+                return work(place, item)
+            finally:
+                free.put(place)
+
+        with ThreadPoolExecutor(max(1, len(places))) as pool:
+            try:
+                return list(pool.map(one, items))
+            except BaseException:
+                self._stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                for place in places:
+                    place.stop()
+                copies.end_all()
+                raise
+
+    def _try(
+        self, mutant: Mutant, attempt: Callable[[], tuple[str, str]], before: float = 0.0
+    ) -> None:
+        began = time.monotonic()
+        try:
+            what, how = attempt()
+        except MutantsError as error:
+            what, how = "misfit", str(error)
+        if not self._stopped:
+            self._add(mutant, what, how, before + time.monotonic() - began)
+
+    def _add(self, mutant: Mutant, what: str, how: str, seconds: float) -> None:
+        verdict = Verdict(mutant, what, how, seconds)
+        self.verdicts.append(verdict)
+        row = verdict.row
+        print(f"{row['verdict']:12} {row['seconds']:5.0f} s  {row['file']}: {row['why'][:90]}")
+        if how:
+            print(f"{'':21} {how}")
+        sys.stdout.flush()
+
+    @staticmethod
+    def _assert_passed(how: str | None) -> None:
+        if how:
             raise MutantsError(f"the sources fail unchanged in {how}: mend them first")
 
-        def quick(mutant: Mutant) -> Verdict:
-            return timed(mutant, lambda: try_quick(sources, mutant, options.named))
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            tried = list(pool.map(quick, fit))
-        for verdict in tried:
-            if verdict.what == "survived" and options.engine:
-                mutant = verdict.mutant
-                verdict = timed(mutant, lambda m=mutant: try_engine(sources, m), verdict.seconds)
-            verdicts.append(verdict)
-    return verdicts
+def by_file(mutants: Sequence[Mutant]) -> dict[str, list[str]]:
+    """The quick tests that they name, by their file; the file stands for all of its tests."""
+    found: dict[str, list[str]] = {}
+    for test in sorted({test for mutant in mutants for test in quick_ones(mutant.tests)}):
+        of_file = found.setdefault(test.partition("::")[0], [])
+        if of_file != [test.partition("::")[0]]:
+            of_file.append(test)
+    return found
 
 
 def summary(verdicts: Sequence[Verdict], listed: Sequence[Mutant]) -> dict[str, float | str]:
@@ -174,7 +216,7 @@ def choose(options: argparse.Namespace) -> list[Mutant]:
     """
     mutants = lists.load_all(options.extra)
     if options.list:
-        mutants = [mutant for mutant in mutants if mutant.origin == options.list]
+        mutants = [m for name in options.list for m in mutants if m.origin == name]
     if options.file:
         mutants = [mutant for mutant in mutants if real_path(options.file) in mutant.files]
     wanted = options.only.lower()
@@ -188,7 +230,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="reason or text contains it")
     parser.add_argument("--file", help="those of this source file")
-    parser.add_argument("--list", metavar="NAME", help="those of this list")
+    parser.add_argument(
+        "--list", action="append", default=[], metavar="NAME", help="those of this list, and so on"
+    )
     parser.add_argument(
         "--extra", type=Path, action="append", default=[], metavar="FILE", help="another list"
     )
@@ -204,18 +248,34 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     where = environment()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    trial, status = Trial(options), 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        verdicts = try_all(choose(options), options)
-        result = summary(verdicts, lists.load_all())
+        trial.run(choose(options))
     except MutantsError as error:
         print(error)
-        return 2
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted")
+        status = 130
+    finally:
+        result = report(trial.verdicts, options.json, where)
+    return status or (2 if result["misfit"] else int(bool(result["survived"])))
+
+
+def report(verdicts: list[Verdict], file: Path | None, where: dict[str, Any]) -> dict[str, Any]:
+    """The summary, printed, and written with the verdicts."""
+    try:
+        listed = lists.load_all()
+    except MutantsError:  # said before
+        listed = []
+    result = summary(verdicts, listed)
     for name, value in result.items():
         print(f"{name} = {value}")
-    if options.json:
+    if file:
         rows = [verdict.row for verdict in verdicts]
-        write_json(options.json, "mutants", where, {"rows": rows, "summary": result})
-    return 2 if result["misfit"] else int(bool(result["survived"]))
+        write_json(file, "mutants", where, {"rows": rows, "summary": result})
+    return result
 
 
 if __name__ == "__main__":

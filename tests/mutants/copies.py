@@ -19,8 +19,12 @@ CPU_S = 900
 TIMEOUT_S = 3600
 """Who spins or hangs has failed; a machine with other things to do has not."""
 
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "haste", "--hypothesis-profile=quick")
+
 _BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
+_COMPILER = Path(__file__).resolve().with_name("cached_cxx.py")
 _MACHINE_CODE = "vllm_segreuse/**/*.nb[ci]"
+_running: set[subprocess.Popen[str]] = set()
 _HASTE = """# Found is enough: nobody reads the smallest example.
 from hypothesis.internal.conjecture import engine
 
@@ -47,8 +51,27 @@ def copy_sources(to: Path) -> None:
     (to / "haste.py").write_text(_HASTE)
 
 
-def change(root: Path, mutant: Mutant) -> str | None:
+def restore(root: Path, sources: Path) -> None:
+    """Make a copy equal to the sources again, whatever a mutant or its tests have done there.
+
+    Times count, too: byte code and machine code are valid by them. The history is left alone.
+    """
+    wanted = _stamps(sources)
+    for name, stamp in _stamps(root).items():
+        if wanted.get(name) == stamp:
+            del wanted[name]
+        else:
+            (root / name).unlink()
+    for name in wanted:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(sources / name, root / name, follow_symlinks=False)
+
+
+def change(root: Path, mutant: Mutant, objects: Path) -> str | None:
     """Apply a mutant, drop the machine code that it makes stale, and build native libraries anew.
+
+    Args:
+        objects: folder of what has been compiled, for other copies to use.
 
     Returns:
         How the compiler notices, if it does.
@@ -58,7 +81,8 @@ def change(root: Path, mutant: Mutant) -> str | None:
         for path in root.glob(_MACHINE_CODE):
             path.unlink()
     if any(file.startswith(("csrc/", "setup.py")) for file in mutant.files):
-        done = subprocess.run(_BUILD, cwd=root, capture_output=True, text=True)
+        environment = dict(os.environ, CXX=str(_COMPILER), CXX_CACHE=str(objects))
+        done = subprocess.run(_BUILD, cwd=root, capture_output=True, text=True, env=environment)
         if done.returncode or "is left out" in done.stderr:
             return f"does not compile: {done.stderr[-300:]}"
     return None
@@ -78,9 +102,8 @@ def failure(root: Path, *arguments: str) -> str | None:
     found = subprocess.run(where, cwd=root, env=environment, capture_output=True, text=True)
     if not found.returncode and not found.stdout.startswith(str(root.resolve())):
         raise MutantsError(f"the tests would run {found.stdout.strip()}, not the copy in {root}")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "haste"]
     with subprocess.Popen(
-        [*command, "--hypothesis-profile=quick", *arguments],
+        [sys.executable, "-m", "pytest", *PYTEST, *arguments],
         cwd=root,
         env=environment,
         stdout=subprocess.PIPE,
@@ -89,21 +112,42 @@ def failure(root: Path, *arguments: str) -> str | None:
         start_new_session=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 9)),
     ) as process:
+        _running.add(process)
         try:
             output, _ = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"not done within {TIMEOUT_S} s"
         finally:  # with what a test has left behind: servers, engines
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode in (0, 5):  # 5: none of these tests is wanted here
+            _running.discard(process)
+            _kill(process)
+    return told(process.returncode, output)
+
+
+def end_all() -> None:
+    """End the runs that are under way in other threads; what they say does not count."""
+    for process in list(_running):
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def told(code: int, output: str) -> str | None:
+    """How the tests failed, from pytest's exit status and output, or None.
+
+    Raises:
+        MutantsError: a test is not there.
+    """
+    if code in (0, 5):  # 5: none of these tests is wanted here
         return None
-    if process.returncode == 4 and "ERROR: not found" in output:
+    if code == 4 and "ERROR: not found" in output:
         raise MutantsError(f"a test that a mutant names is not there:\n{output[-500:]}")
-    return _summary(output) or f"pytest ended with {process.returncode}: {output[-500:]}"
+    return first_failure(output) or f"pytest ended with {code}: {output[-500:]}"
 
 
-def _summary(output: str) -> str | None:
+def first_failure(output: str) -> str | None:
     """The first test that fails, if pytest has come so far."""
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     return found and found[1]
@@ -122,6 +166,20 @@ def _compiled_sources() -> set[str]:
         paths = {(REPOSITORY / name.replace(".", "/")).with_suffix(".py") for name in names}
         new = {path for path in paths if path.is_file()} - found
     return {real_path(str(path)) for path in found}
+
+
+def _stamps(root: Path) -> dict[str, tuple[float, ...]]:
+    """What makes a file another one, by its path below `root`."""
+    found = {}
+    for folder, folders, files in os.walk(root):
+        if ".git" in folders:
+            folders.remove(".git")
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        for path in (Path(folder, name) for name in [*files, *links]):
+            status = path.lstat()
+            stamp = (status.st_mtime_ns, status.st_size, status.st_mode)
+            found[str(path.relative_to(root))] = stamp
+    return found
 
 
 def _git(*arguments: str) -> str:

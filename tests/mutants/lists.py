@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -88,9 +88,16 @@ def load(path: Path) -> list[Mutant]:
 
 
 def load_all(extra: Sequence[Path] = ()) -> list[Mutant]:
-    """The mutants of all lists but `EQUAL`, each once, and of lists from elsewhere."""
+    """The mutants of all lists but `EQUAL`, and of lists from elsewhere.
+
+    Each once, as the last list has it; one that names no tests gets those of a list before.
+    """
     paths = [*sorted(path for path in LISTS.glob("*.json") if path != EQUAL), *extra]
-    return list({mutant.edits: mutant for path in paths for mutant in load(path)}.values())
+    found: dict[tuple[Edit, ...], Mutant] = {}
+    for mutant in (mutant for path in paths for mutant in load(path)):
+        known = found.get(mutant.edits)
+        found[mutant.edits] = replace(mutant, tests=mutant.tests or (known.tests if known else ()))
+    return list(found.values())
 
 
 def modules() -> list[str]:
