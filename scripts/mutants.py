@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -41,7 +42,6 @@ from tests.mutants.lists import Mutant, MutantsError, real_path
 from tests.mutants.places import Place, Sources, quick_ones
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 CORES = len(os.sched_getaffinity(0))
 NOTICED = ("compiler", "named tests", "quick tests", "engine tests")
@@ -109,40 +109,45 @@ class Trial:
             self._run(fit, sources, places)
 
     def _run(self, fit: list[Mutant], sources: Sources, places: list[Place]) -> None:
-        tests = by_file(fit)
-        for how in self._each(
-            places, lambda place, file: place.unchanged(file, tests[file]), tests
-        ):
-            self._assert_passed(how)
-        if fit and not self._options.named:
+        tests, named_only = by_file(fit), self._options.named
+
+        def unchanged(place: Place, file: str) -> None:
+            if how := place.unchanged(file, tests[file]):
+                raise MutantsError(f"the sources fail unchanged in {how}: mend them first")
+
+        def quick(place: Place, mutant: Mutant) -> None:
+            self._try(mutant, partial(place.try_quick, mutant, named_only))
+
+        self._each(places, unchanged, tests)
+        if fit and not named_only:
             workers = ("-n", str(self._options.jobs), "--dist", "worksteal")
-            self._assert_passed(copies.failure(sources.root, "-m", "not e2e", *workers))
-        named = self._options.named
-        self._each(places, lambda place, m: self._try(m, lambda: place.try_quick(m, named)), fit)
+            if how := copies.failure(sources.root, "-m", "not e2e", *workers):
+                raise MutantsError(f"the sources fail unchanged in {how}: mend them first")
+        self._each(places, quick, fit)
         for verdict in [*self.verdicts] if self._options.engine else []:
             if verdict.what == "survived":
                 self.verdicts.remove(verdict)
-                mutant = verdict.mutant
-                self._try(mutant, lambda m=mutant: places[0].try_engine(m), verdict.seconds)
+                engine = partial(places[0].try_engine, verdict.mutant)
+                self._try(verdict.mutant, engine, verdict.seconds)
 
     def _each(
-        self, places: Sequence[Place], work: Callable[[Place, T], R], items: Iterable[T]
-    ) -> list[R]:
+        self, places: Sequence[Place], work: Callable[[Place, T], None], items: Iterable[T]
+    ) -> None:
         """Do the work on every item, in whatever place is free."""
         free: SimpleQueue[Place] = SimpleQueue()
         for place in places:
             free.put(place)
 
-        def one(item: T) -> R:
+        def one(item: T) -> None:
             place = free.get()
             try:
-                return work(place, item)
+                work(place, item)
             finally:
                 free.put(place)
 
         with ThreadPoolExecutor(max(1, len(places))) as pool:
             try:
-                return list(pool.map(one, items))
+                list(pool.map(one, items))
             except BaseException:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -170,11 +175,6 @@ class Trial:
         if how:
             print(f"{'':21} {how}")
         sys.stdout.flush()
-
-    @staticmethod
-    def _assert_passed(how: str | None) -> None:
-        if how:
-            raise MutantsError(f"the sources fail unchanged in {how}: mend them first")
 
 
 def by_file(mutants: Sequence[Mutant]) -> dict[str, list[str]]:

@@ -168,9 +168,9 @@ def _compiled_sources() -> set[str]:
     return {real_path(str(path)) for path in found}
 
 
-def _stamps(root: Path) -> dict[str, tuple[float, ...]]:
+def _stamps(root: Path) -> dict[str, tuple[int, ...]]:
     """What makes a file another one, by its path below `root`."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for folder, folders, files in os.walk(root):
         if ".git" in folders:
             folders.remove(".git")

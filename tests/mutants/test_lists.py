@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lists of mutants fit the sources, and leave no module out."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,13 @@ def test_what_is_no_list_is_refused_by_name(tmp_path: Path, text: str) -> None:
         return
     with pytest.raises(lists.MutantsError, match=r"broken\.json is no list of mutants"):
         lists.load(broken)
+
+
+def test_a_mutant_from_elsewhere_gets_the_tests_that_a_list_names(tmp_path: Path) -> None:
+    known = lists.load_all()[0]
+    (edit,) = known.edits
+    entry = {"file": edit.file, "find": edit.find, "replace": edit.replace, "why": "the same"}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps([entry]))
+    (found,) = (mutant for mutant in lists.load_all([other]) if mutant.edits == known.edits)
+    assert (found.origin, found.tests) == ("other", known.tests)
