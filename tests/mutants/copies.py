@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.mutants.lists import REPOSITORY, Mutant, MutantsError, real_path
+from tests.mutants.lists import REPOSITORY, Mutant, MutantsError
 
 CPU_S = 900
 TIMEOUT_S = 3600
@@ -68,7 +69,7 @@ def restore(root: Path, sources: Path) -> None:
 
 
 def change(root: Path, mutant: Mutant, objects: Path) -> str | None:
-    """Apply a mutant, drop the machine code that it makes stale, and build native libraries anew.
+    """Apply a mutant, drop numba's code that it makes stale, and build native libraries anew.
 
     Args:
         objects: folder of what has been compiled, for other copies to use.
@@ -77,9 +78,7 @@ def change(root: Path, mutant: Mutant, objects: Path) -> str | None:
         How the compiler notices, if it does.
     """
     mutant.apply(root)
-    if mutant.files & _compiled_sources():
-        for path in root.glob(_MACHINE_CODE):
-            path.unlink()
+    _drop_machine_code(root, mutant.files)
     if any(file.startswith(("csrc/", "setup.py")) for file in mutant.files):
         environment = dict(os.environ, CXX=str(_COMPILER), CXX_CACHE=str(objects))
         done = subprocess.run(_BUILD, cwd=root, capture_output=True, text=True, env=environment)
@@ -153,19 +152,28 @@ def first_failure(output: str) -> str | None:
     return found and found[1]
 
 
-def _compiled_sources() -> set[str]:
-    """Sources that numba compiles, and all whose constants and types go into the machine code."""
-    package = REPOSITORY / "vllm_segreuse"
-    found: set[Path] = set()
-    new = {path for path in package.glob("**/*.py") if "@kernel" in path.read_text()}
+def _drop_machine_code(root: Path, files: set[str]) -> None:
+    """Of these sources, and of all whose constants and types come from them."""
+    package = {path: _imported(path) for path in (REPOSITORY / "vllm_segreuse").glob("**/*.py")}
+    stale: set[Path] = set()
+    new = {REPOSITORY / file for file in files}
     while new:
-        found |= new
-        names = {
-            name for path in new for name in re.findall(r"vllm_segreuse[.\w]+", path.read_text())
-        }
-        paths = {(REPOSITORY / name.replace(".", "/")).with_suffix(".py") for name in names}
-        new = {path for path in paths if path.is_file()} - found
-    return {real_path(str(path)) for path in found}
+        stale |= new
+        new = {path for path, imported in package.items() if imported & new} - stale
+    for path in (root / path.relative_to(REPOSITORY) for path in stale):
+        for made in path.parent.glob(f"__pycache__/{path.stem}.*.nb[ci]"):
+            made.unlink()
+
+
+def _imported(path: Path) -> set[Path]:
+    """Where the modules of ours are that a module imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {(REPOSITORY / name.replace(".", "/")).with_suffix(".py") for name in names}
 
 
 def _stamps(root: Path) -> dict[str, tuple[int, ...]]:
