@@ -64,6 +64,18 @@ def test_the_plan_ends_with_the_last_resident_block() -> None:
     assert plan.recipe.always.sum() == SIZE * len(holes) == plan.active_tokens
 
 
+def test_a_block_that_the_prefix_hit_reaches_into_is_not_copied() -> None:
+    world = World()
+    tracked = request(world)
+    start = 3 * SIZE + 1
+    assert world.decide(tracked, start=start) == 7 * SIZE - start
+    report = world.planner.allocated(tracked, blocks_of(tracked))
+    assert (report.prefix_tokens, report.exact_tokens) == (start, 2 * SIZE)
+    assert world.pins.blocks == [74, 76]
+    (plan,) = world.planner.take_plans()
+    assert plan.pieces[:, 0].tolist() == [4 * SIZE, 6 * SIZE]
+
+
 def test_the_index_is_not_asked_and_the_match_not_kept() -> None:
     world = World()
     tokens, _ = world.document(9)
