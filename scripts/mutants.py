@@ -231,7 +231,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="reason or text contains it")
     parser.add_argument("--file", help="those of this source file")
     parser.add_argument(
-        "--list", action="append", default=[], metavar="NAME", help="those of this list, and so on"
+        "--list",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="those of this list; may be repeated",
     )
     parser.add_argument(
         "--extra", type=Path, action="append", default=[], metavar="FILE", help="another list"

@@ -45,8 +45,7 @@ class Place:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._forks:
-            shutil.rmtree(self._root, ignore_errors=True)
+        self._forks.__exit__(*error)
 
     def stop(self) -> None:
         """End the run that is under way; what it says does not count."""
