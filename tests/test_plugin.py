@@ -94,7 +94,11 @@ def test_33_installed_but_not_enabled_changes_only_the_arguments() -> None:
     assert difference["appeared"] == []
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    "enabled",
+    # The snapshot above is taken where nobody has enabled it, too.
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+)
 def test_33_engine_processes_are_patched_only_below_an_enabled_parent(enabled: bool) -> None:
     child = run(CHILD, VLLM_SEGREUSE_ENABLED="1" if enabled else "0")
     assert child == {"switch": enabled, "runner": enabled}

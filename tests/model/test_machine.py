@@ -10,7 +10,7 @@ from tests.model.machine import Machine
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=2 * settings().max_examples,
+    max_examples=settings().max_examples,
     stateful_step_count=40,
     deadline=None,
     print_blob=True,
