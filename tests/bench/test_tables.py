@@ -168,6 +168,12 @@ def test_a_table_has_a_column_for_each_machine_and_says_where_it_comes_from(
         assert said in sources
 
 
+def test_a_figure_may_be_of_some_machines_only(checkout: Checkout) -> None:
+    checkout.edit(str(definitions.FILE), 'goal: ">= 2",', 'goal: ">= 2", machines: [one],')
+    list(command.check(checkout.root, write=True))
+    assert "| `ratio`, of something | 2.35x | >= 2 |" in checkout.page()
+
+
 def test_a_grid_selects_rows_of_results(checkout: Checkout) -> None:
     page = checkout.page("docs/deep/grid.md")
     assert "|  | A | B |" in page
@@ -390,6 +396,11 @@ def test_a_missing_git_and_a_missing_repository_are_told_apart(
         ("<!-- figures: speeds -->", "<!-- figures: speeds", "marker"),
         ("<!-- figures: speeds -->", "", "<!-- /figures --> closes nothing"),
         ("<!-- / -->", "", "is not closed"),
+        (
+            "<!-- figures: sources -->",
+            "<!-- figures: sources --><!-- / -->",
+            "<!-- figures: sources --> is not closed",
+        ),
         ("{ratio:.3f}", "", "unknown marker"),
         ("one/speed {ratio:.3f}", "one/sped {ratio:.3f}", "no 'one/sped'"),
         ("one/speed {ratio:.3f}", "two/choice {ratio:.3f}", "no 'two/choice'"),

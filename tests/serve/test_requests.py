@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from tests.serve.vllm_app import KINDS, MESSAGES, make_app
+from tests.serve.vllm_app import ANTHROPIC, KINDS, MESSAGES, make_app
 from vllm_segreuse.compat.api_server import _register_api_routers
 from vllm_segreuse.serve.requests import ENDPOINTS, admit_body, check_extra_args
 
@@ -41,6 +41,15 @@ def test_top_level_keys_reach_vllm_xargs(client: TestClient, endpoint: str, valu
 def test_they_reach_endpoints_that_parse_the_body_themselves(client: TestClient) -> None:
     response = client.post("/invocations", json={"prompt": "hello", "extra_keys": "a"})
     assert response.json() == {"xargs": {"extra_keys": ["a"]}}
+
+
+def test_bodies_of_anthropic_clients_are_checked(client: TestClient) -> None:
+    body = {"model": "m", "max_tokens": 1, "messages": MESSAGES}
+    response = client.post(ANTHROPIC, json={**body, "extra_keys": "a"})
+    assert response.json() == {**body, "vllm_xargs": {"extra_keys": ["a"]}}
+    response = client.post(ANTHROPIC, json={**body, "extra_keys": 5})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "extra_keys"
 
 
 def test_they_reach_the_sampling_parameters() -> None:

@@ -36,6 +36,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 INVOCATIONS = "/invocations"
 """Parses the body itself, as vLLM's does."""
+ANTHROPIC = "/v1/messages"
+"""Answers with the body as it comes, as "/elsewhere" does."""
 GENERATE = "/inference/v1/generate"
 """Takes sampling parameters as they are."""
 BESIDE = "/beside"
@@ -84,6 +86,7 @@ def _vllm_routes(args: Any, app: FastAPI) -> None:
             return JSONResponse({"error": "no handler"}, status_code=400)
         return {"xargs": request.vllm_xargs}
 
+    @router.post(ANTHROPIC)
     @router.post("/elsewhere")
     async def elsewhere(raw_request: Request) -> Any:
         return await raw_request.json()
