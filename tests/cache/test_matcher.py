@@ -369,6 +369,17 @@ def test_the_child_that_equals_longest_ends_the_run():
     assert matches.pieces.tolist() == [[0, 4, 0, 0, 0], [4, 3, 2, 0, 4]]
 
 
+@pytest.mark.parametrize("text", ["abcdefgh", "abcdefg."])
+def test_12_among_equal_children_the_lower_depth_then_the_lower_id(text):
+    child = {"first_position": 4, "parent_block": 0}
+    index = build(
+        (spell("abcd"), {}), *((spell("efgh"), {**child, "depths": depth}) for depth in (2, 1, 1))
+    )
+    for block in (2, 3, 1):
+        assert match(index, 0, spell(text)).pieces[:, 2].tolist() == [0, block]
+        index.remove(block)
+
+
 def test_left_context_is_compared_through_evictions_only_as_far_as_links_go():
     index = build((spell("abcdefghijkl"), {}), (spell("zzzhijkl"), {}))
     index.remove(1)  # the first sequence loses its middle: its "ijkl" has no context left
