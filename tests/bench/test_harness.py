@@ -157,6 +157,8 @@ def test_environment_tells_what_kernels_depend_on(monkeypatch: pytest.MonkeyPatc
     assert where["instruction_sets"] == ["amx", "avx512", "avx2"]
     assert where["omp_threads_bind"] == "0,1"
     assert where["memory_gib"] > 0
+    flags["flags"] = "fpu avx2"
+    assert harness.environment()["instruction_sets"] == ["avx2"]
 
 
 def test_a_binding_that_the_suite_sets_is_told(
