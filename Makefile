@@ -14,7 +14,7 @@ setup: ## make the environment: .venv in the repository root (quick when it is u
 	@scripts/setup_env.sh "$(PYTHON)"
 
 quick: setup ## run every test that needs no engine, in two minutes: at every save
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/python -m pytest -m "not e2e" --ignore=tests/e2e \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(VENV)/python -m pytest -m "not e2e" --ignore=tests/e2e \
 		-n logical --maxprocesses 4 --dist worksteal --hypothesis-profile quick -q $(ARGS)
 
 test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them

@@ -260,6 +260,7 @@ def test_stubs_stand_in_for_what_libraries_ask_of_the_driver(tmp_path: Path) -> 
     assert ctypes.CDLL(str(kernels), mode=os.RTLD_NOW).f() == driver.cuLaunch() != 0
 
 
+@pytest.mark.slow  # its steps are processes of their own
 def test_a_rehearsal_says_which_step_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

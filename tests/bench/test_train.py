@@ -51,7 +51,7 @@ def _curve(out: Path) -> list[dict[str, Any]]:
     return [{name: e[name] for name in e if name != "seconds"} for e in entries]
 
 
-@pytest.mark.parametrize("steps", [(2,), (4, 8)])
+@pytest.mark.parametrize("steps", [pytest.param((2,), marks=pytest.mark.slow), (4, 8)])
 def test_a_training_that_was_stopped_ends_with_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
 ) -> None:

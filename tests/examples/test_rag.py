@@ -122,6 +122,7 @@ def test_a_failure_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     assert capsys.readouterr().err.startswith(f"rag example: {tmp_path} holds no .txt/")
 
 
+@pytest.mark.slow  # LangChain takes seconds to import
 def test_the_langchain_variant_streams_an_answer(
     asked: tuple[str, list[dict[str, Any]], Served], capsys: pytest.CaptureFixture[str]
 ) -> None:
