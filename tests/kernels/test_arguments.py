@@ -256,3 +256,19 @@ def test_tables_and_queries_may_be_strided() -> None:
     views |= {"pages": attention["pages"], "query": wide[:, 3:7], "block_tables": tables[:, ::2]}
     cpu.sparse_attention(**views)
     assert torch.equal(views["out"], attention["out"])
+
+
+def test_values_on_a_device_are_not_read() -> None:
+    """A GPU would have to wait for each; tensors without values stand for its own."""
+    from vllm_segreuse.kernels import arguments
+
+    request, positions, tables = (
+        torch.zeros(shape, dtype=dtype, device="meta")
+        for shape, dtype in ((5, torch.int64), (5, torch.int64), ((2, 9), torch.int32))
+    )
+    query, pages = torch.zeros(5, 4, 8, device="meta"), torch.zeros(7, 256, device="meta")
+    arguments.check_places(query, tables, request, positions, 16)
+    arguments.check_positions(query, positions)
+    arguments.check_blocks(tables[0], 3, pages)
+    with pytest.raises(RuntimeError, match="meta"):
+        int(positions[0])
