@@ -23,6 +23,8 @@ def install() -> None:
 
 
 def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     def allocate_slots(
         self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
@@ -30,7 +32,7 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
         pool = self.block_pool
         if allocated is not None or not isinstance(pool, SegmentBlockPool):
             return allocated
-        given = inspect.signature(original).bind(self, request, num_new_tokens, *args, **kwargs)
+        given = signature.bind(self, request, num_new_tokens, *args, **kwargs)
         while allocated is None and not pool.planner.admission_closed:
             if not pool.make_room(_blocks_needed(self, request, num_new_tokens, given.arguments)):
                 break
