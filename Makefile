@@ -23,11 +23,11 @@ test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
 mutants: setup ## take safeguards out, one by one, and see whether the tests notice
 	@nice $(VENV)/python scripts/mutants.py $(ARGS)
 
-mutation: setup ## every small change of a module: make mutation ARGS="vllm_segreuse/cache/plan.py tests/cache/test_plan.py"
+mutation: setup ## every small change of a module: make mutation ARGS="vllm_segreuse/plan.py tests/test_plan.py"
 	@nice $(VENV)/python scripts/mutation.py $(ARGS)
 
-stress: setup ## the models of tests/model at length: make stress ARGS="--operations 1000000 --seeds 10000"
-	@nice $(VENV)/python -m tests.model.stress $(ARGS)
+stress: setup ## the models of tests/stateful at length: make stress ARGS="--operations 1000000 --seeds 10000"
+	@nice $(VENV)/python -m tests.stateful.stress $(ARGS)
 
 demo: setup ## start the real server on a small model and show reuse on real text
 	@$(VENV)/python -m bench.demo $(ARGS)

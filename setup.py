@@ -17,6 +17,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
+KERNELS = Path("kernels")
 # One library per instruction set: linked into one, the linker would merge inline functions that
 # were compiled for another machine.
 CPU_LEVELS = {
@@ -53,18 +54,18 @@ class NativeKernel(Extension):
 
 
 class CpuKernels(NativeKernel):
-    """csrc/cpu for one instruction set."""
+    """kernels/cpu for one instruction set."""
 
     def __init__(self, level: str) -> None:
         headers = [*CSRC.glob("cpu/*.h"), *CSRC.glob("segreuse/*.h")]
-        super().__init__(f"_cpu_{level}", sorted(CSRC.glob("cpu/*.cpp")), headers)
+        super().__init__(f"_cpu_{level}", sorted(KERNELS.glob("cpu/*.cpp")), headers)
         self._flags = CPU_LEVELS[level]
 
     def commands(self, output: Path, temporary: Path) -> list[list[str]]:
         compiler = os.environ.get("CXX", "c++")
         common = [
             *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden"),
-            *("-fno-math-errno", "-Wall", "-Wextra"),
+            *("-fno-math-errno", "-Wall", "-Wextra", f"-I{CSRC}"),
             # GCC 12 takes its own intrinsics' undefined operands for uninitialised variables.
             "-Wno-maybe-uninitialized",
             *self._flags,
@@ -80,13 +81,13 @@ class CpuKernels(NativeKernel):
 
 
 class CudaKernels(NativeKernel):
-    """csrc/cuda for every architecture; the runtime is linked in."""
+    """kernels/cuda for every architecture; the runtime is linked in."""
 
     def __init__(self) -> None:
-        super().__init__("_cuda", [CSRC / "cuda" / "align.cu"], [*CSRC.glob("segreuse/*.h")])
+        super().__init__("_cuda", [KERNELS / "cuda" / "align.cu"], [*CSRC.glob("segreuse/*.h")])
 
     def commands(self, output: Path, temporary: Path) -> list[list[str]]:
-        return [["nvcc", *NVCC_FLAGS, *self.sources, "-o", str(output)]]
+        return [["nvcc", *NVCC_FLAGS, f"-I{CSRC}", *self.sources, "-o", str(output)]]
 
 
 class KernelBuilder(build_ext):

@@ -31,7 +31,17 @@ INSTRUCTION_SETS = {
 }
 """Their flags in /proc/cpuinfo."""
 
-_CODE = ("vllm_segreuse", "kernels", "csrc", "bench", "examples", "configs", "models", "tests")
+_CODE = (
+    "vllm_segreuse",
+    "kernels",
+    "csrc",
+    "lab",
+    "bench",
+    "examples",
+    "configs",
+    "models",
+    "tests",
+)
 _WRITTEN = (":(exclude)bench/results", ":(exclude)README.md", ":(exclude)docs")
 
 

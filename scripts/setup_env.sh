@@ -26,7 +26,7 @@ fi
 
 fingerprint=$(
     # A virtual environment knows its own path and interpreter, so both are part of its state.
-    { pwd; "$python" -VV; cat "$requirements" pyproject.toml setup.py scripts/setup_env.sh csrc/*/*.*; } |
+    { pwd; "$python" -VV; cat "$requirements" pyproject.toml setup.py scripts/setup_env.sh csrc/*/*.* kernels/*/*.*; } |
         "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 )
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ]; then

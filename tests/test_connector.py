@@ -13,12 +13,12 @@ from vllm.config import CacheConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from tests.prefill.loaded import model_config
-from tests.prefill.test_supported import FULL, Changed, kv_cache
+from tests.test_supported import FULL, Changed, kv_cache
 from vllm_segreuse import connector as module
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.prefill.supported import RefusedError
+from vllm_segreuse.supported import RefusedError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 Patch = pytest.MonkeyPatch

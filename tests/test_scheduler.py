@@ -17,8 +17,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.scheduler import SchedulerSide
-from vllm_segreuse.serve.metrics import SegReuseStats
 
 SIZE = 4
 OPTIONS = {"extra_keys": "tests", "segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}

@@ -22,11 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from vllm_segreuse.cache.plan import ReusePlan
-from vllm_segreuse.compat.version import require_supported_vllm
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.prefill.supported import check_config, check_kv_cache
-from vllm_segreuse.serve.metrics import SegReusePromMetrics, SegReuseStats
+from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
+from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.supported import check_config, check_kv_cache
+from vllm_segreuse.version import require_supported_vllm
 
 if TYPE_CHECKING:
     import torch

@@ -18,15 +18,15 @@ from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPool
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
-from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan
 from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import STEP_TOKENS, RequestOptions, SegReuseConfig, parse_request
+from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.plan import BoolArray, IntArray, Recipe, ReusePlan
 from vllm_segreuse.policies import POLICIES, Situation
-from vllm_segreuse.serve.metrics import SegReuseStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -351,7 +351,7 @@ class SchedulerSide:
 
     def _is_spread(self, plan: ReusePlan) -> bool:
         """Whether a plan is so large that others who run would wait for it too long, or that its
-        states would not fit beside those of another that is under way (`prefill/memory.py`)."""
+        states would not fit beside those of another that is under way (`memory.py`)."""
         if self._spread_above is None or not compat_manager.is_anybody_admitted(self._manager):
             return False
         is_long = plan.layer_tokens(self._num_layers) > self._spread_above

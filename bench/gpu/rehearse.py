@@ -111,7 +111,7 @@ def prefer_kernels(site: Path) -> str:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    from vllm_segreuse.prefill.fast_ops import FastOps
+    from vllm_segreuse.model.fast_ops import FastOps
 
     torch.ops.load_library(str(site / pack.PARTS["core"][0]))
     compiled = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)

@@ -43,7 +43,7 @@ CHECKS = (
     ("the server", "import vllm.entrypoints.openai.api_server, vllm.benchmarks.serve"),
     (
         "this package",
-        "from vllm_segreuse.compat.version import require_supported_vllm as r; r(); "
+        "from vllm_segreuse.version import require_supported_vllm as r; r(); "
         "from vllm_segreuse.cache.matcher import warm_up; warm_up(); "
         "from vllm_segreuse.kernels import cuda; print(cuda.unavailable() or 'CUDA kernels')",
     ),

@@ -64,8 +64,8 @@ def require_model(model: Path = MODEL) -> None:
     """Raises BenchError where there is none."""
     if not (model / "model.safetensors").is_file():
         raise harness.BenchError(
-            f"no model at {model}: train one with `python -m bench.quality.train DIR`, and write "
-            "it there with `python -m bench.quality.train.export DIR/model.pt FOLDER`"
+            f"no model at {model}: train one with `python -m lab DIR`, and write "
+            "it there with `python -m lab.export DIR/model.pt FOLDER`"
         )
 
 

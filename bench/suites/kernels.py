@@ -359,7 +359,7 @@ class _CpuBackend:
     """vLLM's CPU attention, on pages it packed itself."""
 
     def __init__(self, case: Case) -> None:
-        from vllm_segreuse.prefill.kv_layout import discover_layout
+        from vllm_segreuse.model.kv_layout import discover_layout
 
         self._case = case
         blocks = max(case.contexts) // case.block_size + 2

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU library exports: the C functions that kernels/cpu.py calls, with its structures. One
+// What the CPU library exports: the C functions that vllm_segreuse/kernels/cpu.py calls, with its structures. One
 // library is built per instruction set (vectors.h), and the best one the machine has is loaded.
 #pragma once
 

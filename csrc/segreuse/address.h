@@ -13,7 +13,7 @@
 
 namespace segreuse {
 
-// Element strides of keys or values in a page: the class of the same name in kernels/pages.py, with
+// Element strides of keys or values in a page: the class of the same name in vllm_segreuse/kernels/pages.py, with
 // its fields in the same order. Offsets in a page fit 32 bits (the callers see to that).
 struct TiledStrides {
   int32_t heads, block_size, channels;

@@ -3,7 +3,7 @@
 // does not need torch.
 //
 // Host code must be compiled with -ffp-contract=off: a fused multiply-add would round differently
-// from kernels/reference.py. (Device code says so itself, in `turn`.)
+// from vllm_segreuse/kernels/reference.py. (Device code says so itself, in `turn`.)
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 
 namespace segreuse {
 
-// The channels of a head that turn: the class of the same name in kernels/pages.py. `dim` is 0
+// The channels of a head that turn: the class of the same name in vllm_segreuse/kernels/pages.py. `dim` is 0
 // where nothing turns.
 struct Rotation {
   int32_t dim, neox, first;

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from bench.quality import language
-from bench.quality.train.export import export
-from bench.quality.train.model import Qwen3, Shape
+from lab.export import export
+from lab.model import Qwen3, Shape
 
 
 def trained(path: Path, seed: int) -> Path:

@@ -13,8 +13,8 @@ import pytest
 from bench.harness import REPOSITORY, BenchError
 from bench.quality import language, seeds
 from bench.quality.tasks import TASKS, Example, example
-from bench.quality.train import mixture
 from bench.suites import quality
+from lab import mixture
 
 DRAWS = [(task, seed) for task in TASKS for seed in range(5)]
 

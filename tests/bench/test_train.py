@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.quality.train import __main__ as script
-from bench.quality.train.curriculum import CURRICULUM, Lesson
-from bench.quality.train.mixture import Batch, Stage
+from lab import __main__ as script
+from lab.curriculum import CURRICULUM, Lesson
+from lab.mixture import Batch, Stage
 
 SHORT = [
     Lesson(Stage(48, 2, max_hops=0, recall=1.0), 6, enough=0.0),  # left after its first window

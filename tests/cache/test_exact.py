@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.cache.test_planner import BUDGET, SIZE, World, blocks_of
 from tests.policies.test_recipes import situation
 from vllm_segreuse.cache.exact import resident_matches
-from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe
 from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.plan import BoolArray, IntArray, Recipe
 from vllm_segreuse.policies import exact
 
 RESIDENT = {0: 70, 1: 71, 3: 73, 4: 74, 6: 76}

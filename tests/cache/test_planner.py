@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_segreuse.cache import planner as planner_module
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe, ReusePlan, Score
 from vllm_segreuse.cache.planner import Planner, PrefixState
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
+from vllm_segreuse.plan import BoolArray, IntArray, Recipe, ReusePlan, Score
 
 SIZE = 4  # tokens per block
 BUDGET = 60  # tokens per step

@@ -17,11 +17,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPart
-from vllm_segreuse.cache.plan import Recipe, ReusePlan
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.plan import Recipe, ReusePlan
 from vllm_segreuse.scheduler import SchedulerSide
-from vllm_segreuse.serve.metrics import SegReuseStats
 
 SIZE, LIMIT = 4, 40
 """Tokens per block, and of the longest request."""

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_segreuse import compat, plugin
 from vllm_segreuse.compat import engine_core, openai_streams
-from vllm_segreuse.compat.version import UnsupportedVersionError
+from vllm_segreuse.version import UnsupportedVersionError
 
 
 @pytest.fixture

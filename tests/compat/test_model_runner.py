@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_segreuse import memory
 from vllm_segreuse.compat import model_runner
-from vllm_segreuse.prefill import memory
 
 GPU = SimpleNamespace(type="cuda")
 

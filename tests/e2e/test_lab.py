@@ -100,7 +100,7 @@ def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path) -> None:
         lines.append(json.dumps(parts))
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "segreuse.yaml"
     prompts.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "vllm_segreuse.serve.cli", "calibrate", str(MODEL)]
+    command = [sys.executable, "-m", "vllm_segreuse.cli", "calibrate", str(MODEL)]
     command += ["--prompts", str(prompts), "--out", str(out), "--max-kl", "1.5"]
     command += ["--min-agreement", "0.6", "--enforce-eager", "--block-size", "32"]
     done = subprocess.run(

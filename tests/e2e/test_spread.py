@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, finished_in_step, step, submit
 from tests.e2e.test_equality import assert_same
-from vllm_segreuse.prefill.layers import DecoderStack
+from vllm_segreuse.model.layers import DecoderStack
 
 STEP_TOKENS = 48
 BASE = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_dense_layers": 0}

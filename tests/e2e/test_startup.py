@@ -41,7 +41,7 @@ def test_10_configurations_that_cannot_be_proven_are_refused(
 
 
 def test_10_a_wrong_rotation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_segreuse.prefill.rope import DeltaRope
+    from vllm_segreuse.model.rope import DeltaRope
 
     monkeypatch.setattr(DeltaRope, "tables", lambda self, deltas: _tables(self, deltas + 1))
     with pytest.raises(RuntimeError, match="not a rotation"), engine("llama"):

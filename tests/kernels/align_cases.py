@@ -11,7 +11,7 @@ import torch
 from tests.prefill.pages import BLOCK_SIZE, HALF, LAYOUTS, make_layer
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
-from vllm_segreuse.prefill.kv_layout import discover_layout
+from vllm_segreuse.model.kv_layout import discover_layout
 
 DTYPES = (
     torch.float32,

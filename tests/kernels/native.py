@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling csrc/ for tests: CUDA sources and shared headers as plain C++, or with nvcc."""
+"""Compiling kernels/ and csrc/ for tests: CUDA sources as plain C++, or with nvcc."""
 
 import runpy
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
+KERNELS = CSRC.parent / "kernels"
 
 NVCC_FLAGS: tuple[str, ...] = runpy.run_path(str(CSRC.parent / "setup.py"))["NVCC_FLAGS"]
 """Those of the package's own build."""
@@ -26,12 +27,21 @@ def compile_host(source: Path, library: Path) -> None:
 
 def compile_cuda(source: Path, library: Path) -> str:
     """Build a shared library for every architecture; returns what the assembler reports."""
-    return _run(_nvcc(), *NVCC_FLAGS, "-Xptxas=-v", str(source), "-o", str(library))
+    return _run(_nvcc(), *NVCC_FLAGS, f"-I{CSRC}", "-Xptxas=-v", str(source), "-o", str(library))
 
 
 def compile_ptx(source: Path, target: Path) -> str:
     """PTX of CUDA C++ for the newest architecture."""
-    _run(_nvcc(), "-std=c++17", "-ptx", "-arch=compute_90", str(source), "-o", str(target))
+    _run(
+        _nvcc(),
+        "-std=c++17",
+        "-ptx",
+        "-arch=compute_90",
+        f"-I{CSRC}",
+        str(source),
+        "-o",
+        str(target),
+    )
     return target.read_text()
 
 

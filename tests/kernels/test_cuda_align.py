@@ -30,11 +30,11 @@ from tests.kernels.align_cases import (
     shape_of,
     to_device,
 )
-from tests.kernels.native import CSRC, compile_cuda, compile_host, compile_ptx
+from tests.kernels.native import KERNELS, compile_cuda, compile_host, compile_ptx
 from vllm_segreuse.kernels import cuda, reference
 from vllm_segreuse.kernels.pages import Rotation
 
-SOURCE = CSRC / "cuda" / "align.cu"
+SOURCE = KERNELS / "cuda" / "align.cu"
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_libraries_of_other_sources_are_refused(
 ) -> None:
     (tmp_path / "other.cpp").write_text("")
     compile_host(tmp_path / "other.cpp", tmp_path / "other.so")
-    with pytest.raises(RuntimeError, match="not a build of csrc/cuda"):
+    with pytest.raises(RuntimeError, match="not a build of kernels/cuda"):
         cuda.open_library(tmp_path / "other.so")
     monkeypatch.setattr(cuda.ctypes, "sizeof", lambda _: 1)
     with pytest.raises(RuntimeError, match="this version passes 1"):

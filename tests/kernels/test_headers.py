@@ -13,7 +13,7 @@ from tests.kernels.align_cases import BITS, DTYPES, assert_same
 from tests.kernels.native import compile_host
 from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, HEADS, LAYOUTS, make_layer, table
 from vllm_segreuse.kernels.pages import TiledStrides
-from vllm_segreuse.prefill.kv_layout import discover_layout
+from vllm_segreuse.model.kv_layout import discover_layout
 
 SHIM = """
 #include "segreuse/address.h"

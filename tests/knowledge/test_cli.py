@@ -15,9 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.knowledge.served import FAULT, TOKEN, Served, served
+from vllm_segreuse.cli import main as vllm_segreuse
 from vllm_segreuse.knowledge import cli, extract, show
 from vllm_segreuse.knowledge.client import KnowledgeClient
-from vllm_segreuse.serve.cli import main as vllm_segreuse
 
 Run = Callable[..., Result]
 

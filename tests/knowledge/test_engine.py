@@ -18,7 +18,7 @@ from vllm_segreuse.knowledge.engine import (
 )
 from vllm_segreuse.knowledge.errors import UnavailableError
 from vllm_segreuse.knowledge.offline import OfflineEngine
-from vllm_segreuse.serve.origin import Origin, origin
+from vllm_segreuse.knowledge.origin import Origin, origin
 
 ORDER = FreezeOrder("entry", 1, 3, 5)
 

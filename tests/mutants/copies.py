@@ -42,7 +42,7 @@ def copy_sources(to: Path) -> None:
     _git("clone", "--quiet", "--shared", "--no-checkout", str(REPOSITORY), str(to))
     listed = ("ls-files", "--cached", "--others", "--exclude-standard", "-z")
     names = _git("-C", str(REPOSITORY), *listed).rstrip("\0").split("\0")
-    made = [*REPOSITORY.glob("kernels/*.so"), *REPOSITORY.glob(_MACHINE_CODE)]
+    made = [*REPOSITORY.glob("vllm_segreuse/kernels/*.so"), *REPOSITORY.glob(_MACHINE_CODE)]
     for name in [*names, *(str(path.relative_to(REPOSITORY)) for path in made)]:
         source, target = REPOSITORY / name, to / name
         if source.is_symlink() or source.is_file():
@@ -79,7 +79,7 @@ def change(root: Path, mutant: Mutant, objects: Path) -> str | None:
     """
     mutant.apply(root)
     _drop_machine_code(root, mutant.files)
-    if any(file.startswith(("csrc/", "setup.py")) for file in mutant.files):
+    if any(file.startswith(("csrc/", "kernels/", "setup.py")) for file in mutant.files):
         environment = dict(os.environ, CXX=str(_COMPILER), CXX_CACHE=str(objects))
         done = subprocess.run(_BUILD, cwd=root, capture_output=True, text=True, env=environment)
         if done.returncode or "is left out" in done.stderr:

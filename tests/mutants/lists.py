@@ -102,9 +102,9 @@ def load_all(extra: Sequence[Path] = ()) -> list[Mutant]:
 
 def modules() -> list[str]:
     """What must have mutants: long modules of the package, and native kernels."""
-    python = [*REPOSITORY.glob("vllm_segreuse/**/*.py"), *REPOSITORY.glob("kernels/*.py")]
+    python = REPOSITORY.glob("vllm_segreuse/**/*.py")
     long = [path for path in python if len(path.read_text().splitlines()) > LONG_LINES]
-    native = [*REPOSITORY.glob("csrc/*/*.cpp"), *REPOSITORY.glob("csrc/*/*.cu")]
+    native = [*REPOSITORY.glob("kernels/*/*.cpp"), *REPOSITORY.glob("kernels/*/*.cu")]
     return sorted({real_path(str(path)) for path in [*long, *native]})
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.policies import definitions
 from tests.policies.definitions import Definition
-from vllm_segreuse.cache.plan import Recipe, Score
+from vllm_segreuse.plan import Recipe, Score
 from vllm_segreuse.policies import POLICIES, Situation, focus
 
 SCORES = {

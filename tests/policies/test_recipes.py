@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_segreuse import config
-from vllm_segreuse.cache.plan import Recipe, Score
+from vllm_segreuse.plan import Recipe, Score
 from vllm_segreuse.policies import POLICIES, Situation
 
 TAIL = 64

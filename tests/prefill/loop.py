@@ -7,7 +7,7 @@ Nothing here calls what it is compared with; `TinyDecoder` has the weights of `t
 import numpy as np
 
 from tests.prefill.tiny import CHANNELS, HEADS, KV_HEADS, LAYERS, SCALE, World
-from vllm_segreuse.cache.plan import ReusePlan, Score
+from vllm_segreuse.plan import ReusePlan, Score
 
 KV = dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]
 """(layer, position) -> keys and values, each `[KV_HEADS, CHANNELS]`."""

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, Layer, make_layer
-from vllm_segreuse.cache.plan import Recipe, ReusePlan
 from vllm_segreuse.kernels import reference
+from vllm_segreuse.model.kv_layout import discover_layout
+from vllm_segreuse.model.rope import DeltaRope
+from vllm_segreuse.plan import Recipe, ReusePlan
 from vllm_segreuse.prefill import align as align_module
 from vllm_segreuse.prefill.align import Aligner, token_copies
-from vllm_segreuse.prefill.kv_layout import discover_layout
-from vllm_segreuse.prefill.rope import DeltaRope
 
 NUM_BLOCKS = 12
 NUM_LAYERS = 3

@@ -13,9 +13,9 @@ import torch
 from tests.prefill.pages import BLOCK_SIZE, make_layer
 from vllm_segreuse.compat.attention_impl import replaced_forward
 from vllm_segreuse.kernels.dispatch import Kernels
+from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill.attention import PassAttention, Queries, ScatteredQueries
-from vllm_segreuse.prefill.kv_layout import discover_layout
 from vllm_segreuse.prefill.tokens import TokenTable
 
 TABLES = torch.arange(6, dtype=torch.int32).view(2, 3)

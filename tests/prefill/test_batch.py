@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.prefill.tiny import CHANNELS, KV_HEADS, LAYOUT, SIZE, make_plan
-from vllm_segreuse.cache.plan import ReusePlan, Score
 from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.plan import ReusePlan, Score
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.batch import Batch
 

@@ -13,15 +13,15 @@ import torch
 
 from tests.prefill.loaded import BLOCK_SIZE, HEAD_SIZE, HEADS, LAYERS, Loaded, loaded
 from vllm_segreuse import config
-from vllm_segreuse.cache.plan import Recipe, ReusePlan
 from vllm_segreuse.kernels import cpu
 from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.rope import DeltaRope
+from vllm_segreuse.plan import Recipe, ReusePlan
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.prefill import checks, programs, rope, rows
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.layers import LayerState
-from vllm_segreuse.prefill.rope import DeltaRope
-from vllm_segreuse.prefill.supported import RefusedError
+from vllm_segreuse.supported import RefusedError
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
 BOTH = pytest.mark.parametrize("model", ["float32", "bfloat16"], indirect=True)

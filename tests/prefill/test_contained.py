@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_segreuse.cache.plan import Recipe, ReusePlan
+from vllm_segreuse.plan import Recipe, ReusePlan
 from vllm_segreuse.prefill import contained
 from vllm_segreuse.prefill.programs import finish
 

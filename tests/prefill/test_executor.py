@@ -11,8 +11,8 @@ import torch
 
 from tests.prefill.loop import TinyDecoder, carry_out
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
-from vllm_segreuse.cache.plan import ReusePlan, Score
 from vllm_segreuse.kernels import reference
+from vllm_segreuse.plan import ReusePlan, Score
 from vllm_segreuse.prefill import executor
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.prefill.programs import Waves

@@ -12,7 +12,7 @@ import torch
 
 from tests.prefill.loop import KV, TinyDecoder, carry_out
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
-from vllm_segreuse.cache.plan import ReusePlan, Score
+from vllm_segreuse.plan import ReusePlan, Score
 from vllm_segreuse.prefill import tokens as tokens_module
 from vllm_segreuse.prefill.attention import ScatteredQueries
 from vllm_segreuse.prefill.batch import Batch

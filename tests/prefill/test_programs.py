@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.prefill.tiny import make_plan
-from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
+from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.layers import LayerState
 from vllm_segreuse.prefill.programs import (
     Layers,
     Waves,

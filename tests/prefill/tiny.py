@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.layers import DecoderStack
 from vllm_segreuse.prefill.programs import Layers
 from vllm_segreuse.prefill.rows import common_metadata
 from vllm_segreuse.prefill.tokens import TokenTable

@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.serve.vllm_app import BESIDE, GENERATE, KINDS, make_app
 from vllm_segreuse.config import bind_extra_keys
-from vllm_segreuse.serve.origin import Origin, origin, own_requests, serving_clients
+from vllm_segreuse.knowledge.origin import Origin, origin, own_requests, serving_clients
 from vllm_segreuse.serve.requests import check_extra_args
 
 RIGHTS = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_segreuse.cache.matcher import BLOCK, DESTINATION, LENGTH, POSITION, Matches
-from vllm_segreuse.cache.plan import IntArray
+from vllm_segreuse.plan import IntArray
 
 
 def resident_matches(block_ids: IntArray, first_block: int, block_size: int) -> Matches:

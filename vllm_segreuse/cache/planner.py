@@ -25,8 +25,8 @@ import numpy as np
 from vllm_segreuse.cache.exact import resident_matches
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
-from vllm_segreuse.cache.plan import IntArray, ReusePlan, reused_mask, segment_starts
 from vllm_segreuse.cache.tracked import Memo, Report, TrackedRequest
+from vllm_segreuse.plan import IntArray, ReusePlan, reused_mask, segment_starts
 
 logger = logging.getLogger("vllm.segreuse")
 

@@ -19,7 +19,7 @@ scheduler half. Nor has `attention_impl`, which replaces something for the time 
 import importlib
 import os
 
-from vllm_segreuse.compat.version import require_supported_vllm
+from vllm_segreuse.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
 FRONT_END = ("input_processor", "openai_streams", "api_server")

@@ -27,11 +27,11 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
-from vllm_segreuse.cache.plan import IntArray
 from vllm_segreuse.cache.planner import Planner, PrefixState
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
+from vllm_segreuse.plan import IntArray
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

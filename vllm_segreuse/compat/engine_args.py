@@ -9,9 +9,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from vllm_segreuse import compat
+from vllm_segreuse import compat, supported
 from vllm_segreuse.compat.patching import wrap
-from vllm_segreuse.prefill import supported
 
 
 def install() -> None:
@@ -25,7 +24,7 @@ def install() -> None:
 
 def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_cli_args(parser: Any) -> Any:
-        from vllm_segreuse.serve.launch import add_flags
+        from vllm_segreuse.launch import add_flags
 
         parser = original(parser)
         add_flags(parser)
@@ -36,7 +35,7 @@ def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def from_cli_args(cls: type, args: argparse.Namespace) -> Any:
-        from vllm_segreuse.serve.launch import resolve_flags
+        from vllm_segreuse.launch import resolve_flags
 
         resolve_flags(args)
         return original(cls, args)
@@ -46,7 +45,7 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_segreuse.serve.launch import check_config, names_connector
+        from vllm_segreuse.launch import check_config, names_connector
 
         if not names_connector(self.kv_transfer_config):
             return original(self, *args, **kwargs)

@@ -20,7 +20,7 @@ def install() -> None:
 
 
 def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_segreuse.serve.launch import names_connector
+    from vllm_segreuse.launch import names_connector
     from vllm_segreuse.serve.requests import check_extra_args
 
     def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:

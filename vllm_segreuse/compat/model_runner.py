@@ -61,8 +61,8 @@ def _room_for_the_pass(vllm_config: Any, device: Any) -> Iterator[None]:
     """Holds as much memory as a pass takes, where an engine that reuses measures a GPU's."""
     import torch
 
-    from vllm_segreuse.prefill.memory import pass_bytes
-    from vllm_segreuse.serve.launch import names_connector
+    from vllm_segreuse.launch import names_connector
+    from vllm_segreuse.memory import pass_bytes
 
     if device.type == "cpu" or not names_connector(vllm_config.kv_transfer_config):
         yield

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import EXTRA_KEYS, FREEZE
 from vllm_segreuse.knowledge.errors import UnavailableError
-from vllm_segreuse.serve.origin import own_requests
-from vllm_segreuse.serve.scheduler_calls import call_scheduler
+from vllm_segreuse.knowledge.origin import own_requests
+from vllm_segreuse.knowledge.scheduler_calls import call_scheduler
 
 _LAST = 2**31 - 1  # vLLM serves smaller priorities first
 

@@ -31,7 +31,7 @@ from vllm_segreuse.knowledge.schemas import (
     WarmDocuments,
 )
 from vllm_segreuse.knowledge.service import KnowledgeService, start_service
-from vllm_segreuse.serve.launch import names_connector
+from vllm_segreuse.launch import names_connector
 
 _T = TypeVar("_T")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_segreuse.cache.plan import BoolArray, IntArray, Recipe
+from vllm_segreuse.plan import BoolArray, IntArray, Recipe
 
 TAIL_TOKENS = 64
 

@@ -13,7 +13,7 @@ moves the comparison deeper. Overflow has no effect.
 
 from __future__ import annotations
 
-from vllm_segreuse.cache.plan import Recipe, Score
+from vllm_segreuse.plan import Recipe, Score
 from vllm_segreuse.policies.base import Situation
 
 

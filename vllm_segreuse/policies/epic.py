@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_segreuse.cache.plan import Recipe
+from vllm_segreuse.plan import Recipe
 from vllm_segreuse.policies.base import Situation
 
 

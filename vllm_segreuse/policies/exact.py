@@ -9,7 +9,7 @@ does.
 
 from __future__ import annotations
 
-from vllm_segreuse.cache.plan import Recipe
+from vllm_segreuse.plan import Recipe
 from vllm_segreuse.policies.base import Situation
 
 

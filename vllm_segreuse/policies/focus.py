@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_segreuse.cache.plan import Recipe, Score
+from vllm_segreuse.plan import Recipe, Score
 from vllm_segreuse.policies import prophet
 from vllm_segreuse.policies.base import Situation
 

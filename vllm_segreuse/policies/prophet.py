@@ -11,7 +11,7 @@ tokens. Overflow and dense layers are not part of the method, and these options 
 
 from __future__ import annotations
 
-from vllm_segreuse.cache.plan import Recipe, Score
+from vllm_segreuse.plan import Recipe, Score
 from vllm_segreuse.policies.base import Situation
 
 

@@ -6,7 +6,7 @@ The literature's "naive reuse": the fastest, and blind to what the new context c
 
 from __future__ import annotations
 
-from vllm_segreuse.cache.plan import Recipe
+from vllm_segreuse.plan import Recipe
 from vllm_segreuse.policies.base import Situation
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_segreuse.cache.plan import BoolArray, Recipe
+from vllm_segreuse.plan import BoolArray, Recipe
 from vllm_segreuse.policies.base import Situation
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_segreuse.cache.plan import ReusePlan
 from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, flat_pages
-from vllm_segreuse.prefill.rope import DeltaRope
+from vllm_segreuse.model.rope import DeltaRope
+from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.tokens import upload
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill import contained
 from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
 from vllm_segreuse.prefill.programs import Waves, finish

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_segreuse.cache.plan import ReusePlan, Score
 from vllm_segreuse.kernels.pages import TiledStrides
+from vllm_segreuse.plan import ReusePlan, Score
 from vllm_segreuse.prefill.selection import choose
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 

@@ -19,21 +19,21 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_segreuse.cache.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.kernels import dispatch, reference
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
-from vllm_segreuse.prefill import rope
+from vllm_segreuse.model import rope
+from vllm_segreuse.model.fast_ops import FastOps
+from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
+from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.model.rope import DeltaRope, RopeError
+from vllm_segreuse.plan import Recipe, ReusePlan, Score
 from vllm_segreuse.prefill.align import Aligner, TokenCopies
 from vllm_segreuse.prefill.attention import LONG_RUN, PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.fast_ops import FastOps
-from vllm_segreuse.prefill.kv_layout import LayoutError, discover_layout
-from vllm_segreuse.prefill.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.prefill.programs import Layers
-from vllm_segreuse.prefill.rope import DeltaRope, RopeError
 from vllm_segreuse.prefill.rows import RowBuilder
-from vllm_segreuse.prefill.supported import RefusedError
 from vllm_segreuse.prefill.tokens import TokenTable
+from vllm_segreuse.supported import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

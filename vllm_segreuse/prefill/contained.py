@@ -22,7 +22,7 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.executor import PassReport, Prepared, SparsePrefill
 from vllm_segreuse.prefill.programs import Waves
 

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from vllm_segreuse.cache.plan import ReusePlan
+from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.programs import Layers, T, Waves, finish, program_of

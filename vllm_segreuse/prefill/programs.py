@@ -19,12 +19,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from vllm_segreuse.cache.plan import Recipe, Score
 from vllm_segreuse.kernels.pages import PageLayout, flat_pages
+from vllm_segreuse.model.fast_ops import FastOps
+from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
+from vllm_segreuse.plan import Recipe, Score
 from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.fast_ops import FastOps
-from vllm_segreuse.prefill.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.prefill.tokens import TokenTable
 
 T = TypeVar("T")

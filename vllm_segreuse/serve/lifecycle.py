@@ -12,8 +12,8 @@ from vllm.logger import init_logger
 
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge.engine import ServedEngine
+from vllm_segreuse.knowledge.origin import serving_clients
 from vllm_segreuse.knowledge.service import KnowledgeService, start_service
-from vllm_segreuse.serve.origin import serving_clients
 
 logger = init_logger("vllm.segreuse")
 

@@ -21,8 +21,8 @@ from vllm_segreuse.config import (
     parse_extra_keys,
     parse_request,
 )
+from vllm_segreuse.knowledge.origin import Origin, may_name, origin
 from vllm_segreuse.serve.callers import api_key
-from vllm_segreuse.serve.origin import Origin, may_name, origin
 
 ENDPOINTS = frozenset(
     {

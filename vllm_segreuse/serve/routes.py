@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
+from vllm_segreuse.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.serve.bodies import json_or_nothing
-from vllm_segreuse.serve.scheduler_calls import call_scheduler
 
 router = APIRouter(tags=["switch"], dependencies=[Depends(json_or_nothing)])
 

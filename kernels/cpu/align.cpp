@@ -1,0 +1,490 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copy cached tokens to other slots, keys turned by the distance they move (vllm_segreuse/kernels/reference.py,
+// `align`). Bit for bit what the reference computes: compile with -ffp-contract=off.
+//
+// Work is shared out by layer, run of tokens and head. Along a run the angles are the same, so in
+// pages that keep a channel's tokens side by side (vLLM's CPU backend) one pair of scalars turns a
+// vector of tokens; in pages that keep a token's channels side by side, vectors of angles turn it.
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#if defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/kernels.h"
+
+namespace segreuse::cpu {
+namespace {
+
+template <class Format>
+using Code = typename Format::Code;
+
+// The two channels of a pair.
+struct Pair {
+  int first, second;
+
+  Pair(const Rotation& rotation, int pair)
+      : first(rotation.first + (rotation.neox ? pair : 2 * pair)),
+        second(first + (rotation.neox ? rotation.dim / 2 : 1)) {}
+};
+
+// Turn `count` pairs with one angle; elements lie `step` apart.
+template <class Format>
+inline void turn_tokens(const Code<Format>* first, const Code<Format>* second,
+                        Code<Format>* out_first, Code<Format>* out_second, int count, int step,
+                        float cos, float sin) {
+  for (int i = 0; i < count * step; i += step) {
+    float a = Format::decode(first[i]), b = Format::decode(second[i]);
+    turn(a, b, cos, sin);
+    out_first[i] = Format::encode(a);
+    out_second[i] = Format::encode(b);
+  }
+}
+
+constexpr int kTile = 32;  // tokens that vLLM's CPU backend keeps side by side
+
+// Tokens that follow each other inside a tile of a page at either end, and turn by one angle.
+struct Run {
+  int64_t source, target;  // slots of the first
+  int64_t length, angle;
+  int64_t before;  // tokens that come first
+};
+
+std::vector<Run> runs_of(const AlignArgs& args) {
+  const int64_t tile = args.block_size % kTile ? args.block_size : kTile;
+  std::vector<Run> runs;
+  for (int64_t i = 0; i < args.tokens; ++i) {
+    const int64_t source = args.sources[i], target = args.targets[i], angle = args.angles[i];
+    if (!runs.empty()) {
+      Run& last = runs.back();
+      if (source == last.source + last.length && target == last.target + last.length &&
+          angle == last.angle && source % tile && target % tile) {
+        ++last.length;
+        continue;
+      }
+    }
+    runs.push_back({source, target, 1, angle, i});
+  }
+  return runs;
+}
+
+// A run, with its slots taken apart once for all layers.
+struct Span {
+  int64_t source = 0, target = 0;       // first elements of its pages
+  int from = 0, to = 0, length = 0;  // tokens
+
+  Span() = default;
+  Span(const Run& run, int64_t block_size, int64_t page_stride)
+      : source(run.source / block_size * page_stride),
+        target(run.target / block_size * page_stride),
+        from(static_cast<int>(run.source % block_size)),
+        to(static_cast<int>(run.target % block_size)),
+        length(static_cast<int>(run.length)) {}
+};
+
+// Copies past the caches where whole lines are written: there is more of it than they hold, and a
+// line that is overwritten need not be read first. `direct` ends with a fence.
+inline bool is_line(const void* address) { return reinterpret_cast<uintptr_t>(address) % 64 == 0; }
+
+inline void copy_past_caches(void* to, const void* from, size_t bytes) {
+#if defined(__AVX512F__)
+  if (is_line(to) && bytes % 64 == 0) {
+    for (size_t i = 0; i < bytes; i += 64)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i),
+                          _mm512_loadu_si512(static_cast<const char*>(from) + i));
+    return;
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
+#if defined(__AVX512BW__)
+// Where the 32 elements of a target tile come from, for two tiles of the source side by side.
+struct Lanes {
+  __m512i index;
+  __mmask32 written;
+
+  Lanes(const Span& first, const Span& second) : written(0) {
+    uint16_t from[kTile] = {};
+    const auto place = [&](const Span& span, int tile) {
+      for (int i = 0; i < span.length; ++i) {
+        const int lane = (span.to + i) % kTile;
+        from[lane] = static_cast<uint16_t>(tile * kTile + (span.from + i) % kTile);
+        written |= __mmask32{1} << lane;
+      }
+    };
+    place(first, 0);
+    place(second, 1);
+    index = _mm512_loadu_si512(from);
+  }
+
+  __m512i gather(const uint16_t* first, const uint16_t* second) const {
+    return _mm512_permutex2var_epi16(_mm512_loadu_si512(first), index, _mm512_loadu_si512(second));
+  }
+
+  void store(uint16_t* to, __m512i value) const {
+    if (written == 0xffffffffu && is_line(to))
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value);
+    else
+      _mm512_mask_storeu_epi16(to, written, value);
+  }
+};
+
+// The elements at even and at odd places as floats: in place, without moving them between lanes.
+template <class Format>
+struct Halves;
+
+template <>
+struct Halves<BFloat16> {
+  static __m512 even(__m512i codes) { return _mm512_castsi512_ps(_mm512_slli_epi32(codes, 16)); }
+  static __m512 odd(__m512i codes) {
+    return _mm512_castsi512_ps(_mm512_and_si512(codes, _mm512_set1_epi32(~0xffff)));
+  }
+  // Rounded to nearest even, in the upper half of each lane.
+  static __m512i rounded(__m512 value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum =
+        _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(sum, nan, _mm512_set1_epi32(0x7fc00000));
+  }
+  static __m512i join(__m512 even, __m512 odd) {
+    return _mm512_mask_mov_epi16(_mm512_srli_epi32(rounded(even), 16), 0xaaaaaaaau, rounded(odd));
+  }
+};
+
+// Turn 32 pairs by one angle.
+template <class Format>
+inline void turn_lanes(__m512i& first, __m512i& second, float cos, float sin) {
+  using Parts = Halves<Format>;
+  const __m512 c = _mm512_set1_ps(cos), s = _mm512_set1_ps(sin);
+  const auto turned = [&](__m512 x, __m512 y) {
+    return _mm512_sub_ps(_mm512_mul_ps(x, c), _mm512_mul_ps(y, s));
+  };
+  const auto partner = [&](__m512 x, __m512 y) {
+    return _mm512_add_ps(_mm512_mul_ps(y, c), _mm512_mul_ps(x, s));
+  };
+  const __m512 even_x = Parts::even(first), odd_x = Parts::odd(first);
+  const __m512 even_y = Parts::even(second), odd_y = Parts::odd(second);
+  first = Parts::join(turned(even_x, even_y), turned(odd_x, odd_y));
+  second = Parts::join(partner(even_x, even_y), partner(odd_x, odd_y));
+}
+#else
+struct Lanes {
+  Lanes(const Span&, const Span&) {}
+};
+#endif
+
+// Up to two runs that fill one tile of a target page: documents move to odd offsets, so that most
+// tiles are put together from two.
+struct Stretch {
+  Span first, second;  // `second` follows `first` in the target; its length may be 0
+  int64_t angle;
+  Lanes lanes;
+};
+
+// One head of one half of a page: where its channels lie, and which of them turn.
+template <class Format>
+class HeadMover {
+ public:
+  HeadMover(const Part& part, int head) : strides_(part.strides), rotation_(part.rotation) {
+    for (int c = 0; c < strides_.channels; ++c) at_.push_back(strides_.of_channel(head, c));
+    // Many tokens in a row, or many channels: whichever gives the longer vectors.
+    by_tokens_ = strides_.token_tile >= 8 && strides_.token_lo < strides_.channels;
+    unit_channels_ = strides_.channel_lo == 1 && strides_.channel_tile == strides_.channels;
+    dense_ = unit_channels_ && !rotation_.dim && strides_.token_lo == strides_.channels &&
+             strides_.token_tile == strides_.block_size;
+    by_lanes_ = kHasLanes && strides_.token_tile == kTile && strides_.token_lo == 1;
+  }
+
+  bool operator<(const HeadMover& other) const { return at_[0] < other.at_[0]; }
+
+  // A stretch; `pages` is block 0.
+  void move(const Stretch& stretch, Code<Format>* pages, const float* cos, const float* sin) const {
+    const Span& first = stretch.first;
+    if constexpr (kHasLanes) {
+      if (by_lanes_) {
+        const auto tile = [&](int64_t page, int token) {
+          return pages + page + token / kTile * strides_.token_hi;
+        };
+        const Span& second = stretch.second.length ? stretch.second : first;
+        by_lanes(stretch.lanes, tile(first.source, first.from), tile(second.source, second.from),
+                 tile(first.target, first.to), cos, sin);
+        return;
+      }
+    }
+    if (dense_) {
+      for (const Span* span : {&first, &stretch.second})
+        copy_past_caches(pages + span->target + at_[0] + span->to * strides_.channels,
+                         pages + span->source + at_[0] + span->from * strides_.channels,
+                         sizeof(Code<Format>) * strides_.channels * span->length);
+      return;
+    }
+    for (const Span& span : {first, stretch.second})
+      move(pages + span.source, span.from, pages + span.target, span.to, span.length, cos, sin);
+  }
+
+ private:
+#if defined(__AVX512BW__)
+  static constexpr bool kHasLanes = std::is_same_v<Format, BFloat16>;
+#else
+  static constexpr bool kHasLanes = false;
+#endif
+
+  // `count` tokens from offset `from` of a page to offset `to` of another.
+  void move(const Code<Format>* source, int from, Code<Format>* target, int to, int count,
+            const float* cos, const float* sin) const {
+    const int tile = strides_.token_tile;
+    while (count > 0) {
+      const int step = std::min({count, tile - from % tile, tile - to % tile});
+      const Code<Format>* s = source + strides_.of_token(from);
+      Code<Format>* t = target + strides_.of_token(to);
+      if (by_tokens_)
+        by_tokens(s, t, step, cos, sin);
+      else
+        by_channels(s, t, step, cos, sin);
+      from += step, to += step, count -= step;
+    }
+  }
+
+  template <class AnyLanes>
+  void by_lanes(const AnyLanes& lanes, const Code<Format>* first, const Code<Format>* second,
+                Code<Format>* to, const float* cos, const float* sin) const {
+#if defined(__AVX512BW__)
+    for (int c = 0; c < strides_.channels; ++c) {
+      if (rotation_.dim && c == rotation_.first) c += rotation_.dim;
+      if (c >= strides_.channels) break;
+      lanes.store(to + at_[c], lanes.gather(first + at_[c], second + at_[c]));
+    }
+    for (int pair = 0; pair < rotation_.dim / 2; ++pair) {
+      const Pair channels(rotation_, pair);
+      const int one = at_[channels.first], other = at_[channels.second];
+      __m512i x = lanes.gather(first + one, second + one);
+      __m512i y = lanes.gather(first + other, second + other);
+      turn_lanes<Format>(x, y, cos[pair], sin[pair]);
+      lanes.store(to + one, x);
+      lanes.store(to + other, y);
+    }
+#endif
+  }
+
+  void by_tokens(const Code<Format>* s, Code<Format>* t, int count, const float* cos,
+                 const float* sin) const {
+    const int step = strides_.token_lo;
+    for (int c = 0; c < strides_.channels; ++c) {
+      if (c == rotation_.first && rotation_.dim) c += rotation_.dim;
+      if (c >= strides_.channels) break;
+      copy(s + at_[c], t + at_[c], count, step);
+    }
+    for (int pair = 0; pair < rotation_.dim / 2; ++pair) {
+      const Pair channels(rotation_, pair);
+      const int first = at_[channels.first], second = at_[channels.second];
+      turn_tokens<Format>(s + first, s + second, t + first, t + second, count, step, cos[pair],
+                          sin[pair]);
+    }
+  }
+
+  void by_channels(const Code<Format>* s, Code<Format>* t, int count, const float* cos,
+                   const float* sin) const {
+    const int channels = strides_.channels, step = strides_.token_lo;
+    if (unit_channels_ && !rotation_.dim) {
+      for (int i = 0; i < count; ++i)
+        copy_past_caches(t + at_[0] + i * step, s + at_[0] + i * step,
+                         sizeof(Code<Format>) * channels);
+      return;
+    }
+    const int last = rotation_.first + rotation_.dim, half = rotation_.dim / 2;
+    for (int i = 0; i < count; ++i, s += step, t += step) {
+      for (int c = 0; c < channels; ++c)
+        if (c < rotation_.first || c >= last) t[at_[c]] = s[at_[c]];
+      if (unit_channels_ && rotation_.neox) {
+        const Code<Format>* in = s + at_[rotation_.first];
+        Code<Format>* out = t + at_[rotation_.first];
+        for (int p = 0; p < half; ++p) {
+          float a = Format::decode(in[p]), b = Format::decode(in[half + p]);
+          turn(a, b, cos[p], sin[p]);
+          out[p] = Format::encode(a);
+          out[half + p] = Format::encode(b);
+        }
+        continue;
+      }
+      for (int p = 0; p < half; ++p) {
+        const Pair pair(rotation_, p);
+        const int first = at_[pair.first], second = at_[pair.second];
+        turn_tokens<Format>(s + first, s + second, t + first, t + second, 1, 1, cos[p], sin[p]);
+      }
+    }
+  }
+
+  static void copy(const Code<Format>* s, Code<Format>* t, int count, int step) {
+    if (step == 1) {
+      std::memcpy(t, s, sizeof(Code<Format>) * count);
+    } else {
+      for (int i = 0; i < count * step; i += step) t[i] = s[i];
+    }
+  }
+
+  TiledStrides strides_;
+  Rotation rotation_;
+  std::vector<int32_t> at_;
+  bool by_tokens_, unit_channels_, by_lanes_;
+  bool dense_;  // tokens of a head lie one behind the other, and only move
+};
+
+// Runs in pairs, where two share a tile of a target page and an angle.
+std::vector<Stretch> paired(const AlignArgs& args) {
+  const std::vector<Run> runs = runs_of(args);
+  std::vector<Stretch> stretches;
+  for (size_t r = 0; r < runs.size(); ++r) {
+    const Run& run = runs[r];
+    const Span first(run, args.block_size, args.page_stride);
+    Span second;
+    if (r + 1 < runs.size()) {
+      const Run& next = runs[r + 1];
+      if (next.target == run.target + run.length && next.target % kTile && next.angle == run.angle) {
+        second = Span(next, args.block_size, args.page_stride);
+        ++r;
+      }
+    }
+    stretches.push_back({first, second, run.angle * args.pairs, Lanes(first, second)});
+  }
+  return stretches;
+}
+
+template <class Format>
+void direct(const AlignArgs& args) {
+  std::vector<HeadMover<Format>> movers;
+  for (int p = 0; p < args.num_parts; ++p)
+    for (int h = 0; h < args.parts[p].strides.heads; ++h) movers.emplace_back(args.parts[p], h);
+  // A page from its beginning to its end.
+  std::sort(movers.begin(), movers.end());
+  const std::vector<Stretch> stretches = paired(args);
+  int64_t ahead = 0;  // elements to fetch before their turn: a page, but not more than L1 holds
+  for (int p = 0; p < args.num_parts; ++p)
+    ahead += args.block_size * args.parts[p].strides.heads * args.parts[p].strides.channels;
+  ahead = std::min<int64_t>(ahead, 16384 / sizeof(Code<Format>));
+  const auto count = static_cast<int64_t>(stretches.size());
+#pragma omp parallel
+  {
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t layer = 0; layer < args.layers; ++layer) {
+      for (int64_t i = 0; i < count; ++i) {
+        const Stretch& stretch = stretches[i];
+        if (i + 1 < count) {
+          // The machine's own prefetching ends with a page of memory.
+          const Stretch& next = stretches[i + 1];
+          const auto* page = static_cast<const Code<Format>*>(args.pages[layer]) +
+                             (next.second.length ? next.second : next.first).source;
+          for (int64_t at = 0; at < ahead; at += 64 / sizeof(*page)) __builtin_prefetch(page + at);
+        }
+        for (const auto& mover : movers)
+          mover.move(stretch, static_cast<Code<Format>*>(args.pages[layer]),
+                     args.cos + stretch.angle, args.sin + stretch.angle);
+      }
+    }
+#if defined(__AVX512F__)
+    _mm_sfence();
+#endif
+  }
+}
+
+// Sources may be targets too: all of a layer's tokens are put aside before the first is written.
+template <class Format>
+void staged(const AlignArgs& args) {
+  // In the scratch, a run is a page of its own: [parts, heads, channels, its tokens].
+  const int64_t pairs = args.pairs, block = args.block_size;
+  int64_t width = 0;
+  for (int p = 0; p < args.num_parts; ++p)
+    width += int64_t{args.parts[p].strides.heads} * args.parts[p].strides.channels;
+  auto* scratch = static_cast<Code<Format>*>(args.scratch);
+  const std::vector<Run> runs = runs_of(args);
+  const auto elements = [&](const Run& run, auto&& visit) {
+    Code<Format>* aside = scratch + run.before * width;
+    for (int p = 0; p < args.num_parts; ++p) {
+      const TiledStrides& strides = args.parts[p].strides;
+      for (int h = 0; h < strides.heads; ++h)
+        for (int c = 0; c < strides.channels; ++c, aside += run.length)
+          visit(strides, h, c, aside);
+    }
+  };
+  for (int64_t layer = 0; layer < args.layers; ++layer) {
+    auto* pages = static_cast<Code<Format>*>(args.pages[layer]);
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+      for (size_t r = 0; r < runs.size(); ++r) {
+        const Run& run = runs[r];
+        const auto* source = pages + run.source / block * args.page_stride;
+        const int offset = static_cast<int>(run.source % block);
+        const int length = static_cast<int>(run.length);
+        const float* cos = args.cos + run.angle * pairs;
+        const float* sin = args.sin + run.angle * pairs;
+        elements(run,
+                 [&](const TiledStrides& strides, int h, int c, Code<Format>* aside) {
+                   for (int i = 0; i < length; ++i)
+                     aside[i] = source[strides.address(h, offset + i, c)];
+                 });
+        // The rows of a pair's channels, put aside, are vectors of tokens.
+        Code<Format>* head = scratch + run.before * width;
+        for (int p = 0; p < args.num_parts; ++p) {
+          const Part& part = args.parts[p];
+          const int half = part.rotation.dim / 2;
+          for (int h = 0; h < part.strides.heads; ++h, head += part.strides.channels * run.length) {
+            for (int pair = 0; pair < half; ++pair) {
+              const Pair channels(part.rotation, pair);
+              Code<Format>* a = head + channels.first * run.length;
+              Code<Format>* b = head + channels.second * run.length;
+              turn_tokens<Format>(a, b, a, b, length, 1, cos[pair], sin[pair]);
+            }
+          }
+        }
+      }
+#pragma omp for schedule(static)
+      for (size_t r = 0; r < runs.size(); ++r) {
+        const Run& run = runs[r];
+        auto* target = pages + run.target / block * args.page_stride;
+        const int offset = static_cast<int>(run.target % block);
+        elements(run,
+                 [&](const TiledStrides& strides, int h, int c, Code<Format>* aside) {
+                   for (int i = 0; i < run.length; ++i)
+                     target[strides.address(h, offset + i, c)] = aside[i];
+                 });
+      }
+    }
+  }
+}
+
+template <class Format>
+void align(const AlignArgs& args) {
+  if (args.scratch)
+    staged<Format>(args);
+  else
+    direct<Format>(args);
+}
+
+}  // namespace
+
+}  // namespace segreuse::cpu
+
+void segreuse_sizes(int64_t* sizes) {
+  sizes[0] = sizeof(segreuse::cpu::AlignArgs);
+  sizes[1] = sizeof(segreuse::cpu::AttentionArgs);
+  sizes[2] = sizeof(segreuse::cpu::ScoreArgs);
+}
+
+void segreuse_align(const segreuse::cpu::AlignArgs* args) {
+  using namespace segreuse;
+  using cpu::DType;
+  switch (args->dtype) {
+    case DType::kFloat32: return cpu::align<Float32>(*args);
+    case DType::kBFloat16: return cpu::align<BFloat16>(*args);
+    case DType::kFloat16: return cpu::align<Float16>(*args);
+    case DType::kFloat8E4M3: return cpu::align<Float8E4M3>(*args);
+    case DType::kFloat8E5M2: return cpu::align<Float8E5M2>(*args);
+  }
+}

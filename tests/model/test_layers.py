@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any range of a model's layers runs on any tokens, as the model itself would run it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.prefill.tiny import CHANNELS, HIDDEN, KV_HEADS, LAYERS, SIZE, World
+from vllm_segreuse.model.layers import (
+    Collected,
+    DecoderStack,
+    LayerState,
+    UnsupportedModelError,
+)
+from vllm_segreuse.prefill.tokens import TokenTable
+
+TABLES = torch.arange(10, dtype=torch.int32)[None]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def tokens() -> TokenTable:
+    positions = torch.tensor([0, 1, 2, 3, 4, 6, 9])
+    return TokenTable(positions + 11, positions, torch.zeros_like(positions), positions)
+
+
+def attending(world: World):
+    return world.layers._attention.forward_context(tokens(), TABLES)
+
+
+def test_ranges_of_layers_one_behind_the_other_are_the_model(world: World) -> None:
+    given = tokens()
+    with attending(world):
+        whole = world.stack.forward(given.token_ids, given.positions)
+    written = [cache.clone() for cache in world.caches]
+    for cut in range(LAYERS + 1):
+        with attending(world):
+            state = world.stack.embed(given.token_ids, given.positions)
+            assert world.model.training == world.stack._model.training
+            state = world.stack.run(0, cut, given.positions, state)
+            state = world.stack.run(cut, LAYERS, given.positions, state)
+        assert state.residual is not None
+        stream = state.hidden_states + state.residual
+        torch.testing.assert_close(stream / stream.square().mean(-1, True).sqrt(), whole)
+        assert all(map(torch.equal, world.caches, written))
+
+
+def test_embeddings_are_what_enters_the_first_layer_and_write_nothing(world: World) -> None:
+    given, before = tokens(), [cache.clone() for cache in world.caches]
+    with attending(world):
+        state = world.stack.embed(given.token_ids, given.positions)
+    expected = world.model.tokens(given.token_ids) + world.model.positions(given.positions)
+    assert torch.equal(state.hidden_states, expected)
+    assert state.residual is None
+    assert all(map(torch.equal, world.caches, before))
+    assert not world.stack.layers[0]._forward_pre_hooks
+
+
+def test_keys_and_values_are_those_that_the_layer_would_write(world: World) -> None:
+    given, layer = tokens(), 2
+    with attending(world):
+        state = world.stack.embed(given.token_ids, given.positions)
+        state = world.stack.run(0, layer, given.positions, state)
+        before = [cache.clone() for cache in world.caches]
+        entered = state.clone()
+        found = world.layers.keys_and_values(layer, given, state)
+        assert torch.equal(state.hidden_states, entered.hidden_states), "it is needed once more"
+        assert state.residual is not None
+        assert entered.residual is not None
+        assert torch.equal(state.residual, entered.residual)
+        assert all(map(torch.equal, world.caches, before)), "no page is written"
+        assert not world.stack.attention[layer]._forward_pre_hooks
+        world.stack.write_kv(layer, given.positions, given.slots, entered)
+    for part, rows in enumerate(found):
+        assert rows.shape == (len(given), KV_HEADS, CHANNELS)
+        pages = world.caches[layer][given.slots // SIZE, part, :, given.slots % SIZE]
+        assert torch.equal(rows, pages)
+    for index, (cache, saved) in enumerate(zip(world.caches, before, strict=True)):
+        assert torch.equal(cache, saved) == (index != layer)
+
+
+def test_an_error_in_the_model_leaves_no_hook(world: World) -> None:
+    given = tokens()
+    with attending(world):
+        state = world.stack.embed(given.token_ids, given.positions)
+        del world.model.tokens
+        with pytest.raises(AttributeError, match="tokens"):
+            world.stack.embed(given.token_ids, given.positions)
+        del world.stack.layers[1].query
+        with pytest.raises(AttributeError, match="query"):
+            world.stack.keys_and_values(1, given.positions, state)
+    assert not world.stack.layers[0]._forward_pre_hooks
+    assert not world.stack.attention[1]._forward_pre_hooks
+
+
+def test_the_model_gets_tensors_of_its_own(world: World) -> None:
+    """Compiled code takes types for granted, and may write over what it is given."""
+    seen: dict[str, torch.Tensor] = {}
+
+    class Stub(nn.Module):
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            seen.update(input_ids=input_ids, positions=positions)
+            return torch.zeros(len(positions), 4)
+
+    world.stack._model = Stub()
+    for dtype in (torch.int32, torch.int64):
+        ids, positions = torch.arange(5, dtype=dtype), torch.arange(5)
+        world.stack.forward(ids, positions)
+        assert seen["input_ids"].dtype == torch.int32
+        assert seen["positions"].dtype == torch.int64
+        assert torch.equal(seen["input_ids"].long(), ids.long())
+        assert seen["input_ids"].data_ptr() != ids.data_ptr()
+        assert seen["positions"].data_ptr() != positions.data_ptr()
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_states_of_waves_are_put_where_they_belong(residual: bool) -> None:
+    whole = LayerState(torch.randn(7, 3), torch.randn(7, 3) if residual else None)
+    for size in (1, 3, 6, 7, 100):
+        collected = Collected(7)
+        for begin in range(0, 7, size):
+            part = slice(begin, begin + size)
+            collected.add(part, whole.take(torch.arange(7)[part]))
+        assert torch.equal(collected.state.hidden_states, whole.hidden_states)
+        if residual:
+            assert collected.state.residual is not None
+            assert whole.residual is not None
+            assert torch.equal(collected.state.residual, whole.residual)
+        else:
+            assert collected.state.residual is None
+
+
+class Plain(nn.Module):
+    """A decoder layer without a residual of its own; some return a tuple."""
+
+    def __init__(self, attention: nn.Module, in_tuple: bool) -> None:
+        super().__init__()
+        self.attn, self.in_tuple = attention, in_tuple
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, scale: float = 1.0):
+        out = hidden_states * scale + positions[:, None]
+        return (out, None) if self.in_tuple else out
+
+
+class PlainModel(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = input_ids[:, None].float().expand(-1, HIDDEN)
+        for layer in self.layers:
+            hidden = layer(positions, hidden, scale=2.0)
+        return hidden
+
+
+@pytest.mark.parametrize("in_tuple", [False, True])
+def test_layers_without_a_residual_get_what_the_model_hands_them(in_tuple: bool) -> None:
+    """Further arguments of the first layer are those of all."""
+    attention = [nn.Identity() for _ in range(3)]
+    model = PlainModel([Plain(a, in_tuple) for a in attention])
+    stack = DecoderStack(model, {str(i): a for i, a in enumerate(attention)})
+    ids, positions = torch.tensor([5, 7]), torch.tensor([1, 4])
+    state = stack.run(0, 2, positions, stack.embed(ids, positions))
+    assert state.residual is None
+    assert state.hidden_states[:, 0].tolist() == [(5 * 2 + 1) * 2 + 1, (7 * 2 + 4) * 2 + 4]
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    def stack(layers: list[nn.Module], attention: list[nn.Module]) -> DecoderStack:
+        return DecoderStack(PlainModel(layers), {str(i): a for i, a in enumerate(attention)})
+
+    class Other(nn.Module):
+        def __init__(self, *attention: nn.Module) -> None:
+            super().__init__()
+            for number, part in enumerate(attention):
+                self.add_module(f"part{number}", part)
+
+        def forward(self, x: Any) -> Any:
+            return x
+
+    one, two, three = (nn.Identity() for _ in range(3))
+    with pytest.raises(UnsupportedModelError, match=r"Other.forward takes \(x\), not \(positions"):
+        stack([Other(one)], [one])
+
+    class Half(Other):
+        def forward(self, positions: Any) -> Any:
+            return positions
+
+    with pytest.raises(UnsupportedModelError, match=r"Half.forward takes \(positions\), not"):
+        stack([Half(one)], [one])
+    expected = r"PlainModel has no list of decoder layers with one attention layer each \({} att"
+    for layers, attention in (
+        ([Plain(one, False)], [one, two]),
+        ([Plain(one, False), Plain(two, False), Other()], [one, two]),
+        ([Other(one, two), Other()], [one, two]),
+        ([Other(one, two), Other(one)], [one, two]),
+        ([Plain(one, False), Plain(two, False)], [one, two, three]),
+    ):
+        with pytest.raises(UnsupportedModelError, match=expected.format(len(attention))):
+            stack(layers, attention)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors put into one engine of a `World`, each once, where an error of ours could come from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.stateful.world import World
+
+
+class InjectedError(Exception):
+    """Not a fault of anybody's."""
+
+
+class _Silence(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep everything but the traces of what was injected."""
+        return not (record.exc_info and isinstance(record.exc_info[1], InjectedError))
+
+
+_silence = _Silence()
+
+SITES = ("add", "match", "recipe", "prefix", "pin", "insert", "missing", "count", "release")
+"""Places in the scheduler's half: within `add`, `match`, `_account` and `finished`, and where
+blocks are named."""
+
+OTHERS = ("allocation", "planned", "pass")
+"""An allocation is refused, or that of a request with a plan; the worker's pass fails."""
+
+
+class Faults:
+    """Arms one error at a time; the place that is reached next raises it."""
+
+    def __init__(self, world: World) -> None:
+        logging.getLogger("vllm.segreuse").addFilter(_silence)
+        self.armed: set[str] = set()
+        self.raised: dict[str, int] = dict.fromkeys((*SITES, *OTHERS), 0)
+        self._world = world
+        side, pool = world.side, world.pool
+        self._wrap(side._planner, "add", "add", before=False)
+        self._wrap(side._planner, "_match", "match")
+        self._wrap(side, "_recipe", "recipe")
+        self._wrap(pool, "prefix_state", "prefix")
+        self._wrap(pool, "pin", "pin")
+        self._wrap(pool.index, "insert", "insert")
+        self._wrap(pool.index, "missing", "missing")
+        self._wrap(world.side._stats, "count_tokens", "count")
+        self._wrap(side._namespaces, "release", "release", before=False)
+        allocate = world.manager.allocate_slots
+
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            planned = kwargs.get("num_external_computed_tokens", 0) > 0
+            refused = self._strikes("allocation") or (planned and self._strikes("planned"))
+            return None if refused else allocate(*args, **kwargs)
+
+        world.manager.allocate_slots = refusing
+
+    def arm(self, site: str) -> None:
+        """The next call of `site` fails: one of `SITES` or of `OTHERS`."""
+        if site == "pass":
+            self._world.worker.fail_next_pass = True
+            self.raised["pass"] += 1
+        else:
+            self.armed.add(site)
+
+    def disarm(self) -> None:
+        """Nothing fails any more."""
+        self.armed.clear()
+
+    def _strikes(self, site: str) -> bool:
+        if site not in self.armed:
+            return False
+        self.armed.discard(site)
+        self.raised[site] += 1
+        return True
+
+    def _wrap(self, owner: Any, name: str, site: str, before: bool = True) -> None:
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            strikes = self._strikes(site)
+            if strikes and before:
+                raise InjectedError(site)
+            result = inner(*args, **kwargs)
+            if strikes:
+                raise InjectedError(site)
+            return result
+
+        setattr(owner, name, faulty)

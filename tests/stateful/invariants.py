@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of a `World` between any two events."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+from tests.stateful.worker import APPROXIMATE, Identity
+from vllm_segreuse.cache.namespace import namespace_key
+
+if TYPE_CHECKING:
+    from tests.stateful.world import World
+
+_OWN_NAME = b"segreuse:"
+
+
+def check(world: World) -> None:
+    """AssertionError with what is wrong."""
+    _check_references(world)
+    _check_planner(world)
+    _check_exact_names(world)
+    _check_index(world)
+    _check_frozen(world)
+
+
+def check_idle(world: World) -> None:
+    """Nothing runs: nothing is held, nothing is remembered of anybody."""
+    pool = world.pool
+    free, frozen = pool.get_num_free_blocks(), pool.frozen.num_frozen
+    assert free + frozen == pool.num_gpu_blocks - 1, "blocks are still held"
+    assert not world.side._planner._requests, "requests that ended are still tracked"
+    references = sum(world.side._namespaces._references) - pool.frozen.namespaces().total()
+    assert references == world.lost_namespaces
+
+
+def _check_references(world: World) -> None:
+    """Blocks are held by live requests as often as these have them; the rest is free, once."""
+    tables: dict[str, list[Any]] = {}
+    for manager in world.manager.coordinator.single_type_managers:
+        tables |= {name: table for name, table in manager.req_to_blocks.items() if table}
+    strangers = tables.keys() - world.scheduler.requests.keys()
+    assert not strangers, f"requests that ended hold blocks: {sorted(strangers)}"
+    assert not world.scheduler.deferred_frees, "frees are deferred, which nothing asked for"
+    held = Counter(block.block_id for table in tables.values() for block in table)
+    held.update(block.block_id for block in world.held)
+    held.update(list(world.pool.frozen._of_block))
+    pool = world.pool
+    counts = {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt and not b.is_null}
+    assert counts == held, f"references {counts}, but held are {dict(held)}"
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert len(set(free)) == len(free) == pool.get_num_free_blocks(), f"free queue {free}"
+    assert not held.keys() & set(free), "a block is free and held"
+    assert len(free) + len(held) == pool.num_gpu_blocks - 1, "a block is neither free nor held"
+
+
+def _check_planner(world: World) -> None:
+    """Between steps there is no plan and no pin, admission is open, the ended are forgotten."""
+    planner, namespaces = world.side._planner, world.side._namespaces
+    assert not planner._pending, f"plans without blocks: {planner._pending.keys()}"
+    assert not planner._ready, "plans that were not taken"
+    assert not planner._step_tokens, "compute of plans that are gone"
+    assert not planner.admission_closed, "admission is closed between steps"
+    tracked = planner._requests.keys()
+    assert tracked <= world.scheduler.requests.keys(), "requests that ended are tracked"
+    references = sum(namespaces._references) - world.lost_namespaces
+    references -= world.pool.frozen.namespaces().total()
+    assert references == len(tracked), f"{references} references for {len(tracked)} requests"
+
+
+def _check_exact_names(world: World) -> None:
+    """A block with a name that a token sequence hashes to holds the exact KV of that sequence."""
+    pool, worker = world.pool, world.worker
+    listed = pool.cached_block_hash_to_block
+    names = 0
+    for block in pool.blocks:
+        if block.block_hash is None:
+            continue
+        names += 1
+        assert listed.contain(block.block_hash, block.block_id), f"{block} is not to be found"
+        name = get_block_hash(block.block_hash)
+        if name.startswith(_OWN_NAME):
+            continue
+        first = block.block_id * worker.block_size
+        history = worker.history[first : first + worker.block_size].tolist()
+        wanted = world.named[name]
+        assert history == wanted, (
+            f"block {block.block_id} (epoch {worker.epoch[block.block_id]}) has the exact name of "
+            f"histories {wanted}, but holds {history}; {APPROXIMATE} is approximate"
+        )
+    values = listed._cache.values()
+    entries = sum(len(found) if isinstance(found, dict) else 1 for found in values)
+    assert entries == names, f"{entries} entries of vLLM's prefix cache for {names} named blocks"
+
+
+def _check_index(world: World) -> None:
+    """What the index says of a block is what the block holds, and who knows it has seen it."""
+    if world.side._planner.broken:
+        return  # neither kept up to date nor read, until a reset empties it
+    index, worker, size = world.pool.index, world.worker, world.pool.hash_block_size
+    entries = np.flatnonzero(index.nodes["born"])
+    if not len(entries):
+        return
+    nodes = index.nodes[entries]
+    blocks = nodes["block"]
+    for block in np.unique(blocks).tolist():
+        assert world.pool.blocks[block].block_hash is not None, f"block {block} has no name"
+
+    def of(tags: np.ndarray) -> np.ndarray:
+        return tags.reshape(-1, size)[blocks]
+
+    _none_of(blocks, (of(worker.token) != index.tokens[blocks]).any(axis=1), "other tokens")
+    positions = nodes["position"][:, None] + np.arange(size)
+    _none_of(blocks, (of(worker.position) != positions).any(axis=1), "other positions")
+    _none_of(blocks, of(worker.copied).any(axis=1), "copied tokens, which never donate")
+    _none_of(blocks, of(worker.depth).max(axis=1) > nodes["depth"], "a deeper provenance")
+    _none_of(blocks, nodes["depth"] > world.setup.max_depth, "a provenance too deep to donate")
+    inexact = (of(worker.history) == APPROXIMATE).any(axis=1)
+    _none_of(blocks, inexact & (nodes["depth"] == 0), "approximate KV under depth 0")
+    find = world.side._namespaces.find
+    for block, namespace in zip(blocks.tolist(), nodes["namespace"].tolist(), strict=True):
+        known = worker.known_to[block]
+        seen = any(identity.keys and find(_key(identity)) == namespace for identity in known)
+        assert seen, f"namespace {namespace} never saw block {block}, known to {known}"
+
+
+def _check_frozen(world: World) -> None:
+    """What is frozen is exact, indexed, and the text that was to be frozen."""
+    pool = world.pool
+    pool.frozen.check_integrity()
+    for block in pool.frozen._of_block:
+        name = pool.blocks[block].block_hash
+        assert name is not None, f"frozen block {block} has no name"
+        assert not get_block_hash(name).startswith(_OWN_NAME), f"frozen block {block} is not exact"
+        assert block in pool.index, f"frozen block {block} is not indexed"
+    longest = -(-world.scheduler.max_model_len // world.worker.block_size)
+    assert pool.num_gpu_blocks - 1 - pool.frozen.num_frozen >= min(
+        longest, pool.num_gpu_blocks - 1
+    ), "the longest request does not fit beside frozen blocks"
+
+
+def _none_of(blocks: np.ndarray, wrong: np.ndarray, what: str) -> None:
+    assert not wrong.any(), f"indexed blocks {np.unique(blocks[wrong]).tolist()} hold {what}"
+
+
+@functools.cache
+def _key(identity: Identity) -> bytes:
+    # The product's own key: whether it separates what it must is checked by who reads what.
+    assert identity.keys is not None
+    lora = (identity.lora, "/adapters/1") if identity.lora else None
+    return namespace_key(identity.keys, identity.salt, lora, ())

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stateful model: rules for everything that may happen to a `World`, in any order."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm.v1.core.sched.interface import PauseState
+
+from tests.stateful.faults import OTHERS, SITES, Faults, InjectedError
+from tests.stateful.world import (
+    DENSE_LAYERS,
+    DOCUMENTS,
+    RATIOS,
+    SIZE,
+    Ask,
+    Setup,
+    World,
+)
+from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.config import POLICIES
+
+totals: Counter[str] = Counter()
+"""What all machines of this process did, for the summary of long runs."""
+
+SETUPS = st.builds(
+    Setup,
+    num_blocks=st.sampled_from([20, 28, 40, 80]),
+    in_flight=st.integers(1, 3),
+    priority=st.booleans(),
+    max_step_tokens=st.sampled_from([10, 24, 48]),
+    max_running=st.sampled_from([2, 6]),
+    long_prompt_tokens=st.sampled_from([0, 9]),
+    whole_prompts=st.booleans(),
+    watermark=st.sampled_from([0.0, 0.1]),
+    max_depth=st.sampled_from([4, 1, 0]),
+    frozen_pressure=st.sampled_from([0.9, 0.9, 0.5]),
+    spread_tokens=st.sampled_from([0, 1, 1, 5]),
+)
+OPTIONS = st.builds(
+    lambda policy, ratio, dense, overflow, least: {
+        "segreuse_policy": policy,
+        "segreuse_recompute_ratio": ratio,
+        "segreuse_dense_layers": dense,
+        "segreuse_overflow_tokens": overflow,
+        "segreuse_min_reused_tokens": least,
+    },
+    policy=st.sampled_from(POLICIES),
+    ratio=st.sampled_from(RATIOS),
+    dense=st.sampled_from(DENSE_LAYERS),
+    overflow=st.sampled_from([0, 1, None]),
+    least=st.sampled_from([4, 8]),
+)
+PARTS = st.lists(
+    st.tuples(st.integers(0, len(DOCUMENTS) - 1), st.integers(0, 5), st.integers(0, 6)),
+    min_size=1,
+    max_size=4,
+)
+COMMON = st.builds(
+    Ask, parts=PARTS, keys=st.just(("a",)), options=OPTIONS, max_tokens=st.integers(1, 12)
+)
+"""Requests of one namespace: most reuse is among these."""
+OTHER = st.builds(
+    Ask,
+    parts=PARTS,
+    keys=st.sampled_from([("a",), ("b",), ("a", "b"), None]),
+    salt=st.sampled_from([None, None, "salt"]),
+    lora=st.sampled_from([False, False, True]),
+    options=OPTIONS,
+    max_tokens=st.integers(1, 12),
+    priority=st.integers(0, 2),
+    prompt_logprobs=st.sampled_from([False, False, False, True]),
+)
+DISTURBANCES = [
+    *("exhaust", "release", "exhaust", "release", "reset", "preempt all", "off", "on", "on"),
+    *("PAUSED_NEW", "PAUSED_ALL", "UNPAUSED", "UNPAUSED"),
+]
+PICKS = st.integers(0, 7)
+
+
+class Machine(RuleBasedStateMachine):
+    """One engine, from its start to the last request's end."""
+
+    world: World
+    faults: Faults
+
+    @initialize(setup=SETUPS)
+    def start(self, setup: Setup) -> None:
+        self.world = World(setup)
+        self.faults = Faults(self.world)
+
+    @rule(asks=st.lists(COMMON, min_size=1, max_size=3), turns=st.integers(0, 3))
+    def arrive(self, asks: list[Ask], turns: int) -> None:
+        for ask in asks:
+            self.world.add(ask)
+        self.step(turns)
+
+    @rule(ask=OTHER, n=st.sampled_from([1, 1, 1, 2, 3]))
+    def another_arrives(self, ask: Ask, n: int) -> None:
+        first = self.world.add(ask)
+        ask.tokens = list(first.prompt_token_ids or [])
+        for ask.seed in range(1, n):
+            self.world.add(ask)
+
+    @rule(
+        document=st.integers(0, len(DOCUMENTS) - 1),
+        keys=st.sampled_from([("a",), ("a",), ("b",)]),
+        again=st.booleans(),
+        turns=st.integers(0, 4),
+    )
+    def ingest(self, document: int, keys: tuple[str, ...], again: bool, turns: int) -> None:
+        """A document is computed behind one token of context, to be frozen when it has ended."""
+        tokens = [2, *DOCUMENTS[document]]
+        tokens += tokens[-1:] * (-len(tokens) % SIZE)
+        order = FreezeOrder(f"{keys[0]}{document}", 0, 1, 1)
+        for _ in range(1 + again):
+            self.world.add(Ask(tokens=list(tokens), keys=keys, max_tokens=1, freeze=order))
+        self.step(turns)
+
+    @rule(document=st.integers(0, len(DOCUMENTS) - 1), key=st.sampled_from("ab"))
+    def delete(self, document: int, key: str) -> None:
+        with suppress(InjectedError):
+            self.world.unfreeze([f"{key}{document}"] * 2)
+
+    @precondition(lambda self: self.world.finished)
+    @rule(pick=PICKS, ask=COMMON)
+    def go_on(self, pick: int, ask: Ask) -> None:
+        """A request continues one that has ended, with its answer: answers donate, too."""
+        before = self.world.finished[pick % len(self.world.finished)]
+        identity, _ = self.world.identities[before.request_id]
+        ask.tokens = [*before.all_token_ids[:], 5, 6, 7]
+        ask.keys, ask.salt, ask.lora = identity.keys, identity.salt, identity.lora is not None
+        self.world.add(ask)
+
+    @rule(turns=st.integers(1, 4))
+    def step(self, turns: int) -> None:
+        for _ in range(turns):
+            self.world.step()
+            self.world.check()
+
+    @precondition(lambda self: self.world.may_schedule)
+    @rule()
+    def schedule(self) -> None:
+        self.world.schedule()
+
+    @precondition(lambda self: self.world.under_way)
+    @rule()
+    def complete(self) -> None:
+        self.world.complete()
+
+    @precondition(lambda self: self.world.live)
+    @rule(pick=PICKS, twice=st.booleans())
+    def abort(self, pick: int, twice: bool) -> None:
+        live = self.world.live
+        request = live[pick % len(live)]
+        self.world.abort(request)
+        if twice:
+            self.world.abort(request)
+            self.world.scheduler.connector.request_finished(request, [])
+
+    @rule(what=st.sampled_from(DISTURBANCES), blocks=st.integers(1, 40))
+    def disturb(self, what: str, blocks: int) -> None:
+        world = self.world
+        match what:
+            case "exhaust":
+                world.hold(blocks)
+            case "release":
+                world.release()
+            case "reset" | "preempt all":
+                world.reset(preempt=what == "preempt all")
+            case "off" | "on":
+                world.switch(what == "on")
+            case _:
+                world.pause(PauseState[what])
+
+    @rule(pick=PICKS, stride=st.integers(2, 9))
+    def evict(self, pick: int, stride: int) -> None:
+        self.world.evict(pick, stride)
+
+    @rule(site=st.sampled_from([*SITES, *OTHERS, "planned"]))
+    def fail(self, site: str) -> None:
+        self.faults.arm(site)
+
+    @invariant()
+    def everything_holds(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        world: Any = getattr(self, "world", None)
+        if world is None or sys.exc_info()[0] is not None:
+            return  # what went wrong must not be hidden by what it leads to
+        self.faults.disarm()
+        note("drain")
+        world.drain()
+        totals.update(world.counts)
+        totals.update({f"fault: {site}": n for site, n in self.faults.raised.items()})
+        totals.update({"engines": 1, "copied tokens": world.worker.copied_tokens})
+        totals["exact tokens"] += world.worker.exact_tokens
+        totals["spread plans"] += world.worker.spread_plans

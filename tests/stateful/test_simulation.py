@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded runs with faults, a failing one of which says how to replay it."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.stateful import simulation
+from tests.stateful.faults import OTHERS, SITES
+from tests.stateful.simulation import SimulationError, simulate
+from vllm_segreuse.config import POLICIES
+
+
+def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(43, 55):
+        seen += simulate(seed, requests=120).counts
+    # A run that reuses nothing, or meets no fault, would prove nothing.
+    for what in (
+        "plans",
+        "preemptions",
+        "finished",
+        "exact tokens",
+        "spread plans",
+        "chosen by workers",
+        *(f"policy: {policy}" for policy in POLICIES),
+        *(f"fault: {site}" for site in (*SITES, *OTHERS)),
+    ):
+        assert seen[what] > 0, f"no {what} in {seen}"
+    assert seen["plans"] > 0.1 * seen["requests"], f"hardly any reuse: {seen}"
+
+
+def test_a_seed_replays() -> None:
+    first, again = (simulate(7, requests=60) for _ in range(2))
+    assert first == again
+    assert simulate(8, requests=60).digest != first.digest
+
+
+def test_a_failing_seed_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Any, thorough: bool = True) -> None:
+        raise AssertionError("two and two are five")
+
+    monkeypatch.setattr(simulation.World, "check", wrong)
+    with pytest.raises(SimulationError, match="two and two are five") as failure:
+        simulate(3, requests=20)
+    assert "python -m tests.stateful.simulation --seed 3 --requests 20" in str(failure.value)

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker without a model: it writes what it would compute as tags, and checks whatever it reads.
+
+Every KV slot carries a tag: the token and position it stands for, the *history* (all tokens up to
+and including it, behind salt and adapter) if it holds exactly what the plain model computes for
+that history, how deep its provenance is, and whether it was copied rather than computed. A step is
+run when it is scheduled, since a device runs steps in that order; its output is delivered as late
+as the test likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_segreuse.connector import SegReuseWorkerMetadata
+from vllm_segreuse.plan import ReusePlan
+
+STOP = 1
+"""The token that ends a request."""
+
+APPROXIMATE = 0
+"""History of a slot that holds anything else than the plain model's KV."""
+
+
+class Identity(NamedTuple):
+    """What may never be mixed up between requests.
+
+    Attributes:
+        keys: the extra keys, None for a plain request.
+    """
+
+    keys: tuple[str, ...] | None
+    salt: str | None
+    lora: str | None
+
+
+class Histories:
+    """Token sequences as numbers: equal numbers, equal sequences behind equal salt and adapter."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[Any, ...], int] = {}
+
+    def of(self, identity: Identity, tokens: list[int], known: list[int]) -> list[int]:
+        """Extend `known`, the histories of the first tokens, to one per token."""
+        last = known[-1] if known else self._id(("root", identity.salt, identity.lora))
+        for token in tokens[len(known) :]:
+            last = self._id((last, token))
+            known.append(last)
+        return known
+
+    def _id(self, key: tuple[Any, ...]) -> int:
+        return self._ids.setdefault(key, len(self._ids) + 1)  # 0 is APPROXIMATE
+
+
+@dataclass
+class Running:
+    """A request as the worker knows it."""
+
+    identity: Identity
+    seed: int
+    tokens: list[int]
+    blocks: list[int]
+    history: list[int] = field(default_factory=list)
+    exact_until: int | None = None  # start of its plan
+    is_new: bool = True  # in this step, after its admission
+
+
+@dataclass
+class Spread:
+    """A plan that is carried out over several steps, and what its first step has copied."""
+
+    plan: ReusePlan
+    request: Running
+    token: np.ndarray
+    position: np.ndarray
+    steps: int  # that it takes
+
+
+def _in_full(plan: ReusePlan) -> ReusePlan:
+    full = plan.in_full()
+    return replace(full, recipe=replace(full.recipe, stock=plan.recipe.stock))
+
+
+class Worker:
+    """The KV cache of one engine, as tags.
+
+    Args:
+        identities: identity and sampling seed of each request, by id.
+        live: vLLM's requests, by id; read where a real worker need not know a request's tokens.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        identities: dict[str, tuple[Identity, int]],
+        live: Mapping[str, Request],
+    ) -> None:
+        slots = num_blocks * block_size
+        self.block_size = block_size
+        self.token = np.full(slots, -1, np.int32)
+        self.position = np.full(slots, -1, np.int32)
+        self.history = np.zeros(slots, np.int64)
+        self.depth = np.zeros(slots, np.int16)
+        self.copied = np.zeros(slots, np.bool_)
+        self.epoch = np.zeros(num_blocks, np.int64)
+        """How often each block was begun anew."""
+        self.known_to: list[set[Identity]] = [set() for _ in range(num_blocks)]
+        """Who had the block in a block table since it was begun."""
+        self.histories = Histories()
+        self.fail_next_pass = False
+        self.copied_tokens = self.exact_tokens = 0
+        self._identities = identities
+        self._live = live
+        self._requests: dict[str, Running] = {}
+        self._spread: dict[str, Spread] = {}
+        self._loaded: dict[str, tuple[int, int]] = {}  # span of a spread plan that is done
+        self._told: dict[str, int] = {}  # in this step: tokens computed, where nobody else knows
+        self.recomputed: dict[str, int] = {}
+        """Of each request's first plan, reused tokens that were computed again."""
+        self.called_back: set[str] = set()
+        self.num_steps = self.spread_plans = 0
+
+    def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """One step: plans, then the forward.
+
+        Raises:
+            AssertionError: something reads what it must not read.
+        """
+        self.num_steps += 1
+        self._told = {}
+        self.called_back |= set(step.kv_connector_metadata.called_back)
+        for name in step.kv_connector_metadata.called_back:
+            self._spread.pop(name, None)
+            self._loaded.pop(name, None)
+        starts = self._update_requests(step)
+        ids = list(step.num_scheduled_tokens)
+        assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens
+        self._run_plans(step.kv_connector_metadata.plans, step.num_scheduled_tokens, starts)
+        sampled = [self._forward(i, starts[i], step.num_scheduled_tokens[i]) for i in ids]
+        loaded = self._go_on(step.finished_req_ids)
+        told = SegReuseWorkerMetadata(self._told) if self._told else None
+        output = KVConnectorOutput(finished_recving=loaded or None, kv_connector_worker_meta=told)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=output if loaded or told else None,
+        )
+
+    def slots(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
+        """Slots of positions `[start, stop)` of a block table."""
+        positions = np.arange(start, stop)
+        table = np.asarray(blocks, np.int64)
+        return table[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def _update_requests(self, step: SchedulerOutput) -> dict[str, int]:
+        """What vLLM's runner does with a step's new, resumed and running requests.
+
+        Returns:
+            Tokens computed before this step, by request.
+        """
+        starts: dict[str, int] = {}
+        for request_id in step.finished_req_ids:
+            self._requests.pop(request_id, None)
+            self._loaded.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            identity, seed = self._identities[new.req_id]
+            tokens = list(new.prompt_token_ids or [])
+            self._requests[new.req_id] = Running(identity, seed, tokens, list(new.block_ids[0]))
+            starts[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            request = self._requests[request_id]
+            new_blocks = cached.new_block_ids[index]
+            starts[request_id] = cached.num_computed_tokens[index]
+            if request_id in cached.resumed_req_ids:
+                assert new_blocks is not None, f"{request_id} is resumed without blocks"
+                request.tokens = list(cached.all_token_ids[request_id])
+                request.history, request.exact_until, request.is_new = [], None, True
+                request.blocks = list(new_blocks[0])
+            elif new_blocks is not None:
+                request.blocks += new_blocks[0]
+        for request in self._requests.values():
+            self.histories.of(request.identity, request.tokens, request.history)
+        for request_id, start in starts.items():
+            request = self._requests[request_id]
+            self._meet(request, start)
+            if request.is_new and request_id in self._loaded:
+                request.exact_until, stop = self._loaded.pop(request_id)
+                assert start == stop, f"{request_id} goes on at {start}, its plan ended at {stop}"
+        return starts
+
+    def _meet(self, request: Running, computed: int) -> None:
+        """A prefix hit: its blocks are known to this request's namespace from now on.
+
+        Told twice: before the step's plans, which may read them, and when it is the request's turn,
+        since a block of the hit may have been written by another request of the same step.
+        """
+        for block in request.blocks[: computed // self.block_size if request.is_new else 0]:
+            self.known_to[block].add(request.identity)
+
+    def _write(self, request: Running, start: int, stop: int) -> np.ndarray:
+        """Tags of `[start, stop)` are about to be written; returns the slots."""
+        slots = self.slots(request.blocks, start, stop)
+        begun = slots[slots % self.block_size == 0] // self.block_size
+        self.epoch[begun] += 1
+        for block in begun.tolist():
+            self.known_to[block] = set()
+        for block in np.unique(slots // self.block_size).tolist():
+            self.known_to[block].add(request.identity)
+        self.position[slots] = np.arange(start, stop)
+        return slots
+
+    # Plans.
+
+    def _run_plans(
+        self, plans: list[ReusePlan], scheduled: dict[str, int], starts: dict[str, int]
+    ) -> None:
+        if self.fail_next_pass and plans:
+            self.fail_next_pass = False
+            # As the connector does after an error; what a plan may copy remains what it was, and
+            # so does what is reported, unless it is for the workers to tell.
+            for plan in plans:
+                done = plan.num_reused if plan.counted else plan.num_recomputed
+                self.recomputed.setdefault(plan.request_id, done)
+            plans = [_in_full(plan) for plan in plans]
+        requests = [self._request_of(plan) for plan in plans]
+        written = self._written(plans, requests, scheduled, starts)
+        reads = []
+        for plan, request in zip(plans, requests, strict=True):
+            self._check_plan(plan, request, scheduled, starts)
+            reads.append(self._read_donors(plan, request, written))
+        for plan, request, read in zip(plans, requests, reads, strict=True):
+            if plan.spread:
+                steps = 1 + (self.num_steps + plan.num_tokens) % 4
+                self._spread[plan.request_id] = Spread(plan, request, *read, steps)
+                self._write_unfinished(plan, request)
+                self.spread_plans += 1
+            else:
+                self._write_plan(plan, request, *read)
+
+    def _request_of(self, plan: ReusePlan) -> Running:
+        name = plan.request_id
+        if not plan.spread:
+            return self._requests[name]
+        assert name not in self._spread, f"{name}: two plans under way"
+        identity, seed = self._identities[name]
+        tokens = list(self._live[name].all_token_ids[:])
+        request = Running(identity, seed, tokens, plan.block_ids.tolist())
+        self.histories.of(identity, tokens, request.history)
+        self._meet(request, plan.start)
+        return request
+
+    def _go_on(self, ended: set[str]) -> set[str]:
+        """What is spread: who has ended is dropped, others come nearer to their end."""
+        over = {name for name in ended if self._spread.pop(name, None) is not None}
+        for name, spread in list(self._spread.items()):
+            spread.steps -= 1
+            if spread.steps:
+                self._write_unfinished(spread.plan, spread.request)
+                continue
+            plan = self._spread.pop(name).plan
+            self._write_plan(plan, spread.request, spread.token, spread.position)
+            self._loaded[name] = plan.start, plan.stop
+            over.add(name)
+        return over
+
+    def _write_unfinished(self, plan: ReusePlan, request: Running) -> None:
+        """Slots that hold nothing that anybody may read, also that of the token behind."""
+        slots = self._write(request, plan.start, plan.start + plan.num_written)
+        self.position[slots] = -1
+        self.history[slots] = APPROXIMATE
+
+    def _written(
+        self,
+        plans: list[ReusePlan],
+        requests: list[Running],
+        scheduled: dict[str, int],
+        starts: dict[str, int],
+    ) -> set[int]:
+        """Blocks in which this step writes."""
+        spans = [(self._requests[i], starts[i], starts[i] + n) for i, n in scheduled.items()]
+        under_way = [(spread.plan, spread.request) for spread in self._spread.values()]
+        for plan, request in [*zip(plans, requests, strict=True), *under_way]:
+            spans.append((request, plan.start, plan.start + plan.num_written))
+        blocks: set[int] = set()
+        for request, start, stop in spans:
+            slots = self.slots(request.blocks, start, stop)
+            blocks |= set((slots // self.block_size).tolist())
+        return blocks
+
+    def _check_plan(
+        self,
+        plan: ReusePlan,
+        request: Running,
+        scheduled: dict[str, int],
+        starts: dict[str, int],
+    ) -> None:
+        name = plan.request_id
+        assert request.identity.keys is not None, f"{name}: a plan for a request without keys"
+        assert plan.stop < len(request.tokens), f"{name}: where the plan ends"
+        if plan.spread:
+            assert name not in scheduled, f"{name} runs, though its plan takes several steps"
+        else:
+            assert starts[name] == plan.stop, f"{name}: where the plan ends"
+        if not plan.recipe.stock:
+            assert plan.stop == len(request.tokens) - 1, f"{name}: where the plan ends"
+            alone = plan.spread or scheduled.get(name) == 1
+            assert alone, f"{name}: vLLM computes more than the last token"
+        assert plan.block_ids.tolist() == request.blocks, f"{name}: a plan of other blocks"
+        tokens = request.tokens[plan.start : plan.stop]
+        assert plan.token_ids.tolist() == tokens, f"{name}: a plan of other tokens"
+        assert plan.start % self.block_size == 0, f"{name}: prefix hits are full blocks"
+        self._check_context(name, request, plan.start, exact_until=plan.start)
+        reused, always = plan.reused, plan.recipe.always
+        assert (reused | always).all(), f"{name}: tokens nobody supplies"
+        assert plan.recipe.top_k <= (reused & ~always).sum(), f"{name}: top_k of too few tokens"
+
+    def _read_donors(
+        self, plan: ReusePlan, request: Running, written: set[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(token, position) of what is copied, -1 where nothing is."""
+        name, size = plan.request_id, self.block_size
+        token = np.full(plan.num_tokens, -1, np.int32)
+        position = np.full(plan.num_tokens, -1, np.int32)
+        for destination, length, block, offset, donor_position in plan.pieces.tolist():
+            where = f"{name}: {length} tokens at {destination} from block {block}+{offset}"
+            assert block in plan.donor_blocks, f"{where}: the block is not among the pinned"
+            assert block not in written, f"{where}: the block is written in the same step"
+            assert 0 <= offset < offset + length <= size, f"{where}: outside of the block"
+            assert plan.start <= destination <= plan.stop - length, f"{where}: outside of the plan"
+            slots = block * size + offset + np.arange(length)
+            span = slice(destination - plan.start, destination - plan.start + length)
+            assert (token[span] == -1).all(), f"{where}: overlaps another piece"
+            token[span] = self.token[slots]
+            position[span] = self.position[slots] + destination - donor_position
+            wanted = request.tokens[destination : destination + length]
+            epoch = f"{where} (epoch {self.epoch[block]})"
+            assert token[span].tolist() == wanted, f"{epoch} holds {token[span]}, not {wanted}"
+            moved = np.arange(destination, destination + length)
+            assert (position[span] == moved).all(), f"{epoch}: other positions than planned"
+            assert not self.copied[slots].any(), f"{epoch}: a copy of a copy"
+            assert self.depth[slots].max() <= plan.donor_depth, f"{epoch}: deeper than planned"
+            if plan.recipe.stock:
+                # In no namespace, as vLLM's own prefix cache: nothing but the whole prefix counts.
+                histories = self.history[slots].tolist()
+                wanted = request.history[destination : destination + length]
+                assert histories == wanted, f"{epoch} holds another prefix's KV"
+                assert destination == donor_position, f"{epoch}: moved, yet planned as exact"
+            else:
+                known = self.known_to[block]
+                who = request.identity
+                assert who in known, f"{epoch} is known to {known}, not {who}"
+            self.exact_tokens += length if plan.recipe.stock else 0
+            self.copied_tokens += length
+        return token, position
+
+    def _write_plan(
+        self, plan: ReusePlan, request: Running, token: np.ndarray, position: np.ndarray
+    ) -> None:
+        candidates = np.flatnonzero(plan.reused & ~plan.recipe.always)
+        rng = np.random.default_rng(self.num_steps)
+        count = plan.recipe.top_k
+        if plan.recipe.least_share:
+            count = int(rng.integers(count + 1))
+        if plan.counted:
+            asked = int(plan.next_token is not None)
+            self._told[plan.request_id] = int(plan.recipe.always.sum()) + asked + count
+        self.recomputed.setdefault(plan.request_id, plan.recomputed(count))
+        chosen = rng.permutation(candidates)[:count]
+        computed = plan.recipe.always.copy()
+        computed[chosen] = True
+        slots = self._write(request, plan.start, plan.stop)
+        self.token[slots] = np.where(computed, plan.token_ids, token)
+        self.position[slots] = np.where(computed, np.arange(plan.start, plan.stop), position)
+        self.history[slots] = APPROXIMATE
+        self.depth[slots] = plan.donor_depth + 1
+        self.copied[slots] = ~computed
+        request.exact_until = plan.start
+
+    # The forward.
+
+    def _forward(self, name: str, start: int, count: int) -> list[int]:
+        request = self._requests[name]
+        self._meet(request, start)
+        request.is_new = False
+        stop = start + count
+        assert len(request.tokens) >= stop, f"{name}: tokens up to {stop} are not known yet"
+        until = start if request.exact_until is None else request.exact_until
+        context = self._check_context(name, request, start, min(until, start))
+        exact = bool((self.history[context] != APPROXIMATE).all())
+        slots = self._write(request, start, stop)
+        self.token[slots] = request.tokens[start:stop]
+        self.history[slots] = request.history[start:stop] if exact else APPROXIMATE
+        self.depth[slots] = self.depth[context].max(initial=0)
+        self.copied[slots] = False
+        if stop < len(request.tokens):
+            return []  # a chunk of a prompt
+        request.tokens.append(self._sample(request))
+        return [request.tokens[-1]]
+
+    def _check_context(
+        self, name: str, request: Running, stop: int, exact_until: int
+    ) -> np.ndarray:
+        """The slots before `stop` are this request's, those before `exact_until` exactly so."""
+        slots = self.slots(request.blocks, 0, stop)
+        token, position = self.token[slots], self.position[slots]
+        assert (position == np.arange(stop)).all(), f"{name} reads positions {position}"
+        wanted = request.tokens[:stop]
+        assert token.tolist() == wanted, f"{name} reads {token.tolist()} instead of {wanted}"
+        exact = self.history[slots[:exact_until]].tolist() == request.history[:exact_until]
+        assert exact, f"{name} reads approximate or foreign KV before {exact_until}"
+        return slots
+
+    def _sample(self, request: Running) -> int:
+        """A token that depends on the history and the seed: the same each time it is sampled."""
+        mixed = (request.history[-1] * 2654435761 + request.seed * 40503) >> 7
+        return STOP if mixed % 9 == 0 else 2 + mixed % 5

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own scheduler, KV cache manager and block pool with our connector, and no model.
+
+Everything on the scheduler's side is what a server runs; the connector is created by vLLM and
+installs the block pool through its own hook. Behind it is a `Worker` of tags. Completions come in
+the order of the steps, as in vLLM: nothing else is possible for one engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+import vllm_segreuse
+from bench.shapes import SUPPORTED
+from tests.stateful import invariants
+from tests.stateful.worker import STOP, Identity, Worker
+from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.config import SegReuseConfig
+
+SIZE = 4
+"""Tokens per block."""
+
+MAX_TOKENS = 64
+"""Longest sequence."""
+
+LORA = LoRARequest("adapter", 1, "/adapters/1")
+
+DOCUMENTS: list[list[int]] = [
+    [*range(10, 26)],
+    [*range(30, 43)],
+    [*range(10, 18), *range(50, 59)],  # begins like the first
+    [7] * 14,  # every window is the same
+    [*range(60, 66)],
+]
+
+# What requests may ask for, of every policy; most ratios leave something to be chosen.
+RATIOS = (0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
+DENSE_LAYERS = (0, 0, 1, 0.5, 9)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine.
+
+    Attributes:
+        in_flight: steps under way at most. 1 is vLLM's plain scheduler; more is its asynchronous
+            one, which runs 2 in a server.
+        max_step_tokens: of vLLM's steps, and of our plans in one step.
+        long_prompt_tokens: of one request in one step, if there are others; 0: any number.
+        whole_prompts: admit a prompt only if there is room for all of it (vLLM's default).
+        spread_tokens: see `SegReuseConfig`.
+    """
+
+    num_blocks: int = 40
+    in_flight: int = 1
+    priority: bool = False
+    max_step_tokens: int = 48
+    max_running: int = 6
+    long_prompt_tokens: int = 0
+    whole_prompts: bool = True
+    watermark: float = 0.0
+    max_depth: int = 4
+    spread_tokens: int = 0
+    frozen_pressure: float = 0.9
+    frozen_share: float = 0.5
+
+
+@dataclass
+class Ask:
+    """A request to come.
+
+    Attributes:
+        parts: (document, first token, tokens of new text behind it), one after the other.
+        tokens: the prompt itself, in place of `parts`.
+        seed: of the sampled tokens; requests of one prompt and other seeds are its `n`.
+        freeze: what its blocks are to be frozen as when it ends, from its second token on.
+    """
+
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    tokens: list[int] | None = None
+    keys: tuple[str, ...] | None = None
+    salt: str | None = None
+    lora: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int = 4
+    priority: int = 0
+    prompt_logprobs: bool = False
+    seed: int = 0
+    freeze: FreezeOrder | None = None
+
+
+class World:
+    """One engine without a model, and everything that may happen to it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.scheduler = _scheduler(setup)
+        self.manager = self.scheduler.kv_cache_manager
+        self.pool: Any = self.manager.block_pool
+        self.side = self.scheduler.connector._scheduler
+        self.identities: dict[str, tuple[Identity, int]] = {}
+        self.worker = Worker(setup.num_blocks, SIZE, self.identities, self.scheduler.requests)
+        self.held: list[Any] = []
+        """Blocks that somebody else took."""
+        self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.finished: deque[Request] = deque(maxlen=16)
+        self.named: dict[bytes, list[int]] = {}
+        """Histories of the tokens of each block that vLLM ever hashed."""
+        self.reports: dict[str, dict[str, Any]] | None = None
+        """Of requests that have ended, if anybody keeps them."""
+        self.lost_namespaces = 0
+        self.counts: Counter[str] = Counter()
+        """Events ("events"), and what came of them."""
+        self._histories: dict[str, list[int]] = {}
+        self._ids, self._new_tokens, self._clock = count(), count(1000), count()
+
+    # What may happen.
+
+    def add(self, ask: Ask) -> Request:
+        """A request arrives."""
+        self.counts.update(events=1, requests=1)
+        tokens = ask.tokens if ask.tokens is not None else self.prompt(ask.parts)
+        tokens = tokens[: MAX_TOKENS - ask.max_tokens]
+        extra = dict(ask.options)
+        if ask.keys is not None:
+            extra["extra_keys"] = list(ask.keys)
+        if ask.freeze is not None:
+            extra["segreuse_freeze"] = ask.freeze.encode()
+        params = SamplingParams(
+            max_tokens=ask.max_tokens,
+            stop_token_ids=[STOP],
+            extra_args=extra or None,
+            prompt_logprobs=1 if ask.prompt_logprobs else None,
+        )
+        request = Request(
+            request_id=f"request-{next(self._ids)}",
+            prompt_token_ids=tokens,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=float(next(self._clock)),
+            lora_request=LORA if ask.lora else None,
+            cache_salt=ask.salt,
+            priority=ask.priority,
+            block_hasher=get_request_block_hasher(SIZE, sha256),
+        )
+        identity = Identity(ask.keys, ask.salt, LORA.lora_name if ask.lora else None)
+        self.identities[request.request_id] = identity, ask.seed
+        self._histories[request.request_id] = []
+        self.scheduler.add_request(request)
+        self._note_names()
+        return request
+
+    @property
+    def may_schedule(self) -> bool:
+        """Whether a further step may be under way."""
+        return len(self.under_way) < self.setup.in_flight
+
+    def schedule(self) -> SchedulerOutput:
+        """A step leaves; the worker runs it at once, since nothing overtakes it on the device."""
+        step = self.scheduler.schedule()
+        plans, preempted = step.kv_connector_metadata.plans, step.preempted_req_ids or ()
+        self.counts.update(events=1, steps=1, plans=len(plans), preemptions=len(preempted))
+        self.under_way.append((step, self.worker.run(step)))
+        return step
+
+    def complete(self) -> None:
+        """The oldest step under way comes back."""
+        self.counts["events"] += 1
+        step, result = self.under_way.popleft()
+        live = dict(self.scheduler.requests)
+        outputs = self.scheduler.update_from_output(step, result)
+        for output in [o for of_client in outputs.values() for o in of_client.outputs]:
+            if output.finish_reason is not None:
+                self._ended(live[output.request_id], output.kv_transfer_params)
+        self._note_names()
+
+    def step(self) -> None:
+        """One turn of the engine: as many steps as may be under way leave, one comes back."""
+        while self.may_schedule:
+            self.schedule()
+            self.check(thorough=False)
+        self.complete()
+
+    def abort(self, request: Request) -> None:
+        """The client has gone."""
+        self.counts.update(events=1, aborts=1)
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        self._histories.pop(request.request_id, None)
+
+    def reset(self, preempt: bool) -> bool:
+        """Forget the cache, as a weight update, sleep or an administrator demands."""
+        self.counts["events"] += 1
+        if preempt:
+            self.release()
+        done = self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
+        assert not done or not len(self.pool.index), "a reset left segments behind"
+        assert not done or not self.pool.frozen.num_frozen, "a reset left blocks frozen"
+        assert done or not preempt, "a reset failed although nothing ran"
+        return done
+
+    def unfreeze(self, entries: list[str]) -> None:
+        """Documents are deleted."""
+        self.counts["events"] += 1
+        self.scheduler.connector.unfreeze(entries)
+        assert not set(entries) & self.side.frozen()["warm"].keys()
+
+    def switch(self, on: bool) -> None:
+        """The kill switch."""
+        self.counts["events"] += 1
+        self.scheduler.connector.set_enabled(on)
+
+    def pause(self, state: PauseState) -> None:
+        """vLLM's own pause."""
+        self.counts["events"] += 1
+        self.scheduler.set_pause_state(state)
+
+    def hold(self, blocks: int) -> None:
+        """Somebody else takes free blocks."""
+        self.counts["events"] += 1
+        self.held += self.pool.get_new_blocks(min(blocks, self.pool.get_num_free_blocks()))
+
+    def release(self) -> None:
+        """Whoever took blocks gives them back."""
+        self.counts["events"] += 1
+        self.pool.free_blocks(reversed(self.held))
+        self.held = []
+
+    def evict(self, pick: int, stride: int) -> int:
+        """Cached blocks lose their names, here and there: holes in what vLLM finds by prefix."""
+        self.counts["events"] += 1
+        named = [b.block_id for b in self.pool.blocks if b.block_hash is not None]
+        self.pool.evict_blocks(set(named[pick::stride]))
+        return len(named[pick::stride])
+
+    @property
+    def live(self) -> list[Request]:
+        """Requests that have not ended."""
+        return list(self.scheduler.requests.values())
+
+    def prompt(self, parts: list[tuple[int, int, int]]) -> list[int]:
+        """Tokens of a prompt's parts; new text is new each time."""
+        tokens: list[int] = []
+        for document, first, new in parts:
+            tokens += DOCUMENTS[document][first:]
+            tokens += [next(self._new_tokens) for _ in range(new)]
+        return tokens or [next(self._new_tokens)]
+
+    # What must hold.
+
+    def check(self, thorough: bool = True) -> None:
+        """AssertionError with what is wrong; may be called between any two events.
+
+        Args:
+            thorough: also walk all links of the index.
+        """
+        invariants.check(self)
+        if thorough:
+            self.pool.index.check_integrity()
+
+    def drain(self) -> None:
+        """Everything ends, in a bounded number of steps, and leaves nothing behind."""
+        self.release()
+        self.pause(PauseState.UNPAUSED)
+        for _ in range(50 + 40 * len(self.live)):
+            if self.live:
+                self.step()
+            elif self.under_way:
+                self.complete()
+            else:
+                break
+            self.check()
+        starving = [f"{r.request_id} ({r.status.name})" for r in self.live]
+        assert not starving, f"requests starve: {starving}"
+        self.check()
+        invariants.check_idle(self)
+
+    def _note_names(self) -> None:
+        for request_id, request in self.scheduler.requests.items():
+            if request.is_finished():
+                continue  # while its plan was under way
+            known = self._histories[request_id]
+            if known and len(known) == request.num_tokens:
+                continue
+            done = len(known) // SIZE
+            identity = self.identities[request_id][0]
+            self.worker.histories.of(identity, request.all_token_ids[:], known)
+            for i in range(done, len(request.block_hashes)):
+                self.named[request.block_hashes[i]] = known[i * SIZE : (i + 1) * SIZE]
+
+    def _ended(self, request: Request, answer: dict[str, Any] | None) -> None:
+        self.counts["finished"] += 1
+        self._histories.pop(request.request_id)
+        self.finished.append(request)
+        if self.identities[request.request_id][0].keys is None:
+            assert answer is None, f"a report for {request.request_id}, which has no keys"
+        elif answer is not None:
+            report = answer["segreuse"]
+            parts = [report[f"{kind}_tokens"] for kind in ("prefix", "reused", "new")]
+            assert sum(parts) == request.num_prompt_tokens, (
+                f"a report that does not add up: {report}"
+            )
+            assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"], f"{report}"
+            self._check_recomputed(request, report)
+            self.counts["frozen"] += report.get("frozen", False)
+            self.counts[f"policy: {report['policy']}"] += report["reused_tokens"] > 0
+            if self.reports is not None:
+                self.reports[request.request_id] = report
+
+    def _check_recomputed(self, request: Request, report: dict[str, Any]) -> None:
+        """What the workers chose is what the report says, though only they knew."""
+        done = self.worker.recomputed.get(request.request_id)
+        completed = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if (
+            done is None
+            or not report["reused_tokens"]  # its first admission had no plan
+            or request.status not in completed  # it may have ended before they had told
+            or request.request_id in self.worker.called_back
+        ):
+            return
+        told = report["recomputed_tokens"]
+        assert told == done, f"{request.request_id} reports {told} recomputed tokens, not {done}"
+        self.counts["chosen by workers"] += report["policy"] == "focus" and told > 0
+
+
+@functools.cache
+def _vllm_config() -> Any:
+    """A configuration of vLLM's own making; no weights, no tokenizer."""
+    environment = dict(os.environ)
+    with tempfile.TemporaryDirectory() as directory:
+        model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        shape = SUPPORTED["llama"].config | model | {"dtype": "bfloat16"}
+        Path(directory, "config.json").write_text(json.dumps(shape))
+        arguments = EngineArgs(
+            model=directory,
+            skip_tokenizer_init=True,
+            max_model_len=MAX_TOKENS,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=8,
+            kv_transfer_config=vllm_segreuse.kv_transfer_config(),
+        )
+        vllm_config = arguments.create_engine_config()
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]  # marks for processes to come, which are none of ours
+    init_none_hash(sha256)
+    return vllm_config
+
+
+def _scheduler(setup: Setup) -> Any:
+    vllm_config = _vllm_config()
+    vllm_config.cache_config.block_size = SIZE  # smaller than vLLM accepts from its users
+    vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
+    vllm_config.kv_transfer_config.kv_connector_extra_config = SegReuseConfig(
+        max_provenance_depth=setup.max_depth,
+        spread_tokens=setup.spread_tokens,
+        frozen_pressure=setup.frozen_pressure,
+        frozen_share=setup.frozen_share,
+    ).model_dump()
+    scheduling = vllm_config.scheduler_config
+    scheduling.policy = "priority" if setup.priority else "fcfs"
+    scheduling.max_num_batched_tokens = setup.max_step_tokens
+    scheduling.max_num_seqs = setup.max_running
+    scheduling.scheduler_reserve_full_isl = setup.whole_prompts
+    scheduling.watermark = setup.watermark
+    scheduling.long_prefill_token_threshold = setup.long_prompt_tokens
+    scheduling.async_scheduling = setup.in_flight > 1
+    layers = FullAttentionSpec(block_size=SIZE, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    kind = AsyncScheduler if setup.in_flight > 1 else Scheduler
+    return kind(
+        vllm_config=vllm_config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=setup.num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], layers)],
+        ),
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=SIZE,
+        log_stats=True,
+    )

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-segreuse`: vLLM's own `serve` with the flag in its place, and the other commands."""
+
+import sys
+from typing import Any
+
+import pytest
+import vllm
+from vllm.entrypoints.cli.serve import ServeSubcommand
+
+import vllm_segreuse.knowledge
+from vllm_segreuse import cli, version
+from vllm_segreuse.config import ConfigError
+from vllm_segreuse.launch import names_connector, resolve_flags
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Arguments with which vLLM's command was run."""
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["vllm-segreuse"])
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
+    monkeypatch.setattr(ServeSubcommand, "validate", lambda self, args: calls.append("validated"))
+    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(calls.append))
+    return calls
+
+
+def test_serve_runs_vllms_command_with_the_flag(served: list[Any]) -> None:
+    cli.main(["serve", "some/model", "--port", "1234"])
+    validated, args = served
+    assert validated == "validated"
+    assert (args.model_tag, args.port, args.segreuse) == ("some/model", 1234, True)
+    assert sys.argv == ["vllm-segreuse", "serve", "some/model", "--segreuse", "--port", "1234"]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        (["m", "--port", "1"], ["serve", "m", "--segreuse", "--port", "1"]),
+        (["--port", "1"], ["serve", "--segreuse", "--port", "1"]),
+        (["m", "--port", "1", "--segreuse"], ["serve", "m", "--port", "1", "--segreuse"]),
+        ([], ["serve", "--segreuse"]),
+    ],
+)
+def test_the_flag_stands_once_and_behind_the_model(
+    served: list[Any], options: list[str], arguments: list[str]
+) -> None:
+    cli.main(["serve", *options])
+    assert sys.argv[1:] == arguments
+
+
+@pytest.mark.parametrize("option", ["--help", "-h", "--help=all"])
+def test_help_is_vllms_own(
+    served: list[Any], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", option])
+    assert ended.value.code in (0, None)
+    assert "--segreuse" not in sys.argv
+    assert "serve" in capsys.readouterr().out
+    assert served == []
+
+
+def test_bad_configuration_is_one_sentence(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(args: Any) -> None:
+        raise ConfigError("recompute_ratio=2 must be a number from 0 to 1")
+
+    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(refuses))
+    with pytest.raises(SystemExit, match=r"^vllm-segreuse: recompute_ratio=2 must be"):
+        cli.main(["serve", "m"])
+
+
+def test_31_other_versions_of_vllm_are_refused_in_one_sentence(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    monkeypatch.setattr(
+        "vllm_segreuse.calibrate.cli.main", lambda rest: version.require_supported_vllm()
+    )
+    for command in ("serve", "calibrate"):
+        with pytest.raises(SystemExit, match=r"^vllm-segreuse: .*found 0\.99\.0"):
+            cli.main([command, "m"])
+    assert served == []
+    assert version.SUPPORTED == (0, 32)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--version"])
+    said = capsys.readouterr().out.strip()
+    assert said == f"vllm-segreuse {vllm_segreuse.__version__} (vLLM {vllm.__version__})"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["-h"], 0), (["--help"], 0), ([], 2), (["server"], 2), (["-x"], 2)]
+)
+def test_usage_goes_to_who_asked_for_it(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == code
+    out, err = capsys.readouterr()
+    asked, other = (err, out) if code else (out, err)
+    assert other == ""
+    for command in ("serve MODEL", "calibrate MODEL", "kb create|add|ls|rm|warm|stats"):
+        assert command in asked
+
+
+def test_other_commands_get_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("vllm_segreuse.knowledge.cli.main", lambda rest: seen.append(rest))
+    monkeypatch.setattr("vllm_segreuse.calibrate.cli.main", lambda rest: seen.append(rest) or 3)
+    cli.main(["kb", "ls", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["calibrate", "m"])
+    assert ended.value.code == 3
+    assert seen == [["ls", "--json"], ["m"]]
+
+
+def test_kb_says_which_package_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(vllm_segreuse.knowledge, "cli", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm_segreuse.knowledge.cli", None)
+    with pytest.raises(SystemExit, match=r"pip install 'vllm-segreuse\[kb\]'"):
+        cli.main(["kb", "ls"])
+
+
+def test_what_serve_parses_turns_segment_reuse_on(served: list[Any]) -> None:
+    cli.main(["serve", "m"])
+    args = served[-1]
+    resolve_flags(args)
+    assert names_connector(args.kv_transfer_config)
+    assert args.segreuse is False, "the flag is spent"

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way in ends in the same configuration; what cannot work is refused with the reason."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+import vllm_segreuse
+from vllm_segreuse.config import ConfigError
+from vllm_segreuse.launch import (
+    add_flags,
+    check_config,
+    names_connector,
+    resolve_flags,
+)
+
+OTHER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+OURS = {
+    "kv_connector": "SegReuseConnector",
+    "kv_connector_module_path": "vllm_segreuse.connector",
+    "kv_role": "kv_producer",
+}
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--kv-transfer-config", type=lambda x: KVTransferConfig(**json.loads(x)))
+    add_flags(parser)
+    args = parser.parse_args(list(arguments))
+    resolve_flags(args)
+    return args
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    path = tmp_path / "server.yaml"
+    path.write_text("policy: shift\n")
+    return path
+
+
+def test_offline_configuration() -> None:
+    config = vllm_segreuse.kv_transfer_config(policy="shift", dense_layers=2)
+    assert (config.kv_connector, config.kv_connector_module_path) == tuple(OURS.values())[:2]
+    assert config.kv_connector_extra_config == {"policy": "shift", "dense_layers": 2}
+    assert names_connector(config)
+
+
+def test_role_keeps_vllm_from_deferring_block_frees() -> None:
+    assert not vllm_segreuse.kv_transfer_config().is_kv_consumer
+
+
+def test_offline_options_are_checked_at_once() -> None:
+    with pytest.raises(ConfigError, match="'polcy'"):
+        vllm_segreuse.kv_transfer_config(polcy="shift")
+
+
+def test_flag_alone_means_all_defaults() -> None:
+    config = parse("--segreuse").kv_transfer_config
+    assert names_connector(config)
+    assert config.kv_connector_extra_config == {}
+
+
+def test_flag_with_a_file(yaml_file: Path) -> None:
+    config = parse("--segreuse", "--segreuse-config", str(yaml_file)).kv_transfer_config
+    assert config.kv_connector_extra_config == {"policy": "shift"}
+
+
+def test_flags_are_spent_for_api_servers_started_later() -> None:
+    args = parse("--segreuse")
+    config = args.kv_transfer_config
+    resolve_flags(args)
+    assert args.kv_transfer_config is config
+
+
+def test_nothing_changes_without_the_flag() -> None:
+    assert parse().kv_transfer_config is None
+    assert (
+        parse("--kv-transfer-config", json.dumps(OTHER)).kv_transfer_config.kv_connector
+        == OTHER["kv_connector"]
+    )
+
+
+def test_file_without_the_flag_is_refused(yaml_file: Path) -> None:
+    with pytest.raises(ConfigError, match="without --segreuse"):
+        parse("--segreuse-config", str(yaml_file))
+
+
+def test_bad_file_is_the_parsers_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("polcy: shift\n")
+    for file, complaint in ((path, "'polcy'"), (tmp_path / "none.yaml", "cannot read")):
+        with pytest.raises(SystemExit):
+            parse("--segreuse", "--segreuse-config", str(file))
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "--segreuse-config" in last
+        assert complaint in last
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [(OTHER, "it names OffloadingConnector"), (OURS, "both configure SegReuseConnector")],
+)
+def test_flag_beside_a_connector_is_refused(config: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse("--segreuse", "--kv-transfer-config", json.dumps(config))
+
+
+def multi(*children: dict[str, str]) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": list(children)},
+    )
+
+
+def test_multi_connector_is_refused_with_the_reason() -> None:
+    config = multi(OURS, OTHER)
+    assert names_connector(config)
+    with pytest.raises(ConfigError, match=r"approximate.*instead of in a MultiConnector"):
+        check_config(config)
+
+
+def test_others_are_none_of_our_business() -> None:
+    for config in (None, KVTransferConfig(), KVTransferConfig(**OTHER), multi(OTHER), OTHER):
+        assert not names_connector(config)  # type: ignore[arg-type]
+
+
+def test_plain_configuration_is_checked_and_completed() -> None:
+    config = check_config({"kv_connector": "SegReuseConnector", "kv_role": "kv_both"})
+    assert config.kv_connector_module_path == "vllm_segreuse.connector"
+    with pytest.raises(ConfigError, match="recompute_ratio=2"):
+        check_config({**OURS, "kv_connector_extra_config": {"recompute_ratio": 2}})
+
+
+def test_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND"):
+        check_config(OURS)
+
+
+def test_kv_offloading_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drop --kv-offloading-size"):
+        check_config(OURS, kv_offloading=True)

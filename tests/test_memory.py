@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pass takes on the device beyond what vLLM measures is known before the cache is sized."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_segreuse.memory import pass_bytes
+
+FIXED = 272 << 20
+"""Scratch of overlapping moves (256 MiB), and buffers of a metadata builder (16 MiB)."""
+
+
+def config(
+    backend: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    max_model_len: int = 1000,
+    wave: int = 100_000,
+) -> Any:
+    model = SimpleNamespace(
+        dtype=dtype,
+        max_model_len=max_model_len,
+        get_hidden_size=lambda: 64,
+        get_num_attention_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
+        get_head_size=lambda: 128,
+    )
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=wave),
+        attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "element"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_states_of_the_longest_prompt_and_of_a_step_beside_it(
+    dtype: torch.dtype, element: int
+) -> None:
+    hidden_states_and_residual = 2 * (1000 + 100_000) * 64 * element
+    assert pass_bytes(config(dtype=dtype)) == hidden_states_and_residual + FIXED
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_backends_without_a_workspace_take_no_more(backend: str) -> None:
+    assert pass_bytes(config(backend)) == pass_bytes(config(None))
+
+
+@pytest.mark.parametrize("wave", [100, 100_000])
+def test_flashinfer_has_a_workspace_by_rank(wave: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.envs as envs
+
+    least = envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
+    workspace = pass_bytes(config("FLASHINFER", wave=wave)) - pass_bytes(config(wave=wave))
+    assert workspace == max(least, wave * 4 * 128 * 16)
+    assert (workspace == least) == (wave == 100)
+
+
+def test_the_figures_are_those_of_what_they_bound() -> None:
+    from vllm_segreuse import memory
+    from vllm_segreuse.kernels import cuda
+
+    assert memory._ALIGN_SCRATCH_BYTES == cuda._SCRATCH_BYTES

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each engine option and kind of model under which reuse is not proven is refused, in a sentence
+that names it and the way out; everything else is not."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CacheConfig, ParallelConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from tests.prefill.loaded import model_config
+from vllm_segreuse.supported import RefusedError, check_config, check_kv_cache
+
+WITHOUT = "serve this model without --segreuse"
+
+
+class Changed:
+    """One of vLLM's configurations, in which some values are others."""
+
+    def __init__(self, real: Any, changes: dict[str, Any]) -> None:
+        for name in changes:
+            assert hasattr(real, name), f"vLLM's {type(real).__name__} has no {name} any more"
+        self.__dict__.update(changes, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return model_config(tmp_path_factory.mktemp("llama"))
+
+
+def config(
+    llama: Any,
+    model: dict[str, Any] | None = None,
+    cache: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
+    speculative: str | None = None,
+) -> Any:
+    """vLLM's defaults, and what differs from them."""
+    model = dict(model or {})
+    if text is not None:
+        model["hf_text_config"] = SimpleNamespace(**text)
+    method = None if speculative is None else SimpleNamespace(method=speculative)
+    return SimpleNamespace(
+        model_config=Changed(llama, model),
+        cache_config=Changed(CacheConfig(), cache or {}),
+        parallel_config=Changed(ParallelConfig(), parallel or {}),
+        speculative_config=method,
+    )
+
+
+def refusal(vllm_config: Any) -> str:
+    with pytest.raises(RefusedError) as refused:
+        check_config(vllm_config)
+    text = str(refused.value)
+    assert text.startswith("segment reuse cannot start: ")
+    return text.removeprefix("segment reuse cannot start: ")
+
+
+MODELS: list[tuple[dict[str, Any], str]] = [
+    ({"runner_type": "pooling"}, "is a pooling model"),
+    ({"use_mla": True}, "uses multi-head latent attention (MLA)"),
+    ({"is_hybrid": True}, "has layers without attention (a hybrid or state-space model)"),
+    ({"is_attention_free": True}, "has layers without attention (a hybrid or state-space model)"),
+    ({"is_encoder_decoder": True}, "is an encoder-decoder model"),
+    ({"uses_mrope": True}, "uses multimodal rotary positions (M-RoPE)"),
+]
+
+
+@pytest.mark.parametrize(("model", "why"), MODELS)
+def test_models_that_cannot_be_proven_are_refused_by_name(
+    model: dict[str, Any], why: str, llama: Any
+) -> None:
+    assert refusal(config(llama, model)) == f"LlamaForCausalLM {why}; {WITHOUT}"
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"model": {"enable_prompt_embeds": True}},
+        "prompt embeddings are on; remove --enable-prompt-embeds",
+    ),
+    (
+        {"cache": {"enable_prefix_caching": False}},
+        "prefix caching is off; remove --no-enable-prefix-caching",
+    ),
+    (
+        {"cache": {"cache_dtype": "fp8_e4m3"}},
+        "kv_cache_dtype=fp8_e4m3 is quantised; use --kv-cache-dtype auto",
+    ),
+    (
+        {"parallel": {"pipeline_parallel_size": 2}},
+        "pipeline_parallel_size=2; use tensor parallelism",
+    ),
+    (
+        {"parallel": {"decode_context_parallel_size": 2}},
+        "context parallelism is on; set both context parallel sizes to 1",
+    ),
+    (
+        {"parallel": {"prefill_context_parallel_size": 2}},
+        "context parallelism is on; set both context parallel sizes to 1",
+    ),
+    (
+        {"model": {"is_moe": True}, "parallel": {"data_parallel_size": 2}},
+        "a mixture of experts with data_parallel_size=2; use 1",
+    ),
+    (
+        {"parallel": {"enable_eplb": True}},
+        "expert load balancing is on; remove --enable-eplb",
+    ),
+    ({"parallel": {"use_ubatching": True}}, "micro-batching is on; remove --enable-dbo"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), OPTIONS)
+def test_engine_options_that_cannot_be_proven_are_refused(
+    changes: dict[str, Any], sentence: str, llama: Any
+) -> None:
+    assert refusal(config(llama, **changes)) == sentence
+
+
+@pytest.mark.parametrize("option", ["enable_dbo", "ubatch_size"])
+def test_micro_batching_is_known_by_both_of_its_options(option: str, llama: Any) -> None:
+    parallel = ParallelConfig(**{option: True if option == "enable_dbo" else 2})
+    given = config(llama)
+    given.parallel_config = parallel
+    assert "micro-batching is on" in refusal(given)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "draft_model", "dflash"])
+def test_drafts_from_hidden_states_are_refused(method: str, llama: Any) -> None:
+    assert refusal(config(llama, speculative=method)) == (
+        f"speculative decoding by {method} needs hidden states that reuse skips; use ngram, or none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ({"sliding_window": 4096}, True),
+        ({"sliding_window": 4096, "use_sliding_window": True}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": None}, False),
+        ({}, False),
+    ],
+)
+def test_a_sliding_window_is_refused_where_it_is_used(
+    text: dict[str, Any], refused: bool, llama: Any
+) -> None:
+    """Qwen's configurations name a window that is off."""
+    given = config(llama, text=text)
+    if refused:
+        assert refusal(given) == (
+            f"LlamaForCausalLM uses sliding-window attention (sliding_window=4096); {WITHOUT}"
+        )
+    else:
+        check_config(given)
+
+
+def test_a_window_of_the_checkpoint_is_seen(tmp_path: Path) -> None:
+    given = config(model_config(tmp_path, sliding_window=128))
+    assert "sliding_window=128" in refusal(given)
+
+
+SUPPORTED: list[dict[str, Any]] = [
+    {},
+    {"model": {"is_moe": True}},
+    {"parallel": {"data_parallel_size": 2}},
+    {"parallel": {"tensor_parallel_size": 2}},
+    {"speculative": "ngram"},
+    {"speculative": "suffix"},
+    {"model": {"is_multimodal_model": True}},
+] + [{"cache": {"cache_dtype": dtype}} for dtype in ("auto", "bfloat16", "float16", "float32")]
+
+
+@pytest.mark.parametrize("changes", SUPPORTED, ids=str)
+def test_nothing_else_is_refused(changes: dict[str, Any], llama: Any) -> None:
+    check_config(config(llama, **changes))
+
+
+def test_a_model_without_a_name_is_named_by_where_it_is(llama: Any) -> None:
+    nameless = {"hf_config": SimpleNamespace(architectures=None), "use_mla": True}
+    assert refusal(config(llama, nameless)).startswith(f"{llama.model} uses multi-head")
+
+
+# The KV cache.
+
+SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(block_size=16, **SHAPE)
+
+
+def kv_cache(*specs: Any, hash_block_size: int | None = None) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(
+        num_blocks=9,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        hash_block_size=hash_block_size,
+    )
+
+
+@pytest.mark.parametrize("hash_block_size", [None, 16])
+def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -> None:
+    check_kv_cache(kv_cache(FULL, hash_block_size=hash_block_size), 16)
+
+
+@pytest.mark.parametrize(
+    ("specs", "found"),
+    [
+        ([FULL, FULL], "2 KV cache groups (FullAttentionSpec)"),
+        ([], "0 KV cache groups ()"),
+        (
+            [SlidingWindowSpec(block_size=16, sliding_window=64, **SHAPE)],
+            "1 KV cache groups (SlidingWindowSpec)",
+        ),
+        (
+            [FULL, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **SHAPE)],
+            "2 KV cache groups (ChunkedLocalAttentionSpec, FullAttentionSpec)",
+        ),
+        ([MLAAttentionSpec(block_size=16, **SHAPE)], "1 KV cache groups (MLAAttentionSpec)"),
+    ],
+)
+def test_any_other_shape_of_cache_is_refused(specs: list[Any], found: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        check_kv_cache(kv_cache(*specs), 16)
+    assert str(refused.value) == (
+        f"segment reuse cannot start: the model needs {found}, one group of full attention is "
+        f"supported; {WITHOUT}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "what"),
+    [
+        ({"sliding_window": 64}, "a sliding window of 64 tokens"),
+        ({"attention_chunk_size": 128}, "chunks of 128 tokens"),
+        ({"non_causal": True}, "tokens behind their own"),
+    ],
+)
+def test_full_attention_that_hides_another_kind_is_refused(
+    hidden: dict[str, Any], what: str
+) -> None:
+    spec = FullAttentionSpec(block_size=16, **SHAPE, **hidden)
+    with pytest.raises(RefusedError, match=f"layers of the model attend to {what}; {WITHOUT}"):
+        check_kv_cache(kv_cache(spec), 16)
+
+
+def test_blocks_that_are_hashed_in_pieces_are_refused() -> None:
+    with pytest.raises(RefusedError) as refused:
+        check_kv_cache(kv_cache(FULL, hash_block_size=8), 16)
+    assert str(refused.value).endswith(
+        "blocks of 16 tokens are hashed in pieces of 8; leave the hash block size at its default"
+    )

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels in C++ for CPUs (kernels/cpu/), called through their C interface.
+
+The library knows nothing of torch: it is built once, for any torch version, wherever there is a C++
+compiler. Its structures are those of csrc/cpu/kernels.h, field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_segreuse.kernels.arguments import (
+    check_blocks,
+    check_moves,
+    check_pages,
+    check_parts,
+    check_places,
+    check_positions,
+    check_queries,
+    check_strides,
+    check_tables,
+    check_tensor,
+)
+from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
+
+_DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_LIBRARIES = {
+    "AMX": ("amx", "avx512", "avx2", "baseline"),
+    "AVX512": ("avx512", "avx2", "baseline"),
+    "AVX2": ("avx2", "baseline"),
+}
+_VECTOR = 16  # head sizes of attention and scores are multiples of the widest vector
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in (
+            *("heads", "block_size", "channels", "offset", "head"),
+            *("token_tile", "token_hi", "token_lo"),
+            *("channel_tile", "channel_hi", "channel_lo"),
+        )
+    ]
+
+    @classmethod
+    def of(cls, strides: TiledStrides) -> _Strides:
+        return cls(
+            *strides.shape,
+            strides.offset,
+            strides.head,
+            *(strides.token_tile, strides.token_hi, strides.token_lo),
+            *(strides.channel_tile, strides.channel_hi, strides.channel_lo),
+        )
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [
+        ("strides", _Strides),
+        *((name, ctypes.c_int32) for name in ("dim", "neox", "first")),
+    ]
+
+    @classmethod
+    def of(cls, part: Part) -> _Part:
+        turn = part.rotation
+        rotation = (turn.dim, turn.neox, turn.first) if turn else (0, 0, 0)
+        return cls(_Strides.of(part.strides), *rotation)
+
+
+class _AlignArgs(ctypes.Structure):
+    _fields_ = [
+        ("pages", ctypes.c_void_p),
+        ("layers", ctypes.c_int64),
+        ("page_stride", ctypes.c_int64),
+        ("parts", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("sources", ctypes.c_void_p),
+        ("targets", ctypes.c_void_p),
+        ("angles", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("pairs", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+class _AttentionArgs(ctypes.Structure):
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("keys", _Strides),
+        ("values", _Strides),
+        ("block_tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("request", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("queries", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+class _ScoreArgs(ctypes.Structure):
+    _fields_ = [
+        ("scores", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("keys", _Strides),
+        ("block_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("queries", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+        ("highest", ctypes.c_int32),
+    ]
+
+
+def unavailable() -> str | None:
+    """Why this machine cannot run the C++ kernels, or None if it can."""
+    try:
+        _library()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def instruction_set() -> str:
+    """What the loaded library was compiled for: "amx", "avx512", "avx2" or "baseline"."""
+    return Path(_library()._name).stem.removeprefix("_cpu_")
+
+
+def capability() -> str:
+    """What this machine has: torch's name of it, or "AMX" if there is a matrix unit, too."""
+    found: str = torch.backends.cpu.get_cpu_capability()
+    matrix = torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()
+    # The system gives a process the unit's registers when it asks for them.
+    return "AMX" if found == "AVX512" and matrix and torch.cpu._init_amx() else found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The library for the widest instruction set that both build and machine have."""
+    folder = Path(__file__).parent
+    names = _LIBRARIES.get(capability(), ("baseline",))
+    for name in names:
+        path = folder / f"_cpu_{name}.so"
+        if path.exists():
+            library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL)
+            _check_age(library, path)
+            for function in ("segreuse_align", "segreuse_attention", "segreuse_scores"):
+                getattr(library, function).argtypes = [ctypes.c_void_p]
+                getattr(library, function).restype = None
+            return library
+    raise OSError(
+        f"no _cpu_*.so in {folder}: the C++ kernels were not built (no compiler at installation)"
+    )
+
+
+def _check_age(library: ctypes.CDLL, path: Path) -> None:
+    """Raises OSError for a library that was left behind by an older build."""
+    expected = [ctypes.sizeof(args) for args in (_AlignArgs, _AttentionArgs, _ScoreArgs)]
+    found = (ctypes.c_int64 * 3)()
+    try:
+        library.segreuse_sizes(found)
+    except AttributeError:
+        found[0] = -1
+    if list(found) != expected:
+        raise OSError(f"{path} is of another version of the sources: install the package again")
+
+
+def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+    """See `reference.align`: the same numbers, bit for bit.
+
+    Raises:
+        ValueError: the arguments are not as described there, or slots lie outside of the pages.
+    """
+    if not len(moves) or not pages:
+        return
+    _check_device("pages", pages[0])
+    check_pages(pages, tuple(_DTYPES))
+    check_parts(parts, pages[0])
+    check_moves(moves, parts, pages[0])
+    first, block_size = pages[0], parts[0].strides.shape[1]
+    pointers = (ctypes.c_void_p * len(pages))(*(p.data_ptr() for p in pages))
+    c_parts = (_Part * len(parts))(*(_Part.of(part) for part in parts))
+    scratch = None
+    if moves.overlapping:
+        width = sum(part.strides.shape[0] * part.strides.shape[2] for part in parts)
+        scratch = torch.empty(len(moves) * width * first.element_size(), dtype=torch.uint8)
+    _call(
+        "segreuse_align",
+        _AlignArgs(
+            ctypes.addressof(pointers),
+            len(pages),
+            first.stride(0),
+            ctypes.addressof(c_parts),
+            len(parts),
+            moves.sources.data_ptr(),
+            moves.targets.data_ptr(),
+            moves.angles.data_ptr(),
+            len(moves),
+            block_size,
+            moves.cos.data_ptr(),
+            moves.sin.data_ptr(),
+            moves.cos.shape[-1],
+            None if scratch is None else scratch.data_ptr(),
+            _DTYPES[first.dtype],
+        ),
+    )
+
+
+def supports_attention(keys: TiledStrides, dtype: torch.dtype) -> bool:
+    """Whether `sparse_attention` and `token_scores` take pages of this shape and dtype."""
+    return keys.shape[2] % _VECTOR == 0 and dtype in _FLOATS
+
+
+def sparse_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    values: TiledStrides,
+    block_tables: torch.Tensor,
+    request: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+) -> None:
+    """See `reference.sparse_attention`; computes in float32.
+
+    Raises:
+        ValueError: the arguments are not as described there, or block tables name pages that do
+            not exist.
+    """
+    if not query.shape[0]:
+        return
+    _check(query, pages, keys)
+    check_strides(values, pages)
+    if values.shape != keys.shape:
+        raise ValueError(f"values are {values.shape} per page; expected {keys.shape}, as keys are")
+    check_tensor("out", out, query.dtype, query.device)
+    if out.shape != query.shape:
+        raise ValueError(f"out is {tuple(out.shape)}; expected {tuple(query.shape)}, as query is")
+    check_places(query, block_tables, request, positions, keys.shape[1])
+    check_tables(block_tables, request, positions, keys.shape[1], pages)
+    query, tables = query.contiguous(), block_tables.contiguous()
+    _call(
+        "segreuse_attention",
+        _AttentionArgs(
+            out.data_ptr(),
+            query.data_ptr(),
+            pages.data_ptr(),
+            pages.stride(0),
+            _Strides.of(keys),
+            _Strides.of(values),
+            tables.data_ptr(),
+            tables.stride(0),
+            request.data_ptr(),
+            positions.data_ptr(),
+            query.shape[0],
+            query.shape[1],
+            scale,
+            _DTYPES[pages.dtype],
+        ),
+    )
+
+
+def token_scores(
+    query: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    block_ids: torch.Tensor,
+    num_tokens: int,
+    scale: float,
+    highest: bool = False,
+) -> torch.Tensor:
+    """See `reference.token_scores`; the same in every run, whatever the number of threads.
+
+    Raises:
+        ValueError: the arguments are not as described there, or block ids name pages that do not
+            exist.
+    """
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
+    scores = torch.zeros(num_tokens, dtype=torch.float32)
+    if not query.shape[0] or not num_tokens:
+        return scores
+    _check(query, pages, keys)
+    check_positions(query, positions)
+    # No query sees a key behind its own position: what lies behind the last one stays 0.
+    last = int(positions[-1]) + 1
+    check_blocks(block_ids, -(-last // keys.shape[1]), pages)
+    query, blocks = query.contiguous(), block_ids.to(torch.int32).contiguous()
+    seen = min(num_tokens, last)
+    _call(
+        "segreuse_scores",
+        _ScoreArgs(
+            scores.data_ptr(),
+            query.data_ptr(),
+            pages.data_ptr(),
+            pages.stride(0),
+            _Strides.of(keys),
+            blocks.data_ptr(),
+            positions.data_ptr(),
+            query.shape[0],
+            query.shape[1],
+            seen,
+            scale,
+            _DTYPES[pages.dtype],
+            highest,
+        ),
+    )
+    return scores
+
+
+def _check(query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides) -> None:
+    _check_device("pages", pages)
+    check_queries(query, pages, keys, _FLOATS)
+    if not supports_attention(keys, pages.dtype):
+        raise ValueError(
+            f"keys have a head size of {keys.shape[2]}; the C++ kernel takes multiples of {_VECTOR}"
+        )
+
+
+def _check_device(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} are on {tensor.device}; the C++ kernels need them on the CPU")
+
+
+def _call(function: str, args: Any) -> None:
+    getattr(_library(), function)(ctypes.byref(args))

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory that a pass takes beyond what vLLM's profile run has seen.
+
+vLLM runs the model once on `max_num_batched_tokens` tokens, and gives the KV cache what is left. A
+wave of a pass is no larger than that run. What comes on top is bounded here, and reserved while
+vLLM measures.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_ALIGN_SCRATCH_BYTES = 256 << 20  # vllm_segreuse/kernels/cuda.py
+_BUILDER_BYTES = 16 << 20
+_FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
+
+
+def pass_bytes(vllm_config: VllmConfig) -> int:
+    """Most bytes on the device that a pass holds beside the activations of one wave.
+
+    The states (hidden states and residual) of a prompt of maximum length at a boundary layer, and
+    those of a step's plans while that one is under way; the scratch of overlapping moves, and the
+    buffers of the metadata builder.
+    """
+    model = vllm_config.model_config
+    element = model.dtype.itemsize
+    tokens = model.max_model_len + vllm_config.scheduler_config.max_num_batched_tokens
+    states = 2 * tokens * model.get_hidden_size() * element
+    return states + _ALIGN_SCRATCH_BYTES + _builder_bytes(vllm_config)
+
+
+def _builder_bytes(vllm_config: VllmConfig) -> int:
+    backend = vllm_config.attention_config.backend
+    if backend is None or backend.name != "FLASHINFER":
+        return _BUILDER_BYTES
+    import vllm.envs as envs
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    wave = vllm_config.scheduler_config.max_num_batched_tokens
+    channels = model.get_num_attention_heads(parallel) * model.get_head_size()
+    workspace = max(
+        envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, wave * channels * _FLASHINFER_ELEMENT_BYTES
+    )
+    return _BUILDER_BYTES + int(workspace)
