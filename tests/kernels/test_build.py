@@ -11,7 +11,7 @@ import pytest
 import torch
 from setuptools import Distribution
 
-from tests.kernels.native import CSRC
+from tests.kernels.native import CSRC, KERNELS
 
 LEVELS = ("baseline", "avx2", "avx512", "amx")
 
@@ -89,5 +89,9 @@ def test_a_kernel_that_does_not_build_is_left_out(
 
 def test_every_source_is_compiled_and_every_header_watched(setup: SimpleNamespace) -> None:
     kernels = [setup.CpuKernels("baseline"), setup.CudaKernels()]
-    files = {str(path.relative_to(CSRC.parent)) for path in CSRC.rglob("*.[ch]*")}
+    files = {
+        str(path.relative_to(CSRC.parent))
+        for folder in (CSRC, KERNELS)
+        for path in folder.rglob("*.[ch]*")
+    }
     assert {name for kernel in kernels for name in (*kernel.sources, *kernel.depends)} == files

@@ -15,11 +15,12 @@ from tests.prefill.loaded import BLOCK_SIZE, HEAD_SIZE, HEADS, LAYERS, Loaded, l
 from vllm_segreuse import config
 from vllm_segreuse.kernels import cpu
 from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model import rope
 from vllm_segreuse.model.layers import LayerState
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import Recipe, ReusePlan
 from vllm_segreuse.policies import POLICIES, Situation
-from vllm_segreuse.prefill import checks, programs, rope, rows
+from vllm_segreuse.prefill import checks, programs, rows
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.supported import RefusedError
 
