@@ -134,3 +134,20 @@ def test_prompts_hold_every_document_at_an_odd_offset() -> None:
         offsets = [at for at in range(len(prompt)) if tuple(prompt[at : at + 8]) in firsts]
         assert len(offsets) == ttft.DOCUMENTS
         assert all(offset % 2 == 1 for offset in offsets)
+
+
+def test_a_speed_up_lies_within_its_interval(answer: Callable[[Answer], None]) -> None:
+    """The machine slows down from round to round, and one round of `shift` was disturbed: the
+    ratio of the medians would be that of two different rounds."""
+    turns = {mode.name: 0 for mode in ttft.MODES}
+
+    def timed(mode: ttft.Mode) -> engine.Timed:
+        turns[mode.name] += 1
+        drift = 2.0 ** turns[mode.name]
+        disturbed = 1000 if mode.name == "shift" and turns[mode.name] == 1 else 1
+        return _timed(mode)._replace(ms=MS[mode.name] * drift * disturbed)
+
+    answer(timed)
+    summary = ttft.run(quick=True)["summary"]
+    assert summary["shift_speedup"] == 20
+    assert summary["shift_speedup_low"] <= summary["shift_speedup"] <= summary["shift_speedup_high"]
