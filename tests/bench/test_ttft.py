@@ -144,7 +144,7 @@ def test_a_speed_up_lies_within_its_interval(answer: Callable[[Answer], None]) -
     def timed(mode: ttft.Mode) -> engine.Timed:
         turns[mode.name] += 1
         drift = 2.0 ** turns[mode.name]
-        disturbed = 1000 if mode.name == "shift" and turns[mode.name] == 1 else 1
+        disturbed = 1000 if mode.name == "shift" and turns[mode.name] == 3 else 1
         return _timed(mode)._replace(ms=MS[mode.name] * drift * disturbed)
 
     answer(timed)
