@@ -17,12 +17,19 @@ import sys
 from pathlib import Path
 
 
-def included(source: Path) -> list[Path]:
-    """The source, and the headers of ours that it includes, theirs too."""
+def included(source: Path, folders: list[Path]) -> list[Path]:
+    """The source, and the headers of ours that it includes, theirs too.
+
+    Args:
+        folders: where headers are looked for that do not lie beside the file that includes them.
+    """
     found = [source.resolve()]
     for path in found:
-        names = re.findall(r'#include "(.+)"', path.read_text())
-        found += [new for name in names if (new := (path.parent / name).resolve()) not in found]
+        for name in re.findall(r'#include "(.+)"', path.read_text()):
+            places = [folder / name for folder in (path.parent, *folders)]
+            header = next(place for place in places if place.is_file()).resolve()
+            if header not in found:
+                found.append(header)
     return found
 
 
@@ -33,7 +40,8 @@ def main(arguments: list[str]) -> int:
         return subprocess.run(command).returncode
     source, target = arguments[arguments.index("-c") + 1], arguments[arguments.index("-o") + 1]
     content = hashlib.sha256(repr([word for word in arguments if word != target]).encode())
-    for path in included(Path(source)):
+    folders = [Path(word[2:]) for word in arguments if word.startswith("-I")]
+    for path in included(Path(source), folders):
         content.update(path.read_bytes())
     cached = Path(os.environ["CXX_CACHE"]) / content.hexdigest()
     if not cached.exists():
