@@ -15,9 +15,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.plan import FreezeOrder
 from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE = 4

@@ -327,7 +327,7 @@ class ParsedRequest(NamedTuple):
     Attributes:
         extra_keys: the request's namespace, or None: it neither reuses nor donates.
         options: resolved options of the request.
-        freeze: the server's own order to freeze its blocks (`cache.frozen.FreezeOrder.encode`).
+        freeze: the server's own order to freeze its blocks (`plan.FreezeOrder.encode`).
     """
 
     extra_keys: tuple[str, ...] | None

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
-from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPool
+from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
@@ -25,7 +25,7 @@ from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import STEP_TOKENS, RequestOptions, SegReuseConfig, parse_request
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import BoolArray, IntArray, Recipe, ReusePlan
+from vllm_segreuse.plan import BoolArray, FreezeOrder, IntArray, Recipe, ReusePlan
 from vllm_segreuse.policies import POLICIES, Situation
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ was given back under pressure returns once a prompt has brought it.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.plan import FreezeOrder
 
 EXTRA_KEY = "a"
 KEPT = 5

@@ -10,8 +10,8 @@ import pytest
 
 from bench.harness import BenchError
 from bench.suites import soak
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import FREEZE
+from vllm_segreuse.plan import FreezeOrder
 
 LOAD = soak.Load(requests=240, warm_up=8, reset_every=20)
 

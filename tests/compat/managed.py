@@ -16,11 +16,11 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPart
+from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import Recipe, ReusePlan
+from vllm_segreuse.plan import FreezeOrder, Recipe, ReusePlan
 from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE, LIMIT = 4, 40

@@ -8,8 +8,9 @@ from collections import Counter
 from itertools import count
 from typing import Any
 
-from vllm_segreuse.cache.frozen import FreezeOrder, FrozenPart, FrozenPool
+from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.plan import FreezeOrder
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 100

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import ManifestError
 from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.plan import FreezeOrder
 from vllm_segreuse.serve.admin import make_app
 
 SHAPE = Shape(BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)

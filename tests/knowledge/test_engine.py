@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import EXTRA_KEYS, FREEZE
 from vllm_segreuse.knowledge.engine import (
     ServedEngine,
@@ -19,6 +18,7 @@ from vllm_segreuse.knowledge.engine import (
 from vllm_segreuse.knowledge.errors import UnavailableError
 from vllm_segreuse.knowledge.offline import OfflineEngine
 from vllm_segreuse.knowledge.origin import Origin, origin
+from vllm_segreuse.plan import FreezeOrder
 
 ORDER = FreezeOrder("entry", 1, 3, 5)
 

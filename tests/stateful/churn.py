@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from tests.stateful.world import Ask, Setup, World
-from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.plan import FreezeOrder
 
 USAGE = 0.95
 NUM_BLOCKS = 1800  # 5 % of them take the requests that run at a time, and little more

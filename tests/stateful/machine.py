@@ -23,8 +23,8 @@ from tests.stateful.world import (
     Setup,
     World,
 )
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import POLICIES
+from vllm_segreuse.plan import FreezeOrder
 
 totals: Counter[str] = Counter()
 """What all machines of this process did, for the summary of long runs."""

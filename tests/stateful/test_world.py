@@ -4,7 +4,7 @@
 from vllm.v1.request import Request
 
 from tests.stateful.world import DOCUMENTS, Ask, Setup, World
-from vllm_segreuse.cache.frozen import FreezeOrder
+from vllm_segreuse.plan import FreezeOrder
 
 
 def test_a_request_preempted_in_the_step_that_scheduled_it_leaves_no_names() -> None:

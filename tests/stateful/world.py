@@ -37,8 +37,8 @@ import vllm_segreuse
 from bench.shapes import SUPPORTED
 from tests.stateful import invariants
 from tests.stateful.worker import STOP, Identity, Worker
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4
 """Tokens per block."""

@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.plan import FreezeOrder
 
 if TYPE_CHECKING:  # numba, which it loads, has no business in API servers
     from vllm_segreuse.cache.rolling_hash import HashArray
@@ -41,39 +42,6 @@ class BlockReferences(Protocol):
 
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
-
-
-class FreezeOrder(NamedTuple):
-    """What a request that computes a part of an entry carries along.
-
-    Attributes:
-        entry: name of the entry; no colons.
-        part: index of the part.
-        parts: number of parts of the entry.
-        first_token: tokens of the prompt before it belong to the context, not to the entry.
-    """
-
-    entry: str
-    part: int
-    parts: int
-    first_token: int
-
-    def encode(self) -> str:
-        """As one string, which sampling parameters can carry."""
-        return ":".join(map(str, self))
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The order that `encode` wrote.
-
-        Raises:
-            ValueError: it did not.
-        """
-        entry, *numbers = text.split(":")
-        part, parts, first_token = map(int, numbers)
-        if not (entry and 0 <= part < parts and first_token >= 0):
-            raise ValueError(f"{text!r} is no order to freeze")
-        return cls(entry, part, parts, first_token)
 
 
 class FrozenPart(NamedTuple):

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.rolling_hash import window_hashes
-from vllm_segreuse.plan import BoolArray, IntArray, Recipe, ReusePlan
+from vllm_segreuse.plan import BoolArray, FreezeOrder, IntArray, Recipe, ReusePlan
 
 
 class Report(NamedTuple):

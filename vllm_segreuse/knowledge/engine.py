@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import EXTRA_KEYS, FREEZE
 from vllm_segreuse.knowledge.errors import UnavailableError
 from vllm_segreuse.knowledge.origin import own_requests
 from vllm_segreuse.knowledge.scheduler_calls import call_scheduler
+from vllm_segreuse.plan import FreezeOrder
 
 _LAST = 2**31 - 1  # vLLM serves smaller priorities first
 

@@ -18,7 +18,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge.engine import Tokenizer, ingesting, was_frozen
 from vllm_segreuse.knowledge.schemas import (
@@ -32,6 +31,7 @@ from vllm_segreuse.knowledge.schemas import (
 )
 from vllm_segreuse.knowledge.service import KnowledgeService, start_service
 from vllm_segreuse.launch import names_connector
+from vllm_segreuse.plan import FreezeOrder
 
 _T = TypeVar("_T")
 

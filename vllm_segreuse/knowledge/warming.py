@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from itertools import count
 from typing import NamedTuple
 
-from vllm_segreuse.cache.frozen import FreezeOrder
 from vllm_segreuse.knowledge.engine import Engine
 from vllm_segreuse.knowledge.store import Tokens
+from vllm_segreuse.plan import FreezeOrder
 
 logger = logging.getLogger("vllm.segreuse")
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int32]
-BoolArray = npt.NDArray[np.bool_]
+from vllm_segreuse.plan.arrays import BoolArray, IntArray
+from vllm_segreuse.plan.pieces import reused_mask
 
 
 class Score(Enum):
@@ -161,26 +160,3 @@ class ReusePlan:
         if self.recipe.dense_layers:
             return self.num_tokens
         return int(self.recipe.always.sum()) + self.recipe.top_k
-
-
-def segment_starts(pieces: IntArray, start: int) -> IntArray:
-    """Where, counted from `start`, reused tokens begin that did not follow each other before.
-
-    Args:
-        pieces: see `ReusePlan`.
-        start: first position of the plan.
-    """
-    destination, length, _, _, position = pieces.T
-    follows = np.zeros(len(pieces), dtype=np.bool_)
-    follows[1:] = (destination[:-1] + length[:-1] == destination[1:]) & (
-        destination[:-1] - position[:-1] == destination[1:] - position[1:]
-    )
-    return np.asarray(destination[~follows] - start, dtype=np.int32)
-
-
-def reused_mask(pieces: IntArray, start: int, stop: int) -> BoolArray:
-    """bool `[stop - start]`: positions covered by the pieces."""
-    mask = np.zeros(stop - start + 1, dtype=np.int8)
-    np.add.at(mask, pieces[:, 0] - start, 1)
-    np.add.at(mask, pieces[:, 0] + pieces[:, 1] - start, -1)
-    return np.cumsum(mask[:-1], dtype=np.int8).astype(np.bool_)
