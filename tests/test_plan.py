@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 
 from vllm_segreuse.plan import (
     BoolArray,
+    Boundary,
+    Deviation,
+    Fixed,
+    Gather,
     IntArray,
+    Probed,
+    Program,
     Recipe,
     ReusePlan,
-    Score,
+    Stock,
     reused_mask,
     segment_starts,
 )
@@ -23,9 +29,8 @@ NEW = {0, 1, 6, 9}
 """Tokens of ten, counted from the start, that are not reused."""
 LAYERS = 5
 
-BY_LAYERS = {"score": Score.ALL_LAYERS, "asked": True}
-BY_PEAK = {"score": Score.PEAK, "asked": True}
-BY_DEVIATION = {"score": Score.DEVIATION, "dense": 1}
+SUM, MAX, ABOVE = Probed(Gather.SUM), Probed(Gather.MAX), Probed(Gather.MAX, 0.1)
+PROGRAMS = [Fixed(), Fixed(2), Stock(), Boundary(), Boundary(2), Deviation(1), SUM, MAX, ABOVE]
 
 
 def pieces(*rows: tuple[int, int, int]) -> IntArray:
@@ -41,76 +46,118 @@ def mask(of: set[int]) -> BoolArray:
 
 
 def plan(
+    program: Program = PROGRAMS[0],
     again: set[int] = frozenset(),
     top_k: int = 0,
-    dense: int = 0,
-    score: Score = Score.ATTENTION,
-    asked: bool = False,
+    next_token: int | None = None,
 ) -> ReusePlan:
     """Ten tokens, six of them reused; the probes are the two at the end that are new."""
-    recipe = Recipe(mask(NEW | again), dense, top_k, mask({6, 9}), score)
+    recipe = Recipe(program, mask(NEW | again), mask({6, 9}), top_k)
     found = pieces((START + 2, 4, 30), (START + 7, 2, 90))
     tokens = np.arange(10, dtype=np.int32)
-    next_token = 99 if asked else None
     return ReusePlan("r", START, START + 10, tokens, found, recipe, [70, 71], 0, None, next_token)
 
 
 def test_its_tokens_add_up() -> None:
-    some = plan(again={2, 3}, top_k=3)
+    some = plan(Boundary(), again={2, 3}, top_k=3)
     assert (some.num_tokens, some.num_reused, some.num_recomputed) == (10, 6, 2 + 3)
     assert some.recomputed(chosen=1) == 2 + 1
     assert some.reused.tolist() == (~mask(NEW)).tolist()
 
 
-def test_the_token_that_is_asked_is_written_but_not_supplied() -> None:
-    assert (plan().num_written, plan(asked=True).num_written) == (10, 11)
-    assert plan(asked=True).num_tokens == 10
+def test_the_next_token_is_written_but_not_supplied() -> None:
+    assert (plan().num_written, plan(next_token=99).num_written) == (10, 11)
+    assert plan(next_token=99).num_tokens == 10
+
+
+@pytest.mark.parametrize("next_token", [None, 99])
+def test_what_was_computed_says_how_many_were_chosen(next_token: int | None) -> None:
+    some = plan(ABOVE, again={2}, top_k=3, next_token=next_token)
+    assert some.num_chosen(5 + (next_token is not None) + 2) == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "work"),
+    ("program", "options", "work"),
     [
         # The four new tokens at each layer.
-        ({}, 4 * LAYERS),
-        ({"again": {2}}, 5 * LAYERS),
+        (Fixed(), {}, 4 * LAYERS),
+        (Stock(), {}, 4 * LAYERS),
+        (Fixed(), {"again": {2}}, 5 * LAYERS),
         # All ten at the dense layers, new and chosen ones at the others.
-        ({"dense": 2, "top_k": 3}, 2 * 10 + 3 * (4 + 3)),
+        (Fixed(2), {}, 2 * 10 + 3 * 4),
+        (Boundary(2), {"top_k": 3}, 2 * 10 + 3 * (4 + 3)),
         # At the first layer once more, where scores come from there.
-        ({"top_k": 3}, 5 * (4 + 3) + 4),
-        ({"top_k": 3, "asked": True}, 5 * (4 + 1 + 3) + 4 + 1),
-        # The two probes and the token that is asked, at all layers but the last.
-        ({"top_k": 3, **BY_LAYERS}, 5 * (4 + 1 + 3) + 4 * (2 + 1)),
-        ({"top_k": 3, **BY_PEAK}, 5 * (4 + 1 + 3) + 4 * (2 + 1)),
-        ({"top_k": 3, **BY_DEVIATION}, 10 + 4 * (4 + 3)),
+        (Boundary(), {"top_k": 3}, 5 * (4 + 3) + 4),
+        (Boundary(), {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 + 1),
+        # The two probes and the next token, at all layers but the last.
+        (SUM, {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 * (2 + 1)),
+        (ABOVE, {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 * (2 + 1)),
+        (Deviation(1), {"top_k": 3}, 10 + 4 * (4 + 3)),
     ],
 )
-def test_its_work_is_that_of_its_layers(options: dict[str, Any], work: int) -> None:
-    assert plan(**options).layer_tokens(LAYERS) == work
+def test_its_work_is_that_of_its_layers(
+    program: Program, options: dict[str, Any], work: int
+) -> None:
+    assert plan(program, **options).layer_tokens(LAYERS) == work
 
 
 def test_the_work_depends_on_how_many_were_chosen() -> None:
-    some = plan(top_k=3, **BY_PEAK)
+    some = plan(ABOVE, top_k=3, next_token=99)
     assert some.layer_tokens(LAYERS) - some.layer_tokens(LAYERS, chosen=1) == 2 * LAYERS
     assert some.layer_tokens(LAYERS, chosen=0) == 5 * (4 + 1) + 4 * (2 + 1)
 
 
 def test_a_dense_layer_has_all_tokens_active() -> None:
-    assert plan(again={2}, top_k=3).active_tokens == 5 + 3
-    assert plan(again={2}, top_k=3, dense=1).active_tokens == 10
+    assert plan(Boundary(), again={2}, top_k=3).active_tokens == 5 + 3
+    assert plan(Boundary(1), again={2}, top_k=3).active_tokens == 10
 
 
-@pytest.mark.parametrize("score", Score)
-def test_who_is_asked(score: Score) -> None:
-    """The query of the next token helps wherever attention decides, if anything is decided."""
-    assert plan(top_k=1, score=score).recipe.asks_next_token == (score is not Score.DEVIATION)
-    assert not plan(top_k=0, score=score).recipe.asks_next_token
-    assert score.asks_all_layers == (score in {Score.ALL_LAYERS, Score.PEAK})
+def test_the_next_token_is_probed_wherever_attention_decides() -> None:
+    assert {type(program) for program in PROGRAMS if program.probes_next_token} == {
+        Boundary,
+        Probed,
+    }
 
 
-def test_in_full_it_computes_everything_at_every_layer_and_asks_nobody() -> None:
-    some = plan(top_k=3, dense=1, **BY_PEAK).in_full()
+def test_only_a_threshold_leaves_the_number_to_the_workers() -> None:
+    assert [program for program in PROGRAMS if program.may_choose_fewer] == [ABOVE]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_where_nothing_is_chosen_only_dense_layers_are_left_of_a_choice(program: Program) -> None:
+    left = plan(program, top_k=0).recipe.program
+    assert left == (Fixed(program.dense_layers) if program.chooses else program)
+    assert not left.chooses
+
+
+@pytest.mark.parametrize("program", [Fixed(), Stock()], ids=str)
+def test_a_program_without_a_choice_chooses_nothing(program: Program) -> None:
+    with pytest.raises(ValueError, match=r"does not choose tokens; top_k is 3"):
+        plan(program, top_k=3)
+
+
+def test_programs_are_equal_if_they_may_share_a_pass() -> None:
+    assert len(set(PROGRAMS)) == len(PROGRAMS)
+    assert Probed(Gather.MAX, 0.1) == ABOVE
+    assert {Boundary(2): "shared"}[Boundary(2)] == "shared"
+
+
+@pytest.mark.parametrize(
+    ("program", "top_k", "all_of_them"),
+    [(Boundary(), 6, True), (MAX, 6, True), (ABOVE, 6, False), (Boundary(), 5, False)],
+)
+def test_what_is_computed_whatever_is_chosen(
+    program: Program, top_k: int, all_of_them: bool
+) -> None:
+    """A choice of all is settled, unless fewer may be chosen."""
+    expected = mask(set(range(10)) if all_of_them else NEW)
+    assert plan(program, top_k=top_k).recipe.settled.tolist() == expected.tolist()
+
+
+def test_in_full_it_computes_everything_at_every_layer_and_probes_nothing() -> None:
+    some = plan(ABOVE, top_k=3, next_token=99).in_full()
     assert some.recipe.always.all()
-    assert (some.recipe.top_k, some.recipe.dense_layers, some.recipe.stock) == (0, 0, False)
+    assert (some.recipe.top_k, some.recipe.program) == (0, Fixed())
     assert (some.num_recomputed, some.layer_tokens(LAYERS, 0)) == (6, LAYERS * (10 + 1))
     assert some.next_token == 99, "its slot has to be written in any case"
 

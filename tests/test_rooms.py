@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
-    *("version", "kernels", "plan", "kv_group", "policies", "config"),
+    *("version", "discovery", "kernels", "plan", "kv_group", "policies", "config"),
     *("metrics", "supported", "memory", "launch", "cache"),
     *("knowledge", "serve", "compat", "model", "prefill"),
     *("scheduler", "connector", "plugin", "calibrate", "cli"),

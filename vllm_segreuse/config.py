@@ -26,8 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-POLICIES = ("shift", "epic", "cacheblend", "sparsex", "prophet", "focus", "exact")
-"""Names of the policies a server or a request may choose."""
+from vllm_segreuse.policies import POLICIES
 
 AUTO = "auto"
 RECOMMENDED = "focus"

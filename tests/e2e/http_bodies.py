@@ -23,7 +23,7 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 SOUND_KEYS = st.sampled_from(["docs", ["docs"], ["docs", "other"], ["ä", "\uff41"], "x" * 256])
 KEYS = SOUND_KEYS | st.text(max_size=300) | st.lists(st.text(max_size=9), max_size=18) | ANYTHING
 SOUND_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    "segreuse_policy": st.sampled_from(POLICIES),
+    "segreuse_policy": st.sampled_from([*POLICIES]),
     "segreuse_recompute_ratio": st.floats(0, 1),
     "segreuse_dense_layers": st.integers(0, 4096) | st.floats(0.01, 0.99),
     "segreuse_overflow_tokens": st.integers(0, 2**31 - 1),

@@ -55,17 +55,17 @@ SHARED = [
 WORKING = {
     "prefill.executor.token_copies": SHIFT,
     "prefill.executor.Batch": SHIFT,
-    "prefill.rope.DeltaRope.tables": SHIFT,
+    "model.rope.DeltaRope.tables": SHIFT,
     "prefill.attention.row_starts": SHIFT,
     "kernels.cpu._call": SHIFT,
-    "prefill.layers.DecoderStack.embed": SHIFT,
-    "prefill.layers.DecoderStack.run": SHIFT,
-    "prefill.layers.DecoderStack.write_kv": SHIFT,
+    "model.layers.DecoderStack.embed": SHIFT,
+    "model.layers.DecoderStack.run": SHIFT,
+    "model.layers.DecoderStack.write_kv": SHIFT,
     "prefill.attention.PassAttention._attend": SCATTERED,
-    "prefill.programs.Layers.attention_paid": SELECTED,
-    "prefill.batch.Batch.with_chosen": SELECTED,
-    "prefill.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
-    "prefill.programs._paid_at_all_layers": FOCUS,
+    "prefill.layer_runner.LayerRunner.attention_paid": SELECTED,
+    "prefill.selection.choose": SELECTED,
+    "model.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
+    "prefill.programs.probed._attention_at_all_layers": FOCUS,
 }
 
 Break = Callable[..., list[str]]
@@ -278,7 +278,7 @@ def test_27_an_error_in_an_exact_pass_computes_its_plan_in_full(
     reusing.ask(prompt, options=NAMESPACE)
     second = list(reusing.pool.cached_block_hash_to_block._cache.values())[1]
     reusing.pool.evict_blocks({second.block_id})
-    calls = break_function("prefill.layers.DecoderStack.forward", times=1)
+    calls = break_function("model.layers.DecoderStack.forward", times=1)
     answer = ask_named(reusing, "unlucky", prompt, EXACT)
     assert len(calls) == 1
     assert answer.report["exact_tokens"] > 300

@@ -81,7 +81,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
     [
         ({"segreuse_recompute_ratio": 2}, "segreuse_recompute_ratio=2 must be a number from 0"),
         ({"segreuse_polcy": "shift"}, "unknown option 'segreuse_polcy'"),
-        ({"segreuse_policy": "magic"}, "segreuse_policy='magic' must be one of auto, shift, "),
+        ({"segreuse_policy": "magic"}, "segreuse_policy='magic' must be one of auto, cacheblend, "),
         ({"extra_keys": 7}, "extra_keys=7 must be a string or a list"),
         ({"extra_keys": []}, "must be a string or a list of 1 to 16"),
         ({"extra_keys": ["a\x00b"]}, "no control characters"),

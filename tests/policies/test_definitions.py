@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 
 from tests.policies import definitions
 from tests.policies.definitions import Definition
-from vllm_segreuse.plan import Recipe, Score
+from vllm_segreuse.plan import Boundary, Deviation, Fixed, Gather, Probed, Program, Recipe, Stock
 from vllm_segreuse.policies import POLICIES, Situation, focus
 
-SCORES = {
-    "boundary": Score.ATTENTION,
-    "deviation": Score.DEVIATION,
-    "sum": Score.ALL_LAYERS,
-    "peak": Score.PEAK,
-}
 intervals = st.tuples(st.sampled_from("NRS"), st.integers(1, 70))
 prompts = st.lists(intervals, min_size=1, max_size=6).map(lambda parts: prompt_of(*parts))
 ratios = st.sampled_from([0.0, 0.01, 0.1, 0.15, 0.25, 0.5, 0.99, 1.0])
@@ -59,14 +53,23 @@ def where(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(mask).tolist()
 
 
+def program_of(expected: Definition) -> Program:
+    """What carries a definition out that chooses tokens."""
+    return {
+        "boundary": Boundary(expected.dense),
+        "deviation": Deviation(expected.dense),
+        "sum": Probed(Gather.SUM, expected.least_share),
+        "peak": Probed(Gather.MAX, expected.least_share),
+    }[expected.score]
+
+
 def assert_is(recipe: Recipe, expected: Definition) -> None:
     assert where(recipe.always) == sorted(expected.always)
-    assert recipe.dense_layers == expected.dense
+    assert recipe.program.dense_layers == expected.dense
     assert recipe.top_k == expected.at_most
     if expected.at_most:
         assert where(recipe.probes) == sorted(expected.probes)
-        assert recipe.score is SCORES[expected.score]
-        assert recipe.least_share == expected.least_share
+        assert recipe.program == program_of(expected)
 
 
 def test_shift_computes_the_new_tokens():
@@ -75,8 +78,8 @@ def test_shift_computes_the_new_tokens():
 
 def test_exact_computes_the_holes_by_the_models_own_forward():
     recipe = recipe_of("exact", "SRRRNNSRR")
-    assert (where(recipe.always), recipe.top_k, recipe.stock) == ([4, 5], 0, True)
-    assert not recipe_of("shift", "SRRRNNSRR").stock
+    assert (where(recipe.always), recipe.top_k, recipe.program) == ([4, 5], 0, Stock())
+    assert recipe_of("shift", "SRRRNNSRR").program == Fixed()
 
 
 def test_epic_computes_the_first_tokens_of_every_segment():
@@ -85,10 +88,10 @@ def test_epic_computes_the_first_tokens_of_every_segment():
     prompt = "NSRRRRRRRSRRRNNSRRRRRRRRRRRN"
     recipe = recipe_of("epic", prompt, recompute_ratio=0.25)
     assert where(recipe.always) == [0, 1, 2, 9, 13, 14, 15, 16, 17, 27]
-    assert (recipe.top_k, recipe.dense_layers) == (0, 0)
+    assert (recipe.top_k, recipe.program) == (0, Fixed())
     recipe = recipe_of("epic", prompt, recompute_ratio=1.0, dense_layers=3)
     assert recipe.always.all()
-    assert recipe.dense_layers == 0
+    assert recipe.program == Fixed()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_epic_computes_the_first_tokens_of_every_segment():
 )
 def test_cacheblend_has_one_dense_layer_or_more_and_one_to_compare_at(dense_layers, expected):
     recipe = recipe_of("cacheblend", "NSRRRRRRRRRN", recompute_ratio=0.2, dense_layers=dense_layers)
-    assert (recipe.dense_layers, recipe.top_k, recipe.score) == (expected, 2, Score.DEVIATION)
+    assert (recipe.program, recipe.top_k) == (Deviation(expected), 2)
     assert where(recipe.always) == [0, 11]
 
 
@@ -106,21 +109,20 @@ def test_sparsex_is_the_union_of_the_papers_sets():
     recipe = recipe_of("sparsex", prompt, recompute_ratio=0.25, block_size=4)
     assert where(recipe.always) == [*range(36, 47), *range(99, 108)]
     assert where(recipe.probes) == [40, 41, 42, 103]
-    assert (recipe.top_k, recipe.dense_layers, recipe.score) == (30, 0, Score.ATTENTION)
-    assert recipe.least_share == 0
+    assert (recipe.top_k, recipe.program) == (30, Boundary(0))
     hybrid = recipe_of("sparsex", prompt, recompute_ratio=0.25, block_size=4, dense_layers=0.15)
-    assert hybrid.dense_layers == 1
+    assert hybrid.program == Boundary(1)
     assert (hybrid.always == recipe.always).all()
 
 
 @pytest.mark.parametrize("dense_layers", [8, 9, 4096])
 def test_with_all_layers_dense_there_is_nothing_to_choose(dense_layers):
     recipe = recipe_of("sparsex", "N" + "S" + "R" * 200 + "N", dense_layers=dense_layers)
-    assert (recipe.dense_layers, recipe.top_k, recipe.always.all()) == (8, 0, True)
+    assert (recipe.program, recipe.top_k, recipe.always.all()) == (Fixed(8), 0, True)
     recipe = recipe_of("sparsex", "N" + "S" + "R" * 200 + "N", num_layers=1)
     assert (recipe.top_k, recipe.always.all()) == (0, True)
     recipe = recipe_of("sparsex", "N" + "S" + "R" * 200 + "N", dense_layers=7)
-    assert (recipe.dense_layers, recipe.top_k, recipe.always.all()) == (7, 20, False)
+    assert (recipe.program, recipe.top_k, recipe.always.all()) == (Boundary(7), 20, False)
 
 
 @pytest.mark.parametrize(
@@ -147,22 +149,26 @@ def test_the_question_is_the_last_interval_of_new_tokens(prompt, asking):
 
 def test_new_text_between_documents_is_computed_though_it_does_not_ask():
     prompt = prompt_of(("N", 2), ("S", 30), ("N", 3), ("S", 30), ("N", 1))
-    for policy, score in (("prophet", Score.ALL_LAYERS), ("focus", Score.PEAK)):
+    for policy, program in (
+        ("prophet", Probed(Gather.SUM)),
+        ("focus", Probed(Gather.MAX, focus.LEAST_SHARE)),
+    ):
         recipe = recipe_of(policy, prompt, recompute_ratio=0.2, dense_layers=3)
         assert where(recipe.always) == [0, 1, 32, 33, 34, 65]
         assert where(recipe.probes) == [65]
-        assert (recipe.score, recipe.top_k, recipe.dense_layers) == (score, 12, 0)
+        assert (recipe.program, recipe.top_k) == (program, 12)
 
 
 def test_focus_computes_what_gets_a_twentieth_of_a_heads_attention():
     """And says so: 0.05 is in the README, and the figures were measured with it."""
     assert focus.LEAST_SHARE == 0.05
-    prompt = prompt_of(("S", 40), ("N", 1))
+    prompt = prompt_of(("S", 100), ("N", 1))
     for ratio, least_share in ((0.01, 0.05), (0.5, 0.05), (0.999, 0.05), (1.0, 0.0), (1, 0.0)):
         recipe = recipe_of("focus", prompt, recompute_ratio=ratio)
-        assert recipe.least_share == least_share
-        assert recipe.top_k == round(40 * ratio)
-        assert recipe_of("prophet", prompt, recompute_ratio=ratio).least_share == 0
+        assert recipe.program == Probed(Gather.MAX, least_share)
+        assert recipe.top_k == round(100 * ratio)
+        by_sum = recipe_of("prophet", prompt, recompute_ratio=ratio)
+        assert by_sum.program == Probed(Gather.SUM)
 
 
 @pytest.mark.parametrize("policy", ["sparsex", "prophet", "focus", "cacheblend", "epic"])
@@ -170,7 +176,7 @@ def test_a_ratio_of_1_computes_everything(policy):
     prompt = prompt_of(("S", 90), ("N", 3), ("S", 100))
     recipe = recipe_of(policy, prompt, recompute_ratio=1.0)
     assert int(recipe.always.sum()) + recipe.top_k == len(prompt)
-    assert recipe.least_share == 0
+    assert not recipe.program.may_choose_fewer
 
 
 def test_a_ratio_of_0_chooses_nothing():
@@ -208,4 +214,4 @@ def test_every_policy_is_what_its_paper_says(prompt, ratio, dense, overflow, blo
     for policy, definition in expected.items():
         recipe = recipe_of(policy, prompt, **options)
         assert_is(recipe, definition)
-        assert recipe.stock == (policy == "exact")
+        assert (recipe.program == Stock()) == (policy == "exact")

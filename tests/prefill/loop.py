@@ -7,7 +7,7 @@ Nothing here calls what it is compared with; `TinyDecoder` has the weights of `t
 import numpy as np
 
 from tests.prefill.tiny import CHANNELS, HEADS, KV_HEADS, LAYERS, SCALE, World
-from vllm_segreuse.plan import ReusePlan, Score
+from vllm_segreuse.plan import Boundary, Deviation, Gather, Probed, ReusePlan
 
 KV = dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]
 """(layer, position) -> keys and values, each `[KV_HEADS, CHANNELS]`."""
@@ -85,6 +85,7 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
         Positions that are computed behind the dense layers, and the KV that this leaves.
     """
     kv, recipe = dict(kv), plan.recipe
+    program = recipe.program
     token_ids = dict(enumerate(plan.token_ids.tolist(), plan.start))
     always = {plan.start + int(i) for i in np.flatnonzero(recipe.always)}
     probes = {plan.start + int(i) for i in np.flatnonzero(recipe.probes)}
@@ -94,22 +95,23 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
         probes.add(plan.stop)
     embedded = {p: decoder.embed(token, p) for p, token in token_ids.items()}
 
-    dense = recipe.dense_layers
+    dense = program.dense_layers
     states = decoder.run(range(dense), embedded, kv)
     scores = dict.fromkeys(token_ids, 0.0)
-    if recipe.top_k:
-        if recipe.score is Score.ATTENTION:
+    least = 0.0
+    match program:
+        case Boundary():
             _attention_at_boundary(decoder, dense, probes, always, embedded, kv, scores)
-        elif recipe.score is Score.DEVIATION:
+        case Deviation():
             for p, state in states.items():
                 for new, held in zip(
                     decoder.key_and_value(dense, state), kv[dense, p], strict=True
                 ):
                     scores[p] += float(((new - held) ** 2).sum())
-        else:
-            _attention_at_all_layers(decoder, recipe.score, probes, embedded, kv, scores)
+        case Probed(gather, least):
+            _attention_at_all_layers(decoder, gather, probes, embedded, kv, scores)
     others = sorted(set(token_ids) - always, key=lambda p: (-scores[p], p))
-    chosen = [p for p in others[: recipe.top_k] if scores[p] >= recipe.least_share]
+    chosen = [p for p in others[: recipe.top_k] if scores[p] >= least]
     active = sorted(always | set(chosen))
     decoder.run(range(dense, LAYERS), {p: states[p] for p in active}, kv)
     return active, kv
@@ -139,7 +141,7 @@ def _attention_at_boundary(
 
 def _attention_at_all_layers(
     decoder: TinyDecoder,
-    score: Score,
+    gather: Gather,
     probes: set[int],
     embedded: States,
     kv: KV,
@@ -153,7 +155,7 @@ def _attention_at_all_layers(
         for p, query in asking.items():
             shares = decoder.shares(layer, p, query, kv)
             for j in range(p + 1):
-                if j in scores and score is Score.PEAK:
+                if j in scores and gather is Gather.MAX:
                     scores[j] = max(scores[j], shares[:, j].max())
                 elif j in scores:
                     scores[j] += shares[:, j].sum()

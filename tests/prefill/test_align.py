@@ -53,7 +53,7 @@ def plans(draw: st.DrawFn) -> list[ReusePlan]:
         always = np.array(
             draw(st.lists(st.booleans(), min_size=stop - start, max_size=stop - start)), np.bool_
         )
-        recipe = Recipe(always, 0, 0, np.zeros_like(always))
+        recipe = Recipe.without_choice(always)
         made.append(
             ReusePlan(
                 f"request {number}",

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_segreuse.prefill import backlog, contained
 from vllm_segreuse.prefill.backlog import Backlog
-from vllm_segreuse.prefill.programs import Waves
+from vllm_segreuse.prefill.waves import Waves
 
 
 class Prefill:
@@ -18,11 +18,13 @@ class Prefill:
         self.log: list[str] = []
         monkeypatch.setattr(backlog, "contained", self)
 
-    def prepare(self, _: Any, plans: list[Any], wave_work: int | None = None) -> list[Any]:
+    def prepare_or_in_full(
+        self, _: Any, plans: list[Any], wave_work: int | None = None
+    ) -> list[Any]:
         self.log.append(f"align {[plan.request_id for plan in plans]} {wave_work}")
         return plans
 
-    def compute(self, _: Any, plans: list[Any]) -> Waves[str]:
+    def compute_or_in_full(self, _: Any, plans: list[Any]) -> Waves[str]:
         name = plans[0].request_id
         try:
             for _ in range(plans[0].waves):
@@ -111,5 +113,5 @@ def test_only_those_under_way_are_dropped(prefill: Prefill) -> None:
 
 
 def test_what_it_stands_in_for_exists() -> None:
-    assert callable(contained.prepare)
-    assert callable(contained.compute)
+    assert callable(contained.prepare_or_in_full)
+    assert callable(contained.compute_or_in_full)

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch lays its plans out as a loop over their tokens would."""
 
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from tests.prefill.tiny import CHANNELS, KV_HEADS, LAYOUT, SIZE, make_plan
 from vllm_segreuse.kernels.pages import flat_pages
-from vllm_segreuse.plan import ReusePlan, Score
-from vllm_segreuse.prefill import selection
+from vllm_segreuse.plan import Fixed, Gather, Probed, ReusePlan
 from vllm_segreuse.prefill.batch import Batch
 
 CPU = torch.device("cpu")
 
 
-def plans(**recipe: object) -> list[ReusePlan]:
+def plans(**recipe: Any) -> list[ReusePlan]:
     """One with a token to come that begins a block, one that begins within a block, and one of a
     single token."""
     return [
@@ -57,7 +55,7 @@ def test_block_tables_are_rows_of_one_width() -> None:
     assert batch.block_tables.dtype == torch.int32
 
 
-def test_the_token_to_come_is_always_computed_and_asks() -> None:
+def test_the_token_to_come_is_always_computed_and_probed() -> None:
     batch = Batch(plans(), SIZE, CPU)
     assert batch.always.device.tolist() == [0, 5, 8, 11, 12, 14]
     assert batch.probes.device.tolist() == [0, 5, 8, 12, 14]
@@ -84,61 +82,7 @@ def test_held_is_what_the_slots_hold() -> None:
             assert torch.equal(held[row], cache[slot // SIZE, part, :, slot % SIZE])
 
 
-@pytest.mark.parametrize("score", [Score.ATTENTION, Score.PEAK])
-def test_every_plan_chooses_its_own_beside_what_is_always_computed(
-    score: Score, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    least_share = 0.25 if score is Score.PEAK else 0.0
-    given = plans(score=score, top_k=2, least_share=least_share)
-    given[2].recipe.__dict__["top_k"] = 0
-    batch = Batch(given, SIZE, CPU)
-    scores = torch.zeros(15)
-    scores[[0, 5, 8, 11, 12, 14]] = 9.0  # always computed: they take nobody's place
-    scores[[2, 3, 7]] = torch.tensor([0.25, 0.1, 0.3])
-    scores[[9, 13]] = torch.tensor([0.2, 0.5])
-    before = scores.clone()
-    active = batch.with_chosen(scores)
-    chosen = [2, 7, 13] if least_share else [2, 7, 9, 13]
-    assert active.device.tolist() == sorted([0, 5, 8, 11, 12, 14, *chosen])
-    assert torch.equal(scores, before)
-    assert batch.sound.tolist() == [True] * 3
-    assert batch.always.device.tolist() == [0, 5, 8, 11, 12, 14]
-
-
-@pytest.mark.parametrize(
-    ("score", "asked"),
-    [(Score.PEAK, "highest"), (Score.ALL_LAYERS, "sum"), (Score.ATTENTION, "sum")],
-)
-def test_ranks_put_peaks_and_sums_together_each_in_their_way(
-    score: Score, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def all_reduce(scores: torch.Tensor) -> torch.Tensor:
-        calls.append("sum")
-        return 2 * scores
-
-    def all_gather(scores: torch.Tensor, dim: int) -> torch.Tensor:
-        calls.append("highest")
-        return torch.cat([scores, scores])
-
-    ranks = SimpleNamespace(
-        world_size=2,
-        all_reduce=all_reduce,
-        all_gather=all_gather,
-        broadcast=lambda chosen, src: chosen,
-    )
-    monkeypatch.setattr(selection, "get_tp_group", lambda: ranks)
-    Batch(plans(score=score, top_k=1), SIZE, CPU).with_chosen(torch.zeros(15))
-    assert calls == [asked]
-
-
-def test_scores_that_are_no_numbers_are_told_of_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    batch = Batch(plans(top_k=1), SIZE, CPU)
-    scores = torch.zeros(15)
-    scores[10] = torch.nan
-    scores[0] = torch.nan  # of a token that is computed whatever it is
-    batch.with_chosen(scores)
-    assert batch.sound.tolist() == [True, False, True]
+def test_its_program_is_that_of_its_plans() -> None:
+    program = Probed(Gather.MAX, 0.25)
+    assert Batch(plans(program=program, top_k=1), SIZE, CPU).program == program
+    assert Batch(plans(), SIZE, CPU).program == Fixed()

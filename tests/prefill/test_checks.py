@@ -16,12 +16,22 @@ from vllm_segreuse import config
 from vllm_segreuse.kernels import cpu
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model import rope
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
-from vllm_segreuse.plan import Recipe, ReusePlan
+from vllm_segreuse.plan import (
+    Boundary,
+    Deviation,
+    Fixed,
+    Probed,
+    Program,
+    ReusePlan,
+    Stock,
+)
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.prefill import checks, programs, rows
 from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.proofs.plain_attention import check_attention
+from vllm_segreuse.prefill.proofs.rotations import prove_rotation
 from vllm_segreuse.supported import RefusedError
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
@@ -77,15 +87,11 @@ def proven(model: Loaded, monkeypatch: Patch) -> list[ReusePlan]:
     return plans
 
 
-def kind(recipe: Recipe) -> tuple[Any, ...]:
-    """What decides how a recipe is carried out."""
-    chooses = recipe.top_k > 0
-    return (
-        programs.program_of(recipe).__name__,
-        recipe.score if chooses else None,
-        chooses and recipe.least_share > 0,
-        recipe.dense_layers > 0,
-    )
+def kind(program: Program) -> tuple[Any, ...]:
+    """What decides how a program runs, but for numbers."""
+    fields = dataclasses.asdict(program)
+    gather = fields.get("gather")
+    return type(program), gather, program.may_choose_fewer, program.dense_layers > 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -96,8 +102,8 @@ def test_the_program_of_every_policy_is_proven(
     reused = np.arange(200) % 7 > 0
     starts = np.flatnonzero(reused & ~np.append(False, reused[:-1])).astype(np.int32)
     options = {"recompute_ratio": 0.1, "dense_layers": dense_layers, "overflow_tokens": 0}
-    wanted = POLICIES[policy](Situation(reused, starts, BLOCK_SIZE, LAYERS, **options))
-    assert kind(wanted) in {kind(plan.recipe) for plan in proven}
+    recipe = POLICIES[policy](Situation(reused, starts, BLOCK_SIZE, LAYERS, **options))
+    assert kind(recipe.program) in {kind(plan.recipe.program) for plan in proven}
 
 
 def test_the_default_policy_is_among_them(proven: list[ReusePlan]) -> None:
@@ -105,12 +111,14 @@ def test_the_default_policy_is_among_them(proven: list[ReusePlan]) -> None:
     default = config.SegReuseConfig().policy
     reused = np.arange(200) % 7 > 0
     recipe = POLICIES[default](Situation(reused, np.array([1]), BLOCK_SIZE, LAYERS, 0.1, 0, None))
-    alike = [plan.recipe for plan in proven if kind(plan.recipe) == kind(recipe)]
-    assert [0 < one.least_share <= recipe.least_share for one in alike] == [True]
+    of_default: Any = recipe.program
+    alike: list[Any] = [plan.recipe.program for plan in proven]
+    alike = [program for program in alike if kind(program) == kind(of_default)]
+    assert [0 < program.threshold <= of_default.threshold for program in alike] == [True]
 
 
 def test_queries_are_scattered_and_in_long_runs(proven: list[ReusePlan]) -> None:
-    fixed = [p.recipe for p in proven if not (p.recipe.top_k or p.recipe.stock)]
+    fixed = [p.recipe for p in proven if isinstance(p.recipe.program, Fixed)]
     runs = {_longest_run(recipe.always) for recipe in fixed}
     assert min(runs) < 16 <= max(runs), "one of the two ways to attend is not proven"
 
@@ -232,16 +240,15 @@ def test_a_mistake_is_found(
     assert MISTAKES[mistake] in refusal(model)
 
 
-@pytest.mark.parametrize("program", ["stock", "fixed", "attended", "deviating", "asked"])
+@pytest.mark.parametrize("program", [Stock, Fixed, Boundary, Deviation, Probed])
 def test_a_program_that_computes_nothing_is_found(
-    program: str, model: Loaded, monkeypatch: Patch
+    program: type[Program], model: Loaded, monkeypatch: Patch
 ) -> None:
-    def nothing(_: Any, batch: Any) -> Any:
+    def nothing(_: Program, __: Any, batch: Any) -> Any:
         yield 0
         return batch.always.device, None
 
-    nothing.__name__ = program
-    monkeypatch.setattr(programs, program, nothing)
+    monkeypatch.setattr(programs.PROGRAMS[program], "run", nothing)
     assert "does not reproduce this model's own forward" in refusal(model)
 
 
@@ -291,10 +298,10 @@ def test_a_cached_key_may_be_off_by_rounding_only(
     key = torch.randn(50, HEAD_SIZE).to(dtype)
     shifted = (key.float() * (1 + off)).to(dtype)
     if fine:
-        checks._prove_rotation(layer, key, shifted, None, 100)
+        prove_rotation(layer, key, shifted, None, 100)
     else:
         with pytest.raises(rope.RopeError, match="layer 7: the cached key carries positions"):
-            checks._prove_rotation(layer, key, shifted, None, 100)
+            prove_rotation(layer, key, shifted, None, 100)
 
 
 @pytest.mark.parametrize("off", [1e-3, float("nan")])
@@ -344,12 +351,12 @@ def test_a_layer_that_attends_otherwise_is_refused(
 def test_layers_as_vllm_makes_them_are_refused(
     options: dict[str, Any], why: str, model: Loaded
 ) -> None:
-    with pytest.raises(checks.UnsupportedModelError, match=f"^other {why}"):
-        checks._check_attention({"other": _layer(model, **options)}, BLOCK_SIZE)
+    with pytest.raises(UnsupportedModelError, match=f"^other {why}"):
+        check_attention({"other": _layer(model, **options)}, BLOCK_SIZE)
 
 
 def test_plain_layers_are_not_refused(model: Loaded) -> None:
-    checks._check_attention({"plain": _layer(model)} | model.attention, BLOCK_SIZE)
+    check_attention({"plain": _layer(model)} | model.attention, BLOCK_SIZE)
 
 
 def _layer(model: Loaded, **options: Any) -> Any:
@@ -372,7 +379,7 @@ def test_a_window_of_the_backends_own_is_refused(
 @pytest.mark.parametrize("nowhere", [None, -1, (-1, -1)])
 def test_a_window_of_no_size_is_none(nowhere: Any, model: Loaded, monkeypatch: Patch) -> None:
     monkeypatch.setattr(model.first.impl, "sliding_window", nowhere)
-    checks._check_attention(model.attention, BLOCK_SIZE)
+    check_attention(model.attention, BLOCK_SIZE)
 
 
 def test_attention_of_another_kind_is_refused(model: Loaded, monkeypatch: Patch) -> None:
@@ -386,8 +393,8 @@ def test_attention_of_another_kind_is_refused(model: Loaded, monkeypatch: Patch)
 
 
 def test_pages_of_another_size_than_the_schedulers_are_refused(model: Loaded) -> None:
-    with pytest.raises(checks.UnsupportedModelError, match=r"pages of 32 tokens, .* have 64"):
-        checks._check_attention(model.attention, 2 * BLOCK_SIZE)
+    with pytest.raises(UnsupportedModelError, match=r"pages of 32 tokens, .* have 64"):
+        check_attention(model.attention, 2 * BLOCK_SIZE)
 
 
 @pytest.mark.parametrize(("num_blocks", "enough"), [(8, False), (9, True)])

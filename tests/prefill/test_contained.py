@@ -15,7 +15,7 @@ import torch
 
 from vllm_segreuse.plan import Recipe, ReusePlan
 from vllm_segreuse.prefill import contained
-from vllm_segreuse.prefill.programs import finish
+from vllm_segreuse.prefill.waves import finish
 
 
 def plan(name: str = "request") -> ReusePlan:
@@ -83,12 +83,12 @@ _of_thread = threading.local()
 
 
 def prepare(subject: Pass, wave_work: int | None = None) -> Any:
-    return contained.prepare(subject, [plan("a"), plan("b")], wave_work)  # type: ignore[arg-type]
+    return contained.prepare_or_in_full(subject, [plan("a"), plan("b")], wave_work)  # type: ignore[arg-type]
 
 
 def compute(subject: Pass, wave_work: int | None = None) -> Any:
     prepared: Any = SimpleNamespace(plans=[plan("a"), plan("b")], wave_work=wave_work)
-    return finish(contained.compute(subject, prepared))  # type: ignore[arg-type]
+    return finish(contained.compute_or_in_full(subject, prepared))  # type: ignore[arg-type]
 
 
 def test_without_an_error_plans_are_carried_out_as_they_are(ranks: Callable[[int], None]) -> None:
@@ -137,7 +137,7 @@ def test_an_error_between_ranks_ends_the_engine(step: str, ranks: Callable[[int]
 def test_a_pass_that_is_dropped_between_waves_is_no_error(ranks: Callable[[int], None]) -> None:
     ranks(2)
     prepared: Any = SimpleNamespace(plans=[plan()], wave_work=None)
-    waves = contained.compute(Pass(), prepared)  # type: ignore[arg-type]
+    waves = contained.compute_or_in_full(Pass(), prepared)  # type: ignore[arg-type]
     next(waves)
     waves.close()
 

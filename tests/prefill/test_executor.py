@@ -12,24 +12,24 @@ import torch
 from tests.prefill.loop import TinyDecoder, carry_out
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse.kernels import reference
-from vllm_segreuse.plan import ReusePlan, Score
+from vllm_segreuse.plan import Boundary, Deviation, Fixed, Gather, Probed, ReusePlan, Stock
 from vllm_segreuse.prefill import executor
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.prefill.programs import Waves
+from vllm_segreuse.prefill.waves import Waves
 
 NAN, INF = float("nan"), float("inf")
 DONOR = 90
 """First block of the donors; plans have lower ones."""
-PEAK = {"score": Score.PEAK, "top_k": 5, "least_share": 0.3}
+PEAK = {"program": Probed(Gather.MAX, 0.3), "top_k": 5}
 RECIPES: dict[str, dict[str, Any]] = {
     "fixed": {},
-    "dense": {"dense_layers": 2},
-    "attended": {"top_k": 5},
-    "hybrid": {"dense_layers": 1, "top_k": 5},
-    "deviating": {"score": Score.DEVIATION, "dense_layers": 1, "top_k": 5},
-    "asked": {"score": Score.ALL_LAYERS, "top_k": 5},
-    "focused": PEAK,
-    "stock": {"stock": True},
+    "dense": {"program": Fixed(2)},
+    "boundary": {"program": Boundary(), "top_k": 5},
+    "hybrid": {"program": Boundary(1), "top_k": 5},
+    "deviation": {"program": Deviation(1), "top_k": 5},
+    "sum": {"program": Probed(Gather.SUM), "top_k": 5},
+    "peak": PEAK,
+    "stock": {"program": Stock()},
 }
 
 
@@ -116,7 +116,7 @@ def test_a_spoilt_donor_is_noticed_wherever_it_is_spoilt(
     check_spoilt(spoils_donor(*place, value), RECIPES["fixed"], monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["attended", "asked", "focused", "stock"])
+@pytest.mark.parametrize("name", ["boundary", "sum", "peak", "stock"])
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
 def test_every_program_notices_a_spoilt_donor(
     name: str, part: int, monkeypatch: pytest.MonkeyPatch
@@ -130,7 +130,7 @@ def test_scores_that_are_no_numbers_are_noticed_though_the_token_is_healed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With NaN everywhere the first are chosen, and the spoilt one, the third, is one of them."""
-    for name in ("attended", "asked", "focused"):
+    for name in ("boundary", "sum", "peak"):
         check_spoilt(spoils_donor(0, 0, NAN), RECIPES[name] | {"top_k": 4}, monkeypatch)
 
 
@@ -155,7 +155,7 @@ def test_a_donor_that_is_spoilt_where_layers_are_dense_does_no_harm(
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("number", [0, 1], ids=["hidden states", "residual"])
-@pytest.mark.parametrize("name", ["fixed", "attended", "focused"])
+@pytest.mark.parametrize("name", ["fixed", "boundary", "peak"])
 def test_a_state_that_is_not_finite_is_noticed_by_itself(
     name: str, number: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,16 +218,16 @@ def test_plans_are_grouped_by_what_their_programs_depend_on(
 ) -> None:
     world = World(monkeypatch)
     groups = {
-        "abc": [{}, {"score": Score.PEAK, "least_share": 0.3}, {"score": Score.ALL_LAYERS}],
-        "d": [{"dense_layers": 1}],
-        "ef": [{"top_k": 1}, {"top_k": 7}],
-        "g": [{"top_k": 1, "dense_layers": 1}],
-        "h": [{"top_k": 1, "dense_layers": 1, "score": Score.DEVIATION}],
-        "i": [{"top_k": 1, "score": Score.ALL_LAYERS}],
-        "j": [{"top_k": 1, "score": Score.PEAK}],
-        "kl": [{"top_k": 3} | PEAK, PEAK],
-        "m": [{"top_k": 1, "score": Score.PEAK, "least_share": 0.2}],
-        "n": [{"stock": True}],
+        "abc": [{}, {"program": Probed(Gather.MAX, 0.3)}, {"program": Probed(Gather.SUM)}],
+        "d": [{"program": Fixed(1)}],
+        "ef": [{"top_k": top_k, "program": Boundary()} for top_k in (1, 7)],
+        "g": [{"top_k": 1, "program": Boundary(1)}],
+        "h": [{"top_k": 1, "program": Deviation(1)}],
+        "i": [{"top_k": 1, "program": Probed(Gather.SUM)}],
+        "j": [{"top_k": 1, "program": Probed(Gather.MAX)}],
+        "kl": [PEAK | {"top_k": 3}, PEAK],
+        "m": [{"top_k": 1, "program": Probed(Gather.MAX, 0.2)}],
+        "n": [{"program": Stock()}],
     }
     plans = [
         plan(name, 6 * number, **recipe)
@@ -260,7 +260,7 @@ def test_nothing_is_computed_before_the_first_wave_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(monkeypatch)
-    prepared = world.prefill.prepare(pair(RECIPES["attended"]))
+    prepared = world.prefill.prepare(pair(RECIPES["boundary"]))
     waves = world.prefill.compute(prepared)
     assert world.written == []
     assert next(waves) > 0
@@ -321,7 +321,7 @@ def test_a_wave_is_no_larger_than_it_may_be(name: str, monkeypatch: pytest.Monke
             assert work is None or at_once <= 1 or wave <= work
             told.append(wave)
         scored = 0
-        if plans[0].recipe.score.asks_all_layers:  # attention of probes counts as work, too
+        if isinstance(plans[0].recipe.program, Probed):  # attention of probes counts as work, too
             scored = (LAYERS - 1) * sum(int(p.recipe.probes.sum()) for p in plans)
         assert sum(told) == world.layer_tokens + scored
 
@@ -360,7 +360,7 @@ def test_seconds_are_those_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_without_anything_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """All reused, and the only query is vLLM's."""
     pieces = [(4, 8, DONOR, 0, 0)]
-    for recipe in ({}, {"stock": True}):
+    for recipe in ({}, {"program": Stock()}):
         world = World(monkeypatch)
         all_reused = make_plan("all", 4, [], 8, np.arange(3), pieces=pieces, **recipe)
         beside = plan("beside", 10, **recipe)

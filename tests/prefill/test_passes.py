@@ -11,41 +11,44 @@ import pytest
 import torch
 
 from tests.prefill.loop import KV, TinyDecoder, carry_out
-from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
-from vllm_segreuse.plan import ReusePlan, Score
+from tests.prefill.tiny import FIXED, LAYERS, SIZE, World, make_plan
+from vllm_segreuse.plan import Boundary, Deviation, Fixed, Gather, Probed, ReusePlan, Stock
+from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill import tokens as tokens_module
 from vllm_segreuse.prefill.attention import ScatteredQueries
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.programs import program_of
 
 CPU = torch.device("cpu")
-PEAK = {"score": Score.PEAK, "top_k": 12}
 RECIPES: dict[str, dict[str, Any]] = {
     "fixed": {},
-    "fixed behind dense layers": {"dense_layers": 2},
-    "everything dense": {"dense_layers": LAYERS},
-    "attended": {"top_k": 6},
-    "attended behind one dense layer": {"dense_layers": 1, "top_k": 6},
-    "attended behind all but one": {"dense_layers": LAYERS - 1, "top_k": 6},
-    "deviating": {"score": Score.DEVIATION, "dense_layers": 1, "top_k": 6},
-    "deviating deeper": {"score": Score.DEVIATION, "dense_layers": LAYERS - 1, "top_k": 6},
-    "summed over all layers": {"score": Score.ALL_LAYERS, "top_k": 6},
-    "the highest at any layer": PEAK,
-    "the highest, if it is much": PEAK | {"least_share": 0.5},
-    "stock": {"stock": True},
+    "fixed behind dense layers": {"program": Fixed(2)},
+    "everything dense": {"program": Fixed(LAYERS)},
+    "boundary": {"program": Boundary(), "top_k": 6},
+    "boundary behind one dense layer": {"program": Boundary(1), "top_k": 6},
+    "boundary behind all but one": {"program": Boundary(LAYERS - 1), "top_k": 6},
+    "deviation": {"program": Deviation(1), "top_k": 6},
+    "deviation deeper": {"program": Deviation(LAYERS - 1), "top_k": 6},
+    "summed over all layers": {"program": Probed(Gather.SUM), "top_k": 6},
+    "the highest at any layer": {"program": Probed(Gather.MAX), "top_k": 12},
+    "the highest, if it is much": {"program": Probed(Gather.MAX, 0.5), "top_k": 12},
+    "stock": {"program": Stock()},
 }
 
 
 def plans_of(recipe: dict[str, Any]) -> list[ReusePlan]:
-    """Three plans: from the beginning; behind a prefix hit, with the token to come among those that
-    ask; and one whose probes are some of what is always computed."""
+    """Three plans: from the beginning; behind a prefix hit, with the token to come among the
+    probes; and one whose probes are some of what is always computed."""
     blocks = np.random.default_rng(1).permutation(100)
-    asks = recipe.get("top_k", 0) and recipe.get("score") is not Score.DEVIATION
+    probes_next = recipe.get("program", FIXED).probes_next_token
     return [
         make_plan("first", 0, [0, 1, 20, 21, 22, 29], 30, blocks[:10], **recipe),
-        make_plan("hit", 8, [0, 9, 25], 26, blocks[10:20], 7 if asks else None, **recipe),
+        make_plan("hit", 8, [0, 9, 25], 26, blocks[10:20], 7 if probes_next else None, **recipe),
         make_plan("odd", 5, [*range(3, 9), 22], 23, blocks[20:28], probes=[4, 22], **recipe),
     ]
+
+
+def dense_layers_of(recipe: dict[str, Any]) -> int:
+    return recipe.get("program", FIXED).dense_layers
 
 
 def carried_out(world: World, plans: list[ReusePlan], wave_work: int | None = None):
@@ -55,7 +58,7 @@ def carried_out(world: World, plans: list[ReusePlan], wave_work: int | None = No
         What was yielded, and the active positions of each plan.
     """
     batch = Batch(plans, SIZE, CPU, wave_work)
-    waves, work = program_of(plans[0].recipe)(world.layers, batch), []
+    waves, work = programs.run(world.layers, batch), []
     with torch.inference_mode():
         while True:
             try:
@@ -95,7 +98,7 @@ def check(world: World, name: str) -> None:
         assert found == expected[0]
         assert_holds(world, plan, expected[1])
         left, rest = world.kv(plan), set(range(plan.stop)) - set(found)
-        for layer, p in itertools.product(range(recipe.get("dense_layers", 0), LAYERS), rest):
+        for layer, p in itertools.product(range(dense_layers_of(recipe), LAYERS), rest):
             assert (left[layer, p][0] == kv[layer, p][0]).all(), "reused as it was"
     others = np.setdiff1d(np.arange(100), np.concatenate([plan.block_ids for plan in plans]))
     for cache, saved in zip(world.caches, caches, strict=True):
@@ -123,7 +126,7 @@ def test_a_compiled_model_gives_the_same(name: str, monkeypatch: pytest.MonkeyPa
     world = World(monkeypatch)
     world.layers.compiled = True
     check(world, name)
-    whole = not RECIPES[name].get("dense_layers")
+    whole = not dense_layers_of(RECIPES[name])
     assert world.contexts[-1][2] == whole, "only whole models are compiled"
 
 

@@ -13,17 +13,21 @@ from tests.prefill.tiny import make_plan
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 from vllm_segreuse.model.layers import LayerState
-from vllm_segreuse.plan import Recipe, ReusePlan, Score
-from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.programs import (
-    Layers,
-    Waves,
-    asked,
-    attended,
-    deviating,
-    finish,
-    program_of,
+from vllm_segreuse.plan import (
+    Boundary,
+    Deviation,
+    Fixed,
+    Gather,
+    Probed,
+    Program,
+    Recipe,
+    ReusePlan,
+    Stock,
 )
+from vllm_segreuse.prefill import programs
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.waves import Waves, finish
 
 SIZE, HEADS, CHANNELS, LAYERS = 16, 2, 8, 3
 TOKENS = 48
@@ -38,23 +42,22 @@ def half(number: int) -> TiledStrides:
     )
 
 
+SUM, MAX = Probed(Gather.SUM), Probed(Gather.MAX)
+
+
 def plan(
+    program: Program,
     new: list[int],
     top_k: int,
-    score: Score,
-    least_share: float = 0.0,
     first: int = 0,
-    dense_layers: int | None = None,
     probes: list[int] | None = None,
 ) -> ReusePlan:
-    """A plan of `TOKENS` tokens of which all but `new` are reused, and these ask, unless `probes`
-    says who; `first`: its first block."""
-    always, asking = np.zeros(TOKENS, bool), np.zeros(TOKENS, bool)
+    """A plan of `TOKENS` tokens of which all but `new` are reused; `new` are the probes, unless
+    they are given; `first`: its first block."""
+    always, probing = np.zeros(TOKENS, bool), np.zeros(TOKENS, bool)
     always[new] = True
-    asking[new if probes is None else probes] = True
-    if dense_layers is None:
-        dense_layers = 1 if score is Score.DEVIATION else 0
-    recipe = Recipe(always, dense_layers, top_k, asking, score, least_share)
+    probing[new if probes is None else probes] = True
+    recipe = Recipe(program, always, probing, top_k)
     blocks = np.arange(first, first + TOKENS // SIZE, dtype=np.int32)
     pieces = np.empty((0, 5), np.int32)
     return ReusePlan(
@@ -63,7 +66,7 @@ def plan(
 
 
 class Known:
-    """`Layers` whose attention and whose keys and values are given.
+    """`LayerRunner` whose attention and whose keys and values are given.
 
     Attributes:
         attention: flat index of a probe -> flat indices of the tokens it attends to, best first.
@@ -90,9 +93,7 @@ class Known:
     def __len__(self) -> int:
         return LAYERS
 
-    def layers(
-        self, first: int, last: int, tokens, state, batch, queries=None
-    ) -> Waves[LayerState]:
+    def run(self, first: int, last: int, tokens, state, batch, queries=None) -> Waves[LayerState]:
         self.ran.append((first, last, tokens.slots.tolist()))
         if queries is not None:  # a query tells whose it is
             rows = tokens.slots.float()[:, None, None].expand(-1, HEADS, CHANNELS)
@@ -102,23 +103,26 @@ class Known:
         return LayerState(torch.zeros(len(tokens), 4), None)
 
     def all_layers(self, tokens, batch) -> Waves[LayerState]:
-        return (yield from self.layers(0, LAYERS, tokens, None, batch))
+        return (yield from self.run(0, LAYERS, tokens, None, batch))
 
     def queries(self, tokens, batch) -> Waves[list[torch.Tensor]]:
-        yield from self.layers(0, LAYERS - 1, tokens, None, batch)
+        yield from self.run(0, LAYERS - 1, tokens, None, batch)
         return [torch.zeros(len(tokens), HEADS, CHANNELS)] * (LAYERS - 1)
 
     def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return self.computed
 
-    def attention_paid(self, batch, layer, probed, counts, queries, highest=False) -> torch.Tensor:
+    def attention_paid(
+        self, batch, layer, probed, counts, queries, gather=Gather.SUM
+    ) -> torch.Tensor:
         assert sum(counts) == len(probed) == len(queries)
         self.scored.append((layer, probed.tolist()))
         mass = torch.zeros(len(batch.tokens))
         for probe in probed.tolist():
             for rank, target in enumerate(self.attention.get(probe, [])):
                 share = 1 / (1 + rank)
-                mass[target] = max(float(mass[target]), share) if highest else mass[target] + share
+                so_far = float(mass[target])
+                mass[target] = max(so_far, share) if gather is Gather.MAX else so_far + share
         return mass
 
 
@@ -141,7 +145,7 @@ def test_deviation_picks_the_tokens_whose_keys_or_values_moved_most() -> None:
     keys[40] += 0.1
     values[47] += 9.0  # new: it is computed anyway, and must not take a place
     layers.computed = (keys[:TOKENS], values[:TOKENS])
-    active, _ = finish(deviating(layers, batch_of(plan([46, 47], 2, Score.DEVIATION))))
+    active, _ = finish(programs.run(layers, batch_of(plan(Deviation(1), [46, 47], 2))))
     assert active.tolist() == [7, 30, 46, 47]
     assert layers.ran == [(0, 1, list(range(TOKENS))), (1, LAYERS, [7, 30, 46, 47])]
 
@@ -149,7 +153,7 @@ def test_deviation_picks_the_tokens_whose_keys_or_values_moved_most() -> None:
 def test_what_the_question_attends_to_at_any_layer_is_computed_with_it() -> None:
     layers = Known()
     layers.attention = {47: [20, 3], 20: [9], 9: [5]}
-    active, _ = finish(asked(layers, batch_of(plan([47], 2, Score.ALL_LAYERS))))
+    active, _ = finish(programs.run(layers, batch_of(plan(SUM, [47], 2))))
     assert active.tolist() == [3, 20, 47]
     assert layers.ran == [(0, LAYERS - 1, [47]), (0, LAYERS, [3, 20, 47])]
 
@@ -162,9 +166,8 @@ def test_sparsex_computes_what_the_probes_attend_to_most_at_the_boundary(
     does not ask has no say."""
     layers = Known()
     layers.attention = {47: [46, 20, 3, 9], 40: [20, 9], 10: [1, 2, 4]}
-    options = {"dense_layers": dense_layers, "probes": [40, 47]}
-    given = plan([10, 40, 46, 47], 2, Score.ATTENTION, **options)
-    active, _ = finish(attended(layers, batch_of(given)))
+    given = plan(Boundary(dense_layers), [10, 40, 46, 47], 2, probes=[40, 47])
+    active, _ = finish(programs.run(layers, batch_of(given)))
     assert active.tolist() == [9, 10, 20, 40, 46, 47]  # 20: 3/2, 9: 3/4, 3: 1/3
     boundary = max(dense_layers, 1)
     assert layers.scored == [(boundary - 1, [40, 47])]
@@ -183,18 +186,18 @@ def test_sparsex_asks_with_the_queries_of_the_probes() -> None:
     layers.attention_paid = paid  # type: ignore[method-assign]
     for dense_layers in (0, 1):
         plans = (
-            plan([3, 47], 1, Score.ATTENTION, 0.0, first, dense_layers, probes)
+            plan(Boundary(dense_layers), [3, 47], 1, first, probes)
             for first, probes in ((3, [47]), (0, [3, 47]))
         )
-        finish(attended(layers, batch_of(*plans)))
+        finish(programs.run(layers, batch_of(*plans)))
     slots = [3 * SIZE + 47, 3, 47]  # the first plan lies in blocks behind the second's
     assert given == [([1, 2], slots)] * 2
 
 
 def test_every_layer_but_the_last_is_asked() -> None:
-    for score in (Score.ALL_LAYERS, Score.PEAK):
+    for program in (SUM, MAX):
         layers = Known()
-        finish(asked(layers, batch_of(plan([46, 47], 1, score, probes=[47]))))
+        finish(programs.run(layers, batch_of(plan(program, [46, 47], 1, probes=[47]))))
         assert layers.scored == [(layer, [47]) for layer in range(LAYERS - 1)]
 
 
@@ -202,29 +205,31 @@ def test_sums_are_over_layers_and_peaks_are_not() -> None:
     layers = Known()
     by_layer = [{47: [5, 8]}, {47: [6, 8]}]  # 8 gets a half twice, and 5 and 6 get 1 once
 
-    def paid(batch, layer, probed, counts, queries, highest):
+    def paid(batch, layer, probed, counts, queries, gather):
         layers.attention = by_layer[layer]
-        return Known.attention_paid(layers, batch, layer, probed, counts, queries, highest)
+        return Known.attention_paid(layers, batch, layer, probed, counts, queries, gather)
 
     layers.attention_paid = paid  # type: ignore[method-assign]
-    for score, top_k, chosen in (
-        (Score.ALL_LAYERS, 3, [5, 6, 8]),
-        (Score.PEAK, 2, [5, 6]),
-        (Score.PEAK, 3, [5, 6, 8]),
+    for program, top_k, chosen in (
+        (SUM, 3, [5, 6, 8]),
+        (MAX, 2, [5, 6]),
+        (MAX, 3, [5, 6, 8]),
     ):
-        active, _ = finish(asked(layers, batch_of(plan([47], top_k, score))))
+        active, _ = finish(programs.run(layers, batch_of(plan(program, [47], top_k))))
         assert active.tolist() == [*chosen, 47]
     by_layer[1] = {47: [9, 8]}
     by_layer[0] = {47: [5, 8, 5, 5]}
-    active, _ = finish(asked(layers, batch_of(plan([47], 1, Score.ALL_LAYERS))))
+    active, _ = finish(programs.run(layers, batch_of(plan(SUM, [47], 1))))
     assert active.tolist() == [5, 47]
 
 
-@pytest.mark.parametrize(("least_share", "chosen"), [(0.0, 20), (0.04, 20), (0.1, 10), (0.9, 1)])
-def test_as_many_are_chosen_as_get_a_share_of_attention(least_share: float, chosen: int) -> None:
+@pytest.mark.parametrize(("threshold", "chosen"), [(0.0, 20), (0.04, 20), (0.1, 10), (0.9, 1)])
+def test_as_many_are_chosen_as_get_a_share_of_attention(threshold: float, chosen: int) -> None:
     layers = Known()
     layers.attention = {47: list(range(30))}  # the second gets 1/2, the tenth 1/10, ...
-    active, _ = finish(asked(layers, batch_of(plan([47], 20, Score.PEAK, least_share))))
+    active, _ = finish(
+        programs.run(layers, batch_of(plan(Probed(Gather.MAX, threshold), [47], 20)))
+    )
     assert active.tolist() == [*range(chosen), 47]
 
 
@@ -233,10 +238,10 @@ def test_a_peak_counts_for_more_than_many_small_shares() -> None:
     # Everybody pays token 5 a third; one query pays token 20 all it has.
     layers.attention = {probe: [30 + probe % 8, 40, 5] for probe in range(42, 47)} | {47: [20]}
     new = list(range(42, 48))
-    active, _ = finish(asked(layers, batch_of(plan(new, 7, Score.PEAK))))
+    active, _ = finish(programs.run(layers, batch_of(plan(MAX, new, 7))))
     assert 20 in active
     assert 5 not in active
-    active, _ = finish(asked(layers, batch_of(plan(new, 2, Score.ALL_LAYERS))))
+    active, _ = finish(programs.run(layers, batch_of(plan(SUM, new, 2))))
     assert 5 in active
     assert 20 not in active
 
@@ -245,37 +250,67 @@ def test_plans_side_by_side_choose_each_for_itself() -> None:
     layers = Known()
     seen = range(TOKENS, TOKENS + 30)
     layers.attention = {47: list(range(20)), TOKENS + 46: [*seen], TOKENS + 45: [*seen[:9]]}
-    batch = batch_of(plan([47], 12, Score.PEAK, 0.1), plan([45, 46], 20, Score.PEAK, 0.1, first=3))
-    active, _ = finish(asked(layers, batch))
+    above = Probed(Gather.MAX, 0.1)
+    batch = batch_of(plan(above, [47], 12), plan(above, [45, 46], 20, first=3))
+    active, _ = finish(programs.run(layers, batch))
     assert batch.num_active(active).tolist() == [11, 12]
     assert active.tolist() == [*range(10), 47, *seen[:10], TOKENS + 45, TOKENS + 46]
 
 
-def test_a_recipe_without_a_choice_needs_no_score() -> None:
-    for score in Score:
-        assert program_of(plan([47], 0, score).recipe).__name__ == "fixed"
-        assert program_of(plan([47], 1, score).recipe).__name__ != "fixed"
+@pytest.mark.parametrize("program", [Fixed, Stock, Boundary, Deviation, Probed])
+def test_every_program_has_a_module_that_runs_it(program: type[Program]) -> None:
+    assert programs.PROGRAMS[program].PROGRAM is program
+    assert len(programs.PROGRAMS) == 5
+
+
+def test_the_program_of_a_batch_runs_with_what_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = []
+
+    def run(program: Program, *_: Any) -> Waves[str]:
+        given.append(program)
+        yield 3
+        return "computed"
+
+    monkeypatch.setattr(programs.PROGRAMS[Probed], "run", run)
+    batch = batch_of(plan(Probed(Gather.MAX, 0.25), [47], 1))
+    assert finish(programs.run(Known(), batch)) == "computed"  # type: ignore[arg-type]
+    assert given == [Probed(Gather.MAX, 0.25)]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "program"),
-    [
-        ({"score": Score.ATTENTION}, "attended"),
-        ({"score": Score.DEVIATION}, "deviating"),
-        ({"score": Score.ALL_LAYERS}, "asked"),
-        ({"score": Score.PEAK}, "asked"),
-        ({"score": Score.PEAK, "stock": True}, "stock"),
-        ({"score": Score.ATTENTION, "top_k": 0, "stock": True}, "stock"),
-    ],
+    ("program", "collective"),
+    [(MAX, "all_gather"), (SUM, "all_reduce"), (Boundary(), "all_reduce")],
+    ids=str,
 )
-def test_every_recipe_has_its_program(recipe: dict[str, Any], program: str) -> None:
-    mask = np.ones(4, bool)
-    given = {"always": mask, "dense_layers": 0, "top_k": 1, "probes": mask} | recipe
-    assert program_of(Recipe(**given)).__name__ == program
+def test_ranks_gather_scores_as_the_program_does(
+    program: Program, collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def called(name: str, result: Any) -> Any:
+        return lambda scores, **_: (calls.append(name), result(scores))[1]
+
+    ranks = SimpleNamespace(
+        world_size=2,
+        all_reduce=called("all_reduce", lambda scores: 2 * scores),
+        all_gather=called("all_gather", lambda scores: torch.cat([scores, scores])),
+        broadcast=lambda chosen, src: chosen,
+    )
+    monkeypatch.setattr("vllm_segreuse.prefill.selection.get_tp_group", lambda: ranks)
+    finish(programs.run(Known(), batch_of(plan(program, [47], 1))))  # type: ignore[arg-type]
+    assert calls == [collective]
 
 
-@pytest.mark.parametrize("highest", [False, True])
-def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(highest: bool) -> None:
+def test_every_program_is_proven() -> None:
+    cases = programs.proof_cases(num_layers=7)
+    assert {type(case.program) for case in cases} == set(programs.PROGRAMS)
+    assert all(case.program.chooses == (case.top_k > 0) for case in cases)
+
+
+@pytest.mark.parametrize("gather", Gather)
+def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gather) -> None:
     """Random queries and keys in scattered pages; plans behind a prefix hit, two heads a key."""
     kv_heads, heads, channels, size, layer = 2, 6, 8, 4, 1
     head = size * channels
@@ -284,7 +319,7 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(highest: bool
     torch.manual_seed(1)
     caches = [torch.randn(40, 2, kv_heads, size, channels) for _ in range(2)]
     attention = [SimpleNamespace(kv_cache=c, impl=SimpleNamespace(scale=0.7)) for c in caches]
-    layers = Layers(
+    layers = LayerRunner(
         SimpleNamespace(attention=attention),  # type: ignore[arg-type]
         [PageLayout(keys, keys)] * 2,
         None,  # type: ignore[arg-type]
@@ -303,7 +338,7 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(highest: bool
     assert probed.tolist() == [2, 3, 10, 11, 17, 26]
     queries = torch.randn(len(probed), heads, channels)
     counts = batch.counts(batch.probes)
-    paid = layers.attention_paid(batch, layer, probed, counts, queries, highest)
+    paid = layers.attention_paid(batch, layer, probed, counts, queries, gather)
 
     expected = []
     rows = iter(queries.double())
@@ -322,7 +357,7 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(highest: bool
                 for j, weight in enumerate(weights):
                     share = weight / sum(weights)
                     if j in mass:
-                        mass[j] = max(mass[j], share) if highest else mass[j] + share
+                        mass[j] = max(mass[j], share) if gather is Gather.MAX else mass[j] + share
         expected += mass.values()
     torch.testing.assert_close(paid.double(), torch.tensor(expected).double())
     assert paid.dtype == torch.float32

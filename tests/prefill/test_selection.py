@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.prefill.test_batch import CPU, plans
+from tests.prefill.tiny import SIZE
+from vllm_segreuse.plan import Boundary, Gather
 from vllm_segreuse.prefill import selection
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.selection import with_chosen
 
 
 def choose(scores: list[torch.Tensor], *options: Any, **more: Any) -> torch.Tensor:
@@ -57,72 +62,72 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 
 def test_the_largest_are_chosen_in_order_of_position(group: Group) -> None:
     scores = [torch.tensor([1.0, 5.0, 3.0, 4.0]), torch.tensor([9.0, 8.0])]
-    assert choose(scores, [2, 1], 0.0).tolist() == [1, 3, 4]
+    assert choose(scores, [2, 1]).tolist() == [1, 3, 4]
     assert group.calls == []
 
 
 def test_ties_go_to_the_first(group: Group) -> None:
     many = torch.zeros(10_000)
     many[5000] = 1.0
-    assert choose([many], [100], 0.0).tolist() == [*range(99), 5000]
+    assert choose([many], [100]).tolist() == [*range(99), 5000]
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_excluded_tokens_are_never_chosen(group: Group, k: int) -> None:
     scores = torch.tensor([float("-inf"), -7.0, float("-inf"), 0.0, -1e30])
-    assert choose([scores], [k], 0.0).tolist() == [[], [3], [1, 3, 4]][min(k, 2)]
+    assert choose([scores], [k]).tolist() == [[], [3], [1, 3, 4]][min(k, 2)]
 
 
 def test_scores_of_all_ranks_decide(group: Group) -> None:
     group.world_size, group.others = 2, torch.tensor([0.0, 9.0, 3.0, 0.0, 1.0])
     scores = [torch.tensor([2.0, float("-inf"), 0.0]), torch.tensor([1.0, 0.5])]
-    assert choose(scores, [1, 1], 0.0).tolist() == [2, 4]
+    assert choose(scores, [1, 1]).tolist() == [2, 4]
     assert group.calls == ["all_reduce", "broadcast"]
 
 
 def test_the_highest_peak_of_any_rank_decides(group: Group) -> None:
     group.world_size, group.others = 2, torch.tensor([0.3, float("-inf"), 0.1, 0.0, 0.6])
     scores = [torch.tensor([0.2, float("-inf"), 0.25]), torch.tensor([0.5, 0.1])]
-    assert choose(scores, [1, 2], 0.28, highest=True).tolist() == [0, 3, 4]
+    assert choose(scores, [1, 2], Gather.MAX, 0.28).tolist() == [0, 3, 4]
     assert group.calls == ["all_gather", "broadcast"]
 
 
-@pytest.mark.parametrize("least_share", [0.0, 0.5])
-def test_the_choice_of_rank_0_is_everyones(group: Group, least_share: float) -> None:
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_the_choice_of_rank_0_is_everyones(group: Group, threshold: float) -> None:
     group.world_size, group.chosen = 2, torch.tensor([2, 0, 4])
     scores = [torch.tensor([3.0, 2.0, 1.0]), torch.tensor([4.0, 1.0])]
-    assert choose(scores, [2, 1], least_share).tolist() == [0, 2, 4]
+    assert choose(scores, [2, 1], threshold=threshold).tolist() == [0, 2, 4]
 
 
 def test_ranks_take_over_that_fewer_were_chosen(group: Group) -> None:
     group.world_size, group.chosen = 2, torch.tensor([2, -1, 3])
     scores = [torch.tensor([3.0, 2.0, 1.0]), torch.tensor([4.0, 1.0])]
-    assert choose(scores, [2, 1], 0.5).tolist() == [2, 3]
+    assert choose(scores, [2, 1], threshold=0.5).tolist() == [2, 3]
 
 
 def test_of_the_largest_those_below_the_least_are_left_out(group: Group) -> None:
     scores = [torch.tensor([0.1, 0.9, 0.5, 0.49]), torch.tensor([0.8, 0.7, 0.6])]
-    assert choose(scores, [3, 2], 0.5).tolist() == [1, 2, 4, 5]
-    assert choose(scores, [3, 0], 0.95).tolist() == []
+    assert choose(scores, [3, 2], threshold=0.5).tolist() == [1, 2, 4, 5]
+    assert choose(scores, [3, 0], threshold=0.95).tolist() == []
 
 
 def test_a_share_that_is_just_enough_counts(group: Group) -> None:
     share = 0.05  # rounded to float32, as scores are
     below = torch.tensor(share).nextafter(torch.tensor(0.0))
     scores = torch.stack([torch.tensor(share), below, torch.tensor(0.9)])
-    assert choose([scores], [3], share, True).tolist() == [0, 2]
+    assert choose([scores], [3], Gather.MAX, share).tolist() == [0, 2]
 
 
 def test_ties_go_to_the_first_among_those_that_are_enough(group: Group) -> None:
     scores = [torch.tensor([0.5, 0.9, 0.5, 0.5]), torch.tensor([0.6, 0.6, 0.6])]
-    assert choose(scores, [3, 1], 0.5, True).tolist() == [0, 1, 2, 4]
+    assert choose(scores, [3, 1], Gather.MAX, 0.5).tolist() == [0, 1, 2, 4]
 
 
 def test_more_than_there_are_is_all_there_are(group: Group) -> None:
     assert choose([torch.tensor([1.0, 2.0]), torch.tensor([0.0])], [5, 5]).tolist() == [0, 1, 2]
 
 
-def test_only_a_least_share_waits_for_the_device(group: Group) -> None:
+def test_only_a_threshold_waits_for_the_device(group: Group) -> None:
     """Where the number is known beforehand, everybody gets as many as he asked for."""
     scores = [torch.tensor([0.0, 0.0, 0.0]), torch.tensor([-1.0, 0.0])]
     assert choose(scores, [2, 1]).tolist() == [0, 1, 4]
@@ -140,14 +145,56 @@ def test_the_same_scores_give_the_same_choice(group: Group) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("highest", [False, True])
-def test_it_is_told_whose_scores_are_no_numbers(group: Group, ranks: int, highest: bool) -> None:
+@pytest.mark.parametrize("gather", Gather)
+def test_it_is_reported_whose_scores_are_no_numbers(
+    group: Group, ranks: int, gather: Gather
+) -> None:
     """Of any rank: all of them have to compute the same plans again."""
     inf, nan = float("inf"), float("nan")
     mine = [torch.tensor([0.3, nan]), torch.tensor([0.1, -inf]), torch.tensor([0.2, inf])]
     group.world_size = ranks
     group.others = torch.tensor([0.0, 0.0, nan, 0.0, 0.0, 0.0])
-    if highest and ranks == 1:
+    if gather is Gather.MAX and ranks == 1:
         mine[0] = torch.tensor([nan, -inf])
-    _, numbers = selection.choose(mine, [1, 1, 1], 0.0, highest)
+    _, numbers = selection.choose(mine, [1, 1, 1], gather)
     assert numbers.tolist() == [False, ranks == 1, True]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.25])
+def test_every_plan_chooses_its_own_beside_what_is_always_computed(
+    threshold: float, group: Group
+) -> None:
+    given = plans(program=Boundary(), top_k=2)
+    given[2].recipe.__dict__["top_k"] = 0
+    batch = Batch(given, SIZE, CPU)
+    scores = torch.zeros(15)
+    scores[[0, 5, 8, 11, 12, 14]] = 9.0  # always computed: they take nobody's place
+    scores[[2, 3, 7]] = torch.tensor([0.25, 0.1, 0.3])
+    scores[[9, 13]] = torch.tensor([0.2, 0.5])
+    before = scores.clone()
+    active = with_chosen(batch, scores, threshold=threshold)
+    chosen = [2, 7, 13] if threshold else [2, 7, 9, 13]
+    assert active.device.tolist() == sorted([0, 5, 8, 11, 12, 14, *chosen])
+    assert torch.equal(scores, before)
+    assert batch.sound.tolist() == [True] * 3
+    assert batch.always.device.tolist() == [0, 5, 8, 11, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("gather", "collective"), [(Gather.MAX, "all_gather"), (Gather.SUM, "all_reduce")]
+)
+def test_ranks_put_peaks_and_sums_together_each_in_their_way(
+    gather: Gather, collective: str, group: Group
+) -> None:
+    group.world_size = 2
+    with_chosen(Batch(plans(program=Boundary(), top_k=1), SIZE, CPU), torch.zeros(15), gather)
+    assert group.calls == [collective, "broadcast"]
+
+
+def test_scores_that_are_no_numbers_are_reported_of_their_plan(group: Group) -> None:
+    batch = Batch(plans(program=Boundary(), top_k=1), SIZE, CPU)
+    scores = torch.zeros(15)
+    scores[10] = torch.nan
+    scores[0] = torch.nan  # of a token that is computed whatever it is
+    with_chosen(batch, scores)
+    assert batch.sound.tolist() == [True, False, True]

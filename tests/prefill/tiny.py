@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder of four layers over a paged cache, built as vLLM builds its models.
 
-Passes run on it as they do on a loaded model: through `Layers`, `DecoderStack`, `PassAttention` and
-the reference kernels. Only vLLM's forward context is replaced. `tests/prefill/loop.py` computes the
-same token by token.
+Passes run on it as they do on a loaded model: through `LayerRunner`, `DecoderStack`,
+`PassAttention` and the reference kernels. Only vLLM's forward context is replaced.
+`tests/prefill/loop.py` computes the same token by token.
 """
 
 import math
@@ -21,19 +21,20 @@ from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.model.layers import DecoderStack
-from vllm_segreuse.plan import Recipe, ReusePlan, Score
+from vllm_segreuse.plan import Fixed, Program, Recipe, ReusePlan
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.programs import Layers
+from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.rows import common_metadata
 from vllm_segreuse.prefill.tokens import TokenTable
 
 LAYERS, HEADS, KV_HEADS, CHANNELS, SIZE = 4, 4, 2, 8, 4
 HIDDEN, VOCABULARY, POSITIONS = HEADS * CHANNELS, 50, 256
 SCALE = 1 / math.sqrt(CHANNELS)
+FIXED = Fixed()
 
 
 def half(number: int) -> TiledStrides:
@@ -182,7 +183,7 @@ class World:
 
     Args:
         scattered: whether scattered queries have a kernel; else all of them attend in rows.
-        max_wave_tokens: see `Layers`.
+        max_wave_tokens: see `LayerRunner`.
 
     Attributes:
         in_place: whether norms write over their input.
@@ -216,7 +217,7 @@ class World:
             "reference",
         )
         layouts = [LAYOUT] * LAYERS
-        self.layers = Layers(
+        self.layers = LayerRunner(
             self.stack,
             layouts,
             PassAttention(Rows(self), self.stack.attention, layouts, kernels),  # type: ignore[arg-type]
@@ -274,7 +275,8 @@ def make_plan(
     next_token: int | None = None,
     pieces: list[tuple[int, int, int, int, int]] | None = None,
     probes: list[int] | None = None,
-    **recipe: Any,
+    program: Program = FIXED,
+    top_k: int = 0,
 ) -> ReusePlan:
     """A plan of `count` tokens from `start` on.
 
@@ -282,13 +284,13 @@ def make_plan(
         always, probes: counted from `start`; probes are those that are always computed, unless
             given.
         pieces: see `ReusePlan`.
-        recipe: the rest of the recipe.
+        program, top_k: see `Recipe`.
     """
     masks = []
     for indices in (always, always if probes is None else probes):
         masks.append(np.zeros(count, bool))
         masks[-1][indices] = True
-    rest = {"dense_layers": 0, "top_k": 0, "score": Score.ATTENTION} | recipe
+    recipe = Recipe(program, always=masks[0], probes=masks[1], top_k=top_k)
     token_ids = np.random.default_rng(len(name) + start).integers(0, VOCABULARY, count)
     return ReusePlan(
         name,
@@ -296,10 +298,10 @@ def make_plan(
         start + count,
         token_ids.astype(np.int32),
         np.array(pieces or np.empty((0, 5)), np.int32),
-        Recipe(always=masks[0], probes=masks[1], **rest),
+        recipe,
         donor_blocks=[],
         donor_depth=0,
         block_ids=blocks.astype(np.int32),
         next_token=next_token,
-        counted=rest.get("least_share", 0) > 0,
+        counted=recipe.program.may_choose_fewer,
     )

@@ -51,7 +51,7 @@ OPTIONS = st.builds(
         "segreuse_overflow_tokens": overflow,
         "segreuse_min_reused_tokens": least,
     },
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from([*POLICIES]),
     ratio=st.sampled_from(RATIOS),
     dense=st.sampled_from(DENSE_LAYERS),
     overflow=st.sampled_from([0, 1, None]),

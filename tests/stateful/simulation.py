@@ -248,7 +248,7 @@ class _Run:
             salt=choose([None] * 7 + ["salt"]),
             lora=random.random() < 0.05,
             options={
-                "segreuse_policy": choose(POLICIES),
+                "segreuse_policy": choose([*POLICIES]),
                 "segreuse_recompute_ratio": choose(RATIOS),
                 "segreuse_dense_layers": choose(DENSE_LAYERS),
                 "segreuse_overflow_tokens": choose([0, 1, None]),

@@ -20,7 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_segreuse.connector import SegReuseWorkerMetadata
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import ReusePlan, Stock
 
 STOP = 1
 """The token that ends a request."""
@@ -84,8 +84,13 @@ class Spread:
 
 
 def _in_full(plan: ReusePlan) -> ReusePlan:
+    """As a plan in full, which remains one of the exact tier."""
     full = plan.in_full()
-    return replace(full, recipe=replace(full.recipe, stock=plan.recipe.stock))
+    return replace(full, recipe=replace(full.recipe, program=Stock())) if _is_exact(plan) else full
+
+
+def _is_exact(plan: ReusePlan) -> bool:
+    return plan.recipe.program == Stock()
 
 
 class Worker:
@@ -311,7 +316,7 @@ class Worker:
             assert name not in scheduled, f"{name} runs, though its plan takes several steps"
         else:
             assert starts[name] == plan.stop, f"{name}: where the plan ends"
-        if not plan.recipe.stock:
+        if not _is_exact(plan):
             assert plan.stop == len(request.tokens) - 1, f"{name}: where the plan ends"
             alone = plan.spread or scheduled.get(name) == 1
             assert alone, f"{name}: vLLM computes more than the last token"
@@ -349,7 +354,7 @@ class Worker:
             assert (position[span] == moved).all(), f"{epoch}: other positions than planned"
             assert not self.copied[slots].any(), f"{epoch}: a copy of a copy"
             assert self.depth[slots].max() <= plan.donor_depth, f"{epoch}: deeper than planned"
-            if plan.recipe.stock:
+            if _is_exact(plan):
                 # In no namespace, as vLLM's own prefix cache: nothing but the whole prefix counts.
                 histories = self.history[slots].tolist()
                 wanted = request.history[destination : destination + length]
@@ -359,7 +364,7 @@ class Worker:
                 known = self.known_to[block]
                 who = request.identity
                 assert who in known, f"{epoch} is known to {known}, not {who}"
-            self.exact_tokens += length if plan.recipe.stock else 0
+            self.exact_tokens += length if _is_exact(plan) else 0
             self.copied_tokens += length
         return token, position
 
@@ -369,7 +374,7 @@ class Worker:
         candidates = np.flatnonzero(plan.reused & ~plan.recipe.always)
         rng = np.random.default_rng(self.num_steps)
         count = plan.recipe.top_k
-        if plan.recipe.least_share:
+        if plan.recipe.program.may_choose_fewer:
             count = int(rng.integers(count + 1))
         if plan.counted:
             asked = int(plan.next_token is not None)

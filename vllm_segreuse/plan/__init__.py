@@ -7,15 +7,32 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.pieces import reused_mask, segment_starts
-from vllm_segreuse.plan.reuse import Recipe, ReusePlan, Score
+from vllm_segreuse.plan.programs import (
+    Boundary,
+    Counts,
+    Deviation,
+    Fixed,
+    Gather,
+    Probed,
+    Program,
+    Stock,
+)
+from vllm_segreuse.plan.reuse import Recipe, ReusePlan
 
 __all__ = [
     "BoolArray",
+    "Boundary",
+    "Counts",
+    "Deviation",
+    "Fixed",
     "FreezeOrder",
+    "Gather",
     "IntArray",
+    "Probed",
+    "Program",
     "Recipe",
     "ReusePlan",
-    "Score",
+    "Stock",
     "reused_mask",
     "segment_starts",
 ]

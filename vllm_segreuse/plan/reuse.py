@@ -1,65 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler tells the workers about one request: where its reused KV comes from."""
+"""Plans: where the reused KV of one request comes from, and which of its tokens are computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 import numpy as np
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.pieces import reused_mask
-
-
-class Score(Enum):
-    """What the `top_k` tokens of a recipe are chosen by."""
-
-    ATTENTION = "the attention that the probes pay them at the boundary layer"
-    DEVIATION = "how far keys and values at the boundary layer are from the reused ones"
-    ALL_LAYERS = "the attention that the probes pay them, summed over the layers"
-    PEAK = "the largest share of its attention that any probe pays them, at any head and layer"
-
-    @property
-    def asks_all_layers(self) -> bool:
-        """Whether the probes run through all layers before the choice."""
-        return self in (Score.ALL_LAYERS, Score.PEAK)
+from vllm_segreuse.plan.programs import Counts, Fixed, Program
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which tokens of `[start, stop)` a policy computes, and at which layers.
+    """Which tokens of `[start, stop)` a policy computes, and how.
+
+    Where no token is to be chosen, a program that would choose is replaced by `Fixed`.
 
     Attributes:
+        program: how they are computed.
         always: bool `[stop - start]`: computed at every layer. Contains every token not reused.
-        dense_layers: leading layers at which every token is computed (SparseX's l*).
-        top_k: reused tokens outside `always` that are recomputed from layer `dense_layers` on,
-            chosen by their score once the scores are known; with `least_share` the most of them.
         probes: bool `[stop - start]`: tokens whose queries give the scores.
-        score: what the choice goes by.
-        least_share: of the `top_k` tokens only those are chosen whose score is at least this; 0:
-            all of them. How many that are only the workers know.
-        stock: the model's own forward computes what is computed, as it does for vLLM; nothing is
-            dense or chosen.
+        top_k: reused tokens outside `always` that are computed behind the program's dense layers,
+            chosen by their score; the most of them, where the program may choose fewer.
+
+    Raises:
+        ValueError: tokens are to be chosen by a program that does not choose.
     """
 
+    program: Program
     always: BoolArray
-    dense_layers: int
-    top_k: int
     probes: BoolArray
-    score: Score = Score.ATTENTION
-    least_share: float = 0.0
-    stock: bool = False
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.program.chooses and not self.top_k:
+            object.__setattr__(self, "program", Fixed(self.program.dense_layers))
+        elif self.top_k and not self.program.chooses:
+            raise ValueError(f"{self.program} does not choose tokens; top_k is {self.top_k}")
 
     @classmethod
-    def without_choice(cls, always: BoolArray, stock: bool = False) -> Recipe:
-        """These tokens at every layer, and no others."""
-        return cls(always, dense_layers=0, top_k=0, probes=np.zeros_like(always), stock=stock)
+    def without_choice(cls, always: BoolArray, program: Program | None = None) -> Recipe:
+        """These tokens at every layer, and no others.
+
+        Args:
+            program: how they are computed; None: by layers of the pass.
+        """
+        return cls(program or Fixed(), always, probes=np.zeros_like(always))
 
     @property
-    def asks_next_token(self) -> bool:
-        """Whether the query of the token behind the plan should take part in the choice."""
-        return self.top_k > 0 and self.score is not Score.DEVIATION
+    def settled(self) -> BoolArray:
+        """bool `[stop - start]`: tokens computed at every layer, whatever is chosen."""
+        chooses_all = int(self.always.sum()) + self.top_k == len(self.always)
+        if chooses_all and not self.program.may_choose_fewer:
+            return np.ones_like(self.always)
+        return self.always
+
+    def counts(self, chosen: int, behind: int = 0) -> Counts:
+        """Tokens by what is done with them.
+
+        Args:
+            chosen: by their score.
+            behind: tokens behind the plan that are computed and probed with it.
+        """
+        always, probes = int(self.always.sum()), int(self.probes.sum())
+        return Counts(len(self.always) + behind, always + behind, chosen, probes + behind)
 
 
 @dataclass
@@ -74,13 +80,13 @@ class ReusePlan:
         donor_blocks: distinct physical blocks the pieces read.
         donor_depth: largest provenance depth among them.
         block_ids: int32, the request's block table; known once vLLM has allocated it.
-        next_token: the token at `stop`, where it takes part in the choice; else None. vLLM computes
-            it after the pass, but no query says more about what the answer will need. Whoever
-            computes such a plan writes the KV of that token, too: what a spoilt pass left there
-            would spoil the next one.
+        next_token: the token at `stop`, where it is probed; else None. vLLM computes it after the
+            pass, but no query says more about what the answer will need. Whoever computes such a
+            plan writes the KV of that token, too: what a spoilt pass left there would spoil the
+            next one.
         spread: carried out over several steps, while the request is set aside.
-        counted: how many tokens are computed only the workers know (`Recipe.least_share`). They
-            tell it, also if they have to compute the plan in full.
+        counted: how many tokens are computed only the workers know (`Program.may_choose_fewer`).
+            They report it, also if they have to compute the plan in full.
     """
 
     request_id: str
@@ -97,14 +103,18 @@ class ReusePlan:
     counted: bool = False
 
     @property
-    def num_written(self) -> int:
-        """Tokens whose slots the pass writes."""
-        return self.num_tokens + int(self.next_token is not None)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens the connector supplies."""
         return self.stop - self.start
+
+    @property
+    def num_written(self) -> int:
+        """Tokens whose slots the pass writes."""
+        return self.num_tokens + self._behind
+
+    @property
+    def _behind(self) -> int:
+        return int(self.next_token is not None)
 
     @property
     def reused(self) -> BoolArray:
@@ -118,13 +128,18 @@ class ReusePlan:
 
     @property
     def num_recomputed(self) -> int:
-        """Reused tokens that are computed again, at every layer from `dense_layers` on; the most of
+        """Reused tokens that are computed again, at every layer behind the dense ones; the most of
         them, where the workers decide."""
         return self.recomputed(self.recipe.top_k)
 
     def recomputed(self, chosen: int) -> int:
         """The same, where so many were chosen by their score."""
         return int(self.recipe.always.sum()) - (self.num_tokens - self.num_reused) + chosen
+
+    def num_chosen(self, computed: int) -> int:
+        """Tokens that were chosen by their score, if so many were computed behind the dense
+        layers."""
+        return computed - self.recipe.counts(0, self._behind).always
 
     def in_full(self) -> ReusePlan:
         """The same tokens, all of them computed at every layer, by the pass's own layers."""
@@ -134,29 +149,15 @@ class ReusePlan:
     def layer_tokens(self, num_layers: int, chosen: int | None = None) -> int:
         """Tokens computed, summed over the layers: the work of the pass.
 
-        Who is asked before the pass is computed once more: the probes, at all layers but the last,
-        where scores come from all layers; what is always computed, at the first, where they come
-        from there.
-
         Args:
             num_layers: of the model.
             chosen: tokens chosen by their score; None: as many as the recipe allows.
         """
         recipe = self.recipe
         chosen = recipe.top_k if chosen is None else chosen
-        asked = int(self.next_token is not None)
-        always = int(recipe.always.sum()) + asked
-        work = recipe.dense_layers * (self.num_tokens + asked)
-        work += (num_layers - recipe.dense_layers) * (always + chosen)
-        if recipe.score is Score.ATTENTION and recipe.top_k and not recipe.dense_layers:
-            work += always
-        if recipe.score.asks_all_layers and recipe.top_k:
-            work += (num_layers - 1) * (int(recipe.probes.sum()) + asked)
-        return work
+        return recipe.program.cost(recipe.counts(chosen, self._behind), num_layers)
 
     @property
     def active_tokens(self) -> int:
-        """Most tokens any layer of the pass computes."""
-        if self.recipe.dense_layers:
-            return self.num_tokens
-        return int(self.recipe.always.sum()) + self.recipe.top_k
+        """Most tokens of `[start, stop)` that any layer of the pass computes."""
+        return self.recipe.program.most_active(self.recipe.counts(self.recipe.top_k))

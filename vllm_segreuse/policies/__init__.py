@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: which reused tokens are computed again. One small file each; add yours to `POLICIES`.
+"""Policies: which reused tokens are computed again. Each module here is one, of the module's name.
 
 A policy runs in the scheduler process and is free of torch: it turns what is known about a request
-(which tokens are reused, the options) into a `Recipe`, which the workers carry out.
+(which tokens are reused, the options) into a `Recipe`, which the workers carry out. Its module
+defines `recipe(situation)`.
 """
 
 from __future__ import annotations
 
-from vllm_segreuse.policies import cacheblend, epic, exact, focus, prophet, shift, sparsex
+from vllm_segreuse.discovery import modules_of
 from vllm_segreuse.policies.base import Policy, Situation
 
-POLICIES: dict[str, Policy] = {
-    "shift": shift.recipe,
-    "epic": epic.recipe,
-    "cacheblend": cacheblend.recipe,
-    "sparsex": sparsex.recipe,
-    "prophet": prophet.recipe,
-    "focus": focus.recipe,
-    "exact": exact.recipe,
-}
 
-__all__ = ["POLICIES", "Policy", "Situation"]
+def find_policies() -> dict[str, Policy]:
+    """Every policy of this folder, by name, in alphabetical order."""
+    return {name: module.recipe for name, module in modules_of(__name__).items()}
+
+
+POLICIES = find_policies()
+"""Those that a server or a request may choose."""
+
+__all__ = ["POLICIES", "Policy", "Situation", "find_policies"]

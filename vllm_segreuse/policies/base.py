@@ -64,8 +64,8 @@ class Situation:
         return probes
 
     @property
-    def wanted(self) -> int:
-        """Tokens that `recompute_ratio` asks for."""
+    def budget_tokens(self) -> int:
+        """Reused tokens that `recompute_ratio` lets be computed again."""
         return round(self.recompute_ratio * int(self.reused.sum()))
 
 

@@ -13,7 +13,7 @@ moves the comparison deeper. Overflow has no effect.
 
 from __future__ import annotations
 
-from vllm_segreuse.plan import Recipe, Score
+from vllm_segreuse.plan import Deviation, Recipe
 from vllm_segreuse.policies.base import Situation
 
 
@@ -21,4 +21,4 @@ def recipe(situation: Situation) -> Recipe:
     """One dense layer, then new tokens and those that deviate."""
     new = ~situation.reused
     dense = min(max(1, int(situation.dense_layers)), situation.num_layers - 1)
-    return Recipe(new, dense, situation.wanted, probes=new, score=Score.DEVIATION)
+    return Recipe(Deviation(dense), new, probes=new, top_k=situation.budget_tokens)

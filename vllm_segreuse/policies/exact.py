@@ -9,10 +9,10 @@ does.
 
 from __future__ import annotations
 
-from vllm_segreuse.plan import Recipe
+from vllm_segreuse.plan import Recipe, Stock
 from vllm_segreuse.policies.base import Situation
 
 
 def recipe(situation: Situation) -> Recipe:
     """Compute the holes, as vLLM would."""
-    return Recipe.without_choice(~situation.reused, stock=True)
+    return Recipe.without_choice(~situation.reused, Stock())

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_segreuse.plan import Recipe, Score
+from vllm_segreuse.plan import Gather, Probed, Recipe
 from vllm_segreuse.policies import prophet
 from vllm_segreuse.policies.base import Situation
 
@@ -26,5 +26,5 @@ LEAST_SHARE = 0.05
 
 def recipe(situation: Situation) -> Recipe:
     """`prophet`'s recipe, with its number as the most."""
-    least_share = 0.0 if situation.recompute_ratio == 1 else LEAST_SHARE
-    return replace(prophet.recipe(situation), score=Score.PEAK, least_share=least_share)
+    threshold = 0.0 if situation.recompute_ratio == 1 else LEAST_SHARE
+    return replace(prophet.recipe(situation), program=Probed(Gather.MAX, threshold))

@@ -11,12 +11,12 @@ tokens. Overflow and dense layers are not part of the method, and these options 
 
 from __future__ import annotations
 
-from vllm_segreuse.plan import Recipe, Score
+from vllm_segreuse.plan import Gather, Probed, Recipe
 from vllm_segreuse.policies.base import Situation
 
 
 def recipe(situation: Situation) -> Recipe:
     """New tokens, the question among them, and the top-k by its attention."""
     always = ~situation.reused | situation.question
-    top_k = min(situation.wanted, int((~always).sum()))
-    return Recipe(always, 0, top_k, situation.question, score=Score.ALL_LAYERS)
+    top_k = min(situation.budget_tokens, int((~always).sum()))
+    return Recipe(Probed(Gather.SUM), always, situation.question, top_k)

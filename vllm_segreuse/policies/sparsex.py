@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_segreuse.plan import BoolArray, Recipe
+from vllm_segreuse.plan import BoolArray, Boundary, Recipe
 from vllm_segreuse.policies.base import Situation
 
 
@@ -35,8 +35,8 @@ def recipe(situation: Situation) -> Recipe:
     if max(dense_layers, 1) == situation.num_layers:
         # Of the last layer a pass computes keys and values only: no query there could choose.
         always[:] = True
-    top_k = min(situation.wanted, int((~always).sum()))
-    return Recipe(always, dense_layers, top_k, probes)
+    top_k = min(situation.budget_tokens, int((~always).sum()))
+    return Recipe(Boundary(dense_layers), always, probes, top_k)
 
 
 def _widen(mask: BoolArray, by: int) -> BoolArray:

@@ -44,13 +44,13 @@ class Queries:
     calls no hooks.
 
     Args:
-        layers: vLLM `Attention` layers whose queries are wanted.
-        wanted: which of them, counted over all waves, ascending; None: all.
+        layers: vLLM `Attention` layers whose queries are kept.
+        selected: which of them, counted over all waves, ascending; None: all.
     """
 
-    def __init__(self, layers: list[torch.nn.Module], wanted: np.ndarray | None = None) -> None:
+    def __init__(self, layers: list[torch.nn.Module], selected: np.ndarray | None = None) -> None:
         self._layers = layers
-        self._wanted = wanted
+        self._selected = selected
         self._kept: dict[int, list[torch.Tensor]] = {id(layer): [] for layer in layers}
         self._seen = dict.fromkeys(self._kept, 0)
 
@@ -59,12 +59,12 @@ class Queries:
         if id(layer) not in self._kept:
             return
         query = query.view(-1, layer.num_heads, layer.head_size)
-        if self._wanted is None:
+        if self._selected is None:
             query = query.clone()
         else:
             first = self._seen[id(layer)]
             self._seen[id(layer)] = last = first + len(query)
-            here = self._wanted[slice(*np.searchsorted(self._wanted, [first, last]))]
+            here = self._selected[slice(*np.searchsorted(self._selected, [first, last]))]
             query = query[upload(here - first, query.device)]
         self._kept[id(layer)].append(query)
 

@@ -6,9 +6,9 @@
     step n+2                                   forward ─► waves ─► done: vLLM may schedule it
 
 Requests that decode beside a large plan get a token in every step. Donors are read in the first
-step only; from then on the plan reads and writes blocks of its own request, which vLLM keeps from
-everybody until it is told that they are loaded. All ranks hold the same queue and do the same work
-in a step, so they tell it in the same one.
+step only; from then on the plan reads and writes blocks of its own request, which vLLM gives to
+nobody else until they are reported as loaded. All ranks hold the same queue and do the same work in
+a step, so they report it in the same one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill import contained
 from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
-from vllm_segreuse.prefill.programs import Waves, finish
+from vllm_segreuse.prefill.waves import Waves, finish
 
 
 class Backlog:
@@ -45,12 +45,14 @@ class Backlog:
         """
         for plan in plans:
             if plan.spread:
-                prepared = contained.prepare(self.prefill, [plan], self._step_work)
-                self._under_way[plan.request_id] = contained.compute(self.prefill, prepared)
+                self._under_way[plan.request_id] = self._waves([plan], self._step_work)
         now = [plan for plan in plans if not plan.spread]
-        if not now:
-            return None
-        return finish(contained.compute(self.prefill, contained.prepare(self.prefill, now)))
+        return finish(self._waves(now)) if now else None
+
+    def _waves(self, plans: list[ReusePlan], wave_work: int | None = None) -> Waves[PassReport]:
+        """Align plans, and return what is left to be run."""
+        prepared = contained.prepare_or_in_full(self.prefill, plans, wave_work)
+        return contained.compute_or_in_full(self.prefill, prepared)
 
     def advance(self) -> dict[str, PassReport]:
         """A step's share of the spread plans, the oldest first.

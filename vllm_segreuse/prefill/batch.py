@@ -9,25 +9,27 @@ import numpy as np
 import torch
 
 from vllm_segreuse.kernels.pages import TiledStrides
-from vllm_segreuse.plan import ReusePlan, Score
-from vllm_segreuse.prefill.selection import choose
+from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
 
 class Batch:
-    """Tokens `[start, stop)` of plans with one program, as flat tensors.
+    """Tokens `[start, stop)` of plans with equal programs, as flat tensors.
 
-    Behind them stands the token at `stop`, where a plan asks for it: always computed, and a probe.
+    Behind them stands the token at `stop`, where it is probed; it is always computed, too.
 
     Args:
-        plans: with one program.
+        plans: at least one.
         block_size: tokens per block.
         device: where the KV cache is.
         wave_work: most layer-tokens of a wave, where others are to run between waves.
 
     Attributes:
+        program: of the plans.
         tokens: every token, by plan, then by position.
         always, probes: see `Recipe`.
+        is_always: bool `[tokens]`, on the host: the same as `always`.
+        lengths: tokens of each plan.
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
         sound: bool `[plans]`, on the device: no score was NaN.
@@ -41,18 +43,17 @@ class Batch:
         wave_work: int | None = None,
     ) -> None:
         self.plans = plans
+        self.program = plans[0].recipe.program
         self.wave_work = wave_work
         widest = max(len(plan.block_ids) for plan in plans)
         tables = np.zeros((len(plans), widest), dtype=np.int32)
         for row, plan in zip(tables, plans, strict=True):
             row[: len(plan.block_ids)] = plan.block_ids
         last = [[] if plan.next_token is None else [plan.next_token] for plan in plans]
-        self._lengths = [
-            plan.num_tokens + len(more) for plan, more in zip(plans, last, strict=True)
-        ]
-        request = np.repeat(np.arange(len(plans)), self._lengths)
+        self.lengths = [plan.num_tokens + len(more) for plan, more in zip(plans, last, strict=True)]
+        request = np.repeat(np.arange(len(plans)), self.lengths)
         positions = np.concatenate(
-            [np.arange(p.start, p.start + n) for p, n in zip(plans, self._lengths, strict=True)]
+            [np.arange(p.start, p.start + n) for p, n in zip(plans, self.lengths, strict=True)]
         )
         slots = tables[request, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
@@ -70,11 +71,11 @@ class Batch:
             HostTokens(positions, request),
         )
         self._device, self._block_size, self._slots = device, block_size, slots
-        self._always = joined([p.recipe.always for p in plans], true, np.bool_)
-        self.always = Index.known(np.flatnonzero(self._always), device)
+        self.is_always = joined([p.recipe.always for p in plans], true, np.bool_)
+        self.always = Index.known(np.flatnonzero(self.is_always), device)
         probes = joined([p.recipe.probes for p in plans], true, np.bool_)
         self.probes = Index.known(np.flatnonzero(probes), device)
-        self.bounds = np.concatenate([[0], np.cumsum(self._lengths)])
+        self.bounds = np.concatenate([[0], np.cumsum(self.lengths)])
         self.block_tables = upload(tables, device)
         self.sound = torch.ones(len(plans), dtype=torch.bool, device=device)
 
@@ -105,22 +106,3 @@ class Batch:
         token = which * self._block_size + self._slots % self._block_size
         held = strides.tokens(pages[upload(blocks, self._device)])
         return held[upload(token, self._device)]
-
-    def with_chosen(self, scores: torch.Tensor) -> Index:
-        """What is always computed, and each plan's `top_k` other tokens with the largest scores;
-        fewer, where its recipe has a `least_share`.
-
-        Args:
-            scores: float32 `[tokens]`.
-        """
-        candidates = scores.masked_fill(upload(self._always.copy(), self._device), float("-inf"))
-        top_k = [plan.recipe.top_k for plan in self.plans]
-        recipe = self.plans[0].recipe
-        chosen, numbers = choose(
-            list(candidates.split(self._lengths)),
-            top_k,
-            least_share=recipe.least_share,
-            highest=recipe.score is Score.PEAK,
-        )
-        self.sound &= numbers
-        return Index.computed(torch.cat([self.always.device, chosen]).sort().values)

@@ -24,12 +24,12 @@ from vllm.logger import init_logger
 
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.executor import PassReport, Prepared, SparsePrefill
-from vllm_segreuse.prefill.programs import Waves
+from vllm_segreuse.prefill.waves import Waves
 
 logger = init_logger("vllm.segreuse")
 
 
-def prepare(
+def prepare_or_in_full(
     prefill: SparsePrefill, plans: list[ReusePlan], wave_work: int | None = None
 ) -> Prepared:
     """Prepare plans; if that fails on any rank, on all of them without reuse.
@@ -51,7 +51,7 @@ def prepare(
         return prepared
 
 
-def compute(prefill: SparsePrefill, prepared: Prepared) -> Waves[PassReport]:
+def compute_or_in_full(prefill: SparsePrefill, prepared: Prepared) -> Waves[PassReport]:
     """Compute prepared plans; if that fails, once more without reuse."""
     plans = prepared.plans
     with _fatal_between_ranks(plans):

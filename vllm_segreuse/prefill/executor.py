@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import Program, ReusePlan
+from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.programs import Layers, T, Waves, finish, program_of
+from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.waves import T, Waves, finish
 
 
 @dataclass
@@ -59,14 +60,14 @@ class SparsePrefill:
         aligner: copies and rotates KV.
     """
 
-    def __init__(self, layers: Layers, aligner: Aligner) -> None:
+    def __init__(self, layers: LayerRunner, aligner: Aligner) -> None:
         self._layers = layers
         self._aligner = aligner
         self._block_size = layers.layouts[0].keys.shape[1]
         self._device = layers.stack.attention[0].kv_cache.device
 
     def run(self, plans: list[ReusePlan]) -> PassReport:
-        """Fill the KV of `[start, stop)` of every plan; plans with one program share passes."""
+        """Fill the KV of `[start, stop)` of every plan; plans with equal programs share passes."""
         return finish(self.compute(self.prepare(plans)))
 
     @torch.inference_mode()
@@ -78,18 +79,15 @@ class SparsePrefill:
             wave_work: see `Batch`.
         """
         started = time.perf_counter()
-
-        def program(plan: ReusePlan) -> tuple[bool, int, str, float]:
-            recipe = plan.recipe
-            if not recipe.top_k:
-                return recipe.stock, recipe.dense_layers, "", 0.0
-            return recipe.stock, recipe.dense_layers, recipe.score.name, recipe.least_share
-
-        groups = [list(group) for _, group in groupby(sorted(plans, key=program), key=program)]
-        batches = [Batch(group, self._block_size, self._device, wave_work) for group in groups]
-        for group in groups:
-            copies = token_copies(group, self._block_size, skip_always=True)
-            self._aligner.align(copies, first_layer=group[0].recipe.dense_layers)
+        by_program: dict[Program, list[ReusePlan]] = {}
+        for plan in plans:
+            by_program.setdefault(plan.recipe.program, []).append(plan)
+        batches = [
+            Batch(group, self._block_size, self._device, wave_work) for group in by_program.values()
+        ]
+        for batch in batches:
+            copies = token_copies(batch.plans, self._block_size, skip_always=True)
+            self._aligner.align(copies, first_layer=batch.program.dense_layers)
         return Prepared(batches, time.perf_counter() - started, wave_work)
 
     @torch.inference_mode()
@@ -101,17 +99,13 @@ class SparsePrefill:
         the same scores, so they agree on it.
         """
         clock = _Clock()
-        told = []
+        outcomes = []
         for batch in prepared.batches:
-            told.append((yield from clock.running(self._compute(batch))))
-        # The one question of a pass that the host waits for.
-        answers = torch.cat(told).tolist()
-        spoilt = [plan for plan, (fine, _) in zip(prepared.plans, answers, strict=True) if not fine]
-        computed = {
-            plan.request_id: active
-            for plan, (_, active) in zip(prepared.plans, answers, strict=True)
-            if plan.counted
-        }
+            outcomes.append((yield from clock.running(self._compute(batch))))
+        # The one result of a pass that the host waits for.
+        by_plan = list(zip(prepared.plans, torch.cat(outcomes).tolist(), strict=True))
+        spoilt = [plan for plan, (fine, _) in by_plan if not fine]
+        computed = {plan.request_id: active for plan, (_, active) in by_plan if plan.counted}
         if spoilt:
             computed |= {plan.request_id: plan.num_written for plan in spoilt if plan.counted}
             in_full = [plan.in_full() for plan in spoilt]
@@ -131,7 +125,7 @@ class SparsePrefill:
             int64 `[plans, 2]`: whether a plan's scores are numbers and the hidden states of its
             active tokens finite, and how many these tokens are.
         """
-        active, state = yield from program_of(batch.plans[0].recipe)(self._layers, batch)
+        active, state = yield from programs.run(self._layers, batch)
         request = batch.tokens.request[active]
         finite = torch.ones_like(request)
         if state is not None:

@@ -1,29 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the reused tokens to recompute by the attention that probe queries pay them."""
+"""Choose the reused tokens to recompute by their scores."""
 
 from __future__ import annotations
 
 import torch
 from vllm.distributed import get_tp_group
 
+from vllm_segreuse.plan import Gather
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.tokens import Index, upload
+
 _NOT_CHOSEN = -1
 
 
+def with_chosen(
+    batch: Batch, scores: torch.Tensor, gather: Gather = Gather.SUM, threshold: float = 0.0
+) -> Index:
+    """What is always computed, and each plan's `top_k` other tokens with the largest scores.
+
+    Plans whose scores are not numbers are not `sound` from here on.
+
+    Args:
+        batch: the plans.
+        scores: float32 `[tokens]`.
+        gather, threshold: see `choose`.
+    """
+    not_chosen = upload(batch.is_always.copy(), scores.device)
+    candidates = scores.masked_fill(not_chosen, float("-inf")).split(batch.lengths)
+    top_k = [plan.recipe.top_k for plan in batch.plans]
+    chosen, numbers = choose(list(candidates), top_k, gather, threshold)
+    batch.sound &= numbers
+    return Index.computed(torch.cat([batch.always.device, chosen]).sort().values)
+
+
 def choose(
-    scores: list[torch.Tensor], top_k: list[int], least_share: float = 0.0, highest: bool = False
+    scores: list[torch.Tensor],
+    top_k: list[int],
+    gather: Gather = Gather.SUM,
+    threshold: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the `top_k[i]` largest entries of `scores[i]`; the same ones on every TP rank.
 
-    Scores of one rank cover its own heads: their sum over ranks decides, or the highest, and rank
-    0's choice is everyone's, since ranks that disagree about the tokens of a pass would hang in its
-    collectives. Candidates are told from the rest by a finite score.
+    Scores of one rank cover its own heads, so they are gathered over ranks first. Rank 0's choice
+    is everyone's, since ranks that disagree about the tokens of a pass would hang in its
+    collectives. Tokens that are no candidates have a score of minus infinity.
 
     Args:
         scores: float32 `[tokens]` each.
         top_k: how many of each.
-        least_share: if above 0, `top_k` is the most, and entries below this are left out. How many
-            are chosen is then read back from the device.
-        highest: scores are peaks, not sums.
+        gather: how scores of several ranks become one.
+        threshold: if above 0, `top_k` is the most, and entries below this are not chosen. How many
+            are is then read back from the device.
 
     Returns:
         The chosen ones, as ascending indices into all scores put together; and, bool `[scores]`,
@@ -33,7 +60,7 @@ def choose(
     group = get_tp_group()
     flat = torch.cat(scores)
     if group.world_size > 1:
-        if highest:
+        if gather is Gather.MAX:
             flat = group.all_gather(flat[None], dim=0).amax(0)
         else:
             excluded = flat.isinf()
@@ -46,13 +73,13 @@ def choose(
         # A stable sort breaks ties by position: the same choice in every run.
         ranked = torch.sort(part, descending=True, stable=True)
         indices = ranked.indices[:k] + first
-        if least_share:
-            indices = indices.masked_fill(ranked.values[:k] < least_share, _NOT_CHOSEN)
+        if threshold:
+            indices = indices.masked_fill(ranked.values[:k] < threshold, _NOT_CHOSEN)
         chosen.append(indices)
         first += part.numel()
     together = torch.cat(chosen)
     if group.world_size > 1:
         together = group.broadcast(together, src=0)
-    if least_share:
+    if threshold:
         together = together[together != _NOT_CHOSEN]
     return together.sort().values, numbers

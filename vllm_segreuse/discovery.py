@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that a folder consists of: whoever adds a file there need not list it anywhere."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+
+def modules_of(package: str) -> dict[str, ModuleType]:
+    """The modules of a package by name, in alphabetical order, without `base` and private ones.
+
+    Args:
+        package: its full name.
+    """
+    names = sorted(module.name for module in iter_modules(import_module(package).__path__))
+    return {
+        name: import_module(f"{package}.{name}")
+        for name in names
+        if name != "base" and not name.startswith("_")
+    }

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs: which tokens of a plan are computed at which layers, and what the choice goes by.
+
+A program is a value. The scheduler's side reads off it what a plan costs; the workers look up the
+module that runs it (`prefill/programs/`). Plans with equal programs may share a pass, so its fields
+are all that a pass depends on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, NamedTuple
+
+
+class Gather(Enum):
+    """How the attention paid to a token becomes its score."""
+
+    SUM = "the sum over queries, heads and layers"
+    MAX = "the largest share that any query pays with any head at any layer"
+
+
+class Counts(NamedTuple):
+    """Tokens of a plan, by what is done with them.
+
+    Attributes:
+        tokens: all of them.
+        always: computed at every layer, whatever is chosen.
+        chosen: by their score, outside of these.
+        probes: whose queries give the scores.
+    """
+
+    tokens: int
+    always: int
+    chosen: int
+    probes: int
+
+
+class Program:
+    """Base of all programs, which are frozen dataclasses.
+
+    Attributes:
+        dense_layers: leading layers at which every token is computed; reused KV is copied to the
+            layers behind them.
+        chooses: whether tokens are chosen by a score.
+        probes_next_token: whether the query of the token behind the plan takes part in the choice.
+    """
+
+    dense_layers: int = 0
+    chooses: ClassVar[bool] = True
+    probes_next_token: ClassVar[bool] = False
+
+    @property
+    def may_choose_fewer(self) -> bool:
+        """Whether fewer tokens may be chosen than allowed; how many, only the workers know."""
+        return False
+
+    def most_active(self, counts: Counts) -> int:
+        """Most tokens that any layer computes."""
+        return counts.tokens if self.dense_layers else counts.always + counts.chosen
+
+    def cost(self, counts: Counts, num_layers: int) -> int:
+        """Tokens computed, summed over the layers of the model."""
+        sparse_layers = num_layers - self.dense_layers
+        return self.dense_layers * counts.tokens + sparse_layers * (counts.always + counts.chosen)
+
+
+@dataclass(frozen=True)
+class Fixed(Program):
+    """The tokens of every layer are known beforehand."""
+
+    dense_layers: int = 0
+    chooses = False
+
+
+@dataclass(frozen=True)
+class Stock(Program):
+    """The model's own forward computes what is computed, as it does for vLLM."""
+
+    chooses = False
+
+
+@dataclass(frozen=True)
+class Boundary(Program):
+    """SparseX: by the attention that the probes pay at the boundary layer, which is the last dense
+    one, or the first."""
+
+    dense_layers: int = 0
+    probes_next_token = True
+
+    def cost(self, counts: Counts, num_layers: int) -> int:
+        """Without dense layers, what is always computed passes the first layer twice."""
+        again = 0 if self.dense_layers else counts.always
+        return super().cost(counts, num_layers) + again
+
+
+@dataclass(frozen=True)
+class Deviation(Program):
+    """CacheBlend: by how far keys and values behind the dense layers are from the reused ones."""
+
+    dense_layers: int = 1
+
+
+@dataclass(frozen=True)
+class Probed(Program):
+    """By the attention that the probes pay at all layers but the last, through which they run
+    first.
+
+    Attributes:
+        gather: how that attention becomes a score.
+        threshold: tokens with a lower score are not chosen; 0: as many as allowed.
+    """
+
+    gather: Gather
+    threshold: float = 0.0
+    probes_next_token = True
+
+    @property
+    def may_choose_fewer(self) -> bool:
+        """Whether there is a threshold."""
+        return self.threshold > 0
+
+    def cost(self, counts: Counts, num_layers: int) -> int:
+        """The probes are computed once more, at all layers but the last."""
+        return super().cost(counts, num_layers) + (num_layers - 1) * counts.probes

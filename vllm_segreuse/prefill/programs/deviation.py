@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CacheBlend (arXiv 2405.16444): dense up to the boundary, compare keys and values there with the
+reused ones."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.plan import Deviation
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.programs.base import Computed, ProofCase
+from vllm_segreuse.prefill.selection import with_chosen
+from vllm_segreuse.prefill.waves import Waves
+
+PROGRAM = Deviation
+
+
+def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+    """Choose by the squared distance of keys and values."""
+    boundary = program.dense_layers
+    state = yield from layers.run(0, boundary, batch.tokens, None, batch)
+    computed = layers.keys_and_values(boundary, batch.tokens, state)
+    pages = flat_pages(layers.stack.attention[boundary].kv_cache)
+    layout = layers.layouts[boundary]
+    distance = torch.zeros(len(batch.tokens), device=pages.device)
+    for new, strides in zip(computed, (layout.keys, layout.values), strict=True):
+        held = batch.held(pages, strides)
+        distance += (new.float() - held.float()).square().sum((1, 2))
+    active = with_chosen(batch, distance)
+    tokens, state = batch.tokens.take(active), state.take(active.device)
+    state = yield from layers.run(boundary, len(layers), tokens, state, batch)
+    return active.device, state
+
+
+def proof_cases(_: int) -> list[ProofCase]:
+    """As the paper compares: at the second layer."""
+    return [ProofCase(Deviation(dense_layers=1), top_k=9)]

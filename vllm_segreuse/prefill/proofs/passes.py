@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every program reproduces the KV of the model's own forward."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.plan import BoolArray, Boundary, Program, Recipe, ReusePlan
+from vllm_segreuse.prefill import programs
+from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.proofs.scratch import Scratch, tolerance
+
+
+def prove_passes(scratch: Scratch, prefill: SparsePrefill) -> float:
+    """Plans that reuse every other stretch unmoved must reproduce the KV of the full forward.
+
+    Covers copying, rows, slot mapping, the layer loop, the boundary and the selection. Also warms
+    up everything the first request would otherwise wait for.
+
+    Returns:
+        The largest deviation of a layer's keys and values, relative to their norm.
+    """
+    positions = np.arange(scratch.count)
+    worst = 0.0
+    for program, top_k, stretch in programs.proof_cases(len(scratch.stack)):
+        scratch.clear_copy()
+        prefill.run([_plan(scratch, (positions // stretch) % 2 == 1, program, top_k)])
+        worst = max(worst, _deviation(scratch))
+    allowed = tolerance(scratch.stack.attention[0].kv_cache.dtype)
+    if not worst <= allowed:
+        raise UnsupportedModelError(
+            "the sparse pass does not reproduce this model's own forward (off by "
+            f"{worst:.2g} of its norm, allowed {allowed:.2g})"
+        )
+    return worst
+
+
+def warm_up(scratch: Scratch, prefill: SparsePrefill) -> None:
+    """Passes of few active tokens, for which Triton compiles programs of other sizes."""
+    for few in (1, 2, 4, 8):
+        reused = np.ones(scratch.count, dtype=np.bool_)
+        reused[: 3 * few : 3] = False
+        prefill.run([_plan(scratch, reused, Boundary(), top_k=1)])
+
+
+def _plan(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -> ReusePlan:
+    """A plan that takes some of the scratch tokens as they are, and computes the others."""
+    size, where = scratch.block_size, np.flatnonzero(reused)
+    pieces = np.stack(
+        [where, np.ones_like(where), scratch.own[where // size], where % size, where], 1
+    )
+    return ReusePlan(
+        "start-up proof",
+        0,
+        scratch.count,
+        scratch.token_ids,
+        pieces.astype(np.int32),
+        Recipe(program, ~reused, probes=~reused, top_k=top_k),
+        scratch.own.tolist(),
+        0,
+        scratch.copy,
+    )
+
+
+def _deviation(scratch: Scratch) -> float:
+    worst = 0.0
+    for layer in scratch.stack.attention:
+        pages = flat_pages(layer.kv_cache)
+        full, sparse = pages[scratch.own.tolist()].float(), pages[scratch.copy.tolist()].float()
+        worst = max(worst, float((full - sparse).norm() / full.norm()))
+    return worst

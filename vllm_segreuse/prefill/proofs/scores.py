@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of tokens are the attention that queries pay them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_segreuse.kernels import reference
+from vllm_segreuse.kernels.pages import PageLayout, flat_pages
+from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.plan import Gather
+from vllm_segreuse.prefill.proofs.scratch import Scratch, tolerance
+
+
+@torch.inference_mode()
+def prove_scores(
+    scratch: Scratch, token_scores: Callable[..., torch.Tensor], layouts: list[PageLayout]
+) -> None:
+    """The kernel that scores tokens must agree with plain torch, at every layer.
+
+    Nothing else here would notice: whatever is chosen, the pass reproduces the KV.
+    """
+    device = scratch.stack.attention[0].kv_cache.device
+    blocks = torch.from_numpy(scratch.own).to(device)
+    positions = torch.arange(scratch.count % 5, scratch.count, 5, device=device)
+    generator = torch.Generator().manual_seed(0)
+    for layer, layout in zip(scratch.stack.attention, layouts, strict=True):
+        shape = (len(positions), layer.num_heads, layer.head_size)
+        query = torch.randn(shape, generator=generator).to(device, scratch.dtype)
+        pages = flat_pages(layer.kv_cache)
+        given = (query, positions, pages, layout.keys, blocks, scratch.count, layer.impl.scale)
+        for gather in Gather:
+            highest = gather is Gather.MAX
+            expected = reference.token_scores(*given, highest)
+            found = token_scores(*given, highest)
+            error = float((found - expected).norm() / expected.norm())
+            if not error <= tolerance(scratch.dtype):
+                raise UnsupportedModelError(
+                    f"{layer.layer_name}: the scores of tokens are not the attention that "
+                    f"queries pay them (off by {error:.2g} of their norm)"
+                )

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random tokens in scratch blocks, which all proofs work on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.fast_ops import FastOps
+from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.prefill.rows import RowBuilder
+from vllm_segreuse.prefill.tokens import TokenTable
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Scratch:
+    """Runs the model on random tokens in scratch blocks.
+
+    Nothing is cached yet when this runs; vLLM zeroes or overwrites blocks before it reads them.
+
+    Args:
+        stack: the model's decoder layers.
+        rows: builds rows of the stock backend.
+        fast_ops: the kernels that layers prefer when they run eagerly.
+        block_size: tokens per block.
+        num_blocks: of the KV cache.
+        vllm_config: the engine's.
+
+    Attributes:
+        stack, block_size: as given.
+        dtype: of the model.
+        count: number of the scratch tokens.
+        token_ids: int32 `[count]`.
+        distance: positions that a move covers, so that all stay within those of the model.
+        own: int32, blocks of the tokens' own KV.
+        copy: int32, blocks that moves and passes write to.
+
+    Raises:
+        UnsupportedModelError: the KV cache is too small.
+    """
+
+    _BLOCKS = 4
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        rows: RowBuilder,
+        fast_ops: FastOps,
+        block_size: int,
+        num_blocks: int,
+        vllm_config: VllmConfig,
+    ) -> None:
+        if num_blocks < 2 * self._BLOCKS + 1:
+            raise UnsupportedModelError(
+                f"the KV cache has {num_blocks} blocks only; give it more memory"
+            )
+        self.stack = stack
+        self._rows = rows
+        self._fast_ops = fast_ops
+        self.block_size = block_size
+        self.dtype = vllm_config.model_config.dtype
+        self.count = min(
+            self._BLOCKS * block_size - 3,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.model_config.max_model_len // 2,
+        )
+        # Positions of the moved tokens stay within those the model has angles for.
+        self.distance = min(211, vllm_config.model_config.max_model_len - self.count)
+        generator = np.random.default_rng(0)
+        vocabulary = vllm_config.model_config.get_vocab_size()
+        self.token_ids = generator.integers(1, vocabulary, self.count, dtype=np.int32)
+        self.own = np.arange(1, 1 + self._BLOCKS, dtype=np.int32)
+        self.copy = self.own + self._BLOCKS
+
+    def forward(self, distance: int = 0) -> None:
+        """The model's own forward on the scratch tokens, with positions from `distance` on."""
+        device = self.stack.attention[0].kv_cache.device
+        positions = torch.arange(self.count, device=device)
+        blocks = torch.from_numpy(self.own).to(device)
+        slots = blocks[positions // self.block_size].long() * self.block_size
+        tokens = TokenTable(
+            torch.from_numpy(self.token_ids).long().to(device),
+            positions,
+            torch.zeros_like(positions),
+            slots + positions % self.block_size,
+        )
+        # With the pass's own kernels: the pass is compared, not the rounding of two kernels.
+        with self._fast_ops.preferred(), self._rows.forward_context(tokens, blocks[None]):
+            self.stack.forward(tokens.token_ids, positions + distance)
+
+    def clear_copy(self) -> None:
+        """Zero the blocks that passes and moves write to."""
+        for layer in self.stack.attention:
+            flat_pages(layer.kv_cache)[self.copy.tolist()] = 0
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far two ways of computing the same may be apart, as a share of the norm."""
+    return float(max(8 * torch.finfo(dtype).eps, 1e-4))
