@@ -229,8 +229,7 @@ class SchedulerSide:
         if tracked is None or tracked.report is None or tracked.awaited is None:
             return  # readmitted meanwhile: the report is about the first admission
         plan, tracked.awaited = tracked.awaited, None
-        asked = int(plan.next_token is not None)
-        chosen = count - asked - int(plan.recipe.always.sum())
+        chosen = plan.num_chosen(count)
         recomputed = plan.recomputed(chosen)
         tracked.report = tracked.report._replace(
             recomputed_tokens=recomputed,

@@ -9,7 +9,7 @@ from tests.cache.test_planner import BUDGET, SIZE, World, blocks_of
 from tests.policies.test_recipes import situation
 from vllm_segreuse.cache.exact import resident_matches
 from vllm_segreuse.cache.tracked import TrackedRequest
-from vllm_segreuse.plan import BoolArray, IntArray, Recipe
+from vllm_segreuse.plan import BoolArray, IntArray, Recipe, Stock
 from vllm_segreuse.policies import exact
 
 RESIDENT = {0: 70, 1: 71, 3: 73, 4: 74, 6: 76}
@@ -55,7 +55,7 @@ def test_the_plan_ends_with_the_last_resident_block() -> None:
     assert world.pins.blocks == [73, 74, 76]
     (plan,) = world.planner.take_plans()
     assert world.pins.blocks == []
-    assert plan.recipe.stock
+    assert plan.recipe.program == Stock()
     assert (plan.start, plan.stop) == (2 * SIZE, 7 * SIZE)
     assert plan.token_ids.tolist() == tracked.tokens[2 * SIZE : 7 * SIZE].tolist()
     holes = [hole for hole in range(2, 7) if hole not in RESIDENT]

@@ -15,7 +15,16 @@ from vllm_segreuse.cache import planner as planner_module
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.planner import Planner, PrefixState
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
-from vllm_segreuse.plan import BoolArray, IntArray, Recipe, ReusePlan, Score
+from vllm_segreuse.plan import (
+    BoolArray,
+    Boundary,
+    Fixed,
+    Gather,
+    IntArray,
+    Probed,
+    Recipe,
+    ReusePlan,
+)
 
 SIZE = 4  # tokens per block
 BUDGET = 60  # tokens per step
@@ -50,24 +59,24 @@ class Pins:
 
 
 def new_only(reused: BoolArray, _: IntArray) -> Recipe:
-    return Recipe(~reused, 0, 0, np.zeros_like(reused))
+    return Recipe.without_choice(~reused)
 
 
 def everything(reused: BoolArray, _: IntArray) -> Recipe:
-    return Recipe(np.ones_like(reused), 0, 0, ~reused)
+    return Recipe(Fixed(), np.ones_like(reused), ~reused)
 
 
 def half_by_score(reused: BoolArray, _: IntArray) -> Recipe:
-    return Recipe(~reused, 0, int(reused.sum()) // 2, ~reused)
+    return Recipe(Boundary(), ~reused, ~reused, int(reused.sum()) // 2)
 
 
 def at_most_all(reused: BoolArray, _: IntArray) -> Recipe:
     """Workers may choose every reused token, or none."""
-    return Recipe(~reused, 0, int(reused.sum()), ~reused, Score.PEAK, least_share=0.1)
+    return Recipe(Probed(Gather.MAX, 0.1), ~reused, ~reused, int(reused.sum()))
 
 
 def dense(reused: BoolArray, _: IntArray) -> Recipe:
-    return Recipe(~reused, 1, 1, ~reused)
+    return Recipe(Boundary(1), ~reused, ~reused, 1)
 
 
 class World:
@@ -522,7 +531,7 @@ def test_tokens_chosen_by_score_do_not_donate_unless_all_are_chosen(world, docum
     world.planner.take_plans()
 
     def all_by_score(reused: BoolArray, _: IntArray) -> Recipe:
-        return Recipe(~reused, 0, int(reused.sum()), ~reused)
+        return Recipe(Boundary(), ~reused, ~reused, int(reused.sum()))
 
     tracked = world.request(prompt, make_recipe=all_by_score)
     world.admit(tracked)

@@ -264,9 +264,8 @@ class Planner:
             # The token behind the plan is vLLM's to compute, in a step after the one that names it.
             behind = max(plan.start + plan.num_written - first, 0)
             computed[max(plan.stop - first, 0) : behind] = False
-        all_of_it = plan.num_recomputed == plan.num_reused and not plan.recipe.least_share
-        if low < high and not all_of_it:
-            computed[low:high] = plan.recipe.always[low + first - plan.start :][: high - low]
+        if low < high:
+            computed[low:high] = plan.recipe.settled[low + first - plan.start :][: high - low]
         depth = plan.donor_depth + 1
         whole = computed.reshape(count, size).all(axis=1)
         depths = np.where(whole & (depth <= self._max_depth), depth, -1)
@@ -332,8 +331,8 @@ class Planner:
             recipe=recipe,
             donor_blocks=np.unique(matches.pieces[:, 2]).tolist(),
             donor_depth=matches.max_depth,
-            next_token=int(tracked.tokens[stop]) if recipe.asks_next_token else None,
-            counted=recipe.least_share > 0,
+            next_token=int(tracked.tokens[stop]) if recipe.program.probes_next_token else None,
+            counted=recipe.program.may_choose_fewer,
         )
 
     def _drop(self, request_id: str) -> None:
