@@ -23,7 +23,7 @@ test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
 mutants: setup ## take safeguards out, one by one, and see whether the tests notice
 	@nice $(VENV)/python scripts/mutants.py $(ARGS)
 
-mutation: setup ## every small change of a module: make mutation ARGS="vllm_segreuse/plan.py tests/test_plan.py"
+mutation: setup ## every small change of a module: make mutation ARGS="vllm_segreuse/plan/reuse.py tests/test_plan.py"
 	@nice $(VENV)/python scripts/mutation.py $(ARGS)
 
 stress: setup ## the models of tests/stateful at length: make stress ARGS="--operations 1000000 --seeds 10000"

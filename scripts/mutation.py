@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every small change of one module (cosmic-ray's operators), and which of them no test notices.
 
-    python scripts/mutation.py vllm_segreuse/plan.py tests/test_plan.py
+    python scripts/mutation.py vllm_segreuse/plan/reuse.py tests/test_plan.py
 
 For modules without torch and without numba, whose tests take seconds: each change is a run of the
 named tests. Works on a copy of the sources. Exit status 1 if a change survives.
