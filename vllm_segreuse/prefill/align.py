@@ -36,7 +36,7 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
     """The copies of all plans, one entry per token.
 
     Args:
-        skip_always: leave out tokens that are computed at every layer anyway.
+        skip_always: omit tokens that are computed at every layer anyway.
     """
     sources, targets, deltas = [], [], []
     for plan in plans:

@@ -28,7 +28,7 @@ LONG_RUN = 16
 
 @dataclass
 class ScatteredQueries:
-    """Attention metadata of the sparse-query kernel, in the place of a backend's own.
+    """Attention metadata of the sparse-query kernel, instead of a backend's own.
 
     `schedule` is made by the first layer, for all of them.
     """
