@@ -3,8 +3,8 @@
 vLLM's model runners drive the worker's half through a step."""
 
 import inspect
-import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +13,9 @@ from vllm.config import CacheConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from tests.prefill.loaded import model_config
-from tests.test_supported import FULL, Changed, kv_cache
-from vllm_segreuse import connector as module
+from tests.test_kv_group import FULL, kv_cache
+from tests.test_supported import Changed
+from tests.test_worker import Backlog, report
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.prefill.executor import PassReport
@@ -134,7 +135,7 @@ def half() -> Half:
 @pytest.fixture
 def subject(llama: Any, half: Half) -> SegReuseConnector:
     made = connect(llama, SCHEDULER)
-    made._scheduler = half  # type: ignore[assignment]
+    made.scheduler_side = half  # type: ignore[assignment]
     return made
 
 
@@ -146,23 +147,13 @@ REQUEST: Any = SimpleNamespace(request_id="request")
     [
         ("on_new_request", (REQUEST,), ("add", REQUEST)),
         ("get_num_new_matched_tokens", (REQUEST, 32), ("match", REQUEST, 32)),
-        ("call_back", (REQUEST,), ("call_back", REQUEST)),
-        ("set_enabled", (False,), ("set_enabled", False)),
-        ("status", (), ("status",)),
-        ("frozen", (), ("frozen",)),
-        ("unfreeze", (["doc"],), ("unfreeze", ["doc"])),
         ("request_finished", (REQUEST, [1, 2]), ("finished", REQUEST, [1, 2])),
-        (
-            "worker_told",
-            (SegReuseWorkerMetadata({"request": 7}), {"request": REQUEST}),
-            ("computed", {"request": 7}, {"request": REQUEST}),
-        ),
     ],
 )
 def test_hooks_ask_the_schedulers_half(
     hook: str, given: Any, asked: Any, subject: SegReuseConnector, half: Half
 ) -> None:
-    half.answers = dict.fromkeys(("match", "set_enabled", "status", "frozen"), "the answer")
+    half.answers = {"match": "the answer"}
     answer = getattr(subject, hook)(*given)
     assert half.asked == [asked]
     if asked[0] in half.answers:
@@ -216,71 +207,56 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
 # Statistics.
 
 
-def test_statistics_are_told_once(subject: SegReuseConnector) -> None:
+def test_statistics_are_reported_once(subject: SegReuseConnector) -> None:
     assert subject.get_kv_connector_stats() is None
     subject._stats.count_tokens("reused", 7)
-    told = subject.get_kv_connector_stats()
-    assert told is not None
-    assert told.data["tokens"] == {"reused": 7}
+    reported = subject.get_kv_connector_stats()
+    assert reported is not None
+    assert reported.data["tokens"] == {"reused": 7}
     assert subject.get_kv_connector_stats() is None
-    again = SegReuseConnector.build_kv_connector_stats(told.data)
-    assert again == told
+    again = SegReuseConnector.build_kv_connector_stats(reported.data)
+    assert again == reported
     assert SegReuseConnector.build_kv_connector_stats().is_empty()
 
 
 # Worker processes.
 
 
-class Backlog:
-    """Plans under way are names, done when a test says so."""
+class Hidden(Backlog):
+    """Looks whether attention layers of the pass would find the connector's metadata."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.subject: SegReuseConnector
-        self.log: list[tuple[str, Any]] = []
-        self.under_way: set[str] = set()
-        self.done: dict[str, PassReport] = {}
-        self.report: PassReport | None = None
         self.fails = False
 
     def take(self, plans: list[Any]) -> PassReport | None:
-        self._note("take", list(plans))
-        return self.report
+        self._look()
+        return super().take(plans)
 
     def advance(self) -> dict[str, PassReport]:
-        self._note("advance", None)
-        done, self.done = self.done, {}
-        return done
+        self._look()
+        return super().advance()
 
-    def drop(self, request_ids: Any) -> set[str]:
-        self.log.append(("drop", set(request_ids)))
-        dropped = self.under_way & set(request_ids)
-        self.under_way -= dropped
-        return dropped
-
-    def _note(self, what: str, given: Any) -> None:
-        """Attention layers ask whether there is metadata before they call a connector's hooks."""
+    def _look(self) -> None:
         assert not self.subject.has_connector_metadata(), "layers of the pass would call us"
-        self.log.append((what, given))
         if self.fails:
             raise ArithmeticError
 
 
-def report(**changes: Any) -> PassReport:
-    return PassReport(
-        **{"align_s": 0.25, "sparse_s": 0.5, "not_finite": [], "computed": {}} | changes
-    )
+@pytest.fixture
+def backlog(monkeypatch: Patch) -> Hidden:
+    from vllm_segreuse import worker
+
+    made = Hidden()
+    monkeypatch.setattr(worker, "_proven_backlog", lambda *_: made)
+    return made
 
 
 @pytest.fixture
-def backlog() -> Backlog:
-    return Backlog()
-
-
-@pytest.fixture
-def worker(llama: Any, backlog: Backlog) -> SegReuseConnector:
-    made = connect(llama, WORKER)
-    made._backlog = backlog  # type: ignore[assignment]
-    backlog.subject = made
+def worker(llama: Any, backlog: Hidden) -> SegReuseConnector:
+    made = backlog.subject = connect(llama, WORKER)
+    made.register_kv_caches({})
     return made
 
 
@@ -290,127 +266,62 @@ CONTEXT: Any = object()
 def step(worker: SegReuseConnector, ended: set[str] | None = None, **metadata: Any) -> Any:
     """What a runner does in a step; returns who is done."""
     worker.bind_connector_metadata(SegReuseMetadata(**metadata))
-    worker.start_load_kv(CONTEXT)
+    worker.start_load_kv(CONTEXT, scheduler_output=None, request_ids=[])
     done = worker.get_finished(ended or set())
     worker.clear_connector_metadata()
     return done
 
 
-def test_plans_are_carried_out_before_the_forward(
-    worker: SegReuseConnector, backlog: Backlog
+def test_the_half_is_made_once_vllm_has_its_caches(llama: Any, monkeypatch: Patch) -> None:
+    import vllm_segreuse.worker
+
+    made = []
+    monkeypatch.setattr(vllm_segreuse.worker, "WorkerSide", lambda *given: made.append(given))
+    subject = connect(llama, WORKER)
+    subject.register_kv_caches({})
+    assert made == [
+        (subject._vllm_config, subject._config, subject._kv_cache_config, subject._stats)
+    ]
+
+
+def test_a_steps_metadata_reach_the_workers_half(
+    worker: SegReuseConnector, backlog: Hidden
 ) -> None:
-    metadata = SegReuseMetadata(plans=["plan"])  # type: ignore[list-item]
-    worker.bind_connector_metadata(metadata)
+    backlog.under_way = {"ended"}
     backlog.report = report(computed={"a": 3})
-    worker.start_load_kv(CONTEXT, scheduler_output=None, request_ids=[])
-    assert backlog.log == [("take", ["plan"])]
-    assert worker._get_connector_metadata() is metadata
-    told = worker.get_kv_connector_stats()
-    assert told is not None
-    assert told.data["seconds"] == {"align": [0.25], "sparse_pass": [0.5]}
-
-
-def test_a_step_without_plans_does_nothing_before_its_forward(
-    worker: SegReuseConnector, backlog: Backlog
-) -> None:
-    worker.bind_connector_metadata(SegReuseMetadata())
-    worker.start_load_kv(CONTEXT)
-    assert backlog.log == []
-    assert worker.get_kv_connector_stats() is None
-
-
-def test_behind_the_forward_who_ended_is_dropped_and_others_go_on(
-    worker: SegReuseConnector, backlog: Backlog
-) -> None:
-    backlog.under_way = {"called back", "ended", "goes on"}
-    backlog.done = {"done": report(computed={"done": 9})}
-    sent, loaded = step(worker, {"ended", "stranger"}, called_back=["called back"])
+    backlog.done = {"b": report(computed={"b": 5})}
+    assert worker.build_connector_worker_meta() is None
+    sent, loaded = step(worker, {"ended"}, plans=["plan"], called_back=["called back"])
     assert backlog.log == [
+        ("take", ["plan"]),
         ("drop", {"called back"}),
-        ("drop", {"ended", "stranger"}),
+        ("drop", {"ended"}),
         ("advance", None),
     ]
     assert sent is None
-    assert loaded == {"ended", "done"}, "vLLM waits for these, and not for who was called back"
-    assert worker.build_connector_worker_meta() == SegReuseWorkerMetadata({"done": 9})
-
-
-def test_the_numbers_that_workers_tell_are_told_once(
-    worker: SegReuseConnector, backlog: Backlog
-) -> None:
+    assert loaded == {"ended", "b"}
+    reported = worker.build_connector_worker_meta()
+    assert reported == SegReuseWorkerMetadata({"a": 3, "b": 5})
     assert worker.build_connector_worker_meta() is None
-    backlog.report = report(computed={"a": 3})
-    backlog.done = {"b": report(computed={"b": 5})}
-    step(worker, plans=["plan"])
-    told = worker.build_connector_worker_meta()
-    assert told == SegReuseWorkerMetadata({"a": 3, "b": 5})
-    assert worker.build_connector_worker_meta() is None
-    assert told.aggregate(SegReuseWorkerMetadata({"a": 3, "b": 5})) == told, "ranks do the same"
-
-
-def test_what_was_not_finite_is_counted_and_logged(
-    worker: SegReuseConnector,
-    backlog: Backlog,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: Patch,
-) -> None:
-    monkeypatch.setattr(module.logger, "propagate", True)
-    backlog.report = report(not_finite=["a", "b"])
-    with caplog.at_level(logging.WARNING):
-        step(worker, plans=["plan"])
-    told = worker.get_kv_connector_stats()
-    assert told is not None
-    assert told.data["repeated"] == 2
-    assert "NaN or infinity; computed in full: ['a', 'b']" in caplog.text
+    assert reported.aggregate(SegReuseWorkerMetadata({"a": 3, "b": 5})) == reported, "ranks agree"
+    stats = worker.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["seconds"] == {"align": [0.25, 0.25], "sparse_pass": [0.5, 0.5]}
 
 
 @pytest.mark.parametrize("when", ["start_load_kv", "get_finished"])
-def test_an_error_leaves_vllms_metadata_as_it_was(
-    when: str, worker: SegReuseConnector, backlog: Backlog
+@pytest.mark.parametrize("fails", [False, True])
+def test_vllms_metadata_is_left_as_it_was(
+    fails: bool, when: str, worker: SegReuseConnector, backlog: Hidden
 ) -> None:
     """vLLM ends the step with the connector as it was bound."""
     metadata = SegReuseMetadata(plans=["plan"])  # type: ignore[list-item]
     worker.bind_connector_metadata(metadata)
-    backlog.fails = True
+    backlog.fails = fails
     given: Any = CONTEXT if when == "start_load_kv" else set()
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
         getattr(worker, when)(given)
     assert worker._get_connector_metadata() is metadata
-
-
-def test_without_a_proven_model_nothing_is_under_way(llama: Any) -> None:
-    """With LoRA the workers have no backlog, and the scheduler's half makes no plans."""
-    assert step(connect(llama, WORKER), {"ended"}) == (None, None)
-
-
-@pytest.mark.parametrize(("spread_tokens", "share"), [(7, 7 * 3), (None, 50 * 3), (0, 0)])
-def test_the_model_is_proven_when_its_cache_is_there(
-    spread_tokens: int | None, share: int, llama: Any, monkeypatch: Patch
-) -> None:
-    from vllm_segreuse.compat import model_runner
-    from vllm_segreuse.prefill import checks
-
-    model = object()
-    proven = []
-    monkeypatch.setattr(model_runner, "loaded_model", lambda: model)
-    runtime = SimpleNamespace(prefill="prefill", max_deviation=0.0, kernels="kernels")
-    monkeypatch.setattr(checks, "prove", lambda *given: (proven.append(given), runtime)[1])
-    subject = connect(llama, WORKER, spread_tokens=spread_tokens)
-    subject.register_kv_caches({})
-    assert proven == [(model, subject._vllm_config, subject._kv_cache_config)]
-    assert subject._backlog is not None
-    assert subject._backlog.prefill == "prefill"
-    assert subject._backlog._step_work == share
-
-
-def test_with_lora_nothing_is_proven(llama: Any, monkeypatch: Patch) -> None:
-    from vllm_segreuse.prefill import checks
-
-    monkeypatch.setattr(checks, "prove", lambda *_: pytest.fail("it was proven"))
-    subject = connect(llama, WORKER)
-    subject._vllm_config.lora_config = object()
-    subject.register_kv_caches({})
-    assert subject._backlog is None
 
 
 # Through vLLM's own runners.
@@ -422,7 +333,7 @@ def _by_first_runner(worker: SegReuseConnector, output: Any, patch: Patch) -> An
     patch.setattr(runner, "get_kv_transfer_group", lambda: worker)
     patch.setattr(runner, "get_forward_context", lambda: CONTEXT)
     with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as told:
-        worker._backlog.log.append(("forward", None))  # type: ignore[union-attr]
+        worker.worker_side.backlog.log.append(("forward", None))  # type: ignore[union-attr]
     return told
 
 
@@ -436,7 +347,7 @@ def _by_second_runner(worker: SegReuseConnector, output: Any, patch: Patch) -> A
     batch: Any = SimpleNamespace(idx_mapping=[], req_ids=[], num_tokens=0)
     driver = runner.ActiveKVConnector(worker._vllm_config, {})
     driver.pre_forward(output, batch, {})
-    worker._backlog.log.append(("forward", None))  # type: ignore[union-attr]
+    worker.worker_side.backlog.log.append(("forward", None))  # type: ignore[union-attr]
     driver.finish_forward()
     return driver.post_forward(output.finished_req_ids)
 
@@ -447,7 +358,7 @@ def test_both_runners_carry_a_step_through(
     at_once: bool,
     drive: Callable[..., Any],
     worker: SegReuseConnector,
-    backlog: Backlog,
+    backlog: Hidden,
     monkeypatch: Patch,
 ) -> None:
     """What is needed at once is there before the forward; what is spread goes on behind it."""

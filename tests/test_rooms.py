@@ -8,10 +8,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
-    *("version", "discovery", "kernels", "plan", "kv_group", "policies", "config"),
-    *("metrics", "supported", "memory", "launch", "cache"),
+    *("version", "discovery", "supported", "kernels", "plan", "kv_group", "policies", "config"),
+    *("metrics", "memory", "launch", "cache"),
     *("knowledge", "serve", "compat", "model", "prefill"),
-    *("scheduler", "connector", "plugin", "calibrate", "cli"),
+    *("scheduler", "worker", "connector", "plugin", "calibrate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""
 

@@ -7,19 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import CacheConfig, ParallelConfig
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
 
 from tests.prefill.loaded import model_config
-from vllm_segreuse.supported import RefusedError, check_config, check_kv_cache
+from vllm_segreuse.supported import RefusedError, check_config
 
 WITHOUT = "serve this model without --segreuse"
 
@@ -193,73 +184,3 @@ def test_nothing_else_is_refused(changes: dict[str, Any], llama: Any) -> None:
 def test_a_model_without_a_name_is_named_by_where_it_is(llama: Any) -> None:
     nameless = {"hf_config": SimpleNamespace(architectures=None), "use_mla": True}
     assert refusal(config(llama, nameless)).startswith(f"{llama.model} uses multi-head")
-
-
-# The KV cache.
-
-SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
-FULL = FullAttentionSpec(block_size=16, **SHAPE)
-
-
-def kv_cache(*specs: Any, hash_block_size: int | None = None) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
-    return KVCacheConfig(
-        num_blocks=9,
-        kv_cache_tensors=[],
-        kv_cache_groups=groups,
-        hash_block_size=hash_block_size,
-    )
-
-
-@pytest.mark.parametrize("hash_block_size", [None, 16])
-def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -> None:
-    check_kv_cache(kv_cache(FULL, hash_block_size=hash_block_size), 16)
-
-
-@pytest.mark.parametrize(
-    ("specs", "found"),
-    [
-        ([FULL, FULL], "2 KV cache groups (FullAttentionSpec)"),
-        ([], "0 KV cache groups ()"),
-        (
-            [SlidingWindowSpec(block_size=16, sliding_window=64, **SHAPE)],
-            "1 KV cache groups (SlidingWindowSpec)",
-        ),
-        (
-            [FULL, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **SHAPE)],
-            "2 KV cache groups (ChunkedLocalAttentionSpec, FullAttentionSpec)",
-        ),
-        ([MLAAttentionSpec(block_size=16, **SHAPE)], "1 KV cache groups (MLAAttentionSpec)"),
-    ],
-)
-def test_any_other_shape_of_cache_is_refused(specs: list[Any], found: str) -> None:
-    with pytest.raises(RefusedError) as refused:
-        check_kv_cache(kv_cache(*specs), 16)
-    assert str(refused.value) == (
-        f"segment reuse cannot start: the model needs {found}, one group of full attention is "
-        f"supported; {WITHOUT}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("hidden", "what"),
-    [
-        ({"sliding_window": 64}, "a sliding window of 64 tokens"),
-        ({"attention_chunk_size": 128}, "chunks of 128 tokens"),
-        ({"non_causal": True}, "tokens behind their own"),
-    ],
-)
-def test_full_attention_that_hides_another_kind_is_refused(
-    hidden: dict[str, Any], what: str
-) -> None:
-    spec = FullAttentionSpec(block_size=16, **SHAPE, **hidden)
-    with pytest.raises(RefusedError, match=f"layers of the model attend to {what}; {WITHOUT}"):
-        check_kv_cache(kv_cache(spec), 16)
-
-
-def test_blocks_that_are_hashed_in_pieces_are_refused() -> None:
-    with pytest.raises(RefusedError) as refused:
-        check_kv_cache(kv_cache(FULL, hash_block_size=8), 16)
-    assert str(refused.value).endswith(
-        "blocks of 16 tokens are hashed in pieces of 8; leave the hash block size at its default"
-    )

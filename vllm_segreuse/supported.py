@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_OFF = "; serve this model without --segreuse"
+WITHOUT = "; serve this model without --segreuse"
+
+"""Ends a refusal that only another model, or another configuration of it, gets around."""
 
 
 class RefusedError(RuntimeError):
@@ -30,38 +31,6 @@ def check_config(vllm_config: VllmConfig) -> None:
             raise RefusedError(why)
 
 
-def check_kv_cache(kv_cache_config: KVCacheConfig, block_size: int) -> None:
-    """Refuse a KV cache of any shape but one group of full attention, hashed block by block.
-
-    Raises:
-        RefusedError: naming what was found.
-    """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
-        raise RefusedError(
-            f"the model needs {len(groups)} KV cache groups ({', '.join(kinds)}), one group of "
-            f"full attention is supported{_OFF}"
-        )
-    spec = groups[0].kv_cache_spec
-    # Without vLLM's hybrid KV cache manager these, too, come as full attention.
-    for wrong, what in (
-        (spec.sliding_window is not None, f"a sliding window of {spec.sliding_window} tokens"),
-        (spec.attention_chunk_size is not None, f"chunks of {spec.attention_chunk_size} tokens"),
-        (spec.non_causal, "tokens behind their own"),
-    ):
-        if wrong:
-            raise RefusedError(f"layers of the model attend to {what}{_OFF}")
-    hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or block_size
-    if hash_block_size != block_size:
-        raise RefusedError(
-            f"blocks of {block_size} tokens are hashed in pieces of {hash_block_size}; leave the "
-            "hash block size at its default"
-        )
-
-
 def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     model = vllm_config.model_config
     name = ", ".join(model.hf_config.architectures or [model.model])
@@ -69,15 +38,15 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     window = getattr(text, "sliding_window", None)
     windowed = bool(window) and getattr(text, "use_sliding_window", True)
     return [
-        (model.runner_type != "generate", f"{name} is a {model.runner_type} model{_OFF}"),
-        (model.use_mla, f"{name} uses multi-head latent attention (MLA){_OFF}"),
+        (model.runner_type != "generate", f"{name} is a {model.runner_type} model{WITHOUT}"),
+        (model.use_mla, f"{name} uses multi-head latent attention (MLA){WITHOUT}"),
         (
             model.is_hybrid or model.is_attention_free,
-            f"{name} has layers without attention (a hybrid or state-space model){_OFF}",
+            f"{name} has layers without attention (a hybrid or state-space model){WITHOUT}",
         ),
-        (model.is_encoder_decoder, f"{name} is an encoder-decoder model{_OFF}"),
-        (model.uses_mrope, f"{name} uses multimodal rotary positions (M-RoPE){_OFF}"),
-        (windowed, f"{name} uses sliding-window attention (sliding_window={window}){_OFF}"),
+        (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
+        (model.uses_mrope, f"{name} uses multimodal rotary positions (M-RoPE){WITHOUT}"),
+        (windowed, f"{name} uses sliding-window attention (sliding_window={window}){WITHOUT}"),
         (model.enable_prompt_embeds, "prompt embeddings are on; remove --enable-prompt-embeds"),
     ]
 

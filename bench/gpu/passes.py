@@ -87,7 +87,7 @@ def planned(llm: Any, prompts: Prompts, extra_args: dict[str, Any] | None) -> tu
     """Sends a prompt; the worker's sparse pass, and the plan that it carried out."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    backlog: Any = get_kv_transfer_group()._backlog
+    backlog: Any = get_kv_transfer_group().worker_side.backlog
     take, seen = backlog.take, list[Any]()
 
     def noting(plans: list[Any]) -> Any:

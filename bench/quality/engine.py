@@ -121,7 +121,7 @@ class Lab:
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        layers = get_kv_transfer_group()._backlog.prefill._layers
+        layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
         original = layers.layers
         counts = {}
         for arm in arms:

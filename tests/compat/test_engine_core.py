@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kill switch reaches the scheduler's connector, and only ours."""
+"""The kill switch reaches the scheduler's half of the connector, and only of ours."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from vllm_segreuse.compat.engine_core import segreuse_set_enabled, segreuse_status
 
 
-class Connector:
+class Side:
     def __init__(self) -> None:
         self.enabled = True
 
@@ -26,10 +26,11 @@ def core(connector: Any) -> Any:
 
 
 def test_switch() -> None:
-    connector = Connector()
-    assert segreuse_set_enabled(core(connector), False) is False
-    assert connector.enabled is False
-    assert segreuse_status(core(connector)) == {"enabled": False}
+    side = Side()
+    ours = core(SimpleNamespace(scheduler_side=side))
+    assert segreuse_set_enabled(ours, False) is False
+    assert side.enabled is False
+    assert segreuse_status(ours) == {"enabled": False}
 
 
 @pytest.mark.parametrize("connector", [None, object()])

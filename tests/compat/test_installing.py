@@ -67,12 +67,13 @@ def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
     engine_core.install()
     engine_core.install()
     calls: list[Any] = []
-    connector = SimpleNamespace(
+    side = SimpleNamespace(
         set_enabled=lambda state: calls.append(("set_enabled", state)) or state,
         status=lambda: {"indexed_blocks": 3},
         frozen=lambda: {"blocks": 4},
         unfreeze=lambda entries: calls.append(("unfreeze", entries)),
     )
+    connector = SimpleNamespace(scheduler_side=side)
     core: Any = SimpleNamespace(scheduler=SimpleNamespace(get_kv_connector=lambda: connector))
     ours: Any = EngineCore
     assert ours.segreuse_set_enabled(core, True) is True

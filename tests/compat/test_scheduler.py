@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers told reaches the connector first, and is heard of those only who are waited for; a
-reset takes the blocks of whoever is set aside. Other connectors see no change."""
+"""What workers report reaches the scheduler's half first, and only loads that vLLM waits for count;
+a reset takes the blocks of whoever is set aside. Other connectors see no change."""
 
 import ast
 import inspect
@@ -14,9 +14,10 @@ from vllm.v1.request import RequestStatus
 from vllm_segreuse.compat.scheduler import _reset_prefix_cache, _update_from_output
 
 
-def output(metadata: Any, loaded: set[str] | None = None) -> SimpleNamespace:
-    told = SimpleNamespace(kv_connector_worker_meta=metadata, finished_recving=loaded)
-    return SimpleNamespace(kv_connector_output=told)
+def output(computed: Any, loaded: set[str] | None = None) -> SimpleNamespace:
+    metadata = None if computed is None else SimpleNamespace(computed=computed)
+    reported = SimpleNamespace(kv_connector_worker_meta=metadata, finished_recving=loaded)
+    return SimpleNamespace(kv_connector_output=reported)
 
 
 def request(status: str, computed: int = 8, preemptions: int = 0) -> SimpleNamespace:
@@ -30,46 +31,58 @@ def request(status: str, computed: int = 8, preemptions: int = 0) -> SimpleNames
     )
 
 
-def updated(connector: Any, model_runner_output: Any) -> list[str]:
+def connector(**side: Any) -> SimpleNamespace:
+    """Ours, with a scheduler's half that does as given."""
+    return SimpleNamespace(scheduler_side=SimpleNamespace(**side))
+
+
+def updated(model_runner_output: Any, ours: bool = True) -> list[Any]:
     """What happened, in order."""
-    happened: list[str] = []
-    if connector is not None:
-        connector.worker_told = lambda metadata, _: happened.append(f"told {metadata}")
-    scheduler = SimpleNamespace(connector=connector, requests={})
+    happened: list[Any] = []
+    requests: dict[str, Any] = {"request": object()}
+
+    def computed(*given: Any) -> None:
+        happened.append(given)
+        assert given[1] is requests
+
+    scheduler = SimpleNamespace(
+        connector=connector(computed=computed) if ours else object(), requests=requests
+    )
     wrapped = _update_from_output(lambda *_: happened.append("updated"))
     wrapped(scheduler, None, model_runner_output)
-    return happened
+    return [what if isinstance(what, str) else what[0] for what in happened]
 
 
-def test_ours_is_told_first() -> None:
-    assert updated(SimpleNamespace(), output("counts")) == ["told counts", "updated"]
+def test_ours_hears_first() -> None:
+    assert updated(output({"request": 7})) == [{"request": 7}, "updated"]
 
 
-def test_nothing_told_is_nothing_handed_on() -> None:
-    assert updated(SimpleNamespace(), output(None)) == ["updated"]
-    assert updated(SimpleNamespace(), SimpleNamespace(kv_connector_output=None)) == ["updated"]
-    assert updated(None, output(None)) == ["updated"]
+def test_where_nothing_is_reported_nothing_is_passed_on() -> None:
+    assert updated(output(None)) == ["updated"]
+    assert updated(SimpleNamespace(kv_connector_output=None)) == ["updated"]
 
 
 def test_other_connectors_are_left_alone() -> None:
+    assert updated(output("theirs"), ours=False) == ["updated"]
     happened: list[str] = []
-    scheduler = SimpleNamespace(connector=object(), requests={})
-    _update_from_output(lambda *_: happened.append("updated"))(scheduler, None, output("theirs"))
+    scheduler = SimpleNamespace(connector=None, requests={})
+    _update_from_output(lambda *_: happened.append("updated"))(scheduler, None, output(None))
     assert happened == ["updated"]
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_word_is_heard_of_who_is_waited_for(ours: bool) -> None:
+def test_only_loads_that_vllm_waits_for_count(ours: bool) -> None:
     waiting, ended, called_back = (
         request(status) for status in ("WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED", "WAITING")
     )
-    connector = SimpleNamespace(**({"worker_told": None} if ours else {}))
     requests = {r.request_id: r for r in (waiting, ended, called_back)}
-    scheduler = SimpleNamespace(connector=connector, requests=requests)
-    told = output(None, {*requests, "gone"})
-    _update_from_output(lambda *_: None)(scheduler, None, told)
-    heard = {"WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED"} if ours else {*requests, "gone"}
-    assert told.kv_connector_output.finished_recving == heard
+    scheduler = SimpleNamespace(
+        connector=connector() if ours else SimpleNamespace(), requests=requests
+    )
+    reported = output(None, {*requests, "gone"})
+    _update_from_output(lambda *_: None)(scheduler, None, reported)
+    counted = {"WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED"} if ours else {*requests, "gone"}
+    assert reported.kv_connector_output.finished_recving == counted
 
 
 class Scheduler:
@@ -115,7 +128,7 @@ class _Bag:
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_reset_of_all_takes_the_blocks_of_who_is_set_aside(ours: bool, running: bool) -> None:
     called: list[Any] = []
-    scheduler = Scheduler(SimpleNamespace(**({"call_back": called.append} if ours else {})))
+    scheduler = Scheduler(connector(call_back=called.append) if ours else SimpleNamespace())
     reset = _reset_prefix_cache(lambda self, running, more=False: ("reset", running, more))
     assert reset(scheduler, running, more=True) == ("reset", running, True)
     if not (ours and running):

@@ -300,7 +300,7 @@ def test_30_a_spoilt_donor_is_not_reused(
 ) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    aligner = get_kv_transfer_group()._backlog.prefill._aligner
+    aligner = get_kv_transfer_group().worker_side.backlog.prefill._aligner
     align = aligner._kernel
 
     def spoil(pages: list[torch.Tensor], parts: Any, moves: Any) -> None:

@@ -52,7 +52,7 @@ def test_the_reported_work_is_the_work_done(
 ) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    layers = get_kv_transfer_group()._backlog.prefill._layers
+    layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
     documents, (prompt, *_) = prompts_for(reusing.vocab_size)
     reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
     run, computed = layers.layers, 0

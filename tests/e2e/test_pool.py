@@ -50,7 +50,7 @@ def _clean(reusing: Engine) -> Iterator[None]:
     reusing.reset()
     yield
     reusing.check_idle()
-    assert not reusing.scheduler.connector._scheduler._planner._requests
+    assert not reusing.scheduler.connector.scheduler_side._planner._requests
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_20_abort_while_others_have_the_blocks(reusing: Engine, text: Prompts) -
     waiting = submit(reusing, "waiting", text.tokens(300) + document + text.tokens(3), SHIFT)
     step(reusing)
     assert len(reusing.scheduler.running) == 2
-    tracked = reusing.scheduler.connector._scheduler._planner.get(waiting)
+    tracked = reusing.scheduler.connector.scheduler_side._planner.get(waiting)
     assert tracked.reason == "no_free_blocks"
     abort(reusing, waiting)
     assert drain(reusing).keys() == {"large", "larger"}

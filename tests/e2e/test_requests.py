@@ -232,7 +232,7 @@ def test_ended_requests_give_their_namespaces_back(reusing: Engine, text: Prompt
     """However they end; a namespace with cached blocks stays until nothing refers to it."""
     from vllm import SamplingParams
 
-    namespaces = reusing.scheduler.connector._scheduler._namespaces
+    namespaces = reusing.scheduler.connector.scheduler_side._namespaces
     vllm_engine = reusing.llm.llm_engine
     before = len(namespaces)
     for name in ("finished", "waiting", "running"):

@@ -100,7 +100,7 @@ def passes(reusing: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     from vllm_segreuse.prefill import tokens
 
-    backlog = get_kv_transfer_group()._backlog
+    backlog = get_kv_transfer_group().worker_side.backlog
     take, found = backlog.take, []
 
     def counting(plans: Any) -> Any:

@@ -120,7 +120,7 @@ class World:
         self.scheduler = _scheduler(setup)
         self.manager = self.scheduler.kv_cache_manager
         self.pool: Any = self.manager.block_pool
-        self.side = self.scheduler.connector._scheduler
+        self.side = self.scheduler.connector.scheduler_side
         self.identities: dict[str, tuple[Identity, int]] = {}
         self.worker = Worker(setup.num_blocks, SIZE, self.identities, self.scheduler.requests)
         self.held: list[Any] = []
@@ -224,13 +224,13 @@ class World:
     def unfreeze(self, entries: list[str]) -> None:
         """Documents are deleted."""
         self.counts["events"] += 1
-        self.scheduler.connector.unfreeze(entries)
+        self.side.unfreeze(entries)
         assert not set(entries) & self.side.frozen()["warm"].keys()
 
     def switch(self, on: bool) -> None:
         """The kill switch."""
         self.counts["events"] += 1
-        self.scheduler.connector.set_enabled(on)
+        self.side.set_enabled(on)
 
     def pause(self, state: PauseState) -> None:
         """vLLM's own pause."""

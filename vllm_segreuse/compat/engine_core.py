@@ -8,6 +8,7 @@ have no other way to the scheduler: `collective_rpc` reaches workers only.
 from typing import Any
 
 from vllm_segreuse.compat.patching import add_method
+from vllm_segreuse.compat.scheduler import scheduler_side
 
 
 def install() -> None:
@@ -22,28 +23,29 @@ def install() -> None:
 
 def segreuse_set_enabled(self: Any, enabled: bool) -> bool:
     """Turn reuse on or off for the requests to come; returns the state."""
-    return bool(_connector(self).set_enabled(enabled))
+    return bool(_side(self).set_enabled(enabled))
 
 
 def segreuse_status(self: Any) -> dict[str, Any]:
-    """What the connector of the scheduler says of itself."""
-    return dict(_connector(self).status())
+    """What the status route shows."""
+    return dict(_side(self).status())
 
 
 def segreuse_frozen(self: Any) -> dict[str, Any]:
     """What knowledge bases need to know of the frozen pool."""
-    return dict(_connector(self).frozen())
+    return dict(_side(self).frozen())
 
 
 def segreuse_unfreeze(self: Any, entries: list[str]) -> None:
     """Forget entries of the frozen pool; unknown ones are no error."""
-    _connector(self).unfreeze(entries)
+    _side(self).unfreeze(entries)
 
 
-def _connector(core: Any) -> Any:
+def _side(core: Any) -> Any:
     connector = core.scheduler.get_kv_connector()
-    if not hasattr(connector, "set_enabled"):
+    side = scheduler_side(connector)
+    if side is None:
         raise RuntimeError(
             f"this engine does not run segment reuse: its KV connector is {connector!r}"
         )
-    return connector
+    return side

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two things that vLLM's scheduler (`v1/core/sched/scheduler.py`) does not do for a connector.
 
-- It hands on what workers tell their connector last of all, when a request of one token has ended
-  in the same step and its report has left. Here it is handed on first.
+- What workers report to their connector is passed on last of all, when a request of one token has
+  ended in the same step and its report has left. Here it is passed on first.
 - A reset that preempts running requests raises if others are set aside for what they load: their
   blocks are held. Here their plans are called back, and they wait as if they had just arrived.
 """
@@ -24,14 +24,21 @@ def install() -> None:
     wrap(Scheduler, "reset_prefix_cache", _reset_prefix_cache)
 
 
+def scheduler_side(connector: Any) -> Any:
+    """The scheduler's half of our connector (`scheduler.SchedulerSide`); None for any other."""
+    return getattr(connector, "scheduler_side", None)
+
+
 def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        told = model_runner_output.kv_connector_output
-        if told is not None and hasattr(self.connector, "worker_told"):
-            if told.kv_connector_worker_meta is not None:
-                self.connector.worker_told(told.kv_connector_worker_meta, self.requests)
-            if told.finished_recving:
-                told.finished_recving = {i for i in told.finished_recving if _is_loading(self, i)}
+        side = scheduler_side(self.connector)
+        output = model_runner_output.kv_connector_output
+        if side is not None and output is not None:
+            if output.kv_connector_worker_meta is not None:
+                side.computed(output.kv_connector_worker_meta.computed, self.requests)
+            if output.finished_recving:
+                loaded = {i for i in output.finished_recving if _is_loading(self, i)}
+                output.finished_recving = loaded
         return original(self, scheduler_output, model_runner_output)
 
     return update_from_output
@@ -51,15 +58,16 @@ def _reset_prefix_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     def reset_prefix_cache(
         self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        if reset_running_requests and hasattr(self.connector, "call_back"):
-            _call_back(self)
+        side = scheduler_side(self.connector)
+        if reset_running_requests and side is not None:
+            _call_back(self, side)
         return original(self, reset_running_requests, *args, **kwargs)
 
     return reset_prefix_cache
 
 
-def _call_back(scheduler: Any) -> None:
-    """Have all that is set aside give its blocks back, as after a load that failed
+def _call_back(scheduler: Any, side: Any) -> None:
+    """Take the blocks of all that is set aside, as after a load that failed
     (`Scheduler._update_waiting_for_remote_kv`).
 
     A step that has left may still write them. Whoever gets them next writes in a later one, before
@@ -75,7 +83,7 @@ def _call_back(scheduler: Any) -> None:
             request.status not in ready or not request.num_computed_tokens
         ):
             continue
-        scheduler.connector.call_back(request)
+        side.call_back(request)
         scheduler.finished_recving_kv_req_ids.discard(request.request_id)
         scheduler.deferred_waiting.discard(request)
         scheduler._inflight_prefills.discard(request)

@@ -15,6 +15,7 @@ from vllm.config import CompilationMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.kernels import dispatch
+from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
@@ -58,10 +59,10 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     Raises:
         RefusedError: naming the layer or the property that could not be proven.
     """
-    group = kv_cache_config.kv_cache_groups[0]
+    group = segment_group(kv_cache_config)
     by_name = vllm_config.compilation_config.static_forward_context
     attention = {name: by_name[name] for name in group.layer_names}
-    block_size = group.kv_cache_spec.block_size
+    block_size = group.block_size
     try:
         check_attention(attention, block_size)
         stack = DecoderStack(model, attention)
@@ -71,7 +72,7 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         rows = RowBuilder(
             vllm_config,
             group.layer_names,
-            group.kv_cache_spec,
+            group.spec,
             first.get_attn_backend(),
             _most_rows(vllm_config, kernels),
         )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV cache segments are reused in; one of any other shape is refused with its cause."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from tests.test_supported import WITHOUT
+from vllm_segreuse.kv_group import AttentionKind, KvGroup, segment_group
+from vllm_segreuse.supported import RefusedError
+
+SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(block_size=16, **SHAPE)
+
+
+def kv_cache(*specs: Any, hash_block_size: int | None = None) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(
+        num_blocks=9,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        hash_block_size=hash_block_size,
+    )
+
+
+@pytest.mark.parametrize("hash_block_size", [None, 16])
+def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -> None:
+    found = segment_group(kv_cache(FULL, hash_block_size=hash_block_size))
+    assert found == KvGroup(0, {"layer 0": AttentionKind.FULL}, 16, FULL)
+    assert found.layer_names == ["layer 0"]
+    assert found.of(([3, 1, 2],)) == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("specs", "found"),
+    [
+        ([FULL, FULL], "2 KV cache groups (FullAttentionSpec)"),
+        ([], "0 KV cache groups ()"),
+        (
+            [SlidingWindowSpec(block_size=16, sliding_window=64, **SHAPE)],
+            "1 KV cache groups (SlidingWindowSpec)",
+        ),
+        (
+            [FULL, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **SHAPE)],
+            "2 KV cache groups (ChunkedLocalAttentionSpec, FullAttentionSpec)",
+        ),
+        ([MLAAttentionSpec(block_size=16, **SHAPE)], "1 KV cache groups (MLAAttentionSpec)"),
+    ],
+)
+def test_any_other_shape_of_cache_is_refused(specs: list[Any], found: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        segment_group(kv_cache(*specs))
+    assert str(refused.value) == (
+        f"segment reuse cannot start: the model needs {found}, one group of full attention is "
+        f"supported; {WITHOUT}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "what"),
+    [
+        ({"sliding_window": 64}, "a sliding window of 64 tokens"),
+        ({"attention_chunk_size": 128}, "chunks of 128 tokens"),
+        ({"non_causal": True}, "tokens behind their own"),
+    ],
+)
+def test_full_attention_that_hides_another_kind_is_refused(
+    hidden: dict[str, Any], what: str
+) -> None:
+    spec = FullAttentionSpec(block_size=16, **SHAPE, **hidden)
+    with pytest.raises(RefusedError, match=f"layers of the model attend to {what}; {WITHOUT}"):
+        segment_group(kv_cache(spec))
+
+
+def test_blocks_that_are_hashed_in_pieces_are_refused() -> None:
+    with pytest.raises(RefusedError) as refused:
+        segment_group(kv_cache(FULL, hash_block_size=8))
+    assert str(refused.value).endswith(
+        "blocks of 16 tokens are hashed in pieces of 8; leave the hash block size at its default"
+    )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half proves the model, carries plans out around vLLM's forward, and reports once."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import ParallelConfig
+
+from tests.prefill.loaded import model_config
+from vllm_segreuse import worker as module
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.worker import WorkerSide
+
+Patch = pytest.MonkeyPatch
+
+
+class Backlog:
+    """Plans under way are names, done when a test says so."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Any]] = []
+        self.under_way: set[str] = set()
+        self.done: dict[str, PassReport] = {}
+        self.report: PassReport | None = None
+
+    def take(self, plans: list[Any]) -> PassReport | None:
+        self.log.append(("take", list(plans)))
+        return self.report
+
+    def advance(self) -> dict[str, PassReport]:
+        self.log.append(("advance", None))
+        done, self.done = self.done, {}
+        return done
+
+    def drop(self, request_ids: Any) -> set[str]:
+        self.log.append(("drop", set(request_ids)))
+        dropped = self.under_way & set(request_ids)
+        self.under_way -= dropped
+        return dropped
+
+
+def report(**changes: Any) -> PassReport:
+    return PassReport(
+        **{"align_s": 0.25, "sparse_s": 0.5, "not_finite": [], "computed": {}} | changes
+    )
+
+
+@pytest.fixture
+def backlog(monkeypatch: Patch) -> Backlog:
+    made = Backlog()
+    monkeypatch.setattr(module, "_proven_backlog", lambda *_: made)
+    return made
+
+
+@pytest.fixture
+def stats() -> SegReuseStats:
+    return SegReuseStats()
+
+
+@pytest.fixture
+def side(backlog: Backlog, stats: SegReuseStats) -> WorkerSide:
+    nothing: Any = None
+    return WorkerSide(nothing, nothing, nothing, stats)
+
+
+PLANS: Any = ["plan"]
+
+
+def test_plans_are_carried_out_before_the_forward(
+    side: WorkerSide, backlog: Backlog, stats: SegReuseStats
+) -> None:
+    backlog.report = report(computed={"a": 3})
+    side.before_forward(PLANS)
+    assert backlog.log == [("take", ["plan"])]
+    assert stats.data["seconds"] == {"align": [0.25], "sparse_pass": [0.5]}
+
+
+def test_a_step_without_plans_does_nothing_before_its_forward(
+    side: WorkerSide, backlog: Backlog, stats: SegReuseStats
+) -> None:
+    side.before_forward([])
+    assert backlog.log == []
+    assert stats.is_empty()
+
+
+def test_after_the_forward_who_ended_is_dropped_and_others_go_on(
+    side: WorkerSide, backlog: Backlog
+) -> None:
+    backlog.under_way = {"called back", "ended", "goes on"}
+    backlog.done = {"done": report(computed={"done": 9})}
+    loaded = side.after_forward(["called back"], {"ended", "stranger"})
+    assert backlog.log == [
+        ("drop", {"called back"}),
+        ("drop", {"ended", "stranger"}),
+        ("advance", None),
+    ]
+    assert loaded == {"ended", "done"}, "vLLM waits for these, and not for who was called back"
+    assert side.take_computed() == {"done": 9}
+
+
+def test_numbers_of_computed_tokens_are_reported_once(side: WorkerSide, backlog: Backlog) -> None:
+    assert side.take_computed() == {}
+    backlog.report = report(computed={"a": 3})
+    backlog.done = {"b": report(computed={"b": 5})}
+    side.before_forward(PLANS)
+    side.after_forward([], set())
+    assert side.take_computed() == {"a": 3, "b": 5}
+    assert side.take_computed() == {}
+
+
+def test_what_was_not_finite_is_counted_and_logged(
+    side: WorkerSide,
+    backlog: Backlog,
+    stats: SegReuseStats,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+) -> None:
+    monkeypatch.setattr(module.logger, "propagate", True)
+    backlog.report = report(not_finite=["a", "b"])
+    with caplog.at_level(logging.WARNING):
+        side.before_forward(PLANS)
+    assert stats.data["repeated"] == 2
+    assert "NaN or infinity; computed in full: ['a', 'b']" in caplog.text
+
+
+# Start.
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return model_config(tmp_path_factory.mktemp("llama"))
+
+
+def started(llama: Any, lora: Any = None, **options: Any) -> tuple[WorkerSide, Any, Any]:
+    """A worker's half, and the configurations that it was given."""
+    vllm_config: Any = SimpleNamespace(
+        model_config=llama,
+        parallel_config=ParallelConfig(),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+        lora_config=lora,
+    )
+    kv_cache_config: Any = object()
+    config = SegReuseConfig(**options)
+    side = WorkerSide(vllm_config, config, kv_cache_config, SegReuseStats())
+    return side, vllm_config, kv_cache_config
+
+
+@pytest.mark.parametrize(("spread_tokens", "share"), [(7, 7 * 3), (None, 50 * 3), (0, 0)])
+def test_the_model_is_proven(
+    spread_tokens: int | None, share: int, llama: Any, monkeypatch: Patch
+) -> None:
+    model = object()
+    proven = []
+    monkeypatch.setattr(module, "loaded_model", lambda: model)
+    runtime = SimpleNamespace(prefill="prefill", max_deviation=0.0, kernels="kernels")
+    monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
+    side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
+    assert proven == [(model, vllm_config, kv_cache_config)]
+    assert side.backlog is not None
+    assert side.backlog.prefill == "prefill"
+    assert side.backlog._step_work == share
+
+
+def test_with_lora_nothing_is_proven_and_nothing_is_under_way(
+    llama: Any, monkeypatch: Patch
+) -> None:
+    """The scheduler's half makes no plans then."""
+    monkeypatch.setattr(module, "prove", lambda *_: pytest.fail("it was proven"))
+    side, *_ = started(llama, lora=object())
+    assert side.backlog is None
+    side.before_forward([])
+    assert side.after_forward([], {"ended"}) == set()
+    assert side.take_computed() == {}

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's half in a worker process: plans on one side, the loaded model on the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_segreuse.compat.model_runner import loaded_model
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.prefill.backlog import Backlog
+from vllm_segreuse.prefill.checks import prove
+from vllm_segreuse.prefill.executor import PassReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.segreuse")
+
+
+class WorkerSide:
+    """One per worker. Proves the sparse pass on the loaded model, then carries plans out.
+
+    Args:
+        vllm_config: the engine's.
+        config: the server's options.
+        kv_cache_config: vLLM's; the caches are bound to their layers.
+        stats: counts what happens.
+
+    Attributes:
+        backlog: plans under way; None with LoRA, where the scheduler makes no plans.
+
+    Raises:
+        RefusedError: what could not be proven.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        config: SegReuseConfig,
+        kv_cache_config: KVCacheConfig,
+        stats: SegReuseStats,
+    ) -> None:
+        self._stats = stats
+        self._computed: dict[str, int] = {}
+        self.backlog = _proven_backlog(vllm_config, config, kv_cache_config)
+
+    def before_forward(self, plans: list[ReusePlan]) -> None:
+        """Carry out a step's plans, or begin those that take several steps."""
+        if not plans:
+            return
+        assert self.backlog is not None
+        report = self.backlog.take(plans)
+        if report is not None:
+            self._note(report)
+
+    def after_forward(self, called_back: list[str], ended: set[str]) -> set[str]:
+        """Go on with plans that take several steps; also called in steps without a forward.
+
+        Args:
+            called_back: requests whose plan is dropped, and for which vLLM does not wait.
+            ended: requests that have ended.
+
+        Returns:
+            Requests for which vLLM need not wait any more.
+        """
+        if self.backlog is None:
+            return set()
+        self.backlog.drop(called_back)
+        over = self.backlog.drop(ended)
+        done = self.backlog.advance()
+        for report in done.values():
+            self._note(report)
+        return over | done.keys()
+
+    def take_computed(self) -> dict[str, int]:
+        """Tokens computed, by request, since the last call (`PassReport.computed`)."""
+        taken, self._computed = self._computed, {}
+        return taken
+
+    def _note(self, report: PassReport) -> None:
+        self._stats.observe("align", report.align_s)
+        self._stats.observe("sparse_pass", report.sparse_s)
+        self._computed |= report.computed
+        if report.not_finite:
+            self._stats.count_repeated(len(report.not_finite))
+            logger.warning(
+                "segment reuse met NaN or infinity; computed in full: %s", report.not_finite
+            )
+
+
+def _proven_backlog(
+    vllm_config: VllmConfig, config: SegReuseConfig, kv_cache_config: KVCacheConfig
+) -> Backlog | None:
+    if vllm_config.lora_config is not None:
+        logger.warning("segment reuse: every request runs without reuse while LoRA is enabled")
+        return None
+    runtime = prove(loaded_model(), vllm_config, kv_cache_config)
+    step_work = config.spread_work(
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
+    )
+    logger.info(
+        "segment reuse: proven on this model (largest deviation %.1e); %s",
+        runtime.max_deviation,
+        runtime.kernels,
+    )
+    return Backlog(runtime.prefill, step_work or 0)
