@@ -57,8 +57,13 @@ def test_flashinfer_has_a_workspace_by_rank(wave: int, monkeypatch: pytest.Monke
     assert (workspace == least) == (wave == 100)
 
 
-def test_the_figures_are_those_of_what_they_bound() -> None:
+def test_the_scratch_is_that_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_segreuse import memory
-    from vllm_segreuse.kernels import cuda
+    from vllm_segreuse.kernels.scratch import SCRATCH_BYTES, layers_at_once
 
-    assert memory._ALIGN_SCRATCH_BYTES == cuda._SCRATCH_BYTES
+    with_scratch = pass_bytes(config())
+    monkeypatch.setattr(memory, "SCRATCH_BYTES", 0)
+    assert with_scratch - pass_bytes(config()) == SCRATCH_BYTES == 256 << 20
+    assert layers_at_once(80, SCRATCH_BYTES // 3) == 3
+    assert layers_at_once(2, 1) == 2
+    assert layers_at_once(80, SCRATCH_BYTES + 1) == 1

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_segreuse.kernels.scratch import SCRATCH_BYTES
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_ALIGN_SCRATCH_BYTES = 256 << 20  # vllm_segreuse/kernels/cuda.py
 _BUILDER_BYTES = 16 << 20
 _FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
 
@@ -29,7 +30,7 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     element = model.dtype.itemsize
     tokens = model.max_model_len + vllm_config.scheduler_config.max_num_batched_tokens
     states = 2 * tokens * model.get_hidden_size() * element
-    return states + _ALIGN_SCRATCH_BYTES + _builder_bytes(vllm_config)
+    return states + SCRATCH_BYTES + _builder_bytes(vllm_config)
 
 
 def _builder_bytes(vllm_config: VllmConfig) -> int:

@@ -31,7 +31,7 @@ from tests.kernels.align_cases import (
     to_device,
 )
 from tests.kernels.native import KERNELS, compile_cuda, compile_host, compile_ptx
-from vllm_segreuse.kernels import cuda, reference
+from vllm_segreuse.kernels import cuda, reference, scratch
 from vllm_segreuse.kernels.pages import Rotation
 
 SOURCE = KERNELS / "cuda" / "align.cu"
@@ -100,7 +100,7 @@ def test_any_number_of_tokens_and_layers(
     parts = parts_of(shape, Rotation(32, True))
     if scratch_layers is not None:
         layer_bytes = num_tokens * 2 * 2 * 32 * 2
-        monkeypatch.setattr(cuda, "_SCRATCH_BYTES", scratch_layers * layer_bytes + 1)
+        monkeypatch.setattr(scratch, "SCRATCH_BYTES", scratch_layers * layer_bytes + 1)
     pages = make_cache(shape.page_elements, 8, torch.bfloat16, num_layers)
     moves = make_moves(8, 16, num_tokens, 16, overlapping=scratch_layers is not None)
     assert_agrees(run, pages, parts, moves, device)

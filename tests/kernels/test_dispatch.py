@@ -99,3 +99,14 @@ def test_a_gpu_without_triton_runs_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = dispatch.choose(GPU, torch.bfloat16, layout(128))
     assert (chosen.align, chosen.sparse_attention) == (reference.align, None)
     assert "no Triton" in chosen.description
+
+
+@pytest.mark.parametrize("missing", [None, "built without nvcc"])
+def test_a_gpu_whose_kernels_do_not_move_a_dtype_runs_torch(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(cuda, "unavailable", lambda: missing)
+    chosen = dispatch.choose(GPU, torch.float64, layout(128))
+    assert (chosen.align, chosen.token_scores) == (reference.align, reference.token_scores)
+    assert "does not move torch.float64" in chosen.description

@@ -31,7 +31,7 @@ from vllm_segreuse.kernels.pages import Moves, Part, Rotation
 
 require_triton()
 
-from vllm_segreuse.kernels import triton_align  # noqa: E402
+from vllm_segreuse.kernels import scratch, triton_align  # noqa: E402
 from vllm_segreuse.kernels.triton_align import align  # noqa: E402
 
 
@@ -46,7 +46,7 @@ def test_the_smallest(number: int, neox: bool, monkeypatch: pytest.MonkeyPatch) 
     """Two layers of two heads, more tokens than a program moves, a scratch for one layer only; also
     where turned numbers are beyond the largest, and halfway between two."""
     monkeypatch.setattr(triton_align, "_TILE_ELEMENTS", 16 * 32)
-    monkeypatch.setattr(triton_align, "_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(scratch, "SCRATCH_BYTES", 1)
     shape = channel_tiles(2, 8, 24, 8)
     pages = make_cache(shape.page_elements, 6, DTYPES[number], num_layers=2)
     moves = make_moves(6, 8, 21, 6, overlapping=number % 2 == neox)
@@ -138,7 +138,7 @@ def test_turns_by_the_distance(shift: int, rotation: Rotation) -> None:
 def test_any_number_of_tokens_and_layers_at_a_time(
     tokens: int, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_align, "_SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(scratch, "SCRATCH_BYTES", scratch_bytes)
     shape = nhd(2, 8, 32)
     parts = parts_of(shape, Rotation(32, True))
     pages = make_cache(shape.page_elements, 12, torch.float16, num_layers=4)

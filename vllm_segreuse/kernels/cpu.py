@@ -34,7 +34,7 @@ _DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
     torch.float16: 2,
-    torch.float8_e4m3fn: 3,
+    torch.float8_e4m3fn: 3,  # fp8: see `kernels/__init__.py`
     torch.float8_e5m2: 4,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -191,7 +191,7 @@ def _check_age(library: ctypes.CDLL, path: Path) -> None:
 
 
 def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
-    """See `reference.align`: the same numbers, bit for bit.
+    """As `reference.align`, bit for bit.
 
     Raises:
         ValueError: the arguments are not as described there, or slots lie outside of the pages.
@@ -247,7 +247,7 @@ def sparse_attention(
     positions: torch.Tensor,
     scale: float,
 ) -> None:
-    """See `reference.sparse_attention`; computes in float32.
+    """As `reference.sparse_attention`; in addition, computes in float32.
 
     Raises:
         ValueError: the arguments are not as described there, or block tables name pages that do
@@ -296,7 +296,8 @@ def token_scores(
     scale: float,
     highest: bool = False,
 ) -> torch.Tensor:
-    """See `reference.token_scores`; the same in every run, whatever the number of threads.
+    """As `reference.token_scores`; in addition, the same in every run, whatever the number of
+    threads.
 
     Raises:
         ValueError: the arguments are not as described there, or block ids name pages that do not

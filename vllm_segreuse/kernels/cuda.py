@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 
 from vllm_segreuse.kernels.arguments import check_moves, check_pages, check_parts
-from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
+from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, Rotation, TiledStrides
+from vllm_segreuse.kernels.scratch import layers_at_once
 
 _FORMATS = (
     torch.float32,
     torch.float16,
     torch.bfloat16,
-    torch.float8_e4m3fn,
+    torch.float8_e4m3fn,  # fp8: see `kernels/__init__.py`
     torch.float8_e5m2,
 )  # the order of `with_format` in align.cu
 _MAX_PARTS = 2
-_SCRATCH_BYTES = 256 << 20  # for overlapping moves; layers that do not fit take turns
 
 
 class _Part(ctypes.Structure):
@@ -53,6 +53,11 @@ class _Call(ctypes.Structure):
     )
 
 
+def supports(layout: PageLayout, dtype: torch.dtype) -> bool:
+    """Whether `align` takes pages of this layout and dtype."""
+    return dtype in _FORMATS
+
+
 @functools.cache
 def unavailable() -> str | None:
     """Why the CUDA kernels cannot run here, in one sentence; None if they can."""
@@ -68,9 +73,9 @@ def unavailable() -> str | None:
 
 
 def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
-    """`kernels.reference.align` on a GPU, queued on the current stream; see there for arguments.
+    """As `reference.align`; in addition, queued on the current stream: one launch for up to 128
+    layers, or two for as many as fit the scratch (`scratch.py`) if `moves.overlapping`.
 
-    One launch for up to 128 layers; two for every 256 MiB of moved data if `moves.overlapping`.
     Slots and angle rows are not checked against the pages and tables: that would stall the stream.
 
     Raises:
@@ -153,7 +158,7 @@ def run(
     scratch = None  # a name that lives as long as the call
     if moves.overlapping:
         layer_bytes = library.segreuse_align_scratch_bytes(call)
-        call.scratch_layers = min(len(pages), max(1, _SCRATCH_BYTES // layer_bytes))
+        call.scratch_layers = layers_at_once(len(pages), layer_bytes)
         scratch = torch.empty(
             call.scratch_layers * layer_bytes, dtype=torch.uint8, device=pages[0].device
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version of each kernel runs: the fastest that this machine has."""
+"""Which version of each kernel runs: the fastest that this machine has and that takes the pages."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
         return _plain(missing)
     name = f"C++ ({cpu.instruction_set()})"
     if not cpu.supports_attention(layout.keys, dtype):
-        why = f"head size {layout.keys.shape[2]} in {dtype}"
-        return _without_attention(cpu.align, name, why)
+        return _without_attention(cpu.align, name, _shape(layout, dtype))
     return Kernels(
         cpu.align,
         cpu.token_scores,
@@ -63,17 +62,23 @@ def _for_gpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
     except ImportError as error:
         return _plain(f"no Triton: {error}")
     missing = cuda.unavailable()
-    align = triton_align.align if missing else cuda.align
+    aligner = triton_align if missing else cuda
     name = f"Triton ({missing})" if missing else "CUDA C++"
-    if dtype not in attention.DTYPES or not 16 <= layout.keys.shape[2] <= 256:
-        return _without_attention(align, name, f"head size {layout.keys.shape[2]} in {dtype}")
+    if not aligner.supports(layout, dtype):
+        return _plain(f"{name} does not move {dtype}")
+    if not (attention.supports(layout, dtype) and scores.supports(layout, dtype)):
+        return _without_attention(aligner.align, name, _shape(layout, dtype))
     return Kernels(
-        align,
+        aligner.align,
         scores.token_scores,
         attention.sparse_attention,
         schedule.plan,
         f"alignment by {name}, attention and scores by Triton",
     )
+
+
+def _shape(layout: PageLayout, dtype: torch.dtype) -> str:
+    return f"head size {layout.keys.shape[2]} in {dtype}"
 
 
 def _without_attention(align: Callable[..., None], name: str, why: str) -> Kernels:

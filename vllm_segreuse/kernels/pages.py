@@ -74,7 +74,7 @@ class Rotation:
     Attributes:
         dim: how many, even. The pairs' angles are columns 0 ... dim/2 - 1 of the tables.
         neox: pairs are `(i, i + dim/2)` if true, `(2i, 2i + 1)` otherwise, counted from `first`.
-        first: the first of them; not 0 for MLA, whose page rows are `[latent | k_pe]`.
+        first: the first of them; not 0 for MLA alone (not served yet, see `kernels/__init__.py`).
     """
 
     dim: int

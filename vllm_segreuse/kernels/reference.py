@@ -16,8 +16,9 @@ _SCORE_ELEMENTS = 1 << 24  # bound on one block of attention weights (64 MiB in 
 def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
     """Copy tokens from slot to slot, keys turned by each token's own distance (SparseX, 3.1).
 
-    Every source is read before any target is written. Rotates in float32 and rounds once. Scales
-    of an fp8 cache need no care: source and target share them, and a rotation is linear.
+    Every source is read before any target is written. Rotates in float32 and rounds once. fp8
+    (which no served cache is yet, see `kernels/__init__.py`) saturates; its scales need no care:
+    source and target share them, and a rotation is linear.
 
     Args:
         pages: flat pages `[num_blocks, page_elements]` of each layer, of one dtype and one layout.

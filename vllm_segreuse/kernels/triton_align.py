@@ -18,18 +18,18 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from vllm_segreuse.kernels.arguments import check_moves, check_pages, check_parts
-from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
+from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, Rotation, TiledStrides
+from vllm_segreuse.kernels.scratch import layers_at_once
 from vllm_segreuse.kernels.triton_addresses import element
 
 # A program holds this many elements at once, 32 in each of its 128 threads; but not fewer tokens
 # than let threads have whole vectors of 16 bytes of the few channels that turn in MLA.
 _TILE_ELEMENTS = 4096
 _MIN_TILE_TOKENS = 16
-_SCRATCH_BYTES = 1 << 28  # bound on staged tokens; a call with more goes a few layers at a time
 
 # How elements are stored, and how many mantissa bits fp8 has (0: not fp8). fp8 is taken apart and
 # put together by hand: sm_80 has no instructions for it, and so it rounds and saturates alike
-# everywhere.
+# everywhere. No served cache is fp8 yet, see `kernels/__init__.py`.
 _STORED = {
     torch.float32: (tl.float32, 0),
     torch.float16: (tl.float16, 0),
@@ -37,6 +37,11 @@ _STORED = {
     torch.float8_e4m3fn: (tl.uint8, 3),
     torch.float8_e5m2: (tl.uint8, 2),
 }
+
+
+def supports(layout: PageLayout, dtype: torch.dtype) -> bool:
+    """Whether `align` takes pages of this layout and dtype."""
+    return dtype in _STORED and layout.keys.shape[0] == layout.values.shape[0]
 
 
 @dataclass(frozen=True)
@@ -65,19 +70,11 @@ class _End(NamedTuple):
 
 
 def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
-    """Copy tokens from slot to slot, keys turned by each token's own distance (SparseX, 3.1).
-
-    Every source is read before any target is written: with `moves.overlapping`, tokens are turned
-    on their way into a scratch buffer and written from there. Turns in float32 and rounds once.
-
-    Args:
-        pages: flat pages `[num_blocks, page_elements]` of each layer, alike in dtype and strides;
-            float32, float16, bfloat16, float8_e4m3fn or float8_e5m2 (which saturate).
-        parts: the keys and the values of a page.
-        moves: which tokens go where.
+    """As `reference.align`; in addition, with `moves.overlapping`, tokens are turned on their way
+    into a scratch buffer and written from there, as many layers at a time as it holds.
 
     Raises:
-        ValueError: the arguments are not as described.
+        ValueError: the arguments are not as described, or `supports` says no to them.
     """
     if not len(moves) or not pages:
         return
@@ -92,9 +89,9 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     rows = _row_strides(parts)
     row_elements = sum(heads * channels for heads, _, channels in (row.shape for row in rows))
     layer_bytes = triton.cdiv(len(moves) * row_elements * dtype.itemsize, 16) * 16
-    layers_at_once = min(len(pages), max(1, _SCRATCH_BYTES // layer_bytes))
+    together = layers_at_once(len(pages), layer_bytes)
     device = pages[0].device
-    scratch = torch.empty(layers_at_once * layer_bytes, dtype=torch.uint8, device=device)
+    scratch = torch.empty(together * layer_bytes, dtype=torch.uint8, device=device)
     numbers = torch.arange(len(moves), device=device)
     inward = tuple(
         Transfer(part.strides, row, part.rotation) for part, row in zip(parts, rows, strict=True)
@@ -102,8 +99,8 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     outward = tuple(
         Transfer(row, part.strides, None) for part, row in zip(parts, rows, strict=True)
     )
-    for first in range(0, len(pages), layers_at_once):
-        layers = pages[first : first + layers_at_once]
+    for first in range(0, len(pages), together):
+        layers = pages[first : first + together]
         bases = torch.arange(len(layers), device=device) * layer_bytes + scratch.data_ptr()
         staged = _End(bases, numbers, row_elements, 16)
         _launch(inward, dtype, moves, _in_cache(layers, moves.sources), staged)

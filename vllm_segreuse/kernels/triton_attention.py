@@ -16,11 +16,19 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from vllm_segreuse.kernels.arguments import check_places, check_queries, check_strides
-from vllm_segreuse.kernels.pages import TiledStrides
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_schedule import Schedule, plan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def supports(layout: PageLayout, dtype: torch.dtype) -> bool:
+    """Whether `sparse_attention` takes pages of this layout and dtype.
+
+    Triton's `dot` takes 16 channels or more; tiles of more than 256 do not fit shared memory.
+    """
+    return dtype in DTYPES and 16 <= layout.keys.shape[2] <= 256
 
 
 def sparse_attention(
@@ -36,19 +44,9 @@ def sparse_attention(
     *,
     schedule: Schedule | None = None,
 ) -> None:
-    """Causal attention of queries at arbitrary positions over a paged cache.
+    """As `reference.sparse_attention`; in addition:
 
     Args:
-        out: `[queries, heads, head_size]`, written.
-        query: `[queries, heads, head_size]`, rotated, sorted by request, then by position;
-            float32, float16 or bfloat16.
-        pages: flat pages `[num_blocks, page_elements]` of the layer, of the same dtype; positions
-            up to each query's own are filled.
-        keys, values: where they lie in a page.
-        block_tables: int32 `[requests, blocks]`.
-        request: row of `block_tables` of each query, int64 `[queries]`.
-        positions: int64 `[queries]`.
-        scale: softmax scale.
         schedule: what `plan` returned for this pass; made here if there is none.
 
     Raises:

@@ -14,8 +14,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from vllm_segreuse.kernels import triton_attention
 from vllm_segreuse.kernels.arguments import check_blocks, check_positions
-from vllm_segreuse.kernels.pages import TiledStrides
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_attention import check_inputs
 from vllm_segreuse.kernels.triton_schedule import (
@@ -24,6 +25,11 @@ from vllm_segreuse.kernels.triton_schedule import (
     heads_per_kv_head,
     splits_to_fill,
 )
+
+
+def supports(layout: PageLayout, dtype: torch.dtype) -> bool:
+    """Whether `token_scores` takes pages of this layout and dtype: tiles are those of attention."""
+    return triton_attention.supports(layout, dtype)
 
 
 def token_scores(
@@ -39,20 +45,9 @@ def token_scores(
     splits: int | None = None,
     tuning: Tuning | None = None,
 ) -> torch.Tensor:
-    """Attention that all queries and heads together pay to each key (SparseX, equations 1 and 2),
-    or the most that one of them pays.
-
-    Causal by the queries' own positions; the softmax runs over all keys a query may see.
+    """As `reference.token_scores`; in addition:
 
     Args:
-        query: `[queries, heads, head_size]`, rotated; float32, float16 or bfloat16.
-        positions: int64 `[queries]`, ascending.
-        pages: flat pages `[num_blocks, page_elements]` of the layer, of the same dtype.
-        keys: where keys lie in a page.
-        block_ids: the request's block table, `[blocks]`.
-        num_tokens: keys of positions `[0, num_tokens)` are scored.
-        scale: softmax scale.
-        highest: the highest weight of each key, between 0 and 1, instead of the sum.
         splits: among how many programs to divide keys, then queries; by default what fills the
             machine.
         tuning: sizes of one program, instead of `default_tuning`.
@@ -310,7 +305,7 @@ def _add_queries(
     index = tl.minimum(first + row // GROUP, stop - 1)
     head = kv_head * GROUP + row % GROUP
     q = _load_queries(query, query_stride, query_head_stride, index, head, KEYS.shape[2], CHANNELS)
-    # Infinity where there is no row: its weights are nought.
+    # Infinity where there is no row: its weights are zero.
     at = index.to(tl.int64) * (KEYS.shape[0] * GROUP) + head
     sums = tl.load(lse + at, mask=exists, other=float("inf"))
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
