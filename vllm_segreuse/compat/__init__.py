@@ -8,7 +8,7 @@
                          routes of the kill switch
     reuse enabled        ENGINE: calls into the scheduler, handle on     EngineCore, workers
                          the loaded model, hits counted as saved, what
-                         workers told handed on in time
+                         workers report passed on in time
 
 "Enabled" is known when an engine's configuration is made, before any engine process starts. Forked
 children inherit the patches; spawned ones find `_MARKER` in their environment. `block_pool`,

@@ -2,12 +2,15 @@
 """`vllm.entrypoints.launchers.app`: request checks, and the administrator's routes.
 
 The checks are a dependency of the application, which FastAPI solves before it validates a body and
-long before vLLM tokenises it; but vLLM builds its application without asking plugins for any. Its
-group for routes, `vllm.endpoint_plugins`, is loaded only if `VLLM_PLUGINS` names the plugin, which
-in turn hides every plugin it does not name; a user who sets an admin token has said enough.
+long before vLLM tokenises it; vLLM builds its application without a hook for them. Its plugin group
+for routes, `vllm.endpoint_plugins` (vllm-project/vllm#47454), is loaded only if `VLLM_PLUGINS`
+names the plugin, which disables every plugin that it does not name. Here an admin token is enough.
 
 Bodies that are nested too deeply for Python's parser are refused by FastAPI where it parses them;
-vLLM has no answer where its endpoints, or our checks, do.
+vLLM does not handle them where its endpoints, or our checks, parse them.
+
+Obsolete when endpoint plugins can add dependencies to vLLM's own routes, and are loaded without
+disabling other plugins. None filed that we know of.
 """
 
 from collections.abc import AsyncIterator, Callable

@@ -3,6 +3,9 @@
 
 Everything around it stays the layer's own: reshaping, the write of keys and values into the cache,
 tensor parallelism.
+
+Obsolete when a forward context can name the attention function of its layers, or a backend takes
+queries at scattered positions. None filed that we know of.
 """
 
 from __future__ import annotations

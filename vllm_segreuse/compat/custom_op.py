@@ -4,8 +4,10 @@ while.
 
 Under torch.compile vLLM leaves rotary embeddings and activations in plain torch, for the compiler
 to fuse; run eagerly they are half a dozen kernels each. Switching them on for good
-(`custom_ops=["all"]`) would change what is compiled. Obsolete once custom ops can be chosen per
-call, as `vllm.ir` lets norms be.
+(`custom_ops=["all"]`) would change what is compiled.
+
+Obsolete when rotary embeddings and activations are operations of `vllm.ir`, whose kernels can be
+chosen per call, as norms are: vllm-project/vllm#32358.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 
 vLLM lets plugins neither add flags nor see the configuration. Without `--segreuse` and without our
 connector in the configuration the wrapped functions do what they did before.
+
+Obsolete when plugins can declare flags, and check an engine's configuration before the model is
+loaded. None filed that we know of.
 """
 
 import argparse

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm.v1.engine.core.EngineCore`: kill switch and frozen pool, in the scheduler's process.
 
-API servers call methods of `EngineCore` by name between two steps (`call_utility_async`); plugins
-have no other way to the scheduler: `collective_rpc` reaches workers only.
+API servers call methods of `EngineCore` by name between two steps (`call_utility_async`,
+vllm-project/vllm#13060); plugins have no other way to the scheduler: `collective_rpc` reaches
+workers only.
+
+Obsolete when methods of the scheduler's connector can be called from the API server. None filed
+that we know of; endpoint plugins (vllm-project/vllm#46565) leave the engine's side to patches.
 """
 
 from typing import Any

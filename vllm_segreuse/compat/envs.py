@@ -5,6 +5,8 @@ vLLM warns of names beginning with `VLLM_` that it does not know, or refuses to 
 (`--fail-on-environ-validation`); plugins have no hook to declare theirs. The values declared here
 are constants on purpose: vLLM hashes all of them into its compile cache key and writes them beside
 the cache, where a token does not belong.
+
+Obsolete when plugins can declare environment variables of their own. None filed that we know of.
 """
 
 import os

@@ -4,6 +4,8 @@
 Every request passes `_validate_params` in the process that submits it: offline callers, and the
 endpoints that `serve/requests.py` does not check earlier. vLLM has no hook for checking
 `extra_args`; unchecked, a bad value would be found in the scheduler and end the engine.
+
+Obsolete when plugins can validate `extra_args`, as discussed in vllm-project/vllm#17191.
 """
 
 from collections.abc import Callable

@@ -5,6 +5,9 @@ The runner's builders must not be called during a pass: the main batch's metadat
 and building again overwrites buffers that the main step is about to read or replay (FlashAttention
 3's `scheduler_metadata`, FlashInfer's page indices and plans). And they are sized for
 `max_num_seqs` rows, where a pass has one per run of active tokens.
+
+Obsolete when a runner makes further builders on request, with a number of rows. None filed that we
+know of; vllm-project/vllm#50945 makes several per group, for micro-batches.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 
 vLLM gives connectors the KV caches but not the model (`register_kv_caches`,
 `v1/worker/gpu_model_runner.py`). Wrapping `load_model` of each runner class keeps a reference to
-the runner of this process. Obsolete once connectors are handed the model.
+the runner of this process.
 
-Nor are connectors asked how much memory they take. While vLLM measures what the model takes
-(`profile_run`), what the pass takes on top is held, so that the KV cache leaves room for it.
-Obsolete once connectors can reserve memory.
+Nor can connectors report how much memory they need. While vLLM measures what the model needs
+(`profile_run`), what the pass needs on top is held, so that the KV cache leaves room for it.
+
+Obsolete when connectors are given the model (vllm-project/vllm#37339) and can reserve memory (none
+filed that we know of).
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 
 vLLM puts a connector's `kv_transfer_params` into whole responses, and into the last event of the
 responses API, but drops them from streamed completions and chat completions.
+
+Obsolete when the last chunk of a stream carries `kv_transfer_params`: requested in
+vllm-project/vllm#36308, proposed in vllm-project/vllm#40186.
 """
 
 import inspect

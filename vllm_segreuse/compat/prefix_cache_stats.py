@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count as cache hits of the connector what was really not computed.
+"""`vllm.v1.metrics.stats.PrefixCacheStats`: what was really not computed counts as a hit.
 
 The scheduler (`v1/core/sched/scheduler.py`) records every token a connector supplies as a hit. Ours
-supplies all but the last token and computes some of them itself; how many were saved it tells
-through `get_external_cache_hit_sources`, whose sum is meant to be the number of hits. Obsolete once
-that sum is what is counted.
+supplies all but the last token and computes some of them itself; how many were saved it reports
+through `get_external_cache_hit_sources`, whose sum is meant to be the number of hits.
+
+Obsolete when that sum is what is counted. None filed that we know of; vllm-project/vllm#30522
+defined what the counters count.
 """
 
 from __future__ import annotations

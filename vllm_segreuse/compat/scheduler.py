@@ -5,6 +5,10 @@
   ended in the same step and its report has left. Here it is passed on first.
 - A reset that preempts running requests raises if others are set aside for what they load: their
   blocks are held. Here their plans are called back, and they wait as if they had just arrived.
+
+Obsolete when the scheduler passes the workers' metadata (vllm-project/vllm#31964) to its connector
+before requests end, and a reset that preempts (vllm-project/vllm#28827) also preempts requests that
+wait for remote KV. None filed that we know of.
 """
 
 from __future__ import annotations

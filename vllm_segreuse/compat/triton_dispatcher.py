@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep vLLM's search for Triton kernels out of llvmlite.
+"""`vllm/triton_utils/dispatcher.py`: the search for Triton kernels is kept out of llvmlite.
 
 On CPU, every worker start makes vLLM scan the attributes of all loaded modules
-(`vllm/triton_utils/dispatcher.py`, `_rebind_kernels`), and the scan fails on llvmlite's library
-handle, which invents any attribute it is asked for. We load llvmlite (through numba) into the
-scheduler's process, so a second engine in that process would not start. Obsolete once the scan
-checks what it got.
+(`_rebind_kernels`), and the scan fails on llvmlite's library
+handle, which has any attribute that it is probed for. We load llvmlite (through numba) into the
+scheduler's process, so a second engine in that process would not start.
+
+Obsolete when the scan checks the type of what it found. None filed that we know of; the dispatcher
+itself is vllm-project/vllm#45133.
 """
 
 from __future__ import annotations
