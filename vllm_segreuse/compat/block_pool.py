@@ -6,6 +6,9 @@ Every path by which vLLM names a full block ends in `BlockPool.cache_full_blocks
 blocks from a plan's start on get a name that no token sequence hashes to. They stay resident and
 evictable like any named block (nameless ones would be evicted first), and are never published in KV
 events. vLLM offers no hook for this; the connector turns the scheduler's pool into this class.
+
+Obsolete when a connector can say which blocks are exact and be notified of those that are named or
+evicted. vllm-project/vllm#44223 proposes to keep approximate KV out of the exact cache.
 """
 
 from __future__ import annotations
