@@ -8,7 +8,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
-    *("version", "discovery", "supported", "kernels", "plan", "kv_group", "policies", "config"),
+    *("version", "discovery", "keys", "supported", "kernels", "plan"),
+    *("kv_group", "policies", "config"),
     *("metrics", "memory", "launch", "cache"),
     *("knowledge", "serve", "compat", "model", "prefill"),
     *("scheduler", "worker", "connector", "plugin", "calibrate", "cli"),

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import reprlib
-import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
@@ -26,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_segreuse.keys import MAX_EXTRA_KEYS, key_fault
 from vllm_segreuse.policies import POLICIES
 
 AUTO = "auto"
@@ -46,9 +46,6 @@ _BOUND = "\x01"
 
 MAX_PROVENANCE_DEPTH = 127
 """Deepest provenance that the index can store: its type there is made from this number."""
-
-MAX_EXTRA_KEYS = 16
-MAX_EXTRA_KEY_BYTES = 256
 
 DISABLE_ENV = "VLLM_SEGREUSE_DISABLE"
 """Kill switch at start: `1` starts the server with segment reuse off."""
@@ -179,7 +176,7 @@ def _rights(value: Any) -> Any:
                 f"has {short_repr(digest)}, which is no SHA-256 of an API key (64 lower-case hex "
                 'digits): printf %s "$API_KEY" | sha256sum'
             )
-        if not isinstance(names, list | tuple) or any(_key_fault(name) for name in names):
+        if not isinstance(names, list | tuple) or any(key_fault(name) for name in names):
             raise ValueError(f'must give {digest[:8]}... a list of extra keys, or ["*"] for all')
     return {digest: tuple(names) for digest, names in value.items()}
 
@@ -413,24 +410,10 @@ def parse_extra_keys(value: object, *, trusted: bool = False) -> tuple[str, ...]
             f"{MAX_EXTRA_KEYS} strings",
         )
     for key in keys:
-        fault = _key_fault(key)
+        fault = key_fault(key)
         if fault:
             raise RequestError(EXTRA_KEYS, f"{EXTRA_KEYS}: the key {short_repr(key)} {fault}")
     return tuple(keys)
-
-
-def _key_fault(key: object) -> str | None:
-    """What is wrong with one key, or None."""
-    if not isinstance(key, str):
-        return "must be a string"
-    # A character takes at least one byte: long strings are refused before anything walks them.
-    if not 1 <= len(key) <= MAX_EXTRA_KEY_BYTES:
-        return f"must be 1 to {MAX_EXTRA_KEY_BYTES} bytes of UTF-8"
-    if any(unicodedata.category(char) in ("Cc", "Cs") for char in key):
-        return "must hold no control characters and no lone surrogates"
-    if len(key.encode()) > MAX_EXTRA_KEY_BYTES:
-        return f"must be 1 to {MAX_EXTRA_KEY_BYTES} bytes of UTF-8"
-    return None
 
 
 def _unknown_text(key: object, allowed: Iterable[str]) -> str:

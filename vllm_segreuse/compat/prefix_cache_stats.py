@@ -5,8 +5,8 @@ The scheduler (`v1/core/sched/scheduler.py`) records every token a connector sup
 supplies all but the last token and computes some of them itself; how many were saved it reports
 through `get_external_cache_hit_sources`, whose sum is meant to be the number of hits.
 
-Obsolete when that sum is what is counted. None filed that we know of; vllm-project/vllm#30522
-defined what the counters count.
+Obsolete when the scheduler counts the sum of `get_external_cache_hit_sources`. None filed that we
+know of; vllm-project/vllm#30522 defined what the counters count.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ On CPU, every worker start makes vLLM scan the attributes of all loaded modules
 handle, which has any attribute that it is probed for. We load llvmlite (through numba) into the
 scheduler's process, so a second engine in that process would not start.
 
-Obsolete when the scan checks the type of what it found. None filed that we know of; the dispatcher
-itself is vllm-project/vllm#45133.
+Obsolete when vLLM's scan for Triton kernels checks the type of what it found. None filed that we
+know of; the dispatcher itself is vllm-project/vllm#45133.
 """
 
 from __future__ import annotations

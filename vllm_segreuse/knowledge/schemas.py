@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
 from datetime import datetime
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from vllm_segreuse.keys import MAX_EXTRA_KEY_BYTES, key_fault
 
 PREFIX = "/plugins/segreuse/v1"
 """Path before those of all routes."""
 
 MAX_NAME_CHARS = 128
 MAX_ID_BYTES = 512
-MAX_KEY_BYTES = 256
 MAX_METADATA_BYTES = 16 * 1024
 MAX_PREAMBLE_CHARS = 100_000
 MAX_DOCUMENTS = 1000
@@ -42,17 +42,11 @@ def _name(value: str) -> str:
     return value
 
 
-def _plain_text(limit_bytes: int) -> AfterValidator:
+def _key(max_bytes: int = MAX_EXTRA_KEY_BYTES) -> AfterValidator:
     def check(value: str) -> str:
-        # A character takes at least one byte: long strings are refused before anything walks them.
-        if (
-            not 1 <= len(value) <= limit_bytes
-            or any(unicodedata.category(char) in ("Cc", "Cs") for char in value)
-            or len(value.encode()) > limit_bytes
-        ):
-            raise ValueError(
-                f"must be 1 to {limit_bytes} bytes of UTF-8 without control characters"
-            )
+        fault = key_fault(value, max_bytes)
+        if fault:
+            raise ValueError(fault)
         return value
 
     return AfterValidator(check)
@@ -83,8 +77,8 @@ def _small(value: dict[str, Any]) -> dict[str, Any]:
 
 
 BaseName = Annotated[str, AfterValidator(_name)]
-DocumentId = Annotated[str, _plain_text(MAX_ID_BYTES), AfterValidator(_path_safe)]
-ExtraKey = Annotated[str, _plain_text(MAX_KEY_BYTES)]
+DocumentId = Annotated[str, _key(MAX_ID_BYTES), AfterValidator(_path_safe)]
+ExtraKey = Annotated[str, _key()]
 Metadata = Annotated[dict[str, JsonValue], AfterValidator(_small)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
