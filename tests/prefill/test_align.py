@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, Layer, make_layer
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.model.kv_layout import discover_layout
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import Recipe, ReusePlan
 from vllm_segreuse.prefill import align as align_module
@@ -99,7 +100,7 @@ def make_aligner(layouts: list[str], ropes: list[DeltaRope | None]) -> tuple[Ali
     found = [discover_layout(layer, BLOCK_SIZE) for layer in layers]
     for layer in layers:
         layer.log.clear()
-    return Aligner(layers, found, ropes, reference.align), layers
+    return Aligner([*map(LayerKv, layers, found, ropes)], reference.align), layers
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def test_the_kernel_is_told_where_pages_are_both_read_and_written(
     told = []
     layer = make_layer("HND", NUM_BLOCKS)
     found = discover_layout(layer, BLOCK_SIZE)
-    subject = Aligner([layer], [found], [ROPE], lambda pages, parts, moves: told.append(moves))
+    subject = Aligner([LayerKv(layer, found, ROPE)], lambda pages, parts, moves: told.append(moves))
     source = np.arange(BLOCK_SIZE)
     subject.align(align_module.TokenCopies(source, source + distance, np.zeros_like(source)))
     assert [moves.overlapping for moves in told] == [overlapping]
@@ -184,7 +185,10 @@ def test_layers_that_are_alike_are_aligned_by_one_call() -> None:
     found = [discover_layout(layer, BLOCK_SIZE) for layer in layers]
     other = DeltaRope(ROPE.frequencies / 4, HEAD_SIZE, True)
     ropes = [ROPE, ROPE, DeltaRope(ROPE.frequencies.clone(), HEAD_SIZE, True), other]
-    subject = Aligner(layers, found, ropes, lambda pages, parts, moves: calls.append(len(pages)))
+    subject = Aligner(
+        [*map(LayerKv, layers, found, ropes)],
+        lambda pages, parts, moves: calls.append(len(pages)),
+    )
     slots = np.arange(9)
     subject.align(align_module.TokenCopies(slots, slots + 500, slots))
     assert calls == [2, 1, 1]

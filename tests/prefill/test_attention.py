@@ -14,6 +14,7 @@ from tests.prefill.pages import BLOCK_SIZE, make_layer
 from vllm_segreuse.compat.attention_impl import replaced_forward
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.model.kv_layout import discover_layout
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill.attention import PassAttention, Queries, ScatteredQueries
 from vllm_segreuse.prefill.tokens import TokenTable
@@ -50,8 +51,12 @@ class World:
         )
         monkeypatch.setattr(attention_module, "pass_context", self._context)
         rows = SimpleNamespace(vllm_config=None, layer_names=["a", "b"], forward_context=self._rows)
-        layouts = [discover_layout(p, BLOCK_SIZE) for p in pages]
-        self.subject = PassAttention(rows, self.layers, layouts, kernels)  # type: ignore[arg-type]
+        layers: Any = self.layers
+        kv = [
+            LayerKv(layer, discover_layout(page, BLOCK_SIZE), None)
+            for layer, page in zip(layers, pages, strict=True)
+        ]
+        self.subject = PassAttention(rows, kv, kernels)  # type: ignore[arg-type]
 
     @contextmanager
     def _context(

@@ -20,6 +20,7 @@ from torch import nn
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack
 from vllm_segreuse.plan import Fixed, Program, Recipe, ReusePlan
 from vllm_segreuse.prefill import attention as attention_module
@@ -217,15 +218,16 @@ class World:
             "reference",
         )
         layouts = [LAYOUT] * LAYERS
+        kv = [LayerKv(layer, LAYOUT, None) for layer in self.stack.attention]
         self.layers = LayerRunner(
             self.stack,
             layouts,
-            PassAttention(Rows(self), self.stack.attention, layouts, kernels),  # type: ignore[arg-type]
+            PassAttention(Rows(self), kv, kernels),  # type: ignore[arg-type]
             kernels.token_scores,
             SimpleNamespace(preferred=nullcontext),  # type: ignore[arg-type]
             max_wave_tokens,
         )
-        aligner = Aligner(self.stack.attention, layouts, [None] * LAYERS, reference.align)
+        aligner = Aligner(kv, reference.align)
         self.prefill = SparsePrefill(self.layers, aligner)
         patch.setattr(attention_module, "pass_context", _pass_context)
         patch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))

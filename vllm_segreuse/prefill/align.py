@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, flat_pages
-from vllm_segreuse.model.rope import DeltaRope
+from vllm_segreuse.kernels.pages import Moves
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.tokens import upload
 
@@ -60,31 +60,26 @@ class Aligner:
     """Copies and rotates KV for the layers of a model.
 
     Args:
-        attention: vLLM `Attention` layers, in layer order, KV caches bound.
-        layouts: proven page layout of each.
-        ropes: rotation of each; None where keys carry no position (NoPE).
+        layers: their KV, in layer order.
         kernel: `align` of `kernels/`.
     """
 
     def __init__(
         self,
-        attention: list[torch.nn.Module],
-        layouts: list[PageLayout],
-        ropes: list[DeltaRope | None],
+        layers: list[LayerKv],
         kernel: Callable[..., None],
     ) -> None:
         self._kernel = kernel
-        self._block_size = layouts[0].keys.shape[1]
+        self._block_size = layers[0].layout.keys.shape[1]
         self._groups: list[_Group] = []
-        for index, (layer, layout, rope) in enumerate(zip(attention, layouts, ropes, strict=True)):
-            pages = flat_pages(layer.kv_cache)
+        for index, layer in enumerate(layers):
             for group in self._groups:
-                if group.takes(pages, layout, rope):
-                    group.pages.append(pages)
+                if layer.moves_like(group.first):
+                    group.pages.append(layer.pages)
                     group.layers.append(index)
                     break
             else:
-                self._groups.append(_Group(layout, rope, [pages], [index]))
+                self._groups.append(_Group(layer, [layer.pages], [index]))
 
     def align(self, copies: TokenCopies, first_layer: int = 0) -> None:
         """Carry the copies out at layers `first_layer` and later."""
@@ -107,7 +102,7 @@ class Aligner:
                 tables = group.tables(torch.from_numpy(distinct))
                 cos, sin = (upload(table.numpy(), device) for table in tables)
                 moves = Moves(sources, targets, angles_of, cos, sin, overlapping)
-                self._kernel(pages, group.parts, moves)
+                self._kernel(pages, group.first.parts, moves)
 
     def _overlap(self, copies: TokenCopies) -> bool:
         """Whether a page is both read and written."""
@@ -121,33 +116,15 @@ class Aligner:
 
 @dataclass
 class _Group:
-    """Layers that are aligned by one call of the kernel."""
+    """Layers that are aligned by one call of the kernel; the first stands for all."""
 
-    layout: PageLayout
-    rope: DeltaRope | None
+    first: LayerKv
     pages: list[torch.Tensor]
     layers: list[int]
 
-    def takes(self, pages: torch.Tensor, layout: PageLayout, rope: DeltaRope | None) -> bool:
-        """Whether a layer with these may join."""
-        own = self.pages[0]
-        same_rope = (
-            self.rope is rope if self.rope is None or rope is None else self.rope.same_as(rope)
-        )
-        return (
-            same_rope
-            and layout == self.layout
-            and (pages.dtype, pages.stride(), pages.device) == (own.dtype, own.stride(), own.device)
-        )
-
-    @property
-    def parts(self) -> list[Part]:
-        rotation = None if self.rope is None else self.rope.rotation
-        return [Part(self.layout.keys, rotation), Part(self.layout.values, None)]
-
     def tables(self, deltas: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines by delta; of no columns where nothing turns."""
-        if self.rope is None:
+        if self.first.rope is None:
             nothing = torch.zeros(len(deltas), 0, device=deltas.device)
             return nothing, nothing
-        return self.rope.tables(deltas)
+        return self.first.rope.tables(deltas)

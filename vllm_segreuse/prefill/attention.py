@@ -18,7 +18,8 @@ import torch
 
 from vllm_segreuse.compat.attention_impl import replaced_forward
 from vllm_segreuse.kernels.dispatch import Kernels
-from vllm_segreuse.kernels.pages import PageLayout, flat_pages
+from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill.rows import RowBuilder, pass_context
 from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
 
@@ -78,21 +79,19 @@ class PassAttention:
 
     Args:
         rows: builds rows of the stock backend.
-        attention: vLLM `Attention` layers, in layer order.
-        layouts: page layout of each.
+        layers: the KV of each.
         kernels: the kernels in use.
     """
 
     def __init__(
         self,
         rows: RowBuilder,
-        attention: list[torch.nn.Module],
-        layouts: list[PageLayout],
+        layers: list[LayerKv],
         kernels: Kernels,
     ) -> None:
         self._rows = rows
-        self._layers = {id(layer): layout for layer, layout in zip(attention, layouts, strict=True)}
-        self._impls = [layer.impl for layer in attention]
+        self._layouts = {id(layer.attention): layer.layout for layer in layers}
+        self._impls = [layer.attention.impl for layer in layers]
         self._kernels = kernels
 
     def stock_context(
@@ -152,7 +151,7 @@ class PassAttention:
         **__: Any,
     ) -> torch.Tensor:
         assert self._kernels.sparse_attention is not None
-        layout = self._layers[id(layer)]
+        layout = self._layouts[id(layer)]
         where = (queries.block_tables, queries.request, queries.positions)
         prepared = {}
         if self._kernels.plan_attention is not None:

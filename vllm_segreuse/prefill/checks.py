@@ -18,6 +18,7 @@ from vllm_segreuse.kernels import dispatch
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.model.rope import RopeError
 from vllm_segreuse.prefill.align import Aligner
@@ -81,11 +82,15 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             stack, rows, fast_ops, block_size, kv_cache_config.num_blocks, vllm_config
         )
         ropes = prove_rotations(scratch)
-        aligner = Aligner(stack.attention, layouts, ropes, kernels.align)
+        layers_kv = [
+            LayerKv(layer, layout, rope, group.layers[layer.layer_name])
+            for layer, layout, rope in zip(stack.attention, layouts, ropes, strict=True)
+        ]
+        aligner = Aligner(layers_kv, kernels.align)
         layers = LayerRunner(
             stack,
             layouts,
-            PassAttention(rows, stack.attention, layouts, kernels),
+            PassAttention(rows, layers_kv, kernels),
             kernels.token_scores,
             fast_ops,
             vllm_config.scheduler_config.max_num_batched_tokens,

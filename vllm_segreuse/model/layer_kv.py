@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of one attention layer's KV: where it lies, what turns, and who attends to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_segreuse.kernels.pages import PageLayout, Part, flat_pages
+from vllm_segreuse.kv_group import AttentionKind
+from vllm_segreuse.model.rope import DeltaRope
+
+
+@dataclass(frozen=True)
+class LayerKv:
+    """The KV of an attention layer of the loaded model.
+
+    Attributes:
+        attention: vLLM's `Attention` layer, KV cache bound.
+        layout: where keys and values lie in its pages, as found (`kv_layout.py`).
+        rope: how its keys turn with their position; None where they carry none (NoPE).
+        kind: what its tokens attend to.
+    """
+
+    attention: torch.nn.Module
+    layout: PageLayout
+    rope: DeltaRope | None
+    kind: AttentionKind = AttentionKind.FULL
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """Its flat pages, `[num_blocks, page_elements]`."""
+        return flat_pages(self.attention.kv_cache)
+
+    @property
+    def parts(self) -> list[Part]:
+        """Keys and values, as the kernels take them."""
+        rotation = None if self.rope is None else self.rope.rotation
+        return [Part(self.layout.keys, rotation), Part(self.layout.values, None)]
+
+    def moves_like(self, other: LayerKv) -> bool:
+        """Whether one call of a kernel may move tokens of both layers."""
+        if self.rope is None or other.rope is None:
+            same_rope = self.rope is other.rope
+        else:
+            same_rope = self.rope.same_as(other.rope)
+        own, others = self.pages, other.pages
+        return (
+            same_rope
+            and self.layout == other.layout
+            and (own.dtype, own.stride(), own.device)
+            == (others.dtype, others.stride(), others.device)
+        )
