@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SegReuseConnector`: vLLM's KV connector interface, adapted to the two halves of segment reuse.
 
-vLLM makes one in the scheduler's process and one in each worker (`KVConnectorRole`). The first asks
-`scheduler.SchedulerSide` what each request can reuse, and sends the plans along with the step; the
-others hand them to `worker.WorkerSide`, which carries them out around the step's forward. Nothing
+vLLM makes one in the scheduler's process and one in each worker (`KVConnectorRole`). In the first,
+`scheduler.SchedulerSide` finds what each request can reuse, and plans are sent with the step; the
+others pass them to `worker.WorkerSide`, which carries them out around the step's forward. Nothing
 is moved between machines or to disk. What vLLM's interface lacks is called on the scheduler's half
 itself (`compat/scheduler.py`, `compat/engine_core.py`).
 """
@@ -53,7 +53,7 @@ class SegReuseMetadata(KVConnectorMetadata):
 
 @dataclass
 class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers computed of plans, where only they could tell (`PassReport.computed`)."""
+    """What the workers computed of plans, where only they know it (`PassReport.computed`)."""
 
     computed: dict[str, int]
 
@@ -87,7 +87,7 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing is handed to anybody: a preempted request's output need not be dropped."""
+        """No KV is sent to another engine: a preempted request's output need not be dropped."""
         return False
 
     # Scheduler process.

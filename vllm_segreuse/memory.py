@@ -2,7 +2,7 @@
 """Device memory that a pass takes beyond what vLLM's profile run has seen.
 
 vLLM runs the model once on `max_num_batched_tokens` tokens, and gives the KV cache what is left. A
-wave of a pass is no larger than that run. What comes on top is bounded here, and reserved while
+chunk of a pass is no larger than that run. What comes on top is bounded here, and reserved while
 vLLM measures.
 """
 
@@ -20,7 +20,7 @@ _FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_
 
 
 def pass_bytes(vllm_config: VllmConfig) -> int:
-    """Most bytes on the device that a pass holds beside the activations of one wave.
+    """Most bytes on the device that a pass holds beside the activations of one chunk.
 
     The states (hidden states and residual) of a prompt of maximum length at a boundary layer, and
     those of a step's plans while that one is under way; the scratch of overlapping moves, and the
@@ -40,9 +40,9 @@ def _builder_bytes(vllm_config: VllmConfig) -> int:
     import vllm.envs as envs
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    wave = vllm_config.scheduler_config.max_num_batched_tokens
+    chunk = vllm_config.scheduler_config.max_num_batched_tokens
     channels = model.get_num_attention_heads(parallel) * model.get_head_size()
     workspace = max(
-        envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, wave * channels * _FLASHINFER_ELEMENT_BYTES
+        envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, chunk * channels * _FLASHINFER_ELEMENT_BYTES
     )
     return _BUILDER_BYTES + int(workspace)

@@ -32,7 +32,7 @@ def private_builder(
 
     Args:
         backend: vLLM's attention backend of the layers.
-        max_rows: most rows that it is asked for.
+        max_rows: most rows of one batch.
     """
     roomy = _for_eager_rows(vllm_config, max_rows)
     builder = backend.get_builder_cls()(kv_cache_spec, layer_names, roomy, device)

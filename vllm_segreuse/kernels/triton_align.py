@@ -3,8 +3,8 @@
 # ruff: noqa: N803 (compile-time arguments of kernels are written in capitals)
 """`align` in Triton: every layer in one launch, or in two where pages are both read and written.
 
-A program moves a few tokens of one head of one layer, keys and values. Layers are told apart by a
-tensor of their addresses. The time goes into memory traffic: each element is read and written once
+A program moves a few tokens of one head of one layer, keys and values. A tensor holds the
+addresses of the layers. The time goes into memory traffic: each element is read and written once
 (twice with a scratch buffer), 16 bytes at a time where the layout allows.
 """
 

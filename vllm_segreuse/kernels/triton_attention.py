@@ -205,7 +205,7 @@ def _attend(
             kv_head, scale_log2, KEYS, VALUES, key_channels, channels, STEP, True,
         )  # fmt: skip
 
-    # A share of the keys may lie behind a row's position: then its sum is nought.
+    # A share of the keys may lie behind a row's position: then its sum is zero.
     summed = summed / tl.where(total == 0.0, 1.0, total)[:, None]
     channel = tl.arange(0, channels)[None, :]
     stored = row < count * GROUP

@@ -36,14 +36,14 @@ class LayerState:
         )
 
     def clone(self) -> LayerState:
-        """A copy, for who needs the state once more: layers change theirs in place."""
+        """A copy: layers change theirs in place."""
         return LayerState(
             self.hidden_states.clone(), None if self.residual is None else self.residual.clone()
         )
 
 
 class Collected:
-    """States of waves, put where they belong among all tokens: never held twice.
+    """States of chunks, put where they belong among all tokens: never held twice.
 
     Args:
         count: how many tokens there are.
@@ -54,22 +54,22 @@ class Collected:
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def add(self, part: slice, wave: LayerState) -> None:
+    def add(self, part: slice, chunk: LayerState) -> None:
         """The state of tokens `part`."""
-        if len(wave.hidden_states) == self._count:
-            self.state = wave
+        if len(chunk.hidden_states) == self._count:
+            self.state = chunk
             return
         if part.start == 0:
-            self.state = LayerState(self._room(wave.hidden_states), None)
-            if wave.residual is not None:
-                self.state.residual = self._room(wave.residual)
-        self.state.hidden_states[part] = wave.hidden_states
-        if wave.residual is not None:
+            self.state = LayerState(self._room(chunk.hidden_states), None)
+            if chunk.residual is not None:
+                self.state.residual = self._room(chunk.residual)
+        self.state.hidden_states[part] = chunk.hidden_states
+        if chunk.residual is not None:
             assert self.state.residual is not None
-            self.state.residual[part] = wave.residual
+            self.state.residual[part] = chunk.residual
 
-    def _room(self, wave: torch.Tensor) -> torch.Tensor:
-        return wave.new_empty(self._count, *wave.shape[1:])
+    def _room(self, chunk: torch.Tensor) -> torch.Tensor:
+        return chunk.new_empty(self._count, *chunk.shape[1:])
 
 
 class _EmbeddingsReady(BaseException):
@@ -170,7 +170,7 @@ class DecoderStack:
     ) -> None:
         """Run a decoder layer only as far as its keys and values, and write these to `slots`.
 
-        All that a pass needs of the last layer: its output is nobody's input.
+        All that a pass needs of the last layer, whose output it does not use.
         """
         attention = self.attention[index]
         key, value = self.keys_and_values(index, positions, state)
