@@ -18,6 +18,7 @@ from tests.test_supported import Changed
 from tests.test_worker import Backlog, report
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
+from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.supported import RefusedError
 
@@ -200,7 +201,8 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
     subject = connect(llama, SCHEDULER)
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
-    assert made == [(subject._vllm_config, subject._config, manager, subject._stats)]
+    group = segment_group(subject._kv_cache_config)
+    assert made == [(subject._vllm_config, subject._config, manager, subject._stats, group)]
     assert subject._kv_cache_manager is manager
 
 

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import FreezeOrder
 from vllm_segreuse.scheduler import SchedulerSide
@@ -86,7 +87,9 @@ class Cache:
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
         )
-        self._side = SchedulerSide(config, SegReuseConfig(), self._manager, SegReuseStats())
+        self._side = SchedulerSide(
+            config, SegReuseConfig(), self._manager, SegReuseStats(), segment_group(cache_config)
+        )
         self._ids = count()
         self._epoch = 0
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vllm_segreuse.plan import (
     BoolArray,
@@ -14,14 +12,12 @@ from vllm_segreuse.plan import (
     Deviation,
     Fixed,
     Gather,
-    IntArray,
+    Pieces,
     Probed,
     Program,
     Recipe,
     ReusePlan,
     Stock,
-    reused_mask,
-    segment_starts,
 )
 
 START = 8
@@ -31,14 +27,6 @@ LAYERS = 5
 
 SUM, MAX, ABOVE = Probed(Gather.SUM), Probed(Gather.MAX), Probed(Gather.MAX, 0.1)
 PROGRAMS = [Fixed(), Fixed(2), Stock(), Boundary(), Boundary(2), Deviation(1), SUM, MAX, ABOVE]
-
-
-def pieces(*rows: tuple[int, int, int]) -> IntArray:
-    """(destination, length, donor position) of each piece, of as many blocks."""
-    made = np.zeros((len(rows), 5), np.int32)
-    for number, (destination, length, position) in enumerate(rows):
-        made[number] = destination, length, 70 + number, 0, position
-    return made
 
 
 def mask(of: set[int]) -> BoolArray:
@@ -53,7 +41,7 @@ def plan(
 ) -> ReusePlan:
     """Ten tokens, six of them reused; the probes are the two at the end that are new."""
     recipe = Recipe(program, mask(NEW | again), mask({6, 9}), top_k)
-    found = pieces((START + 2, 4, 30), (START + 7, 2, 90))
+    found = Pieces.from_table([(START + 2, 4, 70, 0, 30), (START + 7, 2, 71, 0, 90)])
     tokens = np.arange(10, dtype=np.int32)
     return ReusePlan("r", START, START + 10, tokens, found, recipe, [70, 71], 0, None, next_token)
 
@@ -160,31 +148,3 @@ def test_in_full_it_computes_everything_at_every_layer_and_probes_nothing() -> N
     assert (some.recipe.top_k, some.recipe.program) == (0, Fixed())
     assert (some.num_recomputed, some.layer_tokens(LAYERS, 0)) == (6, LAYERS * (10 + 1))
     assert some.next_token == 99, "its slot has to be written in any case"
-
-
-@pytest.mark.parametrize(
-    ("rows", "starts"),
-    [
-        ([], []),
-        ([(8, 4, 0)], [0]),
-        ([(8, 4, 0), (12, 4, 4)], [0]),  # follow each other here and there
-        ([(8, 4, 0), (12, 4, 5)], [0, 4]),  # here only
-        ([(8, 4, 0), (13, 4, 5)], [0, 5]),  # there only, with a token between them
-        ([(10, 2, 7), (12, 3, 9), (20, 1, 17)], [2, 12]),
-    ],
-)
-def test_a_segment_begins_where_tokens_did_not_follow_each_other(
-    rows: list[tuple[int, int, int]], starts: list[int]
-) -> None:
-    assert segment_starts(pieces(*rows), START).tolist() == starts
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=8), st.integers(0, 20))
-def test_reused_are_the_tokens_of_the_pieces(runs: list[tuple[int, int]], start: int) -> None:
-    rows, expected = [], []
-    for gap, length in runs:
-        expected += [False] * gap
-        rows.append((start + len(expected), length, 0))
-        expected += [True] * length
-    stop = start + len(expected) + 3
-    assert reused_mask(pieces(*rows), start, stop).tolist() == [*expected, False, False, False]

@@ -12,7 +12,8 @@ ORDER = (
     *("kv_group", "policies", "config"),
     *("metrics", "memory", "launch", "cache"),
     *("knowledge", "serve", "compat", "model", "prefill"),
-    *("scheduler", "worker", "connector", "plugin", "calibrate", "cli"),
+    *("accounts", "arrival", "scheduler", "worker"),
+    *("connector", "plugin", "calibrate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""
 

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.kv_group import AttentionKind, KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import FreezeOrder
 from vllm_segreuse.scheduler import SchedulerSide
@@ -48,13 +49,16 @@ class World:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         )
         self.tables: dict[str, Any] = {}  # of requests that are admitted, for vLLM's manager
-        group = SimpleNamespace(req_to_blocks=self.tables)
+        tables = SimpleNamespace(req_to_blocks=self.tables)
         manager: Any = SimpleNamespace(
             block_pool=self.pool,
             watermark_blocks=watermark_blocks,
-            coordinator=SimpleNamespace(single_type_managers=[group]),
+            coordinator=SimpleNamespace(single_type_managers=[tables]),
         )
-        self.side = SchedulerSide(config, SegReuseConfig(**options), manager, SegReuseStats())
+        group = KvGroup(0, {"layer": AttentionKind.FULL}, SIZE, spec=None)
+        given, self.stats = SegReuseConfig(**options), SegReuseStats()
+        self.side = SchedulerSide(config, given, manager, self.stats, group)
+        self.index, self.frozen = self.side._index, self.side._freezing.entries
         self.ends_with: RequestStatus | None = None
         self.answer: dict[str, Any] | None = None
 
@@ -179,7 +183,7 @@ def test_15_35_requests_of_other_kinds_run_without_reuse(reason: str) -> None:
 def test_35_nothing_is_donated_from_placeholder_tokens(reason: str, donates: bool) -> None:
     world = World()
     world.run(world.add(DOCUMENT, **BYPASSED[reason]))
-    assert len(world.pool.index) == (len(DOCUMENT) // SIZE if donates else 0)
+    assert len(world.index) == (len(DOCUMENT) // SIZE if donates else 0)
 
 
 def test_34_with_lora_enabled_everything_is_bypassed() -> None:
@@ -188,7 +192,7 @@ def test_34_with_lora_enabled_everything_is_bypassed() -> None:
         request = world.add(PROMPT, lora_request=adapter)
         assert world.run(request) == 0
         assert world.report(request)["bypass_reason"] == "lora"
-        assert len(world.pool.index) == 0
+        assert len(world.index) == 0
 
 
 def test_15_pooling_requests_are_none_of_ours() -> None:
@@ -263,10 +267,10 @@ def test_a_block_freed_in_the_step_that_named_it_does_not_donate() -> None:
     world.match(request, 0)
     blocks = world.pool.get_new_blocks(8)
     world.pool.cache_full_blocks(request, blocks, 0, 8, SIZE, 0)
-    assert len(world.pool.index) == 8
+    assert len(world.index) == 8
     assert world.pool.get_cached_block(request.block_hashes[0], [0]) is not None
     world.pool.free_blocks(reversed(blocks))
-    assert len(world.pool.index) == 0
+    assert len(world.index) == 0
     assert all(world.pool.get_cached_block(name, [0]) is None for name in request.block_hashes)
 
 
@@ -280,21 +284,21 @@ def test_a_block_named_by_the_output_of_a_step_keeps_its_name() -> None:
     request.num_computed_tokens = len(DOCUMENT)
     world.pool.cache_full_blocks(request, blocks, 0, 8, SIZE, 0)
     world.pool.free_blocks(reversed(blocks))
-    assert len(world.pool.index) == 8
+    assert len(world.index) == 8
     assert world.pool.get_cached_block(request.block_hashes[7], [0]) == [blocks[7]]
 
 
 def test_evicted_blocks_leave_the_index() -> None:
     world = cached_document()
-    assert len(world.pool.index) == 8
+    assert len(world.index) == 8
     world.pool.get_new_blocks(world.pool.get_num_free_blocks())
-    assert len(world.pool.index) == 0
-    world.pool.index.check_integrity()
+    assert len(world.index) == 0
+    world.index.check_integrity()
 
 
 def test_pinned_donors_are_not_handed_out() -> None:
     world = cached_document()
-    donors = {b.block_id for b in world.pool.blocks if b.block_id in world.pool.index}
+    donors = {b.block_id for b in world.pool.blocks if b.block_id in world.index}
     request = world.add(PROMPT)
     assert world.match(request, 0)
     room = world.pool.get_num_free_blocks()
@@ -411,14 +415,14 @@ def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.Monk
     world = cached_document()
     broken, sound = focused(world), focused(world)
     requests = {request.request_id: request for request in (broken, sound)}
-    whole, calls = world.side._computed_share, count()
+    whole, calls = world.side._accounts._computed_share, count()
 
     def failing_once(*args: Any) -> float:
         if next(calls) == 0:
             raise ArithmeticError
         return whole(*args)
 
-    monkeypatch.setattr(world.side, "_computed_share", failing_once)
+    monkeypatch.setattr(world.side._accounts, "_computed_share", failing_once)
     world.side.computed(dict.fromkeys(requests, 5), requests)
     assert world.report(sound)["recomputed_tokens"] == 3
     assert world.report(broken)["reused_tokens"] == len(DOCUMENT)
@@ -454,7 +458,7 @@ def test_what_is_computed_again_is_not_saved() -> None:
     world.run(request)
     assert world.side.saved_tokens(request) == 24
     assert request.prefill_stats.num_external_cached_tokens == 24
-    assert world.side._stats.data["tokens"]["recomputed"] == 8
+    assert world.stats.data["tokens"]["recomputed"] == 8
 
 
 def test_a_preempted_request_is_planned_with_what_it_has_generated() -> None:
@@ -464,7 +468,7 @@ def test_a_preempted_request_is_planned_with_what_it_has_generated() -> None:
     request.append_output_token_ids([9, 10, 11])
     request.num_preemptions += 1
     assert world.run(request) == len(PROMPT) + 2
-    counted = world.side._stats.data
+    counted = world.stats.data
     assert counted["tokens"]["reused"] == len(DOCUMENT), "as vLLM, once"
     assert counted["requests"]["reused"] == {"": 1}
     report = world.report(request)  # of its first admission
@@ -479,7 +483,7 @@ def test_only_vllms_own_pool_is_adopted() -> None:
 
     other: Any = Other(4, enable_caching=True, hash_block_size=SIZE)
     with pytest.raises(RuntimeError, match="found Other"):
-        SegmentBlockPool.adopt(other)
+        SegmentBlockPool.adopt(other, World().pool.group)
 
 
 def test_requests_are_told_apart_by_their_policy() -> None:
@@ -580,7 +584,7 @@ def test_24_no_share_is_so_large_that_the_longest_request_would_not_fit(
 def test_uses_do_not_count_the_parts_of_a_document_itself() -> None:
     world = World()
     ingest(world)
-    blocks = list(world.pool.frozen._of_block)
+    blocks = list(world.frozen._of_block)
     for freeze, uses in ((FreezeOrder("more", 0, 1, 5).encode(), {}), (None, {"doc"})):
         request = world.add([*CONTEXT, *DOCUMENT], OPTIONS | {"segreuse_freeze": freeze})
         world.match(request, 9 * SIZE)
@@ -593,7 +597,7 @@ def test_26_a_reset_lets_frozen_documents_go() -> None:
     ingest(world)
     assert world.pool.reset_prefix_cache()
     assert world.side.frozen()["warm"] == {}
-    assert not len(world.pool.index)
+    assert not len(world.index)
     assert world.pool.get_num_free_blocks() == 63
     assert ingest(world)["frozen"] is True, "it is warm again with one call"
 
@@ -610,16 +614,16 @@ def test_26_a_reset_that_cannot_be_leaves_them_frozen() -> None:
 def test_23_frozen_blocks_go_when_a_request_needs_room() -> None:
     world = World()
     ingest(world)
-    assert not world.pool.make_room(64), "there are only 63: nothing is given back for nothing"
+    assert not world.pool.make_room(10), "only 9 are frozen: none is evicted for nothing"
     assert world.side.frozen()["frozen"] == 9
-    assert world.pool.make_room(63)
+    assert world.pool.make_room(9)
     assert world.side.frozen()["frozen"] == 0
 
 
-def test_what_was_given_back_is_wanted_when_a_prompt_brings_it() -> None:
+def test_what_was_evicted_is_wanted_when_a_prompt_contains_it() -> None:
     world = World()
     ingest(world)
-    world.pool.make_room(63)
+    world.pool.make_room(9)
     fill_pool(world)
     world.run(world.add([7, 8, 9]))
     assert world.side.frozen()["wanted"] == []
@@ -630,11 +634,11 @@ def test_what_was_given_back_is_wanted_when_a_prompt_brings_it() -> None:
 def test_a_frozen_block_that_vllm_invalidates_makes_its_document_cold() -> None:
     world = World()
     ingest(world)
-    frozen = next(iter(world.pool.frozen._of_block))
+    frozen = next(iter(world.frozen._of_block))
     world.pool.evict_blocks({frozen})
     assert world.side.frozen()["warm"] == {}
     assert world.pool.get_num_free_blocks() == 63
-    world.pool.frozen.check_integrity()
+    world.frozen.check_integrity()
 
 
 # The exact tier.
@@ -657,7 +661,8 @@ def test_resident_blocks_behind_a_hole_are_reused_in_place() -> None:
     assert tracked is not None
     assert tracked.plan is not None
     assert tracked.plan.donor_blocks == [first + i for i in (2, 3, 5, 6, 7)]
-    assert (tracked.plan.pieces[:, 0] == tracked.plan.pieces[:, 4]).all()
+    pieces = tracked.plan.pieces
+    assert (pieces.destination == pieces.position).all()
 
 
 def test_the_exact_tier_counts_its_tokens() -> None:
@@ -668,7 +673,7 @@ def test_the_exact_tier_counts_its_tokens() -> None:
     report = world.report(request)
     assert (report["exact_tokens"], report["reused_tokens"], report["new_tokens"]) == (28, 28, 5)
     assert report["computed_share"] == pytest.approx(5 / 33, abs=1e-4)
-    assert world.side._stats.data["tokens"]["exact"] == 28
+    assert world.stats.data["tokens"]["exact"] == 28
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ class Soak:
         self._frozen.end()
         pool = self._scheduler.kv_cache_manager.block_pool
         self._leaked = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        pool.index.check_integrity()
+        self._scheduler.connector.scheduler_side._index.check_integrity()
 
     def result(self) -> harness.SuiteResult:
         """Rows by quarter, and the figures that matter.

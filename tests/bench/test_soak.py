@@ -29,12 +29,13 @@ class Engine:
         pool = SimpleNamespace(
             num_gpu_blocks=10,
             get_num_free_blocks=lambda: 9 - leaked,
-            index=SimpleNamespace(check_integrity=lambda: None),
         )
+        index = SimpleNamespace(check_integrity=lambda: None)
         self.frozen: list[str] = []
         self.let_go: list[str] = []
         self.scheduler = SimpleNamespace(
             kv_cache_manager=SimpleNamespace(block_pool=pool),
+            connector=SimpleNamespace(_scheduler=SimpleNamespace(_index=index)),
             schedule=lambda: SimpleNamespace(
                 preempted_req_ids={"somebody"}, kv_connector_metadata=PLANS
             ),

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from tests.cache.test_planner import BUDGET, SIZE, World, blocks_of
 from tests.policies.test_recipes import situation
-from vllm_segreuse.cache.exact import resident_matches
+from vllm_segreuse.cache.exact import ResidentFinder, resident_matches
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.plan import BoolArray, IntArray, Recipe, Stock
 from vllm_segreuse.policies import exact
 
 RESIDENT = {0: 70, 1: 71, 3: 73, 4: 74, 6: 76}
 """Resident blocks of a prompt of nine and a half."""
+FINDER = ResidentFinder(SIZE)
 
 
 def resident_blocks(first: int, last: int) -> IntArray:
@@ -26,7 +27,9 @@ def stock(reused: BoolArray, segments: IntArray) -> Recipe:
 
 def request(world: World, **fields) -> TrackedRequest:
     tokens = world.new_tokens(9 * SIZE + 2)
-    return world.request(tokens, resident_blocks=resident_blocks, make_recipe=stock, **fields)
+    return world.request(
+        tokens, resident_blocks=resident_blocks, make_recipe=stock, finder=FINDER, **fields
+    )
 
 
 @given(st.lists(st.integers(-1, 50), max_size=12), st.integers(0, 5), st.integers(1, 64))
@@ -37,7 +40,7 @@ def test_every_resident_block_is_copied_to_its_own_place(blocks, first, size) ->
         for i, block in enumerate(blocks)
         if block >= 0
     ]
-    assert matches.pieces.tolist() == expected
+    assert matches.pieces.rows() == expected
     assert matches.num_tokens == size * len(expected)
     marks = "".join("x" if block >= 0 else " " for block in blocks)
     assert matches.num_segments == len(marks.split())
@@ -53,11 +56,11 @@ def test_the_plan_ends_with_the_last_resident_block() -> None:
     assert (report.prefix_tokens, report.recomputed_tokens) == (2 * SIZE, 0)
     assert (report.new_tokens, report.matches) == (4 * SIZE + 2, 2)
     assert world.pins.blocks == [73, 74, 76]
-    (plan,) = world.planner.take_plans()
+    (plan,) = world.end_step()
     assert world.pins.blocks == []
     assert plan.recipe.program == Stock()
     assert (plan.start, plan.stop) == (2 * SIZE, 7 * SIZE)
-    assert plan.token_ids.tolist() == tracked.tokens[2 * SIZE : 7 * SIZE].tolist()
+    assert plan.token_ids.tolist() == tracked.prompt.tokens[2 * SIZE : 7 * SIZE].tolist()
     holes = [hole for hole in range(2, 7) if hole not in RESIDENT]
     always = plan.recipe.always.reshape(-1, SIZE)
     assert np.flatnonzero(always.all(axis=1)).tolist() == [hole - 2 for hole in holes]
@@ -72,20 +75,21 @@ def test_a_block_that_the_prefix_hit_reaches_into_is_not_copied() -> None:
     report = world.planner.allocated(tracked, blocks_of(tracked))
     assert (report.prefix_tokens, report.exact_tokens) == (start, 2 * SIZE)
     assert world.pins.blocks == [74, 76]
-    (plan,) = world.planner.take_plans()
-    assert plan.pieces[:, 0].tolist() == [4 * SIZE, 6 * SIZE]
+    (plan,) = world.end_step()
+    assert plan.pieces.destination.tolist() == [4 * SIZE, 6 * SIZE]
 
 
 def test_the_index_is_not_asked_and_the_match_not_kept() -> None:
     world = World()
     tokens, _ = world.document(9)
-    world.planner.take_plans()
+    world.end_step()
     nothing: dict[int, int] = {}
 
     def blocks(first: int, last: int) -> IntArray:
         return np.array([nothing.get(i, -1) for i in range(first, last)], np.int32)
 
-    tracked = world.request([*tokens, *world.new_tokens(2)], resident_blocks=blocks)
+    prompt = [*tokens, *world.new_tokens(2)]
+    tracked = world.request(prompt, resident_blocks=blocks, finder=FINDER)
     assert world.decide(tracked) == 0
     assert tracked.reason == "too_few_reused_tokens"
     nothing[8] = 5
@@ -112,5 +116,5 @@ def test_nothing_behind_the_plan_is_exact() -> None:
     tracked = request(world)
     world.admit(tracked, start=2 * SIZE)
     # Copies do not donate: their originals do. What was computed is one step deeper.
-    depths = world.planner.donor_depths(tracked, 0, 9)
+    depths = world.donors.depths(tracked, 0, 9)
     assert depths.tolist() == [0, 0, 1, -1, -1, 1, -1, 1, 1]

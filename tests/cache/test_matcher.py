@@ -89,7 +89,7 @@ def matcher_hashes(tokens, width):
 
 def check(model: Model, matches: Matches, namespace, prompt, start, stop, max_depth) -> None:
     donors = model.donors(namespace, max_depth)
-    pieces = [tuple(piece) for piece in matches.pieces.tolist()]
+    pieces = [tuple(piece) for piece in matches.pieces.rows()]
     covered = check_pieces(model, donors, pieces, prompt, start, stop)
     check_coverage(model, donors, covered, prompt, start, stop)
     joints = [
@@ -277,7 +277,7 @@ def test_08_the_hash_changes_nothing_but_speed(scenario):
                 patch.setattr(index_module, "window_hashes", seeded(np.uint64(seed)))
             index, _ = play(size, operations)
             matches = match(index, 0, prompt, start, stop)
-            results.append((matches.pieces.tolist(), *matches[1:]))
+            results.append((matches.pieces.rows(), *matches[1:]))
     assert results[0] == results[1] == results[2]
 
 
@@ -288,7 +288,7 @@ def test_09_other_namespaces_change_nothing(scenario):
     shared, _ = play(size, operations)
     alone, _ = play(size, [o for o in operations if o[0] != "share" or o[1] == 0])
     one, other = (match(index, 0, prompt, start, stop) for index in (shared, alone))
-    assert one.pieces.tolist() == other.pieces.tolist()
+    assert one.pieces.rows() == other.pieces.rows()
     assert one[1:] == other[1:]
 
 
@@ -314,29 +314,29 @@ def spell(text: str) -> list[int]:
 def test_12_a_segment_at_an_odd_offset_grows_across_block_borders():
     index = build((spell("xxabcdefghijzz.."), {"first_position": 40}))
     matches = match(index, 0, spell("...abcdefghij.."))
-    assert matches.pieces.tolist() == [[3, 2, 0, 2, 42], [5, 4, 1, 0, 44], [9, 4, 2, 0, 48]]
+    assert matches.pieces.rows() == [[3, 2, 0, 2, 42], [5, 4, 1, 0, 44], [9, 4, 2, 0, 48]]
     assert matches[1:] == (10, 1, 0)
 
 
 def test_12_the_same_segment_twice_is_found_twice():
     index = build((spell("abcdefgh"), {}))
     matches = match(index, 0, spell("abcdefgh.abcdefgh"))
-    assert matches.pieces[:, 2].tolist() == [0, 1, 0, 1]
-    assert matches.pieces[:, 0].tolist() == [0, 4, 9, 13]
+    assert matches.pieces.block.tolist() == [0, 1, 0, 1]
+    assert matches.pieces.destination.tolist() == [0, 4, 9, 13]
     assert matches.num_segments == 2
 
 
 def test_a_window_that_begins_before_the_range_serves_what_lies_inside():
     index = build((spell("abcd"), {"first_position": 8}))
     matches = match(index, 0, spell("abcd"), start=1, stop=3)
-    assert matches.pieces.tolist() == [[1, 2, 0, 1, 9]]
+    assert matches.pieces.rows() == [[1, 2, 0, 1, 9]]
 
 
 def test_12_the_run_that_continues_is_preferred():
     # "efgh" exists twice; the shallower, lower id would win if the run did not continue.
     index = build((spell("efgh"), {}), (spell("abcdefgh"), {"depths": 1}))
     matches = match(index, 0, spell("abcdefgh"))
-    assert matches.pieces[:, 2].tolist() == [1, 2]
+    assert matches.pieces.block.tolist() == [1, 2]
 
 
 def test_12_then_the_longest_equal_left_context():
@@ -346,18 +346,18 @@ def test_12_then_the_longest_equal_left_context():
         (spell("zzzdefgh"), {}),
     )
     matches = match(index, 0, spell("abcdefgh"), start=4)  # the context lies before the range
-    assert matches.pieces.tolist() == [[4, 4, 3, 0, 4]]
+    assert matches.pieces.rows() == [[4, 4, 3, 0, 4]]
     assert matches.max_depth == 1
 
 
 def test_12_then_the_lower_depth_then_the_lower_id():
     deep, shallow = {"depths": 2}, {"depths": 1}
     index = build(*((spell("abcd"), options) for options in (deep, shallow, shallow)))
-    assert match(index, 0, spell("abcd")).pieces[0, 2] == 1
+    assert match(index, 0, spell("abcd")).pieces.block[0] == 1
     index.remove(1)
-    assert match(index, 0, spell("abcd")).pieces[0, 2] == 2
+    assert match(index, 0, spell("abcd")).pieces.block[0] == 2
     index.remove(2)
-    assert match(index, 0, spell("abcd")).pieces[0, 2] == 0
+    assert match(index, 0, spell("abcd")).pieces.block[0] == 0
 
 
 def test_the_child_that_equals_longest_ends_the_run():
@@ -366,7 +366,7 @@ def test_the_child_that_equals_longest_ends_the_run():
         *((spell(t), {"first_position": 4, "parent_block": 0}) for t in ("ezzz", "efgz", "efzz")),
     )
     matches = match(index, 0, spell("abcdefgh"))
-    assert matches.pieces.tolist() == [[0, 4, 0, 0, 0], [4, 3, 2, 0, 4]]
+    assert matches.pieces.rows() == [[0, 4, 0, 0, 0], [4, 3, 2, 0, 4]]
 
 
 @pytest.mark.parametrize("text", ["abcdefgh", "abcdefg."])
@@ -376,14 +376,14 @@ def test_12_among_equal_children_the_lower_depth_then_the_lower_id(text):
         (spell("abcd"), {}), *((spell("efgh"), {**child, "depths": depth}) for depth in (2, 1, 1))
     )
     for block in (2, 3, 1):
-        assert match(index, 0, spell(text)).pieces[:, 2].tolist() == [0, block]
+        assert match(index, 0, spell(text)).pieces.block.tolist() == [0, block]
         index.remove(block)
 
 
 def test_left_context_is_compared_through_evictions_only_as_far_as_links_go():
     index = build((spell("abcdefghijkl"), {}), (spell("zzzhijkl"), {}))
     index.remove(1)  # the first sequence loses its middle: its "ijkl" has no context left
-    assert match(index, 0, spell("efghijkl"), start=4).pieces[0, 2] == 4
+    assert match(index, 0, spell("efghijkl"), start=4).pieces.block[0] == 4
 
 
 @pytest.mark.parametrize("options", [{"namespace": 1}, {"depths": 3}])
@@ -404,21 +404,21 @@ def test_a_block_of_another_namespace_is_a_donor_in_mine_with_links_of_its_own()
     index = build((spell("abcdefghijkl"), {"namespace": 5}), size=4)
     index.insert(0, np.array([0, 1], np.int32), np.array(spell("abcdefgh"), np.int32), 0)
     prompt = spell("..cdefghijkl")
-    assert match(index, 5, prompt).pieces.tolist() == [
+    assert match(index, 5, prompt).pieces.rows() == [
         [2, 2, 0, 2, 2],
         [4, 4, 1, 0, 4],
         [8, 4, 2, 0, 8],
     ]
-    assert match(index, 0, prompt).pieces.tolist() == [[2, 2, 0, 2, 2], [4, 4, 1, 0, 4]]
+    assert match(index, 0, prompt).pieces.rows() == [[2, 2, 0, 2, 2], [4, 4, 1, 0, 4]]
     assert match(index, 1, prompt).num_tokens == 0
     index.remove(1)
     assert match(index, 0, prompt).num_tokens == 0
-    assert match(index, 5, prompt).pieces.tolist() == [[8, 4, 2, 0, 8]]
+    assert match(index, 5, prompt).pieces.rows() == [[8, 4, 2, 0, 8]]
 
 
 def test_deep_copies_in_front_do_not_hide_a_donor():
     index = build((spell("abcd") * 100, {"depths": 3}), (spell("abcd"), {}), blocks=101)
-    assert match(index, 0, spell("abcd"), max_depth=2).pieces[0, 2] == 100
+    assert match(index, 0, spell("abcd"), max_depth=2).pieces.block[0] == 100
 
 
 def test_a_passage_cached_often_is_still_found():
@@ -441,9 +441,9 @@ def test_11_a_prompt_shorter_than_a_block_matches_nothing(length):
 
 def test_an_empty_range_and_an_empty_index_match_nothing():
     index = build((spell("abcd"), {}))
-    assert match(index, 0, spell("abcd"), start=2, stop=2).pieces.shape == (0, 5)
+    assert match(index, 0, spell("abcd"), start=2, stop=2).pieces.rows() == []
     index.clear()
-    assert match(index, 0, spell("abcd")).pieces.shape == (0, 5)
+    assert match(index, 0, spell("abcd")).pieces.rows() == []
 
 
 def test_bad_arguments_are_named():

@@ -7,13 +7,17 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_segreuse.cache import planner as planner_module
+from vllm_segreuse.cache import budget as budget_module
+from vllm_segreuse.cache.budget import StepBudget
+from vllm_segreuse.cache.donors import Donors
+from vllm_segreuse.cache.finder import ContentFinder
+from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.planner import Planner, PrefixState
+from vllm_segreuse.cache.prompt import Prompt, none_resident
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.plan import (
     BoolArray,
@@ -49,7 +53,7 @@ class Pins:
         assert min(self.held.values(), default=0) >= 0, "a block let go that was not held"
         self.unpinned += 1
 
-    def room_beside(self, block_ids: list[int], wanted: int) -> int:
+    def room_beside(self, block_ids: list[int]) -> int:
         return self.room - len(block_ids)
 
     @property
@@ -88,17 +92,38 @@ class World:
         self.spread = False  # whether the plans to come are
         self.match_times: list[float] = []
         self.prefix_lookups = 0
+        self.to_spare: list[int] = []  # blocks that can be made free, at once each
+        self.health = Health()
+        self.budget = StepBudget(BUDGET)
+        self.finder = ContentFinder(self.index, MAX_DEPTH)
+        requests: dict[str, TrackedRequest] = {}
+        self.donors = Donors(self.index, requests, MAX_DEPTH, self.health)
         ticks = count()
         self.planner = Planner(
-            self.index,
+            requests,
             self.pins,
-            BUDGET,
+            self.make_room,
+            self.budget,
+            self.health,
+            SIZE,
             lambda plan: self.spread,
-            MAX_DEPTH,
             lambda: next(ticks),
             self.match_times.append,
         )
         self._block_ids, self._tokens, self._ids = count(), count(1), count()
+
+    def make_room(self, missing: int) -> bool:
+        assert missing > 0
+        if not self.to_spare:
+            return False
+        self.pins.room += self.to_spare.pop(0)
+        return True
+
+    def end_step(self) -> list[ReusePlan]:
+        """What the scheduler's side does behind each step."""
+        plans = self.planner.take_plans()
+        self.donors.begin_step()
+        return plans
 
     def new_tokens(self, number: int) -> list[int]:
         """Tokens that were never used before."""
@@ -114,10 +139,11 @@ class World:
 
     def request(self, tokens: Sequence[int], **fields) -> TrackedRequest:
         """A request that has arrived."""
-        defaults = {"min_reused_tokens": SIZE, "make_recipe": new_only, "namespace": 0}
-        tracked = TrackedRequest(
-            f"request {next(self._ids)}", tokens=np.array(tokens, np.int32), **defaults | fields
-        )
+        namespace = fields.pop("namespace", 0)
+        resident = fields.pop("resident_blocks", none_resident)
+        prompt = Prompt(namespace, np.array(tokens, np.int32), resident)
+        defaults = {"min_reused_tokens": SIZE, "make_recipe": new_only, "finder": self.finder}
+        tracked = TrackedRequest(f"request {next(self._ids)}", prompt, **defaults | fields)
         self.planner.add(tracked)
         return tracked
 
@@ -128,7 +154,7 @@ class World:
             self.prefix_lookups += 1
             return PrefixState(fresh, needed)
 
-        return self.planner.decide(tracked, start, len(tracked.tokens), prefix)
+        return self.planner.decide(tracked, start, tracked.num_tokens, prefix)
 
     def admit(self, tracked: TrackedRequest, start: int = 0) -> Report:
         self.decide(tracked, start)
@@ -137,7 +163,7 @@ class World:
 
 def blocks_of(tracked: TrackedRequest) -> list[int]:
     """A block table of the right length, of blocks no document has."""
-    return [1000 + i for i in range(-(-len(tracked.tokens) // SIZE))]
+    return [1000 + i for i in range(-(-tracked.num_tokens // SIZE))]
 
 
 @pytest.fixture
@@ -148,7 +174,7 @@ def world() -> World:
 @pytest.fixture
 def document(world: World) -> tuple[list[int], list[int]]:
     tokens, blocks = world.document(3)
-    world.planner.take_plans()
+    world.end_step()
     return tokens, blocks
 
 
@@ -163,24 +189,24 @@ def test_an_admitted_plan_is_pinned_until_the_step_ends(world, document):
     report = world.planner.allocated(tracked, [7, 8, 9, 10, 11])
     assert report == Report(0, 12, 0, 5, 1, None)
     assert world.pins.blocks == blocks
-    (plan,) = world.planner.take_plans()
+    (plan,) = world.end_step()
     assert world.pins.blocks == []
     assert (world.pins.pinned, world.pins.unpinned) == (1, 1)
     assert (plan.start, plan.stop, plan.donor_blocks) == (0, 16, blocks)
     assert plan.block_ids.tolist() == [7, 8, 9, 10, 11]
-    assert plan.token_ids.tolist() == tracked.tokens[:16].tolist()
-    assert world.planner.take_plans() == []
+    assert plan.token_ids.tolist() == tracked.prompt.tokens[:16].tolist()
+    assert world.end_step() == []
 
 
 def test_a_plan_without_blocks_is_dropped_with_its_pins_and_made_anew(world, document):
     tracked = world.request(world.new_tokens(1) + document[0])
     assert world.decide(tracked) == 12
-    assert world.planner.take_plans() == []
+    assert world.end_step() == []
     assert world.pins.blocks == []
     assert tracked.plan is None
     assert world.decide(tracked) == 12
     world.planner.allocated(tracked, blocks_of(tracked))
-    assert len(world.planner.take_plans()) == 1
+    assert len(world.end_step()) == 1
     assert (world.pins.pinned, world.pins.unpinned) == (2, 2)
 
 
@@ -192,7 +218,7 @@ def test_deciding_again_replaces_the_plan(world, document):
     assert world.pins.blocks == blocks[1:]
     report = world.planner.allocated(tracked, blocks_of(tracked))
     assert (report.prefix_tokens, report.reused_tokens, report.new_tokens) == (4, 8, 3)
-    (plan,) = world.planner.take_plans()
+    (plan,) = world.end_step()
     assert (plan.start, plan.num_tokens) == (4, 10)
     assert world.pins.blocks == []
 
@@ -204,7 +230,7 @@ def test_a_request_that_ends_while_its_plan_is_pending_lets_go(world, document):
     assert world.pins.blocks == []
     assert world.planner.get(tracked.request_id) is None
     assert world.planner.remove(tracked.request_id) is None
-    assert world.planner.take_plans() == []
+    assert world.end_step() == []
     assert world.pins.unpinned == 1
 
 
@@ -214,7 +240,7 @@ def test_given_up_before_it_runs_lets_go_and_neither_reuses_nor_donates(world, d
     world.planner.give_up(tracked.request_id)
     assert world.pins.blocks == []
     assert world.planner.allocated(tracked, blocks_of(tracked)).bypass_reason == "error"
-    assert world.planner.take_plans() == []
+    assert world.end_step() == []
     assert world.decide(tracked) == 0
     assert not tracked.donates
 
@@ -223,7 +249,7 @@ def test_given_up_after_it_was_admitted_still_carries_its_plan_out(world, docume
     tracked = world.request(world.new_tokens(1) + document[0])
     world.admit(tracked)
     world.planner.give_up(tracked.request_id)
-    assert [plan.request_id for plan in world.planner.take_plans()] == [tracked.request_id]
+    assert [plan.request_id for plan in world.end_step()] == [tracked.request_id]
     assert world.pins.blocks == []
     assert tracked.plan is not None  # its blocks stay approximate
 
@@ -232,12 +258,12 @@ def test_an_error_over_a_preempted_request_does_not_bring_its_old_plan_back(worl
     """It has other blocks by now, and the plan's donors are no longer held."""
     tracked = world.request(world.new_tokens(1) + document[0])
     world.admit(tracked)
-    world.planner.take_plans()
+    world.end_step()
     world.planner.give_up(tracked.request_id)  # preempted, and asked about once more
     report = world.planner.allocated(tracked, blocks_of(tracked))
     assert (report.bypass_reason, report.reused_tokens) == ("error", 0)
     assert tracked.plan is None
-    assert world.planner.take_plans() == []
+    assert world.end_step() == []
     assert (world.pins.pinned, world.pins.unpinned) == (1, 1)
 
 
@@ -264,7 +290,7 @@ def test_bypass_reasons(world, document, fields, reason):
     report = world.admit(tracked)
     assert report == Report(0, 0, 0, 15, 0, reason)
     assert world.pins.pinned == 0
-    assert world.planner.take_plans() == []
+    assert world.end_step() == []
 
 
 def test_fewer_tokens_than_a_block_are_not_even_matched(world, document):
@@ -279,8 +305,8 @@ def test_as_many_tokens_as_are_asked_for_are_enough(world, document):
     assert world.decide(world.request([*document[0][:SIZE], 9], min_reused_tokens=1)) == SIZE
 
 
-def test_a_broken_planner_plans_nothing(world, document):
-    world.planner.break_down("a test")
+def test_after_an_error_over_what_all_share_nothing_is_planned(world, document):
+    world.health.broken = True
     report = world.admit(world.request(world.new_tokens(1) + document[0]))
     assert (report.bypass_reason, report.reused_tokens) == ("error", 0)
 
@@ -302,9 +328,18 @@ def test_donors_that_leave_no_room_are_not_pinned(world, document):
     assert world.decide(tracked, needed=4) == 12
 
 
+def test_room_beside_donors_is_made_until_it_is_enough(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    world.pins.room, world.to_spare = 3 + 4, [1, 1, 1]
+    assert world.decide(tracked, needed=6) == 12
+    assert world.to_spare == [1], "no more than is needed"
+    assert world.decide(tracked, needed=8) == 0
+    assert world.to_spare == []
+
+
 def test_donors_deeper_than_allowed_do_not_count(world):
     tokens, _ = world.document(3, depth=MAX_DEPTH + 1)
-    world.planner.take_plans()
+    world.end_step()
     report = world.admit(world.request(world.new_tokens(1) + tokens))
     assert report.bypass_reason == "too_few_reused_tokens"
 
@@ -322,7 +357,7 @@ def test_fresh_donors_are_none_until_the_step_is_over(world):
     tracked = world.request(world.new_tokens(1) + tokens)
     assert world.decide(tracked) == 0
     assert tracked.reason == "too_few_reused_tokens"
-    world.planner.take_plans()
+    world.end_step()
     assert world.decide(tracked) == 12
 
 
@@ -349,7 +384,7 @@ def test_the_budget_of_a_step_closes_admission(world, document):
     assert world.planner.admission_closed
     assert world.decide(small) == 0  # nobody overtakes
     assert world.pins.pinned == 2
-    world.planner.take_plans()
+    world.end_step()
     assert not world.planner.admission_closed
     assert world.decide(third) == 37
 
@@ -381,14 +416,14 @@ def test_a_plan_larger_than_a_step_is_admitted_alone(world, document):
     assert world.decide(small) == 13
     assert world.decide(oversized) == 0
     assert world.planner.admission_closed
-    world.planner.take_plans()
+    world.end_step()
     assert world.decide(oversized) == BUDGET + 52
     assert world.decide(small) == 0
     assert world.planner.admission_closed
 
 
 def test_lookups_per_step_are_bounded(world, document):
-    limit = planner_module._LOOKUPS_PER_STEP
+    limit = budget_module.LOOKUPS_PER_STEP
     misses = [world.request(world.new_tokens(20)) for _ in range(limit)]
     behind = world.request(world.new_tokens(1) + document[0])
     assert [world.decide(tracked) for tracked in misses] == [0] * limit
@@ -396,13 +431,13 @@ def test_lookups_per_step_are_bounded(world, document):
     assert behind.reason is None
     assert world.planner.admission_closed
     assert len(world.match_times) == limit
-    world.planner.take_plans()
+    world.end_step()
     assert world.decide(behind) == 12
 
 
 def test_fresh_prefixes_count_as_lookups(world, document):
     """Their matches are remembered, but looking their prefixes up costs time, too."""
-    limit = planner_module._LOOKUPS_PER_STEP
+    limit = budget_module.LOOKUPS_PER_STEP
     prompt = world.new_tokens(4) + document[0] + world.new_tokens(1)
     tracked = world.request(prompt)
     answers = [world.decide(tracked, start=4, fresh=True) for _ in range(2 * limit)]
@@ -414,8 +449,9 @@ def test_nothing_is_looked_up_once_admission_is_closed(world, document, monkeypa
     filler = world.request(world.new_tokens(BUDGET) + document[0])
     assert world.decide(filler)
     waiting = [world.request(world.new_tokens(2) + document[0]) for _ in range(500)]
-    for name in ("planner.find_matches", "planner.reused_mask", "tracked.window_hashes"):
-        monkeypatch.setattr(f"vllm_segreuse.cache.{name}", pytest.fail)
+    searching = "cache.finder.find_matches", "cache.prompt.window_hashes"
+    for name in (*searching, "plan.Pieces.reused"):
+        monkeypatch.setattr(f"vllm_segreuse.{name}", pytest.fail)
     assert {world.decide(tracked) for tracked in waiting} == {0}
     assert (world.prefix_lookups, world.pins.pinned) == (1, 1)
 
@@ -424,13 +460,13 @@ def test_a_match_is_remembered_while_nothing_changes(world, document):
     tracked = world.request(world.new_tokens(1) + document[0])
     for _ in range(5):
         world.decide(tracked)
-        world.planner.take_plans()
+        world.end_step()
     assert len(world.match_times) == 1
     assert world.match_times == [1]  # one tick of the clock
     world.document(1)
     world.decide(tracked)
     assert len(world.match_times) == 2
-    world.planner.take_plans()
+    world.end_step()
     world.decide(tracked)  # what was inserted is a donor from now on
     assert len(world.match_times) == 3
     world.decide(tracked, start=SIZE)
@@ -441,12 +477,12 @@ def test_a_preempted_request_is_matched_with_its_new_tokens(world, document):
     answer, _ = world.document(2)
     tracked = world.request(world.new_tokens(1) + document[0])
     assert world.admit(tracked).reused_tokens == 11
-    world.planner.take_plans()
-    longer = np.concatenate([tracked.tokens, np.array([*answer, 17], np.int32)])
-    tracked.retoken(longer)
+    world.end_step()
+    longer = np.concatenate([tracked.prompt.tokens, np.array([*answer, 17], np.int32)])
+    tracked.prompt = tracked.prompt.with_tokens(longer)
     report = world.admit(tracked)
     assert report == Report(0, 20, 0, 2, 2, None)
-    (plan,) = world.planner.take_plans()
+    (plan,) = world.end_step()
     assert plan.token_ids.tolist() == longer[:-1].tolist()
     assert world.pins.blocks == []
 
@@ -474,84 +510,7 @@ def test_dense_layers_make_every_token_active(world, document):
         world.admit(tracked)
         assert tracked.plan is not None
         assert tracked.plan.active_tokens == active
-        world.planner.take_plans()
-
-
-# Which blocks of a request donate in turn.
-
-
-def plan_of(start: int, always: Sequence[bool], reused: Sequence[bool], depth: int) -> ReusePlan:
-    where = np.flatnonzero(reused)
-    pieces = np.zeros((len(where), 5), np.int32)
-    pieces[:, 0], pieces[:, 1] = where + start, 1
-    mask = np.array(always, np.bool_)
-    recipe = Recipe.without_choice(mask)
-    tokens = np.zeros(len(mask), np.int32)
-    return ReusePlan("r", start, start + len(mask), tokens, pieces, recipe, [], depth)
-
-
-def expected_depth(plan: ReusePlan, block: int) -> int:
-    """Token by token."""
-    if (block + 1) * SIZE <= plan.start:
-        return 0
-    in_full = plan.num_recomputed == plan.num_reused
-    for position in range(block * SIZE, (block + 1) * SIZE):
-        inside = plan.start <= position < plan.stop
-        if inside and not in_full and not plan.recipe.always[position - plan.start]:
-            return -1
-    return plan.donor_depth + 1 if plan.donor_depth < MAX_DEPTH else -1
-
-
-@given(
-    start=st.integers(0, 3 * SIZE),
-    tokens=st.lists(st.sampled_from(["new", "reused", "again"]), min_size=1, max_size=8 * SIZE),
-    depth=st.integers(0, MAX_DEPTH),
-    first=st.integers(0, 8),
-    number=st.integers(1, 8),
-)
-def test_donor_depths_agree_with_a_loop_over_tokens(start, tokens, depth, first, number):
-    world = World(1)
-    plan = plan_of(start, [t != "reused" for t in tokens], [t != "new" for t in tokens], depth)
-    tracked = world.request([1])
-    tracked.plan = plan
-    depths = world.planner.donor_depths(tracked, first, number)
-    assert depths.tolist() == [expected_depth(plan, first + i) for i in range(number)]
-
-
-def test_a_request_without_a_plan_donates_exact_blocks(world):
-    tracked = world.request(world.new_tokens(9))
-    assert world.planner.donor_depths(tracked, 3, 4).tolist() == [0, 0, 0, 0]
-
-
-def test_tokens_chosen_by_score_do_not_donate_unless_all_are_chosen(world, document):
-    prompt = world.new_tokens(4) + document[0] + world.new_tokens(5)
-    tracked = world.request(prompt, make_recipe=half_by_score)
-    world.admit(tracked)
-    assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
-    world.planner.take_plans()
-
-    def all_by_score(reused: BoolArray, _: IntArray) -> Recipe:
-        return Recipe(Boundary(), ~reused, ~reused, int(reused.sum()))
-
-    tracked = world.request(prompt, make_recipe=all_by_score)
-    world.admit(tracked)
-    assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1] * 6
-
-
-def test_tokens_that_may_be_chosen_but_need_not_be_do_not_donate(world, document):
-    """Only the workers know which they were: a copy must not pass for computed."""
-    prompt = world.new_tokens(4) + document[0] + world.new_tokens(5)
-    tracked = world.request(prompt, make_recipe=at_most_all)
-    report = world.admit(tracked)
-    assert report.recomputed_tokens == report.reused_tokens == 12, "the most there can be"
-    assert tracked.plan is not None
-    assert tracked.plan.counted
-    assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
-    world.planner.take_plans()
-    known = world.request(prompt, make_recipe=half_by_score)
-    world.admit(known)
-    assert known.plan is not None
-    assert not known.plan.counted
+        world.end_step()
 
 
 # Plans over several steps.
@@ -574,23 +533,23 @@ def test_a_token_that_is_asked_needs_its_slot_before_vllm_computes_it(world, doc
     assert world.decide(tracked) == len(prompt)
     world.planner.allocated(tracked, blocks_of(tracked))
     # Its block is named before vLLM has computed it.
-    assert world.planner.donor_depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, -1, 1]
-    assert world.planner.donor_depths(tracked, 4, 1).tolist() == [-1]
-    assert world.planner.donor_depths(tracked, 5, 1).tolist() == [1]
+    assert world.donors.depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, -1, 1]
+    assert world.donors.depths(tracked, 4, 1).tolist() == [-1]
+    assert world.donors.depths(tracked, 5, 1).tolist() == [1]
 
 
 def test_what_was_called_back_reuses_nothing(world, document):
     world.spread = True
     tracked = world.request(document[0] + world.new_tokens(3))
     world.admit(tracked)
-    world.planner.take_plans()
+    world.end_step()
     tracked.awaited = tracked.plan
     world.planner.call_back(tracked.request_id)
     world.planner.call_back("nobody")
     assert (tracked.plan, tracked.awaited) == (None, None)
     assert world.decide(tracked) == 0
     assert world.planner.allocated(tracked, blocks_of(tracked)).bypass_reason == "reset"
-    assert world.planner.take_plans() == []
+    assert world.end_step() == []
     assert not world.pins.blocks
 
 
@@ -601,7 +560,7 @@ class Protocol(RuleBasedStateMachine):
     def start(self) -> None:
         self.world = World()
         self.documents = [self.world.document(n)[0] for n in (1, 2, 3, 2)]
-        self.world.planner.take_plans()
+        self.world.end_step()
         self.waiting: list[TrackedRequest] = []
         self.running: list[TrackedRequest] = []
         self.pending: dict[str, ReusePlan] = {}  # decided in this step, no blocks yet
@@ -629,7 +588,7 @@ class Protocol(RuleBasedStateMachine):
     )
     def ask(self, data, blocks, fresh, room) -> None:
         tracked = data.draw(st.sampled_from(self.waiting))
-        start = min(blocks * SIZE, (len(tracked.tokens) - 1) // SIZE * SIZE)
+        start = min(blocks * SIZE, (tracked.num_tokens - 1) // SIZE * SIZE)
         self.world.pins.room = room
         was_closed = self.world.planner.admission_closed
         self.pending.pop(tracked.request_id, None)
@@ -637,7 +596,7 @@ class Protocol(RuleBasedStateMachine):
         if answer:
             assert not was_closed
             assert not fresh
-            assert answer == len(tracked.tokens) - 1 - start
+            assert answer == tracked.num_tokens - 1 - start
             assert tracked.plan is not None
             self.pending[tracked.request_id] = tracked.plan
         else:
@@ -651,9 +610,8 @@ class Protocol(RuleBasedStateMachine):
         if tracked.plan is None and self.world.decide(tracked) != 0:
             self.world.planner.give_up(tracked.request_id)
         report = self.world.planner.allocated(tracked, blocks_of(tracked))
-        assert report.prefix_tokens + report.reused_tokens + report.new_tokens == len(
-            tracked.tokens
-        )
+        parts = report.prefix_tokens, report.reused_tokens, report.new_tokens
+        assert sum(parts) == tracked.num_tokens
         assert report.recomputed_tokens <= report.reused_tokens
         assert (report.bypass_reason is None) == (tracked.plan is not None)
         plan = self.pending.pop(tracked.request_id, None)
@@ -665,7 +623,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def end_step(self) -> None:
-        plans = self.world.planner.take_plans()
+        plans = self.world.end_step()
         assert [id(plan) for plan in plans] == [id(plan) for plan in self.admitted.values()]
         self.pending, self.admitted = {}, {}
         assert not self.world.planner.admission_closed
@@ -678,7 +636,8 @@ class Protocol(RuleBasedStateMachine):
         tracked = data.draw(st.sampled_from(self.running))
         if generated:
             more = np.array(self.world.new_tokens(generated), np.int32)
-            tracked.retoken(np.concatenate([tracked.tokens, more]))
+            longer = np.concatenate([tracked.prompt.tokens, more])
+            tracked.prompt = tracked.prompt.with_tokens(longer)
         self.running.remove(tracked)
         self.waiting.append(tracked)
         self.world.decide(tracked)
@@ -710,7 +669,7 @@ class Protocol(RuleBasedStateMachine):
         live = [*self.pending.values(), *self.admitted.values()]
         assert self.world.pins.blocks == sorted(b for plan in live for b in plan.donor_blocks)
         active = [plan.active_tokens for plan in live]
-        assert sum(active) == self.world.planner._step_tokens
+        assert sum(active) == self.world.budget.tokens
         assert sum(active) <= BUDGET or len(live) == 1
 
 

@@ -19,8 +19,9 @@ from vllm.v1.request import Request
 from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import FreezeOrder, Recipe, ReusePlan
+from vllm_segreuse.plan import FreezeOrder, Pieces, Recipe, ReusePlan
 from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE, LIMIT = 4, 40
@@ -60,8 +61,12 @@ class Managed:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         )
         given = SegReuseConfig(**(segreuse or {}))
-        self.side = SchedulerSide(config, given, self.manager, SegReuseStats())
+        group = segment_group(self.manager.kv_cache_config)
+        self.side = SchedulerSide(config, given, self.manager, SegReuseStats(), group)
         self.pool: Any = self.manager.block_pool
+        self.index, self.health = self.side._index, self.side._health
+        self.planner, self.donors = self.side._planner, self.side._donors
+        self.freezing, self.frozen = self.side._freezing, self.side._freezing.entries
 
     def request(self, tokens: list[int], options: Any = OPTIONS) -> Request:
         """A request arrives."""
@@ -77,7 +82,7 @@ class Managed:
 
     def tracked(self, request: Request) -> TrackedRequest:
         """What is known of it."""
-        tracked = self.pool.planner.get(request.request_id)
+        tracked = self.planner.get(request.request_id)
         assert tracked is not None
         return tracked
 
@@ -102,14 +107,14 @@ class Managed:
         blocks = self.pool.get_new_blocks(num_blocks)
         namespace = self.side._namespaces.intern(b"frozen")
         part = FrozenPart(namespace, ids(blocks), None)
-        assert self.pool.frozen.add(FreezeOrder(name, 0, 1, 0), part)
+        assert self.frozen.add(FreezeOrder(name, 0, 1, 0), part)
         self.side._namespaces.release(namespace)
         self.pool.free_blocks(blocks)
 
     @property
     def warm(self) -> set[str]:
         """What is frozen."""
-        return set(self.pool.frozen.warm())
+        return set(self.frozen.warm())
 
     def hold_all_but(self, num_free: int) -> list[KVCacheBlock]:
         """Somebody takes blocks until so many are free."""
@@ -123,7 +128,7 @@ def plan_of(request: Request, start: int, always: list[bool] | None = None, dept
     """A plan of a request's tokens from `start` on, all of which are computed."""
     tokens = np.asarray(request.all_token_ids[start:], np.int32)
     recipe = Recipe.without_choice(np.asarray(always or [True] * len(tokens)))
-    pieces = np.empty((0, 5), np.int32)
+    pieces = Pieces.from_table([])
     stop = start + len(tokens)
     return ReusePlan(request.request_id, start, stop, tokens, pieces, recipe, [], depth)
 

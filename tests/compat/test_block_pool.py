@@ -13,6 +13,7 @@ from tests.compat.managed import OPTIONS, SIZE, Managed, ids, plan_of
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
+from vllm_segreuse.plan import FreezeOrder
 
 DOCUMENT = [*range(100, 100 + 4 * SIZE)]
 Patch = pytest.MonkeyPatch
@@ -91,9 +92,9 @@ def test_events_tell_of_exact_blocks_only() -> None:
 
 def test_exact_blocks_donate_until_they_are_evicted(managed: Managed) -> None:
     blocks = managed.computed(DOCUMENT)
-    assert [block in managed.pool.index for block in ids(blocks)] == [True] * 4
+    assert [block in managed.index for block in ids(blocks)] == [True] * 4
     managed.pool.evict_blocks({blocks[1].block_id})
-    assert [block in managed.pool.index for block in ids(blocks)] == [True, False, True, True]
+    assert [block in managed.index for block in ids(blocks)] == [True, False, True, True]
 
 
 def inserted(managed: Managed, patch: Patch) -> list[dict[str, Any]]:
@@ -111,15 +112,15 @@ def inserted(managed: Managed, patch: Patch) -> list[dict[str, Any]]:
             }
         )
 
-    patch.setattr(managed.pool.index, "insert", insert)
+    patch.setattr(managed.index, "insert", insert)
     return calls
 
 
 def with_depths(managed: Managed, depths: list[int], patch: Patch) -> None:
     given = np.array(depths, np.int32)
     patch.setattr(
-        managed.pool.planner,
-        "donor_depths",
+        managed.donors,
+        "depths",
         lambda tracked, first, count: given[first : first + count],
     )
 
@@ -161,24 +162,24 @@ def test_no_block_donates_that_is_deeper_than_the_index_can_store(
     with_depths(managed, [MAX_PROVENANCE_DEPTH, MAX_PROVENANCE_DEPTH + 1, 255, 0], monkeypatch)
     request = managed.request(DOCUMENT)
     blocks = ids(managed.named(request))
-    assert [block in managed.pool.index for block in blocks] == [True, False, False, True]
+    assert [block in managed.index for block in blocks] == [True, False, False, True]
     assert managed.tracked(request).donates
 
 
 def test_the_deepest_that_is_stored_is_told_as_it_is(managed: Managed) -> None:
     deep = np.full(2, MAX_PROVENANCE_DEPTH, np.int8)
-    managed.pool.index.insert(0, np.array([1, 2]), np.arange(2 * SIZE), 0, depths=deep)
-    assert managed.pool.index.nodes["depth"].max() == MAX_PROVENANCE_DEPTH
+    managed.index.insert(0, np.array([1, 2]), np.arange(2 * SIZE), 0, depths=deep)
+    assert managed.index.nodes["depth"].max() == MAX_PROVENANCE_DEPTH
 
 
 @pytest.mark.parametrize("silent", ["donates", "broken"])
 def test_who_may_not_donate_is_not_indexed(silent: str, managed: Managed) -> None:
     request = managed.request(DOCUMENT)
-    owner: Any = managed.tracked(request) if silent == "donates" else managed.pool.planner
+    owner: Any = managed.tracked(request) if silent == "donates" else managed.health
     setattr(owner, silent, silent == "broken")
     blocks = managed.named(request)
-    managed.pool.index_prefix(managed.tracked(request), request, ids(blocks))
-    assert len(managed.pool.index) == 0
+    managed.donors.index_prefix(managed.tracked(request), request.all_token_ids, ids(blocks))
+    assert len(managed.index) == 0
     assert exact(managed, request) == [0, 1, 2, 3]
 
 
@@ -189,15 +190,15 @@ def test_an_error_of_the_index_ends_the_donations_of_one_request(
         raise ArithmeticError
 
     with monkeypatch.context() as patch:
-        patch.setattr(managed.pool.index, "insert", fail)
+        patch.setattr(managed.index, "insert", fail)
         request = managed.request(DOCUMENT)
         managed.named(request)
     assert exact(managed, request) == [0, 1, 2, 3], "vLLM's own names do not depend on us"
     assert not managed.tracked(request).donates
-    assert not managed.pool.planner.broken
+    assert not managed.health.broken
     other = managed.request([*range(4)])
     managed.named(other)
-    assert len(managed.pool.index) == 1
+    assert len(managed.index) == 1
 
 
 def test_a_prefix_donates_in_the_namespace_that_meets_it(
@@ -206,11 +207,16 @@ def test_a_prefix_donates_in_the_namespace_that_meets_it(
     blocks = ids(managed.computed(DOCUMENT))
     other = managed.request(DOCUMENT, OPTIONS | {"extra_keys": "others"})
     tracked = managed.tracked(other)
-    assert managed.pool.index.missing(tracked.namespace, np.array(blocks)).tolist() == [0, 1, 2, 3]
-    managed.pool.index_prefix(tracked, other, blocks)
-    assert managed.pool.index.missing(tracked.namespace, np.array(blocks)).size == 0
+    assert managed.index.missing(tracked.prompt.namespace, np.array(blocks)).tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    managed.donors.index_prefix(tracked, other.all_token_ids, blocks)
+    assert managed.index.missing(tracked.prompt.namespace, np.array(blocks)).size == 0
     calls = inserted(managed, monkeypatch)
-    managed.pool.index_prefix(tracked, other, blocks)
+    managed.donors.index_prefix(tracked, other.all_token_ids, blocks)
     assert calls == [], "what is known is not told again"
 
 
@@ -240,7 +246,7 @@ def test_a_block_freed_before_it_was_computed_loses_its_name_unless_others_hold_
         managed.pool.touch(blocks[:2])
     managed.pool.free_blocks(iter(reversed(blocks)))
     assert exact(managed, request) == ([0, 1] if shared else [])
-    assert len(managed.pool.index) == (2 if shared else 0)
+    assert len(managed.index) == (2 if shared else 0)
     assert managed.pool.num_free_blocks() == 31 - (2 if shared else 0)
 
 
@@ -276,46 +282,46 @@ def test_room_beside_blocks_is_without_those_in_the_queue(managed: Managed) -> N
     blocks = managed.computed(DOCUMENT)
     managed.pool.touch(blocks[:1])
     free = managed.pool.num_free_blocks()
-    assert managed.pool.room_beside(ids(blocks), 0) == free - 3
+    assert managed.pool.room_beside(ids(blocks)) == free - 3
 
 
-def test_room_beside_blocks_is_made_of_frozen_ones(managed: Managed) -> None:
+def test_room_beside_donors_is_made_of_frozen_ones(managed: Managed) -> None:
     donors = managed.computed(DOCUMENT)
     managed.freeze("old", 3)
     managed.freeze("new", 3)
     managed.pool.touch(donors)
     managed.hold_all_but(2)
     managed.pool.free_blocks(donors)
-    assert managed.pool.room_beside(ids(donors), 2) == 2
+    assert managed.planner._room_beside(ids(donors), 2) == 2
     assert managed.warm == {"old", "new"}
-    assert managed.pool.room_beside(ids(donors), 3) == 5
+    assert managed.planner._room_beside(ids(donors), 3) == 5
     assert managed.warm == {"new"}
-    assert managed.pool.room_beside(ids(donors), 9) == 5, "all that is frozen would not do"
+    assert managed.planner._room_beside(ids(donors), 9) == 5, "all that is frozen would not do"
     assert managed.warm == {"new"}
 
 
-@pytest.mark.parametrize(("wanted", "made"), [(2, False), (3, True), (8, True), (9, False)])
-def test_nothing_is_given_back_for_nothing(wanted: int, made: bool, managed: Managed) -> None:
+@pytest.mark.parametrize(("missing", "made"), [(0, False), (1, True), (6, True), (7, False)])
+def test_nothing_is_evicted_for_nothing(missing: int, made: bool, managed: Managed) -> None:
     managed.freeze("old", 3)
     managed.freeze("new", 3)
     managed.hold_all_but(2)
-    assert managed.pool.make_room(wanted) is made
+    assert managed.pool.make_room(missing) is made
     assert (managed.warm != {"old", "new"}) is made
 
 
 def test_frozen_blocks_that_a_request_holds_make_no_room(managed: Managed) -> None:
     managed.freeze("read", 3)
-    managed.pool.touch([managed.pool.blocks[i] for i in managed.pool.frozen._of_block])
+    managed.pool.touch([managed.pool.blocks[i] for i in managed.frozen._of_block])
     managed.hold_all_but(2)
-    assert not managed.pool.make_room(3)
+    assert not managed.pool.make_room(1)
     assert managed.warm == {"read"}
 
 
 def test_a_closed_step_has_no_free_block_but_they_are_there(managed: Managed) -> None:
-    managed.pool.planner._closed = True
+    managed.pool._budget.close()
     assert managed.pool.get_num_free_blocks() == 0
     assert managed.pool.num_free_blocks() == 31
-    managed.pool.planner._closed = False
+    managed.side.take_plans()
     assert managed.pool.get_num_free_blocks() == 31
 
 
@@ -333,7 +339,8 @@ def test_under_pressure_frozen_blocks_go_when_a_step_ends() -> None:
 
 
 def part(managed: Managed, request: Any, first_token: int, blocks: list[int]) -> Any:
-    return managed.pool.frozen_part(managed.tracked(request), first_token, blocks)
+    order = FreezeOrder("document", 0, 1, first_token)
+    return managed.freezing.part(managed.tracked(request).prompt, order, blocks)
 
 
 def finished(managed: Managed, tokens: list[int] | None = None) -> tuple[Any, list[int]]:
@@ -350,7 +357,7 @@ def test_a_part_is_every_full_block_with_one_of_its_tokens(
     request, blocks = finished(managed, [*DOCUMENT, 1])
     found = part(managed, request, first_token, [*blocks, 31])
     assert found.block_ids == blocks[first:]
-    assert found.namespace == managed.tracked(request).namespace
+    assert found.namespace == managed.tracked(request).prompt.namespace
     window = np.array(DOCUMENT[middle * SIZE : (middle + 1) * SIZE], np.int32)
     assert found.probe == int(window_hashes(window, SIZE)[0])
 
@@ -365,7 +372,7 @@ def test_what_cannot_be_frozen(managed: Managed) -> None:
     request, blocks = finished(managed)
     with pytest.raises(ValueError, match="no full block holds a token from 16 on"):
         part(managed, request, 4 * SIZE, blocks)
-    managed.pool.index.remove(blocks[2])
+    managed.index.remove(blocks[2])
     with pytest.raises(ValueError, match="a block is not indexed"):
         part(managed, request, 0, blocks)
     managed.pool.evict_blocks({blocks[2]})
@@ -384,58 +391,64 @@ def test_what_cannot_be_frozen(managed: Managed) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "act"),
     [
-        ("index", "remove", lambda pool, block: pool.evict_blocks({block})),
-        ("frozen", "lost", lambda pool, block: pool.evict_blocks({block})),
-        ("frozen", "relieve", lambda pool, block: pool.begin_step()),
-        ("frozen", "reset", lambda pool, block: pool.reset_prefix_cache()),
-        ("frozen", "make_free", lambda pool, block: pool.make_room(31)),
+        ("index", "remove", lambda managed, block: managed.pool.evict_blocks({block})),
+        ("index", "begin_step", lambda managed, block: managed.side.take_plans()),
+        ("index", "clear", lambda managed, block: managed.pool.reset_prefix_cache()),
+        ("frozen", "lost", lambda managed, block: managed.pool.evict_blocks({block})),
+        ("frozen", "relieve", lambda managed, block: managed.side.take_plans()),
+        ("frozen", "reset", lambda managed, block: managed.pool.reset_prefix_cache()),
+        ("frozen", "make_free", lambda managed, block: managed.pool.make_room(3)),
     ],
 )
 def test_an_error_over_what_all_share_ends_reuse_and_not_vllm(
-    owner: str, name: str, act: Callable[..., Any], managed: Managed, monkeypatch: Patch
+    owner: str,
+    name: str,
+    act: Callable[..., Any],
+    managed: Managed,
+    monkeypatch: Patch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     [block, *_] = ids(managed.computed(DOCUMENT))
     managed.freeze("document", 3)
-    told: list[str] = []
-    monkeypatch.setattr(managed.pool.planner, "break_down", told.append)
 
     def fail(*_: Any, **__: Any) -> None:
         raise ArithmeticError
 
-    monkeypatch.setattr(getattr(managed.pool, owner), name, fail)
-    act(managed.pool, block)
-    assert len(told) == 1
-    if act.__code__.co_names == ("evict_blocks",):
+    monkeypatch.setattr(getattr(managed, owner), name, fail)
+    act(managed, block)
+    assert managed.health.broken
+    assert caplog.text.count("is off until the prefix cache is reset") == 1
+    if act.__code__.co_names[-1] == "evict_blocks":
         assert managed.pool.blocks[block].block_hash is None, "vLLM's own names are gone"
 
 
 def test_a_broken_index_is_not_asked(managed: Managed, monkeypatch: Patch) -> None:
     blocks = managed.computed(DOCUMENT)
-    managed.pool.planner.broken = True
-    monkeypatch.setattr(managed.pool.index, "remove", lambda block: pytest.fail("it was asked"))
+    managed.health.broken = True
+    monkeypatch.setattr(managed.index, "remove", lambda block: pytest.fail("it was asked"))
     managed.pool.evict_blocks(set(ids(blocks)))
 
 
 def test_a_reset_makes_everything_anew(managed: Managed) -> None:
     request = managed.request(DOCUMENT)
     blocks = managed.named(request)
-    managed.pool.planner.broken = True
+    managed.health.broken = True
     managed.freeze("document", 3)
     assert not managed.pool.reset_prefix_cache(), "a request holds blocks"
     assert managed.warm == {"document"}
-    assert managed.pool.planner.broken
+    assert managed.health.broken
     managed.pool.free_blocks(blocks)
     assert managed.pool.reset_prefix_cache()
     assert managed.warm == set()
-    assert not managed.pool.planner.broken
+    assert not managed.health.broken
     assert not managed.pool._fresh
-    assert len(managed.pool.index) == 0
+    assert len(managed.index) == 0
     assert managed.pool.num_free_blocks() == 31
 
 
 def test_a_pool_is_adopted_once(managed: Managed) -> None:
     with pytest.raises(RuntimeError, match="found SegmentBlockPool; another plugin has replaced"):
-        SegmentBlockPool.adopt(managed.pool)
+        SegmentBlockPool.adopt(managed.pool, managed.pool.group)
 
 
 def test_approximate_names_are_no_hashes_of_tokens(managed: Managed) -> None:

@@ -42,6 +42,12 @@ class Engine:
         """The block pool."""
         return self.scheduler.kv_cache_manager.block_pool
 
+    @property
+    def index(self) -> Any:
+        """The segment index; None in a plain engine."""
+        connector = self.scheduler.connector
+        return None if connector is None else connector.scheduler_side._index
+
     def ask(
         self, *prompts: list[int], options: dict[str, Any] | None = None, **sampling: Any
     ) -> list[Answer]:
@@ -73,9 +79,9 @@ class Engine:
         pool = self.pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still held"
         assert all(b.ref_cnt == 0 for b in pool.blocks if not b.is_null)
-        if hasattr(pool, "index"):
-            pool.index.check_integrity()
-            assert all(b.block_hash is not None for b in pool.blocks if b.block_id in pool.index)
+        if self.index is not None:
+            self.index.check_integrity()
+            assert all(b.block_hash is not None for b in pool.blocks if b.block_id in self.index)
 
 
 def _answer(output: Any, number: int = 0) -> Answer:

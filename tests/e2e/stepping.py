@@ -54,8 +54,8 @@ def check_pool(running: Engine) -> None:
     counts = {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt and not b.is_null}
     assert counts == held
     assert pool.get_num_free_blocks() + len(held) == pool.num_gpu_blocks - 1
-    assert all(b.block_hash is not None for b in pool.blocks if b.block_id in pool.index)
-    pool.index.check_integrity()
+    assert all(b.block_hash is not None for b in pool.blocks if b.block_id in running.index)
+    running.index.check_integrity()
 
 
 def abort(running: Engine, request_id: str) -> None:

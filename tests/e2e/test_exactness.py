@@ -87,9 +87,7 @@ def test_a_shift_by_zero_in_the_same_context_equals_prefix_caching(reusing: Engi
     # Without its first block the prefix is lost to vLLM; the rest still lies where it belongs.
     reusing.reset()
     reusing.ask(document, options=NAMESPACE, max_tokens=1)
-    first = next(
-        b for b in reusing.pool.blocks if b.block_hash and b.block_id in reusing.pool.index
-    )
+    first = next(b for b in reusing.pool.blocks if b.block_hash and b.block_id in reusing.index)
     reusing.pool.evict_blocks({first.block_id})
     by_segment = reusing.ask(question, options=SHIFT)[0]
     assert by_segment.report["prefix_tokens"] == 0

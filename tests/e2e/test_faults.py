@@ -25,9 +25,9 @@ NOISE = 2e-3  # of float32
 # What runs before vLLM has allocated a request's blocks.
 DECIDING = {
     "cache.planner.Planner.decide": SHIFT,
-    "cache.planner.find_matches": SHIFT,
-    "cache.planner.reused_mask": SHIFT,
-    "cache.tracked.window_hashes": SHIFT,
+    "cache.finder.find_matches": SHIFT,
+    "pieces.Pieces.reused": SHIFT,
+    "cache.prompt.window_hashes": SHIFT,
     "compat.block_pool.SegmentBlockPool.prefix_state": SHIFT,
     "compat.block_pool.SegmentBlockPool.resident_blocks": EXACT,
     "compat.block_pool.SegmentBlockPool.room_beside": SHIFT,
@@ -37,11 +37,11 @@ DECIDING = {
 # What runs when a request arrives, has got its blocks, or ends.
 ELSEWHERE = [
     "scheduler.parse_request",
-    "scheduler.namespace_key",
-    "scheduler.SchedulerSide._bypass",
+    "scheduler.namespace_of",
+    "scheduler.bypass_reason",
     "cache.planner.Planner.add",
-    "compat.block_pool.SegmentBlockPool.index_prefix",
-    "scheduler.SchedulerSide._count",
+    "cache.donors.Donors.index_prefix",
+    "accounts.Accounts._count",
     "cache.planner.Report",
     "cache.planner.Planner.remove",
 ]

@@ -166,7 +166,7 @@ def test_21_donors_first_in_line_for_eviction_are_held(reusing: Engine, text: Pr
 
     reusing.reset()
     reusing.ask(document, options=NAMESPACE, max_tokens=1)
-    blocks = [b.block_id for b in reusing.pool.blocks if b.block_id in reusing.pool.index]
+    blocks = [b.block_id for b in reusing.pool.blocks if b.block_id in reusing.index]
     reusing.ask(text.tokens(19 * BLOCK_SIZE - 8))
     reusing.ask(text.tokens(11 * BLOCK_SIZE - 8))
     queue = [b.block_id for b in reusing.pool.free_block_queue.get_all_free_blocks()]
@@ -198,7 +198,7 @@ def test_23_donors_that_fill_the_pool_make_room(reusing: Engine, text: Prompts) 
     documents = [text.tokens(13 * BLOCK_SIZE) for _ in range(3)]
     for document in documents:
         reusing.ask(document, options=NAMESPACE, max_tokens=1)
-    assert len(reusing.pool.index) == 39
+    assert len(reusing.index) == 39
     prompts = [text.tokens(3) + document + text.tokens(9) for document in documents * 2]
     for i, prompt in enumerate(prompts):
         submit(reusing, str(i), prompt, SHIFT)

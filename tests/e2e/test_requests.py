@@ -37,7 +37,7 @@ def ingest(reusing: Engine, *documents: list[int]) -> None:
 def test_07_without_extra_keys_nothing_is_reused_or_donated(reusing: Engine, text: Prompts) -> None:
     document = text.tokens(200)
     reusing.ask(document)
-    assert len(reusing.pool.index) == 0
+    assert len(reusing.index) == 0
     assert reusing.ask(text.around(document), options=SHIFT)[0].report["reused_tokens"] == 0
     reusing.reset()
     ingest(reusing, document)
@@ -255,7 +255,7 @@ def test_ended_requests_give_their_namespaces_back(reusing: Engine, text: Prompt
 def test_26_reset_empties_the_index(reusing: Engine, text: Prompts) -> None:
     document = text.tokens(256)
     ingest(reusing, document)
-    assert len(reusing.pool.index) == 8
+    assert len(reusing.index) == 8
     reusing.reset()
-    assert len(reusing.pool.index) == 0
+    assert len(reusing.index) == 0
     assert reusing.ask(text.around(document), options=SHIFT)[0].report["reused_tokens"] == 0

@@ -46,7 +46,7 @@ def test_18_ngram_speculation_works_beside_reuse() -> None:
 
 def check_donors(running: Engine, sequences: list[list[int]]) -> None:
     """Drafts that were rejected are in no indexed block."""
-    index = running.pool.index
+    index = running.index
     assert len(index) > 20
     for block in (b.block_id for b in running.pool.blocks if b.block_id in index):
         position = int(index.nodes[block]["position"])

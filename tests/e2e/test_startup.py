@@ -101,7 +101,7 @@ def test_34_with_lora_enabled_requests_are_bypassed() -> None:
         answer = running.ask(text.around(document), options=NAMESPACE)[0]
         assert answer.report["bypass_reason"] == "lora"
         assert answer.report["reused_tokens"] == 0
-        assert len(running.pool.index) == 0
+        assert len(running.index) == 0
 
 
 def test_the_proof_fits_a_model_with_few_positions() -> None:

@@ -97,7 +97,7 @@ class FakeEngine:
             "frozen": pool.num_frozen,
             "limit": pool.limit,
             "block_size": BLOCK_SIZE,
-            "given_back": pool.given_back,
+            "given_back": pool.num_evicted,
             "warm": {name: list(entry) for name, entry in pool.warm().items()},
             "uses": {name: list(use) for name, use in pool.take_uses().items()},
             "wanted": pool.wanted(),

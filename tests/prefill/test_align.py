@@ -14,7 +14,7 @@ from vllm_segreuse.kernels import reference
 from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.rope import DeltaRope
-from vllm_segreuse.plan import Recipe, ReusePlan
+from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import align as align_module
 from vllm_segreuse.prefill.align import Aligner, token_copies
 
@@ -61,7 +61,7 @@ def plans(draw: st.DrawFn) -> list[ReusePlan]:
                 start,
                 stop,
                 np.zeros(stop - start, np.int32),
-                np.array(pieces, np.int32).reshape(-1, 5),
+                Pieces.from_table(pieces),
                 recipe,
                 [],
                 0,
@@ -75,7 +75,7 @@ def copies_of(made: list[ReusePlan]) -> list[Copy]:
     """Token by token, as the pieces say."""
     copies = []
     for plan in made:
-        for destination, length, block, offset, position in plan.pieces.tolist():
+        for destination, length, block, offset, position in plan.pieces.rows():
             for i in range(length):
                 to = destination + i
                 slot = int(plan.block_ids[to // BLOCK_SIZE]) * BLOCK_SIZE + to % BLOCK_SIZE

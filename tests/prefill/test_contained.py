@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_segreuse.plan import Recipe, ReusePlan
+from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import contained
 from vllm_segreuse.prefill.waves import finish
 
@@ -21,7 +21,7 @@ from vllm_segreuse.prefill.waves import finish
 def plan(name: str = "request") -> ReusePlan:
     """Eight tokens of which half are reused."""
     always = np.arange(8) < 4
-    pieces = np.array([[4, 4, 1, 0, 0]], np.int32)
+    pieces = Pieces.from_table([(4, 4, 1, 0, 0)])
     return ReusePlan(
         name, 0, 8, np.arange(8, dtype=np.int32), pieces, Recipe.without_choice(always), [1], 0
     )

@@ -196,7 +196,7 @@ def test_copies_and_passes_are_what_the_loop_makes_of_them(
     expected = []
     for each in plans:
         kv = world.kv(each)
-        for to, length, block, offset, _ in each.pieces.tolist():
+        for to, length, block, offset, _ in each.pieces.rows():
             for i in range(length):
                 at = block + (offset + i) // SIZE, (offset + i) % SIZE
                 for layer, cache in enumerate(world.caches):

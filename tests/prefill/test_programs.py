@@ -18,6 +18,7 @@ from vllm_segreuse.plan import (
     Deviation,
     Fixed,
     Gather,
+    Pieces,
     Probed,
     Program,
     Recipe,
@@ -59,7 +60,7 @@ def plan(
     probing[new if probes is None else probes] = True
     recipe = Recipe(program, always, probing, top_k)
     blocks = np.arange(first, first + TOKENS // SIZE, dtype=np.int32)
-    pieces = np.empty((0, 5), np.int32)
+    pieces = Pieces.from_table([])
     return ReusePlan(
         f"from {first}", 0, TOKENS, np.zeros(TOKENS, np.int32), pieces, recipe, [], 0, blocks
     )

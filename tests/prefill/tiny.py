@@ -22,7 +22,7 @@ from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack
-from vllm_segreuse.plan import Fixed, Program, Recipe, ReusePlan
+from vllm_segreuse.plan import Fixed, Pieces, Program, Recipe, ReusePlan
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.align import Aligner
@@ -299,7 +299,7 @@ def make_plan(
         start,
         start + count,
         token_ids.astype(np.int32),
-        np.array(pieces or np.empty((0, 5)), np.int32),
+        Pieces.from_table(pieces or []),
         recipe,
         donor_blocks=[],
         donor_depth=0,

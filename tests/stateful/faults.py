@@ -45,9 +45,9 @@ class Faults:
         self._wrap(side, "_recipe", "recipe")
         self._wrap(pool, "prefix_state", "prefix")
         self._wrap(pool, "pin", "pin")
-        self._wrap(pool.index, "insert", "insert")
-        self._wrap(pool.index, "missing", "missing")
-        self._wrap(world.side._stats, "count_tokens", "count")
+        self._wrap(world.index, "insert", "insert")
+        self._wrap(world.index, "missing", "missing")
+        self._wrap(world.scheduler.connector._stats, "count_tokens", "count")
         self._wrap(side._namespaces, "release", "release", before=False)
         allocate = world.manager.allocate_slots
 

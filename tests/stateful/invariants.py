@@ -31,10 +31,10 @@ def check(world: World) -> None:
 def check_idle(world: World) -> None:
     """Nothing runs: nothing is held, nothing is remembered of anybody."""
     pool = world.pool
-    free, frozen = pool.get_num_free_blocks(), pool.frozen.num_frozen
+    free, frozen = pool.get_num_free_blocks(), world.frozen.num_frozen
     assert free + frozen == pool.num_gpu_blocks - 1, "blocks are still held"
     assert not world.side._planner._requests, "requests that ended are still tracked"
-    references = sum(world.side._namespaces._references) - pool.frozen.namespaces().total()
+    references = sum(world.side._namespaces._references) - world.frozen.namespaces().total()
     assert references == world.lost_namespaces
 
 
@@ -48,7 +48,7 @@ def _check_references(world: World) -> None:
     assert not world.scheduler.deferred_frees, "frees are deferred, which nothing asked for"
     held = Counter(block.block_id for table in tables.values() for block in table)
     held.update(block.block_id for block in world.held)
-    held.update(list(world.pool.frozen._of_block))
+    held.update(list(world.frozen._of_block))
     pool = world.pool
     counts = {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt and not b.is_null}
     assert counts == held, f"references {counts}, but held are {dict(held)}"
@@ -63,12 +63,12 @@ def _check_planner(world: World) -> None:
     planner, namespaces = world.side._planner, world.side._namespaces
     assert not planner._pending, f"plans without blocks: {planner._pending.keys()}"
     assert not planner._ready, "plans that were not taken"
-    assert not planner._step_tokens, "compute of plans that are gone"
+    assert not planner._budget.tokens, "compute of plans that are gone"
     assert not planner.admission_closed, "admission is closed between steps"
     tracked = planner._requests.keys()
     assert tracked <= world.scheduler.requests.keys(), "requests that ended are tracked"
     references = sum(namespaces._references) - world.lost_namespaces
-    references -= world.pool.frozen.namespaces().total()
+    references -= world.frozen.namespaces().total()
     assert references == len(tracked), f"{references} references for {len(tracked)} requests"
 
 
@@ -99,9 +99,9 @@ def _check_exact_names(world: World) -> None:
 
 def _check_index(world: World) -> None:
     """What the index says of a block is what the block holds, and who knows it has seen it."""
-    if world.side._planner.broken:
+    if world.side._health.broken:
         return  # neither kept up to date nor read, until a reset empties it
-    index, worker, size = world.pool.index, world.worker, world.pool.hash_block_size
+    index, worker, size = world.index, world.worker, world.pool.hash_block_size
     entries = np.flatnonzero(index.nodes["born"])
     if not len(entries):
         return
@@ -131,14 +131,14 @@ def _check_index(world: World) -> None:
 def _check_frozen(world: World) -> None:
     """What is frozen is exact, indexed, and the text that was to be frozen."""
     pool = world.pool
-    pool.frozen.check_integrity()
-    for block in pool.frozen._of_block:
+    world.frozen.check_integrity()
+    for block in world.frozen._of_block:
         name = pool.blocks[block].block_hash
         assert name is not None, f"frozen block {block} has no name"
         assert not get_block_hash(name).startswith(_OWN_NAME), f"frozen block {block} is not exact"
-        assert block in pool.index, f"frozen block {block} is not indexed"
+        assert block in world.index, f"frozen block {block} is not indexed"
     longest = -(-world.scheduler.max_model_len // world.worker.block_size)
-    assert pool.num_gpu_blocks - 1 - pool.frozen.num_frozen >= min(
+    assert pool.num_gpu_blocks - 1 - world.frozen.num_frozen >= min(
         longest, pool.num_gpu_blocks - 1
     ), "the longest request does not fit beside frozen blocks"
 

@@ -109,7 +109,7 @@ class _Run:
         self.last = event
         self.result.counts["events"] += 1
         world = self._world
-        pool = [world.pool.get_num_free_blocks(), len(world.pool.index), len(world.live)]
+        pool = [world.pool.get_num_free_blocks(), len(world.index), len(world.live)]
         line = f"{event} {pool} {world.worker.copied_tokens}"
         self.result.digest = zlib.crc32(line.encode(), self.result.digest)
         if self._trace:

@@ -51,7 +51,7 @@ def test_23_frozen_blocks_go_before_anybody_is_preempted() -> None:
 def test_23_no_frozen_block_goes_for_a_request_that_has_to_wait_anyway() -> None:
     world = _frozen_world()
     world.hold(world.pool.get_num_free_blocks() - 4)  # 90 % of the blocks are not in use
-    world.pool.frozen._max_in_use = world.pool.num_gpu_blocks
+    world.frozen._max_in_use = world.pool.num_gpu_blocks
     world.add(Ask(tokens=[*range(100, 160)], max_tokens=1))
     world.step()
     assert world.side.frozen()["given_back"] == 0

@@ -336,7 +336,7 @@ class Worker:
         name, size = plan.request_id, self.block_size
         token = np.full(plan.num_tokens, -1, np.int32)
         position = np.full(plan.num_tokens, -1, np.int32)
-        for destination, length, block, offset, donor_position in plan.pieces.tolist():
+        for destination, length, block, offset, donor_position in plan.pieces.rows():
             where = f"{name}: {length} tokens at {destination} from block {block}+{offset}"
             assert block in plan.donor_blocks, f"{where}: the block is not among the pinned"
             assert block not in written, f"{where}: the block is written in the same step"

@@ -121,6 +121,7 @@ class World:
         self.manager = self.scheduler.kv_cache_manager
         self.pool: Any = self.manager.block_pool
         self.side = self.scheduler.connector.scheduler_side
+        self.index, self.frozen = self.side._index, self.side._freezing.entries
         self.identities: dict[str, tuple[Identity, int]] = {}
         self.worker = Worker(setup.num_blocks, SIZE, self.identities, self.scheduler.requests)
         self.held: list[Any] = []
@@ -216,8 +217,8 @@ class World:
         if preempt:
             self.release()
         done = self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
-        assert not done or not len(self.pool.index), "a reset left segments behind"
-        assert not done or not self.pool.frozen.num_frozen, "a reset left blocks frozen"
+        assert not done or not len(self.index), "a reset left segments behind"
+        assert not done or not self.frozen.num_frozen, "a reset left blocks frozen"
         assert done or not preempt, "a reset failed although nothing ran"
         return done
 
@@ -278,7 +279,7 @@ class World:
         """
         invariants.check(self)
         if thorough:
-            self.pool.index.check_integrity()
+            self.index.check_integrity()
 
     def drain(self) -> None:
         """Everything ends, in a bounded number of steps, and leaves nothing behind."""

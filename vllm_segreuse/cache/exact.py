@@ -14,8 +14,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_segreuse.cache.matcher import BLOCK, DESTINATION, LENGTH, POSITION, Matches
-from vllm_segreuse.plan import IntArray
+from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.plan import IntArray, Pieces
+
+
+class ResidentFinder:
+    """Whole blocks of the prompt's own prefix, by vLLM's names for them.
+
+    Nothing is prepared and nothing remembered: a search is as quick as vLLM's own prefix lookup.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    is_exact = True
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def prepare(self, prompt: Prompt) -> None:
+        pass
+
+    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
+        return None
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        first = -(-start // self._block_size)
+        last = max(first, stop // self._block_size)
+        return resident_matches(prompt.resident_blocks(first, last), first, self._block_size)
+
+    def plan_stop(self, matches: Matches, stop: int) -> int:
+        """What follows is vLLM's own work, as behind a prefix hit that ends here."""
+        return matches.pieces.stop
 
 
 def resident_matches(block_ids: IntArray, first_block: int, block_size: int) -> Matches:
@@ -28,9 +59,8 @@ def resident_matches(block_ids: IntArray, first_block: int, block_size: int) -> 
         block_size: tokens per block.
     """
     resident = np.flatnonzero(block_ids >= 0)
-    pieces = np.zeros((resident.size, 5), np.int32)
-    pieces[:, DESTINATION] = pieces[:, POSITION] = (first_block + resident) * block_size
-    pieces[:, LENGTH] = block_size
-    pieces[:, BLOCK] = block_ids[resident]
+    here = (first_block + resident) * block_size
+    length, offset = np.full_like(here, block_size), np.zeros_like(here)
+    pieces = Pieces.from_table(np.stack((here, length, block_ids[resident], offset, here), axis=1))
     runs = int(np.count_nonzero(np.diff(resident) > 1)) + int(resident.size > 0)
     return Matches(pieces, resident.size * block_size, runs, max_depth=0)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen blocks: KV that stays in GPU memory because the frozen pool holds a reference on it.
 
-    add ──► warm ──┬─ release: nobody wants it any more
-                   ├─ give back, under pressure: watched; returns when a prompt brings its text
-                   └─ reset, sleep, new weights: forgotten until somebody adds it again
+    add ──► warm ──┬─ release: it was deleted
+                   ├─ eviction, under pressure: watched; returns when a prompt contains its text
+                   └─ reset, sleep, new weights: forgotten until it is added again
 
 Nothing else about a frozen block is special: it is an ordinary block of vLLM's pool, with its exact
 name and its place in the segment index, and serves prefix hits and segments alike. An entry is what
-is frozen and given back as a whole (the text of a document); a long one comes in several parts,
+is frozen and evicted as a whole (the text of a document); a long one consists of several parts,
 each computed by a request of its own.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.plan import FreezeOrder
 
-if TYPE_CHECKING:  # numba, which it loads, has no business in API servers
+if TYPE_CHECKING:  # API servers do without numba, which it loads
     from vllm_segreuse.cache.rolling_hash import HashArray
 
 
@@ -35,7 +35,7 @@ class BlockReferences(Protocol):
         """Take a reference on each block."""
 
     def unpin(self, block_ids: list[int]) -> None:
-        """Give a reference on each block back."""
+        """Release a reference on each block."""
 
     def references(self, block_id: int) -> int:
         """References on a block, whoever holds them."""
@@ -51,7 +51,7 @@ class FrozenPart(NamedTuple):
         namespace: id in the `NamespaceTable`; the pool holds a reference on it.
         block_ids: blocks with tokens of the part, in order.
         probe: hash of a window of one block's length in the middle of the part; a prompt that has
-            it brings the entry's text. None: the part is too short for one.
+            it contains the entry's text. None: the part is too short for one.
     """
 
     namespace: int
@@ -94,7 +94,7 @@ class _Entry:
 
 @dataclass
 class _Watched:
-    """An entry that was given back."""
+    """An entry that was evicted."""
 
     namespace: int
     probe: int
@@ -110,8 +110,8 @@ class FrozenPool:
         namespaces: where the namespaces of the entries are interned.
         num_blocks: blocks of the pool that requests can have.
         limit: most blocks that may be frozen.
-        pressure: share of the blocks in use above which entries are given back.
-        returns: whether entries that were given back are watched for.
+        pressure: share of the blocks in use above which entries are evicted.
+        returns: whether entries that were evicted are watched for.
         clock: seconds; entries used longest ago go first.
     """
 
@@ -127,7 +127,7 @@ class FrozenPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.limit = max(0, min(limit, num_blocks))
-        self.given_back = 0
+        self.num_evicted = 0
         self._blocks = blocks
         self._namespaces = namespaces
         self._max_in_use = int(pressure * num_blocks)
@@ -143,9 +143,14 @@ class FrozenPool:
         """Distinct blocks that the pool holds."""
         return len(self._of_block)
 
-    def holds(self, block_id: int) -> bool:
-        """Whether the pool holds a reference on the block."""
-        return block_id in self._of_block
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return self._blocks.num_free_blocks()
+
+    def is_sole_holder(self) -> bool:
+        """Whether nobody else holds a block."""
+        return self.num_free + self.num_reclaimable() == self.num_blocks
 
     def add(self, order: FreezeOrder, part: FrozenPart) -> bool:
         """Freeze a part of an entry. Doing so twice changes nothing.
@@ -188,7 +193,7 @@ class FrozenPool:
                 self._uses.pop(name, None)
 
     def reset(self) -> None:
-        """Let go of everything, and watch for nothing: the KV is about to become invalid."""
+        """Release everything, and watch for nothing: the KV is about to become invalid."""
         with ExitStack() as each:
             for name in list(self._entries):
                 each.callback(self._drop, name)
@@ -198,7 +203,7 @@ class FrozenPool:
     def lost(self, block_id: int) -> None:
         """vLLM takes a block's names away although it is frozen: its entries are cold."""
         for name in list(self._of_block.get(block_id, ())):
-            self._give_back(name)
+            self._evict(name)
 
     def used(self, block_ids: Iterable[int]) -> None:
         """A request reuses blocks, as donors or as its prefix."""
@@ -227,13 +232,13 @@ class FrozenPool:
     # Pressure.
 
     def relieve(self) -> None:
-        """Give entries back until no more blocks are in use than the pressure allows."""
-        excess = self.num_blocks - self._blocks.num_free_blocks() - self._max_in_use
+        """Evict entries until no more blocks are in use than the pressure allows."""
+        excess = self.num_blocks - self.num_free - self._max_in_use
         if excess > 0 and self._entries:
             self.make_free(excess)
 
     def make_free(self, count: int) -> int:
-        """Give entries back until `count` blocks have become free, or none is left.
+        """Evict entries until `count` blocks have become free, or none is left.
 
         First those that the fewest running requests hold, which frees most; among equals the one
         that was used longest ago.
@@ -241,18 +246,18 @@ class FrozenPool:
         Returns:
             Blocks that became free.
         """
-        before = self._blocks.num_free_blocks()
+        before = self.num_free
         freed = 0
         if count > 0:
             for name in sorted(self._entries, key=self._rank):
-                self._give_back(name)
-                freed = self._blocks.num_free_blocks() - before
+                self._evict(name)
+                freed = self.num_free - before
                 if freed >= count:
                     break
         return freed
 
     def num_reclaimable(self) -> int:
-        """Blocks that nobody else holds: free if all entries were given back."""
+        """Blocks that nobody else holds: free if all entries were evicted."""
         return sum(self._blocks.references(block) == 1 for block in self._of_block)
 
     # Return.
@@ -272,7 +277,7 @@ class FrozenPool:
 
     def wanted(self) -> list[str]:
         """Entries to be computed again: wanted, and returning without any pressure."""
-        room = self._blocks.num_free_blocks() - (self.num_blocks - self._max_in_use)
+        room = self.num_free - (self.num_blocks - self._max_in_use)
         names = []
         for name, entry in self._watched.items():
             if entry.is_wanted and entry.num_blocks <= room:
@@ -311,7 +316,7 @@ class FrozenPool:
         firsts = {part.block_ids[0] for part in entry.parts if part}
         return sum(self._blocks.references(block) - 1 for block in firsts)
 
-    def _give_back(self, name: str) -> None:
+    def _evict(self, name: str) -> None:
         entry = self._entries[name]
         whole = entry.is_whole
         probed = next((p for p in entry.parts if p is not None and p.probe is not None), None)
@@ -320,7 +325,7 @@ class FrozenPool:
             self._namespaces.acquire(probed.namespace)
             self._watched[name] = _Watched(probed.namespace, probed.probe, num_blocks)
         self._drop(name)
-        self.given_back += 1
+        self.num_evicted += 1
 
     def _drop(self, name: str) -> None:
         entry = self._entries.pop(name, None)

@@ -209,17 +209,9 @@ class SegmentIndex:
         self._allocate()
         self.version += 1
 
-    def is_fresh(self, block_id: int) -> bool:
-        """Whether the block was first inserted in this step: named by vLLM, not computed yet."""
-        return 0 <= block_id < self.num_blocks and bool(self._born[block_id] == self.step)
-
     def population(self, namespace: int) -> int:
         """Number of blocks known in a namespace."""
         return int(self._population[namespace]) if namespace < self._population.size else 0
-
-    def holds(self, namespace: int, block_id: int) -> bool:
-        """Whether the block is known in a namespace."""
-        return block_id in self and not self.missing(namespace, np.array([block_id])).size
 
     def missing(self, namespace: int, block_ids: IntArray) -> IntArray:
         """Indices, ascending, of the block ids that are not known in a namespace.

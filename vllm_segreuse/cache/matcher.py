@@ -27,6 +27,7 @@ from vllm_segreuse.cache.rolling_hash import (
     window_anchors,
     window_hashes,
 )
+from vllm_segreuse.plan import Pieces
 
 # Bounds of the work per choice. A passage cached more often than this loses nothing but the
 # chance of a still better donor.
@@ -34,7 +35,7 @@ MAX_CANDIDATES = 32  # eligible donors compared
 MAX_VISITED = 8 * MAX_CANDIDATES  # entries looked at, eligible or not
 MAX_CONTEXT_TOKENS = 1024  # left context compared
 
-# Columns of `Matches.pieces`.
+# Columns of the table that the loops below fill; see `Pieces`.
 DESTINATION, LENGTH, BLOCK, OFFSET, POSITION = range(5)
 
 
@@ -42,16 +43,13 @@ class Matches(NamedTuple):
     """What of a prompt can be copied from where.
 
     Attributes:
-        pieces: int32 `[n, 5]`, ordered by destination, not overlapping. Each lies inside one donor
-            block: destination (position in the prompt), length (tokens), donor block id, offset
-            inside the donor block, position of the donor's first *copied* token in its own
-            sequence (so the shift is destination - position).
+        pieces: the copies.
         num_tokens: tokens covered.
         num_segments: maximal runs, contiguous in the prompt and in the donor's sequence.
         max_depth: deepest provenance used; 0 if only exact blocks are.
     """
 
-    pieces: IntArray
+    pieces: Pieces
     num_tokens: int
     num_segments: int
     max_depth: int
@@ -107,9 +105,10 @@ def find_matches(
         start,
         stop,
     )
-    return Matches(
-        *_assemble(index.nodes, index.tokens, groups, tokens, start, stop, index.step, max_depth)
+    table, num_tokens, num_segments, depth = _assemble(
+        index.nodes, index.tokens, groups, tokens, start, stop, index.step, max_depth
     )
+    return Matches(Pieces.from_table(table), num_tokens, num_segments, depth)
 
 
 def warm_up() -> None:
@@ -135,7 +134,10 @@ def _assemble(
     step: int,
     max_depth: int,
 ) -> tuple[IntArray, int, int, int]:
-    """The fields of `Matches`. Walks entries of one namespace, whose links never leave it."""
+    """The fields of `Matches`, its pieces as a table `[n, 5]`.
+
+    Walks entries of one namespace, whose links never leave it.
+    """
     block_size = block_tokens.shape[1]
     pieces = np.empty((stop - start, 5), np.int32)
     count, position = 0, start

@@ -5,9 +5,9 @@
               │  0: run without reuse
               └  None: ask again in a later step
 
-Work per step is bounded. Once a step's plans fill its compute budget, or many requests had to be
-looked at, admission is closed until the next step, as vLLM's own loop ends when its token budget is
-spent: the requests behind keep their order and are not even asked.
+Work per step is bounded. Once a step's plans fill its compute budget, or many prompts had to be
+looked up, admission is closed until the next step, as vLLM's own loop ends when its token budget is
+spent: the requests behind keep their order, and none of them is decided on.
 
 A plan pins its donor blocks from `decide` to `take_plans`, that is within one scheduling step:
 later steps run behind this one on the same stream, so no donor can be overwritten before it was
@@ -16,37 +16,29 @@ read. Plans whose allocation failed are dropped by `take_plans` and made anew wh
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_segreuse.cache.exact import resident_matches
-from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.matcher import Matches, find_matches
-from vllm_segreuse.cache.tracked import Memo, Report, TrackedRequest
-from vllm_segreuse.plan import IntArray, ReusePlan, reused_mask, segment_starts
-
-logger = logging.getLogger("vllm.segreuse")
-
-_LOOKUPS_PER_STEP = 16  # at about 0.5 ms each for a long prompt
+from vllm_segreuse.cache.budget import StepBudget
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.tracked import Report, TrackedRequest
+from vllm_segreuse.plan import ReusePlan
 
 
 class BlockPins(Protocol):
     """What the planner needs of the block pool."""
 
     def pin(self, block_ids: list[int]) -> None:
-        """Hold blocks: they are not given to anybody else while held."""
+        """Hold blocks: they are not allocated to anybody else while held."""
 
     def unpin(self, block_ids: list[int]) -> None:
-        """Let held blocks go."""
+        """Release held blocks."""
 
-    def room_beside(self, block_ids: list[int], wanted: int) -> int:
-        """Free blocks that would be left if the given blocks were pinned.
-
-        Should they be fewer than `wanted`, the pool may first give up what it can do without.
-        """
+    def room_beside(self, block_ids: list[int]) -> int:
+        """Free blocks that would be left if the given blocks were pinned."""
 
 
 class PrefixState(NamedTuple):
@@ -65,51 +57,55 @@ class Planner:
     """Makes plans for requests; one per engine.
 
     Args:
-        index: the virtual blocks.
+        requests: where those with extra keys are kept, by id, from arrival to end.
         pins: the block pool.
-        max_step_tokens: most tokens all plans of one step may compute (a single larger plan is
-            admitted alone and runs in several waves).
+        make_room: frees so many more blocks, if it can; returns whether blocks became free.
+        budget: of each step.
+        health: where errors over what all requests share end.
+        block_size: tokens per block.
         is_spread: whether a plan is to be carried out over several steps.
-        max_depth: deepest provenance that may donate.
-        on_match: called with the seconds each match took.
+        clock: seconds.
+        on_match: called with the seconds each search took.
+
+    Attributes:
+        enabled: kill switch. Off: no request reuses anything.
     """
 
     def __init__(
         self,
-        index: SegmentIndex,
+        requests: dict[str, TrackedRequest],
         pins: BlockPins,
-        max_step_tokens: int,
+        make_room: Callable[[int], bool],
+        budget: StepBudget,
+        health: Health,
+        block_size: int,
         is_spread: Callable[[ReusePlan], bool],
-        max_depth: int,
         clock: Callable[[], float],
         on_match: Callable[[float], None],
     ) -> None:
         self.enabled = True
-        self.broken = False
-        self._index = index
+        self._requests = requests
         self._pins = pins
-        self._max_step_tokens = max_step_tokens
+        self._make_room = make_room
+        self._budget = budget
+        self._health = health
+        self._block_size = block_size
         self._is_spread = is_spread
-        self._max_depth = max_depth
         self._clock = clock
         self._on_match = on_match
-        self._requests: dict[str, TrackedRequest] = {}
         self._pending: dict[str, TrackedRequest] = {}
         self._ready: list[TrackedRequest] = []
-        self._step_tokens = 0
-        self._step_lookups = 0
-        self._closed = False
 
     @property
     def admission_closed(self) -> bool:
         """Whether no further request may be admitted in this scheduling step."""
-        return self._closed
+        return self._budget.closed
 
     def add(self, tracked: TrackedRequest) -> None:
-        """A request with extra keys arrived; its prompt is hashed outside the scheduling loop."""
+        """A request with extra keys arrived; its search is prepared outside of `schedule()`."""
         self._requests[tracked.request_id] = tracked
-        if tracked.bypass is None and tracked.resident_blocks is None:
-            tracked.hashes(self._index.block_size)
+        if tracked.bypass is None:
+            tracked.finder.prepare(tracked.prompt)
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request, if it has extra keys and has not ended."""
@@ -138,17 +134,6 @@ class Planner:
             tracked.plan = tracked.awaited = None
             tracked.bypass = "reset"
 
-    def break_down(self, where: str) -> None:
-        """An error occurred over what all requests share; call it where the error is handled.
-
-        Nothing is reused until everything was forgotten. Plans that vLLM has allocated blocks for
-        are still carried out.
-        """
-        self.broken = True
-        logger.exception(
-            "segment reuse failed in %s, and is off until the prefix cache is reset", where
-        )
-
     def decide(
         self,
         tracked: TrackedRequest,
@@ -166,10 +151,9 @@ class Planner:
             prefix: looks the prefix hit up; called only if there is something to reuse.
 
         Returns:
-            `num_tokens - 1 - start`, or up to the end of the last resident block in the exact tier;
-            one more where a spread plan computes the last token, whose slot it then needs; 0 to run
-            without reuse, or not at all in this step if that closed admission; None to be asked
-            again in a later step.
+            Tokens up to the plan's end, as a rule `num_tokens - 1 - start`; one more where a spread
+            plan computes the last token, whose slot it then needs; 0 to run without reuse, or not
+            at all in this step if that closed admission; None to be asked again in a later step.
         """
         self._drop(tracked.request_id)
         tracked.plan, tracked.start = None, start
@@ -177,8 +161,7 @@ class Planner:
         tracked.reason = self._bypass_reason(tracked, stop - start)
         if tracked.reason is not None:
             return 0
-        full = self._step_tokens >= self._max_step_tokens
-        if self._closed or full or self._step_lookups >= _LOOKUPS_PER_STEP:
+        if self._budget.is_spent:
             return self._close()
         matches = self._match(tracked, start, stop)
         tracked.num_segments = matches.num_segments
@@ -187,21 +170,20 @@ class Planner:
             return 0
         state = prefix()
         if state.fresh:
-            self._step_lookups += 1
+            self._budget.lookups += 1
             return None
         plan = self._make_plan(tracked, matches, start, stop)
         plan.spread = self._is_spread(plan)
-        if self._step_tokens and self._step_tokens + _at_once(plan) > self._max_step_tokens:
+        if not self._budget.admits(_at_once(plan)):
             return self._close()
-        room = self._pins.room_beside(plan.donor_blocks, state.blocks_needed)
-        if room < state.blocks_needed:
+        if self._room_beside(plan.donor_blocks, state.blocks_needed) < state.blocks_needed:
             # Without the pins the donors themselves may make room: never wait for what may not
             # come.
             tracked.reason = "no_free_blocks"
             return 0
         self._pins.pin(plan.donor_blocks)
         self._pending[tracked.request_id] = tracked
-        self._step_tokens += _at_once(plan)
+        self._budget.tokens += _at_once(plan)
         tracked.plan = plan
         return plan.num_written if plan.spread else plan.num_tokens
 
@@ -216,7 +198,7 @@ class Planner:
         if plan is not None:
             plan.block_ids = np.asarray(block_ids, dtype=np.int32)
             self._ready.append(tracked)
-        start, prompt = tracked.start, len(tracked.tokens)
+        start, prompt = tracked.start, tracked.num_tokens
         if plan is None:
             return Report(start, 0, 0, prompt - start, 0, tracked.reason or "no_match")
         return Report(
@@ -226,121 +208,76 @@ class Planner:
             prompt - start - plan.num_reused,
             tracked.num_segments,
             None,
-            exact_tokens=plan.num_reused if tracked.resident_blocks is not None else 0,
+            exact_tokens=plan.num_reused if tracked.finder.is_exact else 0,
         )
 
     def take_plans(self) -> list[ReusePlan]:
         """End of the scheduling step: the plans to carry out. Nothing stays pinned."""
         plans = [t.plan for t in self._ready if t.plan is not None]
-        self._ready, self._closed = [], False
-        try:
-            self._end_step(plans)
-        except Exception:
-            self.break_down("the end of a step")
+        self._ready = []
+        with self._health.contained("the end of a step"):
+            for request_id in list(self._pending):
+                self._drop(request_id)
+            for plan in plans:
+                self._pins.unpin(plan.donor_blocks)
+        self._budget.begin_step()
         return plans
-
-    def _end_step(self, plans: list[ReusePlan]) -> None:
-        for request_id in list(self._pending):
-            self._drop(request_id)
-        for plan in plans:
-            self._pins.unpin(plan.donor_blocks)
-        self._step_tokens = self._step_lookups = 0
-        self._index.begin_step()
-
-    def donor_depths(self, tracked: TrackedRequest, first_block: int, count: int) -> IntArray:
-        """Provenance depth of consecutive blocks of a request; -1 where a block may not donate.
-
-        Exact blocks have depth 0. Behind a plan's start a block donates if every token of it was
-        computed at every layer, one deeper than the deepest donor of the plan.
-        """
-        plan = tracked.plan
-        if plan is None:
-            return np.zeros(count, dtype=np.int32)
-        size = self._index.block_size
-        first = first_block * size
-        computed = np.ones(count * size, dtype=np.bool_)
-        low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
-        if plan.spread:
-            # The token behind the plan is vLLM's to compute, in a step after the one that names it.
-            behind = max(plan.start + plan.num_written - first, 0)
-            computed[max(plan.stop - first, 0) : behind] = False
-        if low < high:
-            computed[low:high] = plan.recipe.settled[low + first - plan.start :][: high - low]
-        depth = plan.donor_depth + 1
-        whole = computed.reshape(count, size).all(axis=1)
-        depths = np.where(whole & (depth <= self._max_depth), depth, -1)
-        exact = np.arange(first_block, first_block + count) < plan.start // size
-        return np.where(exact, 0, depths).astype(np.int32)
 
     def _bypass_reason(self, tracked: TrackedRequest, available: int) -> str | None:
         if tracked.bypass is not None:
             return tracked.bypass
-        if self.broken:
+        if self._health.broken:
             return "error"
         if not self.enabled:
             return "disabled"
-        if available < max(tracked.min_reused_tokens, self._index.block_size):
+        if available < max(tracked.min_reused_tokens, self._block_size):
             return "too_few_tokens"
         return None
 
     def _close(self) -> int:
-        self._closed = True
+        self._budget.close()
         return 0
 
     def _match(self, tracked: TrackedRequest, start: int, stop: int) -> Matches:
-        if tracked.resident_blocks is not None:
-            return self._match_resident(tracked.resident_blocks, start, stop)
-        key = (start, stop, self._index.version)
-        if tracked.memo is None or tracked.memo.key != key:
+        matches = tracked.finder.remembered(tracked.prompt, start, stop)
+        if matches is None:
             began = self._clock()
-            hashes = tracked.hashes(self._index.block_size)
-            matches = find_matches(
-                self._index, tracked.namespace, tracked.tokens, hashes, start, stop, self._max_depth
-            )
+            matches = tracked.finder.find(tracked.prompt, start, stop)
             self._on_match(self._clock() - began)
-            self._step_lookups += 1
-            tracked.memo = Memo(key, matches)
-        return tracked.memo.matches
-
-    def _match_resident(
-        self, resident_blocks: Callable[[int, int], IntArray], start: int, stop: int
-    ) -> Matches:
-        """Not kept for the next step: it is as quick as vLLM's own lookup of the prefix."""
-        began = self._clock()
-        size = self._index.block_size
-        first = -(-start // size)
-        blocks = resident_blocks(first, max(first, stop // size))
-        self._on_match(self._clock() - began)
-        self._step_lookups += 1
-        return resident_matches(blocks, first, size)
+            self._budget.lookups += 1
+        return matches
 
     @staticmethod
     def _make_plan(tracked: TrackedRequest, matches: Matches, start: int, stop: int) -> ReusePlan:
-        if tracked.resident_blocks is not None:
-            # What follows is vLLM's own work, as behind a prefix hit that ends here.
-            stop = int(matches.pieces[-1, :2].sum())
-        recipe = tracked.make_recipe(
-            reused_mask(matches.pieces, start, stop), segment_starts(matches.pieces, start)
-        )
+        stop = tracked.finder.plan_stop(matches, stop)
+        pieces, tokens = matches.pieces, tracked.prompt.tokens
+        recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segment_starts(start))
         return ReusePlan(
             request_id=tracked.request_id,
             start=start,
             stop=stop,
-            token_ids=tracked.tokens[start:stop],
-            pieces=matches.pieces,
+            token_ids=tokens[start:stop],
+            pieces=pieces,
             recipe=recipe,
-            donor_blocks=np.unique(matches.pieces[:, 2]).tolist(),
+            donor_blocks=pieces.donor_blocks,
             donor_depth=matches.max_depth,
-            next_token=int(tracked.tokens[stop]) if recipe.program.probes_next_token else None,
+            next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             counted=recipe.program.may_choose_fewer,
         )
+
+    def _room_beside(self, donor_blocks: list[int], needed: int) -> int:
+        """Free blocks that pinned donors leave; more are made if they are fewer than needed."""
+        room = self._pins.room_beside(donor_blocks)
+        while room < needed and self._make_room(needed - room):
+            room = self._pins.room_beside(donor_blocks)
+        return room
 
     def _drop(self, request_id: str) -> None:
         """Undo a plan that vLLM has not allocated blocks for."""
         tracked = self._pending.pop(request_id, None)
         if tracked is not None and tracked.plan is not None:
             self._pins.unpin(tracked.plan.donor_blocks)
-            self._step_tokens -= _at_once(tracked.plan)
+            self._budget.tokens -= _at_once(tracked.plan)
             tracked.plan = None
 
 

@@ -2,7 +2,7 @@
 """`vllm.v1.core.kv_cache_manager.KVCacheManager`: frozen blocks go before a request has to wait.
 
 vLLM preempts or holds requests back where `allocate_slots` finds too few free blocks, and has no
-hook to evict blocks that a connector holds. A failed allocation changes nothing, so it is repeated.
+hook for those who could free some. A failed allocation changes nothing, so it can be repeated.
 
 Obsolete when blocks can be kept with a priority below running requests: vllm-project/vllm#37003 and
 vllm-project/vllm#38514 propose retention by token range.
@@ -36,8 +36,9 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
         if allocated is not None or not isinstance(pool, SegmentBlockPool):
             return allocated
         given = signature.bind(self, request, num_new_tokens, *args, **kwargs)
-        while allocated is None and not pool.planner.admission_closed:
-            if not pool.make_room(_blocks_needed(self, request, num_new_tokens, given.arguments)):
+        while allocated is None and not pool.is_closed:
+            needed = _blocks_needed(self, request, num_new_tokens, given.arguments)
+            if not pool.make_room(needed - pool.num_free_blocks()):
                 break
             allocated = original(self, request, num_new_tokens, *args, **kwargs)
         return allocated
@@ -52,16 +53,16 @@ def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dic
     )
     tokens = max(request.num_tokens, request.num_computed_tokens + known + num_new_tokens)
     tokens += options.get("num_lookahead_tokens", 0)
-    size = manager.block_pool.hash_block_size
-    total = -(-min(tokens, manager.max_model_len) // size)
+    group = manager.block_pool.group
+    total = -(-min(tokens, manager.max_model_len) // group.block_size)
     hit = options.get("new_computed_blocks")
-    shared = 0 if hit is None else sum(block.ref_cnt > 0 for block in hit.blocks[0])
-    held = len(manager.get_block_ids(request.request_id)[0])
+    shared = 0 if hit is None else sum(block.ref_cnt > 0 for block in group.of(hit.blocks))
+    held = len(group.of(manager.get_block_ids(request.request_id)))
     kept = manager.watermark_blocks + options.get("reserved_blocks", 0)
     return int(total - held - shared + kept)
 
 
 def is_anybody_admitted(manager: Any) -> bool:
     """Whether a request holds blocks: it runs, or is set aside for what it loads."""
-    (of_group,) = manager.coordinator.single_type_managers
+    of_group = manager.block_pool.group.of(manager.coordinator.single_type_managers)
     return any(of_group.req_to_blocks.values())

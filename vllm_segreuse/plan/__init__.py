@@ -6,7 +6,7 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.freezing import FreezeOrder
-from vllm_segreuse.plan.pieces import reused_mask, segment_starts
+from vllm_segreuse.plan.pieces import Pieces, Tier
 from vllm_segreuse.plan.programs import (
     Boundary,
     Counts,
@@ -28,11 +28,11 @@ __all__ = [
     "FreezeOrder",
     "Gather",
     "IntArray",
+    "Pieces",
     "Probed",
     "Program",
     "Recipe",
     "ReusePlan",
     "Stock",
-    "reused_mask",
-    "segment_starts",
+    "Tier",
 ]

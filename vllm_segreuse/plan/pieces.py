@@ -1,31 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces: runs of tokens that are copied from where they were computed before."""
+"""Which KV a plan copies: from which block, to where in the prompt.
+
+donor      x x a b | c d e f | g h z z        blocks of four tokens, at positions 40, 44, 48
+prompt     . . . a b c d e f g h . .
+pieces           ---                          destination 3, length 2, offset 2, position 42
+                     -------                  destination 5, length 4, offset 0, position 44
+                             ---              destination 9, length 2, offset 0, position 48
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
 import numpy as np
+import numpy.typing as npt
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 
 
-def segment_starts(pieces: IntArray, start: int) -> IntArray:
-    """Where, counted from `start`, reused tokens begin that did not follow each other before.
+class Tier(IntEnum):
+    """Where a donor block lies."""
 
-    Args:
-        pieces: see `ReusePlan`.
-        start: first position of the plan.
+    GPU = 0
+    """In vLLM's own pool."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Runs of tokens, each copied from one block; ordered by destination, not overlapping.
+
+    Attributes:
+        destination: int32 `[n]`, position of the first token in the prompt.
+        length: int32 `[n]`, tokens.
+        block: int32 `[n]`, id of the donor block in its tier.
+        offset: int32 `[n]`, of the first copied token in the donor block.
+        position: int32 `[n]`, of the first copied token in the donor's own sequence; keys are
+            rotated by `destination - position`.
+        source: int8 `[n]`, `Tier` of the donor block.
     """
-    destination, length, _, _, position = pieces.T
-    follows = np.zeros(len(pieces), dtype=np.bool_)
-    follows[1:] = (destination[:-1] + length[:-1] == destination[1:]) & (
-        destination[:-1] - position[:-1] == destination[1:] - position[1:]
-    )
-    return np.asarray(destination[~follows] - start, dtype=np.int32)
 
+    destination: IntArray
+    length: IntArray
+    block: IntArray
+    offset: IntArray
+    position: IntArray
+    source: npt.NDArray[np.int8]
 
-def reused_mask(pieces: IntArray, start: int, stop: int) -> BoolArray:
-    """bool `[stop - start]`: positions covered by the pieces."""
-    mask = np.zeros(stop - start + 1, dtype=np.int8)
-    np.add.at(mask, pieces[:, 0] - start, 1)
-    np.add.at(mask, pieces[:, 0] + pieces[:, 1] - start, -1)
-    return np.cumsum(mask[:-1], dtype=np.int8).astype(np.bool_)
+    @classmethod
+    def from_table(cls, table: npt.ArrayLike, source: Tier = Tier.GPU) -> Pieces:
+        """Pieces of one tier.
+
+        Args:
+            table: `[n, 5]`: destination, length, block, offset and position of each.
+        """
+        columns = np.ascontiguousarray(np.asarray(table, np.int32).reshape(-1, 5).T)
+        destination, length, block, offset, position = columns
+        tiers = np.full(length.size, source, np.int8)
+        return cls(destination, length, block, offset, position, tiers)
+
+    def rows(self) -> Sequence[list[int]]:
+        """Destination, length, block, offset and position of each piece."""
+        columns = (self.destination, self.length, self.block, self.offset, self.position)
+        return np.stack(columns, axis=1).tolist()
+
+    def __len__(self) -> int:
+        return self.destination.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are copied."""
+        return int(self.length.sum())
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last copied token; 0: nothing is copied."""
+        return int(self.destination[-1] + self.length[-1]) if len(self) else 0
+
+    @property
+    def donor_blocks(self) -> list[int]:
+        """Distinct blocks that are read, ascending."""
+        return np.unique(self.block).tolist()
+
+    def reused(self, start: int, stop: int) -> BoolArray:
+        """bool `[stop - start]`: which positions of a range that holds all pieces are copied to."""
+        steps = np.zeros(stop - start + 1, dtype=np.int8)
+        np.add.at(steps, self.destination - start, 1)
+        np.add.at(steps, self.destination + self.length - start, -1)
+        return np.cumsum(steps[:-1], dtype=np.int8).astype(np.bool_)
+
+    def segment_starts(self, start: int) -> IntArray:
+        """Where, counted from `start`, tokens begin that did not follow each other before."""
+        shift = self.destination - self.position
+        follows = np.zeros(len(self), dtype=np.bool_)
+        follows[1:] = (self.destination[:-1] + self.length[:-1] == self.destination[1:]) & (
+            shift[:-1] == shift[1:]
+        )
+        return np.asarray(self.destination[~follows] - start, dtype=np.int32)

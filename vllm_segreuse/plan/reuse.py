@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
-from vllm_segreuse.plan.pieces import reused_mask
+from vllm_segreuse.plan.pieces import Pieces
 from vllm_segreuse.plan.programs import Counts, Fixed, Program
 
 
@@ -74,8 +74,7 @@ class ReusePlan:
 
     Attributes:
         token_ids: int32 `[stop - start]`.
-        pieces: int32 `[pieces, 5]`: destination position, length, donor block, offset in the donor
-            block, donor position (see `matcher.Matches`).
+        pieces: what is copied, from where.
         recipe: what is computed.
         donor_blocks: distinct physical blocks the pieces read.
         donor_depth: largest provenance depth among them.
@@ -93,7 +92,7 @@ class ReusePlan:
     start: int
     stop: int
     token_ids: IntArray
-    pieces: IntArray
+    pieces: Pieces
     recipe: Recipe
     donor_blocks: list[int]
     donor_depth: int
@@ -119,12 +118,12 @@ class ReusePlan:
     @property
     def reused(self) -> BoolArray:
         """bool `[stop - start]`: tokens whose KV is copied."""
-        return reused_mask(self.pieces, self.start, self.stop)
+        return self.pieces.reused(self.start, self.stop)
 
     @property
     def num_reused(self) -> int:
         """Tokens whose KV is copied."""
-        return int(self.pieces[:, 1].sum())
+        return self.pieces.num_tokens
 
     @property
     def num_recomputed(self) -> int:

@@ -40,12 +40,14 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
     """
     sources, targets, deltas = [], [], []
     for plan in plans:
-        destination, length, block, offset, position = plan.pieces.astype(np.int64).T
+        pieces, length = plan.pieces, plan.pieces.length
         first = np.cumsum(length) - length
-        within = np.arange(int(length.sum())) - np.repeat(first, length)
-        to = np.repeat(destination, length) + within
-        source = np.repeat(block * block_size + offset, length) + within
-        delta = np.repeat(destination - position, length)
+        within = np.arange(pieces.num_tokens) - np.repeat(first, length)
+        to = np.repeat(pieces.destination, length) + within
+        slot = pieces.block.astype(np.int64) * block_size + pieces.offset
+        source = np.repeat(slot, length) + within
+        shift = (pieces.destination - pieces.position).astype(np.int64)
+        delta = np.repeat(shift, length)
         if skip_always:
             keep = ~plan.recipe.always[to - plan.start]
             to, source, delta = to[keep], source[keep], delta[keep]

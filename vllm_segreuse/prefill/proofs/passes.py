@@ -7,7 +7,7 @@ import numpy as np
 
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
-from vllm_segreuse.plan import BoolArray, Boundary, Program, Recipe, ReusePlan
+from vllm_segreuse.plan import BoolArray, Boundary, Pieces, Program, Recipe, ReusePlan
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.proofs.scratch import Scratch, tolerance
@@ -56,7 +56,7 @@ def _plan(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -> 
         0,
         scratch.count,
         scratch.token_ids,
-        pieces.astype(np.int32),
+        Pieces.from_table(pieces),
         Recipe(program, ~reused, probes=~reused, top_k=top_k),
         scratch.own.tolist(),
         0,

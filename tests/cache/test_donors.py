@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of a request donate in turn, and how deep their provenance is."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cache.test_planner import MAX_DEPTH, SIZE, World, at_most_all, half_by_score
+from vllm_segreuse.plan import BoolArray, Boundary, IntArray, Pieces, Recipe, ReusePlan
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def document(world: World) -> tuple[list[int], list[int]]:
+    tokens, blocks = world.document(3)
+    world.end_step()
+    return tokens, blocks
+
+
+def plan_of(start: int, always: Sequence[bool], reused: Sequence[bool], depth: int) -> ReusePlan:
+    where = np.flatnonzero(reused)
+    pieces = Pieces.from_table([(start + at, 1, 0, 0, 0) for at in where])
+    mask = np.array(always, np.bool_)
+    recipe = Recipe.without_choice(mask)
+    tokens = np.zeros(len(mask), np.int32)
+    return ReusePlan("r", start, start + len(mask), tokens, pieces, recipe, [], depth)
+
+
+def expected_depth(plan: ReusePlan, block: int) -> int:
+    """Token by token."""
+    if (block + 1) * SIZE <= plan.start:
+        return 0
+    in_full = plan.num_recomputed == plan.num_reused
+    for position in range(block * SIZE, (block + 1) * SIZE):
+        inside = plan.start <= position < plan.stop
+        if inside and not in_full and not plan.recipe.always[position - plan.start]:
+            return -1
+    return plan.donor_depth + 1 if plan.donor_depth < MAX_DEPTH else -1
+
+
+@given(
+    start=st.integers(0, 3 * SIZE),
+    tokens=st.lists(st.sampled_from(["new", "reused", "again"]), min_size=1, max_size=8 * SIZE),
+    depth=st.integers(0, MAX_DEPTH),
+    first=st.integers(0, 8),
+    number=st.integers(1, 8),
+)
+def test_donor_depths_agree_with_a_loop_over_tokens(start, tokens, depth, first, number):
+    world = World(1)
+    plan = plan_of(start, [t != "reused" for t in tokens], [t != "new" for t in tokens], depth)
+    tracked = world.request([1])
+    tracked.plan = plan
+    depths = world.donors.depths(tracked, first, number)
+    assert depths.tolist() == [expected_depth(plan, first + i) for i in range(number)]
+
+
+def test_a_request_without_a_plan_donates_exact_blocks(world):
+    tracked = world.request(world.new_tokens(9))
+    assert world.donors.depths(tracked, 3, 4).tolist() == [0, 0, 0, 0]
+
+
+def test_tokens_chosen_by_score_do_not_donate_unless_all_are_chosen(world, document):
+    prompt = world.new_tokens(4) + document[0] + world.new_tokens(5)
+    tracked = world.request(prompt, make_recipe=half_by_score)
+    world.admit(tracked)
+    assert world.donors.depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
+    world.end_step()
+
+    def all_by_score(reused: BoolArray, _: IntArray) -> Recipe:
+        return Recipe(Boundary(), ~reused, ~reused, int(reused.sum()))
+
+    tracked = world.request(prompt, make_recipe=all_by_score)
+    world.admit(tracked)
+    assert world.donors.depths(tracked, 0, 6).tolist() == [1] * 6
+
+
+def test_tokens_that_may_be_chosen_but_need_not_be_do_not_donate(world, document):
+    """Only the workers know which they were: a copy must not pass for computed."""
+    prompt = world.new_tokens(4) + document[0] + world.new_tokens(5)
+    tracked = world.request(prompt, make_recipe=at_most_all)
+    report = world.admit(tracked)
+    assert report.recomputed_tokens == report.reused_tokens == 12, "the most there can be"
+    assert tracked.plan is not None
+    assert tracked.plan.counted
+    assert world.donors.depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
+    world.end_step()
+    known = world.request(prompt, make_recipe=half_by_score)
+    world.admit(known)
+    assert known.plan is not None
+    assert not known.plan.counted

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pieces say of themselves, counted by hand."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_segreuse.plan import Pieces, Tier
+
+START = 8
+
+
+def pieces(*rows: tuple[int, int, int]) -> Pieces:
+    """(destination, length, donor position) of each piece, of as many blocks."""
+    return Pieces.from_table(
+        [(to, length, 70 + number, 0, at) for number, (to, length, at) in enumerate(rows)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts"),
+    [
+        ([], []),
+        ([(8, 4, 0)], [0]),
+        ([(8, 4, 0), (12, 4, 4)], [0]),  # follow each other here and there
+        ([(8, 4, 0), (12, 4, 5)], [0, 4]),  # here only
+        ([(8, 4, 0), (13, 4, 5)], [0, 5]),  # there only, with a token between them
+        ([(10, 2, 7), (12, 3, 9), (20, 1, 17)], [2, 12]),
+    ],
+)
+def test_a_segment_begins_where_tokens_did_not_follow_each_other(
+    rows: list[tuple[int, int, int]], starts: list[int]
+) -> None:
+    assert pieces(*rows).segment_starts(START).tolist() == starts
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=8), st.integers(0, 20))
+def test_reused_are_the_tokens_of_the_pieces(runs: list[tuple[int, int]], start: int) -> None:
+    rows, expected = [], []
+    for gap, length in runs:
+        expected += [False] * gap
+        rows.append((start + len(expected), length, 0))
+        expected += [True] * length
+    stop = start + len(expected) + 3
+    found = pieces(*rows)
+    assert found.reused(start, stop).tolist() == [*expected, False, False, False]
+    assert found.num_tokens == sum(expected)
+    assert found.stop == (start + len(expected) if rows else 0)
+
+
+def test_a_block_that_is_read_twice_is_one_donor() -> None:
+    found = Pieces.from_table([(0, 2, 9, 0, 0), (2, 2, 4, 1, 5), (6, 1, 9, 3, 3)])
+    assert found.donor_blocks == [4, 9]
+
+
+def test_a_table_becomes_columns_and_rows_again() -> None:
+    rows = [[3, 2, 7, 1, 41], [5, 4, 8, 0, 43]]
+    found = pickle.loads(pickle.dumps(Pieces.from_table(rows)))
+    assert found.destination.tolist() == [3, 5]
+    assert found.length.tolist() == [2, 4]
+    assert found.block.tolist() == [7, 8]
+    assert found.offset.tolist() == [1, 0]
+    assert found.position.tolist() == [41, 43]
+    assert found.source.tolist() == [Tier.GPU, Tier.GPU]
+    assert found.rows() == rows
+    assert len(found) == 2
+    nothing = Pieces.from_table([])
+    assert (len(nothing), nothing.num_tokens, nothing.rows()) == (0, 0, [])

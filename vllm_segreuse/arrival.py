@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request of vLLM says of itself: its tokens, its namespace, and why it is not reused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_segreuse.cache.namespace import namespace_key
+from vllm_segreuse.plan import IntArray
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+NEVER_DONATES = ("lora", "multimodal", "prompt_embeds", "streaming_input")
+"""Reasons for which the blocks of a request are not indexed: its tokens do not say all of them."""
+
+
+def bypass_reason(request: Request, lora_enabled: bool) -> str | None:
+    """Why a request of this kind never reuses, or None."""
+    params = request.sampling_params
+    reasons = {
+        "pooling": params is None,
+        "prompt_logprobs": params is not None and params.prompt_logprobs is not None,
+        "prefix_cache_skipped": request.skip_reading_prefix_cache,
+        "lora": lora_enabled,
+        "multimodal": bool(request.mm_features),
+        "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
+        "streaming_input": request.resumable,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def namespace_of(request: Request, extra_keys: tuple[str, ...]) -> bytes:
+    """Everything that separates the request's KV from that of others."""
+    lora = request.lora_request
+    return namespace_key(
+        extra_keys,
+        request.cache_salt,
+        (lora.lora_name, lora.lora_path) if lora else None,
+        tuple(feature.identifier for feature in request.mm_features),
+    )
+
+
+def all_tokens(request: Request) -> IntArray:
+    """int32, the prompt and what was generated so far."""
+    return np.array(request.all_token_ids[:], dtype=np.int32)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks donate: the segment index is fed from what vLLM names, and forgets what it evicts.
+
+request     | prefix hit | computed | reused | computed | answer ...      one with a plan
+donates           yes        yes        no       yes         yes
+depth              0          1                   1           1           above its donors' 0
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
+from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
+from vllm_segreuse.plan import IntArray
+
+logger = logging.getLogger("vllm.segreuse")
+
+
+class Donors(BlockListener):
+    """One per engine.
+
+    Args:
+        index: what donates.
+        requests: live requests with extra keys, by id.
+        max_depth: deepest provenance that may donate.
+        health: where errors over the index end.
+    """
+
+    def __init__(
+        self,
+        index: SegmentIndex,
+        requests: Mapping[str, TrackedRequest],
+        max_depth: int,
+        health: Health,
+    ) -> None:
+        self._index = index
+        self._requests = requests
+        self._max_depth = max_depth
+        self._health = health
+
+    def named(self, blocks: NamedBlocks) -> None:
+        """Index those of them that may donate. An error ends the donations of their request."""
+        tracked = self._requests.get(blocks.request_id)
+        if tracked is None or not self._may_donate(tracked):
+            return
+        try:
+            self._insert(tracked, blocks)
+        except Exception:
+            logger.exception("segment reuse: request %s donates no more", tracked.request_id)
+            tracked.donates = False
+
+    def evicted(self, block_id: int) -> None:
+        """Forget a block."""
+        if not self._health.broken:
+            with self._health.contained("the removal of a block"):
+                self._index.remove(block_id)
+
+    def reset(self) -> None:
+        """Forget all blocks, and any error with them."""
+        with self._health.contained("a reset"):
+            self._index.clear()
+            self._health.recover()
+
+    def begin_step(self) -> None:
+        """A scheduling step is over: what it named may donate from the next on."""
+        with self._health.contained("the end of a step"):
+            self._index.begin_step()
+
+    def index_prefix(
+        self, tracked: TrackedRequest, token_ids: Sequence[int], block_ids: list[int]
+    ) -> None:
+        """Let a request's prefix hit donate in its own namespace, whoever computed it.
+
+        Args:
+            token_ids: all tokens of the request.
+            block_ids: of the hit, in order.
+        """
+        if not self._may_donate(tracked):
+            return
+        missing = self._index.missing(tracked.prompt.namespace, np.asarray(block_ids, np.int32))
+        if not len(missing):
+            return
+        # Blocks between them that are known stay as they are.
+        first, last = int(missing[0]), int(missing[-1]) + 1
+        parent = block_ids[first - 1] if first else -1
+        found = NamedBlocks(tracked.request_id, first, block_ids[first:last], parent, token_ids)
+        self._insert(tracked, found)
+
+    def depths(self, tracked: TrackedRequest, first_block: int, count: int) -> IntArray:
+        """Provenance depth of consecutive blocks of a request; -1 where a block may not donate.
+
+        Exact blocks have depth 0. Behind a plan's start a block donates if every token of it was
+        computed at every layer, one deeper than the deepest donor of the plan.
+        """
+        plan = tracked.plan
+        if plan is None:
+            return np.zeros(count, dtype=np.int32)
+        size = self._index.block_size
+        first = first_block * size
+        computed = np.ones(count * size, dtype=np.bool_)
+        low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
+        if plan.spread:
+            # The token behind the plan is vLLM's to compute, in a step after the one that names it.
+            behind = max(plan.start + plan.num_written - first, 0)
+            computed[max(plan.stop - first, 0) : behind] = False
+        if low < high:
+            computed[low:high] = plan.recipe.settled[low + first - plan.start :][: high - low]
+        depth = plan.donor_depth + 1
+        whole = computed.reshape(count, size).all(axis=1)
+        depths = np.where(whole & (depth <= self._max_depth), depth, -1)
+        exact = np.arange(first_block, first_block + count) < plan.start // size
+        return np.where(exact, 0, depths).astype(np.int32)
+
+    def _may_donate(self, tracked: TrackedRequest) -> bool:
+        return tracked.donates and not self._health.broken
+
+    def _insert(self, tracked: TrackedRequest, blocks: NamedBlocks) -> None:
+        size, first = self._index.block_size, blocks.first
+        depths = self.depths(tracked, first, len(blocks.block_ids))
+        donors = np.flatnonzero((depths >= 0) & (depths <= MAX_PROVENANCE_DEPTH))
+        if not len(donors):
+            return
+        last = first + len(blocks.block_ids)
+        tokens = np.asarray(blocks.token_ids[first * size : last * size], dtype=np.int32)
+        # The index takes runs of consecutive blocks; a block that may not donate ends a run.
+        for run in np.split(donors, np.flatnonzero(np.diff(donors) > 1) + 1):
+            begin, end = int(run[0]), int(run[-1]) + 1
+            self._index.insert(
+                tracked.prompt.namespace,
+                np.asarray(blocks.block_ids[begin:end], np.int32),
+                tokens[begin * size : end * size],
+                (first + begin) * size,
+                parent_block=blocks.block_ids[begin - 1] if begin else blocks.parent,
+                depths=depths[begin:end],
+            )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How reusable KV is found for a prompt. Each way of searching is a `Finder`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.matcher import Matches, find_matches
+from vllm_segreuse.cache.prompt import Memo, Prompt
+
+
+class Finder(Protocol):
+    """One per engine and way of searching; requests choose one by their policy."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is found is the KV of the prompt's own prefix, to the last bit."""
+
+    def prepare(self, prompt: Prompt) -> None:
+        """A request arrived. Runs outside of `schedule()`, so what takes time belongs here."""
+
+    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
+        """What `find` would return, if that is known without another search."""
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        """Search for KV of the positions `[start, stop)`. Runs within `schedule()`.
+
+        Args:
+            start: end of vLLM's own prefix hit.
+            stop: the last token of the prompt, which vLLM computes.
+        """
+
+    def plan_stop(self, matches: Matches, stop: int) -> int:
+        """Where a plan of these matches ends, at most at `stop`; the rest is vLLM's own work."""
+
+
+class ContentFinder:
+    """Segments at any offset, by their tokens; see `matcher.py`.
+
+    Args:
+        index: where they are looked up.
+        max_depth: deepest provenance of a donor.
+    """
+
+    is_exact = False
+
+    def __init__(self, index: SegmentIndex, max_depth: int) -> None:
+        self._index = index
+        self._max_depth = max_depth
+
+    def prepare(self, prompt: Prompt) -> None:
+        prompt.hashes(self._index.block_size)
+
+    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
+        memo = prompt.memo
+        return memo.matches if memo is not None and memo.key == self._key(start, stop) else None
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        hashes = prompt.hashes(self._index.block_size)
+        matches = find_matches(
+            self._index, prompt.namespace, prompt.tokens, hashes, start, stop, self._max_depth
+        )
+        prompt.memo = Memo(self._key(start, stop), matches)
+        return matches
+
+    def plan_stop(self, matches: Matches, stop: int) -> int:
+        return stop
+
+    def _key(self, start: int, stop: int) -> tuple[int, int, int]:
+        return start, stop, self._index.version

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request that ended to a frozen part of an entry, and from a lack of blocks to eviction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.listener import BlockListener
+from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.cache.rolling_hash import window_hashes
+from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.plan import FreezeOrder
+
+logger = logging.getLogger("vllm.segreuse")
+
+
+class Freezing(BlockListener):
+    """What requests, vLLM's block pool and knowledge bases do with frozen blocks; one per engine.
+
+    Args:
+        entries: what is frozen.
+        index: of the segments; a block that it does not contain is not frozen.
+        is_exact: whether a block has an exact name; one that has none is not frozen.
+        health: where errors over the entries end.
+    """
+
+    def __init__(
+        self,
+        entries: FrozenPool,
+        index: SegmentIndex,
+        is_exact: Callable[[int], bool],
+        health: Health,
+    ) -> None:
+        self.entries = entries
+        self._index = index
+        self._is_exact = is_exact
+        self._health = health
+
+    # Requests.
+
+    def notice(self, prompt: Prompt) -> None:
+        """A prompt arrived: evicted entries whose text it contains may return."""
+        self.entries.notice(prompt.namespace, lambda: prompt.hashes(self._index.block_size))
+
+    def used(self, tracked: TrackedRequest, hit_blocks: list[int]) -> None:
+        """A request was admitted: entries among its prefix and its donors are in use.
+
+        Parts of an entry are computed one behind the other, which is no use of it.
+        """
+        if tracked.freeze is None:
+            donors = [] if tracked.plan is None else tracked.plan.donor_blocks
+            self.entries.used([*hit_blocks, *donors])
+
+    def finish(self, tracked: TrackedRequest, block_ids: list[int]) -> bool:
+        """Carry out the order of a request that has computed all of its prompt.
+
+        Args:
+            block_ids: its blocks, which it still holds.
+
+        Returns:
+            Whether it had an order, and this was carried out.
+        """
+        order = tracked.freeze
+        if order is None:
+            return False
+        try:
+            part = self.part(tracked.prompt, order, block_ids)
+        except ValueError as reason:
+            logger.warning("segment reuse: %s is not frozen: %s", order.entry, reason)
+            return False
+        return self.entries.add(order, part)
+
+    def part(self, prompt: Prompt, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
+        """What a request has computed, from the block of the order's first token to the last full
+        block.
+
+        Raises:
+            ValueError: it holds no such block, or one that is not exact or not indexed.
+        """
+        size, first_token = self._index.block_size, order.first_token
+        first, last = first_token // size, len(prompt.tokens) // size
+        blocks = block_ids[first:last]
+        if not blocks:
+            raise ValueError(f"no full block holds a token from {first_token} on")
+        for block in blocks:
+            if not self._is_exact(block):
+                raise ValueError(f"block {block} is not exact")
+        if self._index.missing(prompt.namespace, np.asarray(blocks, np.int32)).size:
+            raise ValueError("a block is not indexed")
+        middle = (-(-first_token // size) + last - 1) // 2
+        window = prompt.tokens[middle * size : (middle + 1) * size]
+        probe = None
+        if middle * size >= first_token:
+            probe = int(window_hashes(np.ascontiguousarray(window), size)[0])
+        return FrozenPart(prompt.namespace, blocks, probe)
+
+    # The block pool.
+
+    def make_room(self, missing: int) -> bool:
+        """Evict entries until so many more blocks are free.
+
+        Returns:
+            Whether blocks became free. If all that are frozen would not do, none is evicted: the
+            request has to wait for others in any case.
+        """
+        if not 0 < missing <= self.entries.num_frozen:
+            return False
+        with self._health.contained("the eviction of frozen blocks"):
+            return missing <= self.entries.num_reclaimable() and self.entries.make_free(missing) > 0
+        return False
+
+    def begin_step(self) -> None:
+        """A scheduling step is over: evict entries while too many blocks are in use."""
+        with self._health.contained("the eviction of frozen blocks"):
+            self.entries.relieve()
+
+    def evicted(self, block_id: int) -> None:
+        """vLLM removed a block's names, frozen or not."""
+        with self._health.contained("the removal of a frozen block"):
+            self.entries.lost(block_id)
+
+    def resetting(self) -> None:
+        """Release everything; unless a request holds blocks, too: then vLLM refuses to reset in
+        any case, and nothing is lost."""
+        with self._health.contained("a reset of the frozen pool"):
+            if self.entries.is_sole_holder():
+                self.entries.reset()
+
+    # Knowledge bases.
+
+    def state(self) -> dict[str, Any]:
+        """What knowledge bases need to know; uses are reported once only."""
+        entries = self.entries
+        return {
+            "total": entries.num_blocks,
+            "free": entries.num_free,
+            "frozen": entries.num_frozen,
+            "limit": entries.limit,
+            "block_size": self._index.block_size,
+            "given_back": entries.num_evicted,
+            "warm": {name: list(entry) for name, entry in entries.warm().items()},
+            "uses": {name: list(use) for name, use in entries.take_uses().items()},
+            "wanted": entries.wanted(),
+        }
+
+    def forget(self, entries: Iterable[str]) -> None:
+        """Release entries that were deleted; unknown ones are no error."""
+        self.entries.release(entries)

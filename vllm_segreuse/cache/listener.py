@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the block pool reports to those who keep something by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class NamedBlocks(NamedTuple):
+    """Consecutive full blocks of a request that vLLM has just named.
+
+    Attributes:
+        request_id: whose blocks they are.
+        first: index of the first of them among the request's blocks.
+        block_ids: their ids, in order.
+        parent: id of the block before them; -1: they are the first.
+        token_ids: all tokens of the request.
+    """
+
+    request_id: str
+    first: int
+    block_ids: list[int]
+    parent: int
+    token_ids: Sequence[int]
+
+
+class BlockListener:
+    """Override what is of interest. Called in the scheduler's thread, one listener after the other;
+    no error may leave it.
+
+    The content of an evicted block stays until the next step overwrites it.
+    """
+
+    def named(self, blocks: NamedBlocks) -> None:
+        """Blocks got their names; their KV may not be there before the next step."""
+
+    def evicted(self, block_id: int) -> None:
+        """A block lost its names."""
+
+    def resetting(self) -> None:
+        """All names are about to be removed, which fails while anybody holds a block."""
+
+    def reset(self) -> None:
+        """All names were removed."""

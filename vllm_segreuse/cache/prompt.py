@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's tokens, as finders search for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.rolling_hash import HashArray, window_hashes
+from vllm_segreuse.plan import IntArray
+
+
+class Memo(NamedTuple):
+    """Matches, and what they hold for: start, stop and the index's version."""
+
+    key: tuple[int, int, int]
+    matches: Matches
+
+
+def none_resident(first: int, last: int) -> IntArray:
+    """No block is resident under an exact name."""
+    return np.full(last - first, -1, np.int32)
+
+
+@dataclass
+class Prompt:
+    """What is known of it, and what was computed of it.
+
+    Attributes:
+        namespace: id in the `NamespaceTable`.
+        tokens: int32 `[n]`, all tokens known so far.
+        resident_blocks: the blocks `[first, last)` of the prompt: int32 `[last - first]`, ids of
+            those that are resident under the request's own exact names, else -1.
+        memo: what was found last, where that may be found again.
+    """
+
+    namespace: int
+    tokens: IntArray
+    resident_blocks: Callable[[int, int], IntArray] = none_resident
+    memo: Memo | None = field(default=None, init=False, repr=False)
+    _hashes: HashArray | None = field(default=None, init=False, repr=False)
+
+    def hashes(self, width: int) -> HashArray:
+        """Hash of every window of `width` tokens, a block's number; computed once."""
+        if self._hashes is None:
+            self._hashes = window_hashes(self.tokens, width)
+        return self._hashes
+
+    def with_tokens(self, tokens: IntArray) -> Prompt:
+        """The same request once it has other tokens; nothing that was computed is kept."""
+        return replace(self, tokens=tokens)
