@@ -5,7 +5,7 @@ SUITE ?= ttft
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quick test mutants mutation stress demo bench lint format clean
+.PHONY: help setup quick test mutants mutation stress demo bench docs lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,16 @@ demo: setup ## start the real server on a small model and show reuse on real tex
 bench: setup ## run a benchmark: make bench SUITE=ttft ARGS="--quick --json out.json"
 	@$(VENV)/python -m bench $(SUITE) $(ARGS)
 
+docs: .venv-docs/ready ## build the documentation into build/docs; broken links are errors
+	@.venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs build/docs
+	@echo "docs: open build/docs/index.html"
+
+.venv-docs/ready: requirements/docs.txt
+	@echo "docs: installing what the site needs into .venv-docs (seconds, the first time only)"
+	@"$(PYTHON)" -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --no-input --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 lint: setup ## ruff (lint and format), mypy, SPDX headers
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
@@ -45,6 +55,6 @@ format: setup ## let ruff rewrite the sources
 	@$(VENV)/ruff check --fix .
 	@$(VENV)/ruff format .
 
-clean: ## remove build output and caches (not .venv, not the model cache)
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf
+clean: ## remove build output and caches (not .venv*, not the model cache)
+	@rm -rf build dist docs/_generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -path './.venv*' -prune -o -name __pycache__ -type d -print | xargs rm -rf

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes docs/kb.svg: `vllm-segreuse kb` at work on a running server, as a terminal shows it.
+"""Makes docs/_static/kb.svg: `vllm-segreuse kb` on a running server, as a terminal shows it.
 
-    VLLM_SEGREUSE_URL=... VLLM_SEGREUSE_ADMIN_TOKEN=... scripts/capture_kb.py docs/kb.svg
+    VLLM_SEGREUSE_URL=... VLLM_SEGREUSE_ADMIN_TOKEN=... scripts/capture_kb.py docs/_static/kb.svg
 
 The base `handbook` is made anew, and filled with this repository's own docs/.
 """

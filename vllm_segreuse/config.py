@@ -190,18 +190,20 @@ class RequestOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: Annotated[str, BeforeValidator(_policy)] = RECOMMENDED
-    """Which reused tokens are computed again: one of `POLICIES`, or `auto`."""
+    """What is reused, and which of it is computed again; `auto` stands for the recommended one."""
 
     recompute_ratio: Annotated[float, BeforeValidator(_ratio)] = 0.1
-    """Share of the reused tokens that the policy computes again, 0..1."""
+    """Share of the reused tokens that is chosen to be computed again, 0..1; the most of it for
+    `focus`. For `sparsex`, overflow and tail are added to it."""
 
     dense_layers: Annotated[int | float, BeforeValidator(_layers)] = 0.15
-    """Layers computed for every token before the policy selects: a number of layers (int >= 0), or
-    a share s of them (0 < s < 1), which means max(1, round(s * layers))."""
+    """`sparsex`: leading layers that compute every token: a number of layers, or a share s of them,
+    which means max(1, round(s * layers)). As many layers as the model has, or more: everything is
+    computed."""
 
     overflow_tokens: Annotated[int | None, _tokens_or_null(0, "one KV block")] = None
-    """Reused tokens computed again on both sides of every new interval; None: those of one KV
-    block."""
+    """`sparsex`: reused tokens computed again on both sides of new text; None: as many as a KV
+    block holds."""
 
     min_reused_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 128
     """Fewer reusable tokens than this, and the request runs without reuse."""
@@ -220,7 +222,8 @@ class SegReuseConfig(RequestOptions):
 
     max_step_tokens: Annotated[int | None, _tokens_or_null(1, "the device's own")] = None
     """Most tokens that the reusing requests of one step compute together; a request that computes
-    more has a step to itself. None: `STEP_TOKENS`. Never more than `max_num_batched_tokens`."""
+    more has a step to itself. None: 128 on a CPU, 512 elsewhere (`STEP_TOKENS`). Never more than
+    `max_num_batched_tokens`."""
 
     spread_tokens: Annotated[int | None, _tokens_or_null(0, "half of a step")] = None
     """While others run, a request that computes more than so many tokens do at all layers is
@@ -235,12 +238,12 @@ class SegReuseConfig(RequestOptions):
     length always fits beside them."""
 
     frozen_pressure: Annotated[float, BeforeValidator(_inner_share)] = 0.9
-    """Share of the KV blocks in use (frozen or held by requests) above which documents are given
-    back, those that running requests do not hold first, and of these the longest unused."""
+    """Share of the KV blocks in use (frozen or held by requests) above which documents are evicted:
+    those that running requests do not hold first, and of these the longest unused."""
 
     frozen_returns: Annotated[bool, BeforeValidator(_switch)] = True
-    """Whether a document that was given back is computed again, in its own context, once a prompt
-    brings its text and there is room."""
+    """Whether an evicted document is computed again, in its own context, once a prompt contains its
+    text and there is room."""
 
     knowledge_path: Annotated[str | None, BeforeValidator(_path)] = None
     """SQLite file that remembers knowledge bases over restarts; None: they are forgotten."""

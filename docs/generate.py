@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of the documentation that come from the code: `python docs/generate.py FOLDER`.
+
+`conf.py` calls `main` at every build, so that no table can be older than the code. Neither vLLM nor
+torch is needed: options and metrics are read from the objects themselves, with stand-ins for what
+they import; docstrings and error texts are read from the sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import sources
+from sources import PACKAGE, REPOSITORY
+
+START_UP = {
+    *("RefusedError", "UnsupportedModelError", "LayoutError", "RopeError"),
+    *("ConfigError", "UnsupportedVersionError"),
+}
+"""Errors that end the start of a server."""
+
+
+def main(folder: Path) -> None:
+    """Writes every table as `FOLDER/NAME.md`; files that would not change are left alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for table in (
+        *(server_options, request_options, policies, metrics),
+        *(start_up_errors, request_errors, admin_errors, patches),
+    ):
+        file = folder / f"{table.__name__}.md"
+        text = table()
+        if not file.is_file() or file.read_text() != text:
+            file.write_text(text)
+
+
+# Options.
+
+
+def request_options() -> str:
+    """Options that a request may set, too."""
+    from vllm_segreuse.config import RequestOptions
+
+    rows = [(f"`{name}`", *_option(name)) for name in RequestOptions.model_fields]
+    return _table(("option", "values", "default", "meaning"), rows)
+
+
+def server_options() -> str:
+    """Options of the server alone."""
+    from vllm_segreuse.config import RequestOptions, SegReuseConfig
+
+    names = [
+        name for name in SegReuseConfig.model_fields if name not in RequestOptions.model_fields
+    ]
+    rows = [(f"`{name}`", *_option(name)) for name in names]
+    return _table(("option", "values", "default", "meaning"), rows)
+
+
+def _option(name: str) -> tuple[str, str, str]:
+    """(values, default, meaning) of one option; the values are what its error text says."""
+    from vllm_segreuse.config import ConfigError, SegReuseConfig
+
+    try:
+        SegReuseConfig.from_options({name: object()})
+    except ConfigError as error:
+        _, found, allowed = str(error).partition(" must ")
+    assert found, f"{name}: what may it be?"
+    allowed = re.sub(r"^be |^map ", lambda start: "" if start[0] == "be " else "maps ", allowed)
+    default = SegReuseConfig.model_fields[name].default
+    meaning = re.sub(r"\bNone\b", "`null`", _first_upper(_field_docstrings()[name]))
+    return sources.escaped(allowed), f"`{_yaml(default)}`", meaning
+
+
+def _yaml(value: object) -> str:
+    return {None: "null", True: "true", False: "false"}.get(value, str(value))  # type: ignore[call-overload]
+
+
+def _field_docstrings() -> dict[str, str]:
+    """The text below each field of the classes of options."""
+    found: dict[str, str] = {}
+    for node in ast.walk(sources.parsed(PACKAGE / "config.py")):
+        if isinstance(node, ast.ClassDef):
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    assert isinstance(field.target, ast.Name)
+                    assert isinstance(text.value, ast.Constant)
+                    found[field.target.id] = sources.one_line(str(text.value.value))
+    return found
+
+
+def policies() -> str:
+    """What each policy computes again: the first paragraph of its module."""
+    rows = []
+    for file in sorted((PACKAGE / "policies").glob("*.py")):
+        if file.stem not in ("__init__", "base") and not file.stem.startswith("_"):
+            text = sources.paragraphs(file)[0].removeprefix(f"`{file.stem}`: ")
+            rows.append((f"`{file.stem}`", _first_upper(text)))
+    return _table(("policy", "what is computed"), rows)
+
+
+# Metrics.
+
+
+class _Absent(ModuleType):
+    """Stands for a module that is not installed where the site is built: any name is a class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda self, *args: None})
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stand-ins for everything below some top-level packages."""
+
+    def __init__(self, *packages: str) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: object, target: object = None) -> Any:
+        if name.split(".")[0] not in self._packages:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def metrics() -> str:
+    """The names and help texts that the server gives to Prometheus."""
+    module = _imported_alone(PACKAGE / "metrics.py")
+    rows: list[tuple[str, ...]] = []
+
+    def record(kind: str) -> Callable[..., None]:
+        def make(**told: Any) -> None:
+            labels = ", ".join(f"`{label}`" for label in told["labelnames"])
+            rows.append((f"`{told['name']}`", kind, labels, sources.escaped(told["documentation"])))
+
+        return make
+
+    kinds = {module.Counter: record("counter"), module.Histogram: record("histogram")}
+    module.SegReusePromMetrics(None, kinds, [], {})
+    return _table(("metric", "kind", "own labels", "meaning"), rows)
+
+
+def _imported_alone(file: Path) -> Any:
+    """A module of ours, imported beside stand-ins for vLLM, torch and the Prometheus client.
+
+    Nothing of it stays behind: a process that has the real ones goes on with them.
+    """
+    absent = ("vllm", "torch", "prometheus_client")
+    before = dict(sys.modules)
+    for key in before:
+        if key.split(".")[0] in absent:
+            del sys.modules[key]
+    finder = _StandIns(*absent)
+    sys.meta_path.insert(0, finder)
+    spec = importlib.util.spec_from_file_location(f"{file.stem}_alone", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.meta_path.remove(finder)
+        sys.modules.clear()
+        sys.modules.update(before)
+    return module
+
+
+# Errors.
+
+
+def start_up_errors() -> str:
+    """Sentences that end the start of a server."""
+    texts: list[str] = []
+    for file in sources.files("knowledge"):
+        names = START_UP | ({"RuntimeError"} if file.parent.name == "compat" else set())
+        texts += (text for _, text in sources.raised(file, names))
+    texts += sources.faults(PACKAGE / "supported.py")
+    return _table(("message",), [(text,) for text in sorted(set(texts), key=str.lower)])
+
+
+def request_errors() -> str:
+    """Sentences with which a request to an inference route is refused: HTTP 400."""
+    texts = {text for file in sources.files() for _, text in sources.raised(file, {"RequestError"})}
+    return _table(("message",), [(text,) for text in sorted(texts, key=str.lower)])
+
+
+def admin_errors() -> str:
+    """Statuses of the administrator's routes, with the sentences that the code has for each."""
+    classes = {node.name: found for node, found in _knowledge_error_classes()}
+    sentences: dict[tuple[int, str], set[str]] = {it: set() for it in classes.values()}
+    meanings = {
+        (status, kind): ast.get_docstring(node) or ""
+        for node, (status, kind) in _knowledge_error_classes()
+    }
+    for file in sources.files():
+        for name, text in sources.raised(file, set(classes)):
+            sentences[classes[name]].add(text)
+    admin = PACKAGE / "serve" / "admin.py"
+    kinds = ast.literal_eval(
+        next(
+            node.value
+            for node in sources.parsed(admin).body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        )
+    )
+    for status, text in sources.answers(admin):
+        sentences.setdefault((status, kinds[status]), set()).add(text)
+    rows = [
+        (
+            str(status),
+            f"`{kind}`",
+            sources.escaped(sources.one_line(meanings.get((status, kind), ""))),
+            "<br>".join(sorted(texts)),
+        )
+        for (status, kind), texts in sorted(sentences.items())
+    ]
+    return _table(("status", "`error.type`", "meaning", "messages"), rows)
+
+
+def _knowledge_error_classes() -> Iterator[tuple[ast.ClassDef, tuple[int, str]]]:
+    """(class, (HTTP status, type)) of the errors of knowledge bases."""
+    for node in sources.parsed(PACKAGE / "knowledge" / "errors.py").body:
+        if isinstance(node, ast.ClassDef):
+            for line in node.body:
+                if isinstance(line, ast.Assign) and isinstance(line.value, ast.Tuple):
+                    status, kind = ast.literal_eval(line.value)
+                    yield node, (status, kind)
+
+
+# Patches of vLLM.
+
+
+def patches() -> str:
+    """Each file of `compat/`: what it is about, and what would make it unnecessary."""
+    rows = []
+    for file in sorted((PACKAGE / "compat").glob("*.py")):
+        if file.stem in ("__init__", "patching"):
+            continue
+        first, *rest = sources.paragraphs(file)
+        sentences = [it for it in rest if "Obsolete" in it]
+        obsolete = " ".join(it[it.index("Obsolete") :] for it in sentences)
+        rows.append((f"`{file.stem}`", _first_upper(first), obsolete))
+    return _table(("file", "what it is about", "until when"), rows)
+
+
+# Markdown.
+
+
+def _first_upper(text: str) -> str:
+    return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    assert rows
+    lines = [head, ["---"] * len(head), *rows]
+    cells = ([re.sub(r"(?<!\\)\|", r"\|", cell) for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPOSITORY))
+    main(Path(sys.argv[1]))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation: what its tables say is what the code says, and its links lead somewhere.
+
+`make docs` builds the site and checks links between its pages; these tests need no Sphinx.
+"""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_segreuse.cache.tracked import Report
+from vllm_segreuse.config import RequestOptions, SegReuseConfig
+
+REPOSITORY = Path(__file__).parent.parent
+DOCS = REPOSITORY / "docs"
+MAX_README_WORDS = 1000
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    """The cells of every generated table, without its head."""
+    folder = tmp_path_factory.mktemp("generated")
+    subprocess.run([sys.executable, DOCS / "generate.py", folder], check=True, cwd=folder)
+    return {
+        file.stem: [
+            [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            for line in file.read_text().splitlines()[2:]
+        ]
+        for file in folder.glob("*.md")
+    }
+
+
+def unescaped(text: str) -> str:
+    return text.replace("\\", "")
+
+
+def test_every_option_is_in_the_table_of_its_kind(tables: dict[str, list[list[str]]]) -> None:
+    request = [row[0].strip("`") for row in tables["request_options"]]
+    server = [row[0].strip("`") for row in tables["server_options"]]
+    assert request == list(RequestOptions.model_fields)
+    assert sorted(request + server) == sorted(SegReuseConfig.model_fields)
+
+
+def test_an_option_has_its_range_default_and_meaning(tables: dict[str, list[list[str]]]) -> None:
+    rows = {row[0]: row[1:] for row in tables["request_options"] + tables["server_options"]}
+    assert rows["`recompute_ratio`"][:2] == ["a number from 0 to 1", "`0.1`"]
+    assert rows["`enabled`"][:2] == ["true or false", "`true`"]
+    assert rows["`knowledge_path`"][:2] == ["a path, or null", "`null`"]
+    assert all(len(meaning) > 20 for _, _, meaning in rows.values())
+
+
+def test_metrics_are_those_of_the_server(tables: dict[str, list[list[str]]]) -> None:
+    source = (REPOSITORY / "vllm_segreuse" / "metrics.py").read_text()
+    names = {row[0].strip("`") for row in tables["metrics"]}
+    assert {name for name in names if "_seconds" not in name} == set(
+        re.findall(r'"(vllm:segreuse_\w+)"', source)
+    )
+    assert {"vllm:segreuse_match_seconds", "vllm:segreuse_align_seconds"} <= names
+    assert ["`vllm:segreuse_tokens_total`", "counter", "`kind`"] in [
+        row[:3] for row in tables["metrics"]
+    ]
+
+
+def test_reading_metrics_leaves_the_real_modules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    generate = importlib.import_module("generate")
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    before = dict(sys.modules)
+    assert "vllm:segreuse_tokens_total" in generate.metrics()
+    assert sys.modules == before
+
+
+def test_what_refuses_a_start_is_listed(tables: dict[str, list[list[str]]]) -> None:
+    messages = {unescaped(row[0]) for row in tables["start_up_errors"]}
+    assert "prefix caching is off; remove --no-enable-prefix-caching" in messages
+    assert "pipeline_parallel_size=`pipeline_parallel_size`; use tensor parallelism" in messages
+    assert any("uses multi-head latent attention (MLA); serve" in it for it in messages)
+    assert any("unset VLLM_USE_RUST_FRONTEND" in it for it in messages)
+    assert any(it.startswith("vllm-segreuse supports vLLM") for it in messages)
+
+
+def test_every_status_of_the_administrators_routes_is_listed(
+    tables: dict[str, list[list[str]]],
+) -> None:
+    kinds = {(row[0], row[1].strip("`")) for row in tables["admin_errors"]}
+    errors = ast.parse((REPOSITORY / "vllm_segreuse" / "knowledge" / "errors.py").read_text())
+    own = {
+        (str(status), kind)
+        for node in ast.walk(errors)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for status, kind in [ast.literal_eval(node.value)]
+    }
+    assert own | {("401", "unauthorized"), ("403", "forbidden"), ("413", "too_large")} == kinds
+    assert all(row[3] for row in tables["admin_errors"])
+
+
+def test_every_policy_and_every_patch_has_a_line(tables: dict[str, list[list[str]]]) -> None:
+    package = REPOSITORY / "vllm_segreuse"
+    for table, folder, others in (
+        ("policies", "policies", {"__init__", "base"}),
+        ("patches", "compat", {"__init__", "patching"}),
+    ):
+        files = {file.stem for file in (package / folder).glob("*.py")} - others
+        assert {row[0].strip("`") for row in tables[table]} == files
+        assert all(row[1] for row in tables[table])
+
+
+def test_every_field_of_the_report_is_described() -> None:
+    described = re.findall(r"^\| `(\w+)` \|", (DOCS / "report.md").read_text(), re.MULTILINE)
+    printed = re.findall(r"'(\w+)':", (REPOSITORY / "README.md").read_text())
+    assert set(described) == {"policy", "prompt_tokens", *Report._fields}
+    assert sorted(described) == sorted(printed)
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().split()) <= MAX_README_WORDS
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    """(page, where to) of all links and pictures to files of the repository."""
+    pages = [*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")]
+    for page in pages:
+        text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not re.match(r"\w+://|#", target):
+                yield page, target
+
+
+def test_every_link_to_a_file_leads_to_one() -> None:
+    found = list(links())
+    assert len(found) > 100
+    dead = [
+        f"{page.relative_to(REPOSITORY)}: {target}"
+        for page, target in found
+        if not (page.parent / target.partition("#")[0]).exists()
+    ]
+    assert dead == []
+
+
+def test_the_documentation_uses_the_versions_that_the_package_is_tested_with() -> None:
+    pins = {
+        name: dict(
+            line.split("==")
+            for line in (REPOSITORY / "requirements" / name).read_text().splitlines()
+            if "==" in line and not line.startswith("#") and ";" not in line
+        )
+        for name in ("cpu.txt", "docs.txt")
+    }
+    docs, cpu = pins["docs.txt"], pins["cpu.txt"]
+    imported = ("numpy", "pydantic", "pydantic_core", "PyYAML")
+    assert {name: docs[name] for name in imported} == {name: cpu[name] for name in imported}
