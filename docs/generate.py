@@ -223,7 +223,7 @@ def admin_errors() -> str:
             str(status),
             f"`{kind}`",
             sources.escaped(sources.one_line(meanings.get((status, kind), ""))),
-            "<br>".join(sorted(texts)),
+            "<br>".join(f"• {text}" for text in sorted(texts)),
         )
         for (status, kind), texts in sorted(sentences.items())
     ]
@@ -250,10 +250,15 @@ def patches() -> str:
         if file.stem in ("__init__", "patching"):
             continue
         first, *rest = sources.paragraphs(file)
-        sentences = [it for it in rest if "Obsolete" in it]
-        obsolete = " ".join(it[it.index("Obsolete") :] for it in sentences)
-        rows.append((f"`{file.stem}`", _first_upper(first), obsolete))
+        ends = " ".join(it[it.index("Obsolete") :] for it in rest if "Obsolete" in it)
+        rows.append((f"`{file.stem}`", _first_upper(first), _with_links(ends)))
     return _table(("file", "what it is about", "until when"), rows)
+
+
+def _with_links(text: str) -> str:
+    """Issues and pull requests of vLLM as links."""
+    issue = r"[vllm#\1](https://github.com/vllm-project/vllm/issues/\1)"
+    return re.sub(r"vllm-project/vllm#(\d+)", issue, text)
 
 
 # Markdown.

@@ -73,7 +73,7 @@ def faults(file: Path) -> Iterator[str]:
 
 def sentence(node: ast.expr, file: Path) -> str | None:
     """A text as Markdown, with the names of what is filled in; None if it says nothing itself."""
-    told = "".join(_parts(node, file))
+    told = "".join(_parts(node, file)).replace("``", "` `")  # two names side by side
     words = re.sub(r"`[^`]*`", "", told)
     return one_line(told) if len(re.findall(r"[a-z]{2,}", words)) > 2 else None
 

@@ -34,7 +34,7 @@ class NotFoundError(KnowledgeError):
 
 
 class ConflictError(KnowledgeError):
-    """The name is taken, or somebody else is changing the same thing."""
+    """The name is taken, or another request is changing the same thing."""
 
     status, type = 409, "conflict"
 
