@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ from bench.server import cpu_environment
 
 BLOCK_TOKENS = 32
 """KV block size: the smallest that vLLM's CPU attention takes."""
+
+_requests = itertools.count()
 
 
 class Timed(NamedTuple):
@@ -86,6 +89,27 @@ def first_token(
     elapsed_ms = (time.perf_counter() - started) * 1e3
     report = (output.kv_transfer_params or {}).get("segreuse")
     return Timed(elapsed_ms, output.outputs[0].token_ids[0], output.num_cached_tokens, report)
+
+
+def generate(
+    llm: Any, prompt: list[int], sampling: Any, salt: str | None = None
+) -> tuple[Any, float]:
+    """Run one request of token ids by itself.
+
+    Returns:
+        Its output, and the milliseconds until its first token.
+    """
+    tokens = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+    vllm_engine = llm.llm_engine
+    started, first_ms, output = time.perf_counter(), None, None
+    vllm_engine.add_request(f"bench-{next(_requests)}", tokens, sampling)
+    while vllm_engine.has_unfinished_requests():
+        for output in vllm_engine.step():
+            if first_ms is None and output.outputs[0].token_ids:
+                first_ms = (time.perf_counter() - started) * 1e3
+    assert output is not None
+    assert first_ms is not None
+    return output, first_ms
 
 
 def require_reuse(timed: Timed, policy: str, at_least_tokens: int) -> Mapping[str, Any]:

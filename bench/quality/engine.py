@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ class Lab:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
-        self._asked = self._requests = 0
+        self._asked = 0
 
     def ask(self, example: Example, arms: list[Arm]) -> dict[str, Outcome]:
         """Compute the documents in their other contexts, then ask under every arm.
@@ -178,14 +177,4 @@ class Lab:
             extra_args=dict(extra_args) if extra_args else None,
             ignore_eos=True,
         )
-        self._requests += 1
-        vllm_engine = self.llm.llm_engine
-        started, first_ms, output = time.perf_counter(), None, None
-        vllm_engine.add_request(f"lab-{self._requests}", {"prompt_token_ids": prompt}, sampling)
-        while vllm_engine.has_unfinished_requests():
-            for output in vllm_engine.step():
-                if first_ms is None and output.outputs[0].token_ids:
-                    first_ms = (time.perf_counter() - started) * 1e3
-        assert output is not None
-        assert first_ms is not None
-        return output, first_ms
+        return engine.generate(self.llm, prompt, sampling)

@@ -21,7 +21,7 @@ from bench.quality.engine import IntArray
 from bench.quality.tasks import TASKS, Example
 
 _MARKS = "o^svDP*Xhp<"
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:78rem;margin:2rem auto;padding:0 1rem}
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:78rem;margin:2rem auto;padding:0 1rem}
 .wide{overflow-x:auto;border:1px solid #ddd;margin:1rem 0}.wide svg{min-width:44rem}
 table{border-collapse:collapse;font-size:.85rem;width:100%}
 td,th{padding:.2rem .5rem;text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
@@ -60,7 +60,7 @@ def write(
     head = '<meta charset=utf-8><meta name=viewport content="width=device-width">'
     parts = [
         f"<!doctype html><html lang=en>{head}<title>Quality of KV reuse</title>",
-        f"<style>{_STYLE}</style><h1>Quality of KV reuse</h1>",
+        f"<style>{STYLE}</style><h1>Quality of KV reuse</h1>",
         f"<p>{html.escape(_sentence(where, result))}</p>",
         "<h2>Accuracy</h2>",
         accuracy_table(rows),
@@ -68,11 +68,11 @@ def write(
         *(comparison_table(rows, task) for task in _compared(rows)),
         _NOTES.format(**{name: summary.get(name, "?") for name in ("comparisons", "margin")}),
         "<h2>Quality against computed work</h2>",
-        _svg(pareto(rows)),
+        svg(pareto(rows)),
         "<h2>Which tokens were computed, at which layers</h2>",
         f"<p>One example of {html.escape(example.task)}, {html.escape(example.kind)}. "
         "Lines: borders of documents.</p>",
-        _svg(layers(example, computed)),
+        svg(layers(example, computed)),
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(parts) + "\n", encoding="utf-8")
@@ -150,8 +150,8 @@ def accuracy_table(rows: Sequence[Row]) -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         mine = [cells[task, policy] for policy in policies]
         name = f"{html.escape(task)}<small>n = {mine[0]['samples']}</small>"
-        lines.append([name, *(_with_interval(row, "accuracy") for row in mine)])
-    return _table(["task", *map(html.escape, policies)], lines)
+        lines.append([name, *(with_interval(row, "accuracy") for row in mine)])
+    return table_of(["task", *map(html.escape, policies)], lines)
 
 
 def comparison_table(rows: Sequence[Row], task: str) -> str:
@@ -163,17 +163,17 @@ def comparison_table(rows: Sequence[Row], task: str) -> str:
         against = ["", "", "", "", "", ""]
         if row.get("difference") is not None:
             against = [
-                _with_interval(row, "difference", sign="+"),
+                with_interval(row, "difference", sign="+"),
                 str(row["differing"]),
-                _p(row["p_against_full"]),
-                _p(row["p_holm"]),
+                p_text(row["p_against_full"]),
+                p_text(row["p_holm"]),
                 html.escape(row["verdict"]),
-                _with_interval(row, "first_token_kl", "kl"),
+                with_interval(row, "first_token_kl", "kl"),
             ]
         last = [f"{row['work']:.3f}", f"{row['ttft_ms']:.0f}"]
-        accuracy = _with_interval(row, "accuracy")
+        accuracy = with_interval(row, "accuracy")
         lines.append([html.escape(row["policy"]), accuracy, *against, *last])
-    return _table([f"{html.escape(task)}<small>n = {mine[0]['samples']}</small>", *names], lines)
+    return table_of([f"{html.escape(task)}<small>n = {mine[0]['samples']}</small>", *names], lines)
 
 
 def _compared(rows: Sequence[Row]) -> list[str]:
@@ -183,7 +183,7 @@ def _compared(rows: Sequence[Row]) -> list[str]:
     return sorted(whole, key=lambda task: task != "RULER")
 
 
-def _with_interval(row: Row, key: str, interval: str | None = None, sign: str = "") -> str:
+def with_interval(row: Row, key: str, interval: str | None = None, sign: str = "") -> str:
     """A figure, and below it from where to where; `accuracy` has `low` and `high`."""
     prefix = "" if key == "accuracy" else f"{interval or key}_"
     low, high = row[f"{prefix}low"], row[f"{prefix}high"]
@@ -193,11 +193,11 @@ def _with_interval(row: Row, key: str, interval: str | None = None, sign: str = 
     return f"{figure}<small>{low:{sign}.3f} to {high:{sign}.3f}</small>"
 
 
-def _p(value: float) -> str:
+def p_text(value: float) -> str:
     return f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table_of(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table in a box of its own, which scrolls where the window is narrow."""
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     rows += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines]
@@ -213,7 +213,7 @@ def _sentence(where: Mapping[str, Any], result: SuiteResult) -> str:
     )
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
     drawing = stream.getvalue()
