@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bench english --model DIR`: what reuse costs a pretrained model on English text.
+
+Every example is asked in full, and with documents that were computed elsewhere (`donors`), under
+every policy. Beside the file of `--json` each example is kept in a file of lines: a second start
+goes on where the first stopped. `BENCH_QUALITY_SEEDS=tuning` asks the examples on which policies
+are chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from bench import harness
+from bench.english import arms, donors, text
+from bench.english.figures import figures
+from bench.english.records import (
+    Records,
+    RecordsError,
+    Setting,
+    model_digest,
+    records_file,
+    weights,
+)
+from bench.english.run import Load, measure
+from bench.english.tasks import TASKS
+from bench.quality import seeds
+
+SAMPLES = 40
+QUICK_SAMPLES = 3
+QUICK_TASKS = ("needles", "one-hop", "pronoun", "contracts", "chat")
+COLUMNS = (
+    *("task", "donors", "policy", "samples", "accuracy", "low", "high", "p_holm", "verdict"),
+    *("first_kl", "answer_kl", "agreement", "work", "ttft_ms"),
+)
+"""Of a row, what is printed; its file has more."""
+
+
+class UsageError(ValueError):
+    """What was asked for cannot be; the text is one sentence."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; returns the exit status: 2 for bad input, 130 if it was interrupted."""
+    try:
+        return run(_parser().parse_args(argv))
+    except (UsageError, RecordsError) as error:
+        print(f"bench english: {error}", file=sys.stderr)
+        return 2
+    except harness.BenchError as error:
+        print(f"bench english: {error}", file=sys.stderr)
+        return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what is missing, then report on all that is there.
+
+    Raises:
+        UsageError: the model, a name or a number is wrong.
+        RecordsError: the records beside `--json` are of another run.
+    """
+    load = load_of(args)
+    commit = harness.commit()
+    file = records_file(args.json) if args.json else None
+    records = Records.open(file, setting_of(args.model, load.seeds), commit, args.resume)
+    where = harness.environment() | {"quick": args.quick}
+    started = time.monotonic()
+
+    from bench.english.engine import english_engine
+
+    with english_engine(args.model, args.kv_space_gib) as lab:
+        where["chat_template"] = lab.prompts.chat
+        done = measure(lab, load, records, commit)
+    if not len(records):
+        return 130
+    where |= {
+        "seconds": round(time.monotonic() - started, 1),
+        "commits": sorted({str(record.commit) for record in records}),
+        "interrupted": not done,
+    }
+    result = result_of(records)
+    harness.report("english", where, shown(result))
+    if args.json:
+        harness.write_json(args.json, "english", where, result)
+    if args.html:
+        from bench.english import page
+
+        page.write(args.html, where, result)
+    return 0 if done else 130
+
+
+def result_of(records: Records) -> harness.SuiteResult:
+    """Figures of all records."""
+    rows, summary = figures(records)
+    setting = records.setting
+    names = {"model": setting.model, "model_digest": setting.model_digest, "seeds": setting.seeds}
+    return {"rows": rows, "summary": names | {"text": setting.text} | summary}
+
+
+def shown(result: harness.SuiteResult) -> harness.SuiteResult:
+    """What of a result fits a terminal's width."""
+    rows = [{key: row.get(key) for key in COLUMNS} for row in result["rows"] if "kind" not in row]
+    return {"rows": rows, "summary": result["summary"]}
+
+
+def load_of(args: argparse.Namespace) -> Load:
+    """What the arguments ask for.
+
+    Raises:
+        UsageError: a name or a number is wrong.
+    """
+    samples = args.samples
+    if samples is None:
+        samples = QUICK_SAMPLES if args.quick else SAMPLES
+    if samples < 1:
+        raise UsageError(f"--samples {samples}: at least 1 is needed")
+    try:
+        chosen = [arms.arm(name) for name in _split(args.policies)]
+        which = seeds.chosen()
+    except (ValueError, harness.BenchError) as error:
+        raise UsageError(str(error)) from None
+    usual = arms.QUICK if args.quick else arms.PUBLISHED
+    return Load(
+        tasks=_named("task", args.tasks, TASKS) or (QUICK_TASKS if args.quick else tuple(TASKS)),
+        donors=_named("donors", args.donors, donors.DONORS) or donors.DONORS,
+        arms=tuple(chosen) or tuple(map(arms.arm, usual)),
+        samples=samples,
+        seeds=which,
+    )
+
+
+def setting_of(model: Path, which: str) -> Setting:
+    """What records of this run have in common.
+
+    Raises:
+        UsageError: there is no model in the folder.
+    """
+    if not (model / "config.json").is_file() or not weights(model):
+        raise UsageError(
+            f"no model in {model}: --model needs a folder with config.json, weights and tokenizer"
+        )
+    return Setting(model.resolve().name, model_digest(model), which, text.digest())
+
+
+def _named(what: str, given: str | None, known: Iterable[str]) -> tuple[str, ...]:
+    known = list(known)
+    names = tuple(_split(given))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no {what} {name!r}; there are {', '.join(known)}")
+    return names
+
+
+def _split(given: str | None) -> list[str]:
+    return list(dict.fromkeys(filter(None, (given or "").split(","))))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m bench english", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="a folder of Hugging Face"
+    )
+    parser.add_argument("--quick", action="store_true", help="a rough answer, sooner")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
+    parser.add_argument("--tasks", metavar="NAMES", help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--donors", metavar="NAMES", help=f"some of {', '.join(donors.DONORS)}")
+    parser.add_argument(
+        "--policies",
+        metavar="NAMES",
+        help=f"some of {', '.join(arms.NAMED)}, or POLICY:option=value:option=value",
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help=f"examples of each task ({SAMPLES})"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with records of another commit, too"
+    )
+    parser.add_argument(
+        "--kv-space-gib", type=int, default=4, metavar="N", help="memory for KV on the CPU (4)"
+    )
+    return parser

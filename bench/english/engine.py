@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples asked of the real engine: in full, and with documents that were computed elsewhere.
+
+Only exact KV donates (`max_provenance_depth: 0`): what one arm leaves behind must not help the
+next. Everything else is as the plugin ships it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from bench import engine, harness
+from bench.english import grading
+from bench.english.arms import Arm
+from bench.english.donors import KNOWLEDGE, PROMPTS
+from bench.english.prompts import Prompts
+from bench.english.records import Outcome, rounded
+from bench.english.tasks.base import Example
+
+KV_SPACE_GIB = 4
+MAX_TOKENS = 8192
+FORCED_TOKENS = 32
+"""Tokens of the full answer along which distributions are compared."""
+COMPUTED_IN_FULL = {"segreuse_min_reused_tokens": 2**31 - 1}
+"""Options of donors, which reuse nothing themselves."""
+
+
+class Answered(NamedTuple):
+    """One request: its answer, the logits of every step, and what the engine says about it."""
+
+    tokens: tuple[int, ...]
+    logits: Any
+    ttft_ms: float
+    cached_tokens: int
+    report: Mapping[str, Any] | None
+
+
+class Full(NamedTuple):
+    """The answer of full prefill, with what others are compared by."""
+
+    outcome: Outcome
+    tokens: tuple[int, ...]
+    logits: Any
+
+
+@contextmanager
+def english_engine(model: Path, kv_space_gib: int = KV_SPACE_GIB) -> Iterator[Lab]:
+    """A model, served with segment reuse in this process.
+
+    Raises:
+        BenchError: the model cannot be loaded, or start-up refuses it.
+    """
+    engine.prepare_environment(kv_space_gib)
+    from bench.english.recorder import Recorder
+
+    with engine.engine(
+        model,
+        segreuse={"max_provenance_depth": 0},
+        max_model_len=context_tokens(model),
+        max_num_batched_tokens=MAX_TOKENS,
+        enforce_eager=True,
+        logits_processors=[Recorder],
+    ) as llm:
+        yield Lab(llm)
+
+
+def context_tokens(model: Path) -> int:
+    """Longest prompt that a model is asked, at most `MAX_TOKENS`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    return min(MAX_TOKENS, getattr(config, "max_position_embeddings", MAX_TOKENS))
+
+
+class Lab:
+    """Asks examples, each in a namespace of its own."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.prompts = Prompts(llm.get_tokenizer())
+        self._spaces = self._rounds = 0
+
+    def full(self, example: Example) -> Full:
+        """The example's answer by full prefill.
+
+        Raises:
+            BenchError: something was found in the prefix cache.
+        """
+        self._spaces += 1
+        # A salt of its own: nobody finds its blocks.
+        found = self._ask(example, None, salt=f"full {self._spaces}")
+        if found.cached_tokens:
+            raise harness.BenchError(
+                f"a full prefill found {found.cached_tokens} tokens in the prefix cache"
+            )
+        kept = min(len(found.tokens), FORCED_TOKENS)
+        outcome = Outcome(
+            score=self._score(example, found.tokens),
+            said=self.prompts.answer(found.tokens),
+            ttft_ms=rounded(found.ttft_ms),
+            tokens=kept,
+        )
+        return Full(outcome, found.tokens, found.logits[:kept])
+
+    def reuse(
+        self, example: Example, full: Full, donors: str, arms: Sequence[Arm], rng: Random
+    ) -> dict[str, Outcome]:
+        """Compute the documents elsewhere, then ask under every arm.
+
+        Args:
+            example: what is asked.
+            full: its answer by full prefill.
+            donors: one of `donors.DONORS`.
+            arms: ways to reuse.
+            rng: source of what the donors leave to chance.
+
+        Raises:
+            BenchError: the connector does not run, or the prefix cache could not be reset.
+        """
+        self._spaces += 1
+        self._rounds += 1
+        with self._donated(example, donors, rng) as space:
+            outcomes = {
+                arm.name: self._outcome(example, full, {**space, **arm.extra_args})
+                for arm in harness.rotated(arms, self._rounds)
+            }
+        if not self.llm.reset_prefix_cache():
+            raise harness.BenchError("the prefix cache could not be reset: a request still runs")
+        return outcomes
+
+    @contextmanager
+    def _donated(self, example: Example, donors: str, rng: Random) -> Iterator[Mapping[str, Any]]:
+        """The namespace in which the documents are known."""
+        name = f"english-{self._spaces}"
+        space = {"extra_keys": [name]}
+        if donors == KNOWLEDGE:
+            from vllm_segreuse.knowledge.offline import KnowledgeBase
+
+            base = KnowledgeBase(self.llm, name)
+            written = [*example.others, *example.documents]
+            base.add(
+                {
+                    f"document-{i}": list(self.prompts.encode_document(document))
+                    for i, document in enumerate(written)
+                }
+            )
+            yield space
+            base.delete()
+            return
+        for prompt in PROMPTS[donors](example, self.prompts, rng):
+            self._generate(prompt, 1, {**space, **COMPUTED_IN_FULL})
+        yield space
+
+    def _outcome(self, example: Example, full: Full, extra_args: Mapping[str, Any]) -> Outcome:
+        """One arm: along the full answer first, then freely where it would say something else."""
+        from bench.english.tape import divergences, favourites
+
+        forced = self._ask(example, extra_args, forced=full.tokens)
+        if forced.report is None:
+            raise harness.BenchError(
+                "a request with extra keys carries no segreuse report: the connector is not active"
+            )
+        apart = divergences(full.logits, forced.logits[: len(full.logits)])
+        would_say = favourites(forced.logits)
+        agree = [a == b for a, b in zip(full.tokens, would_say, strict=True)]
+        same = all(agree)
+        tokens = full.tokens if same else self._ask(example, extra_args).tokens
+        documents = sum(map(self.prompts.measure, example.documents))
+        return Outcome(
+            score=self._score(example, tokens),
+            said=None if same else self.prompts.answer(tokens),
+            ttft_ms=rounded(forced.ttft_ms),
+            first_kl=rounded(apart[0]),
+            answer_kl=rounded(sum(apart) / len(apart)),
+            agreement=rounded(sum(agree[: len(apart)]) / len(apart)),
+            tokens=len(apart),
+            work=rounded(forced.report["computed_share"]),
+            reused=rounded(forced.report["reused_tokens"] / documents),
+            policy=forced.report["policy"],
+            drift=forced.report.get("drift"),
+        )
+
+    def _score(self, example: Example, tokens: Sequence[int]) -> float:
+        return rounded(grading.score(self.prompts.answer(tokens), example.answers, example.wrong))
+
+    def _ask(
+        self,
+        example: Example,
+        extra_args: Mapping[str, Any] | None,
+        forced: Sequence[int] = (),
+        salt: str | None = None,
+    ) -> Answered:
+        """One request; it ends where the model ends its answer, or with the forced tokens."""
+        from bench.english.tape import TAPE
+
+        prompt = self.prompts.prompt(example.documents, example.question)
+        TAPE.start(forced)
+        output, ttft_ms = self._generate(
+            prompt, len(forced) or example.answer_tokens, extra_args, salt, bool(forced)
+        )
+        tokens = tuple(output.outputs[0].token_ids)
+        if len(TAPE.logits) < len(tokens):
+            raise harness.BenchError(
+                f"an answer of {len(tokens)} tokens came of {len(TAPE.logits)} recorded steps"
+            )
+        report = (output.kv_transfer_params or {}).get("segreuse")
+        logits = TAPE.logits[: len(tokens)]
+        return Answered(tokens, logits, ttft_ms, output.num_cached_tokens or 0, report)
+
+    def _generate(
+        self,
+        prompt: list[int],
+        most: int,
+        extra_args: Mapping[str, Any] | None,
+        salt: str | None = None,
+        ignore_eos: bool = False,
+    ) -> tuple[Any, float]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=most,
+            temperature=0.0,
+            extra_args=dict(extra_args) if extra_args else None,
+            ignore_eos=ignore_eos,
+        )
+        return engine.generate(self.llm, prompt, sampling, salt)

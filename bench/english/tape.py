@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tape that records the distribution of every step, and may dictate the next token.
+
+So one request gives the exact distributions of a policy along the answer of full prefill: the
+prompt is computed as the policy says, each token of that answer is forced, and what the model would
+have said instead is on the tape. The whole vocabulary is recorded, not the most likely tokens.
+
+The engine runs in this process, one request at a time: the tape is a value of this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Logits = list[torch.Tensor]
+"""`[vocabulary]` each, float32, of steps one after the other."""
+
+
+class Tape:
+    """What the request that runs was made to say, and what it would have said.
+
+    Attributes:
+        forced: tokens to say in any case; behind them, and without any, decoding is greedy.
+        logits: of every step so far, as the model gave them.
+    """
+
+    def __init__(self) -> None:
+        self.forced: Sequence[int] = ()
+        self.logits: Logits = []
+
+    def start(self, forced: Sequence[int] = ()) -> None:
+        """Begin a request."""
+        self.forced = tuple(forced)
+        self.logits = []
+
+    def record(self, logits: torch.Tensor) -> None:
+        """Take one step's logits `[vocabulary]`, and change them so that the forced token wins."""
+        step = len(self.logits)
+        self.logits.append(logits.detach().to("cpu", torch.float32, copy=True))
+        if step < len(self.forced):
+            logits.fill_(float("-inf"))
+            logits[self.forced[step]] = 0.0
+
+
+TAPE = Tape()
+"""Of the request that runs; `recorder.Recorder` writes it."""
+
+
+def divergences(full: Logits, other: Logits) -> list[float]:
+    """Kullback-Leibler divergence of `other` from `full` at each step, in nats, whole vocabulary.
+
+    Raises:
+        ValueError: not as many steps of both.
+    """
+    found = []
+    for ours, theirs in zip(full, other, strict=True):
+        expected, given = (torch.log_softmax(one.double(), -1) for one in (ours, theirs))
+        terms = expected.exp() * (expected - given)
+        # A token that both give no chance at all adds 0, not 0 times infinity.
+        found.append(max(0.0, float(terms.nan_to_num(0.0).sum())))
+    return found
+
+
+def favourites(logits: Logits) -> list[int]:
+    """The most likely token of each step."""
+    return [int(one.argmax()) for one in logits]

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench english` without an engine: what is asked, kept, gone on with, and what it comes to."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from bench import __main__ as bench
+from bench import harness
+from bench.english import engine, figures, page, run
+from bench.english.arms import Arm, arm
+from bench.english.records import Outcome, Record, Records, RecordsError, Setting, model_digest
+from bench.english.tape import Tape, divergences, favourites
+from bench.english.tasks.base import Example
+
+SETTING = Setting("small", "0123", "reporting", "4567")
+FULL = Outcome(score=1.0, said="4821", ttft_ms=1000.0, tokens=8)
+
+
+def outcome(score: float = 1.0, **fields: Any) -> Outcome:
+    same = {"said": None, "ttft_ms": 200.0, "tokens": 8, "work": 0.2, "reused": 1.0}
+    return Outcome(score=score, **{**same, **fields})
+
+
+def record(
+    number: int = 0,
+    task: str = "one-hop",
+    donors: str = "alone",
+    full: float = 1.0,
+    kind: str = "",
+    **arms: Outcome,
+) -> Record:
+    return Record(task, kind, number, donors, 4, 500, "abc", replace(FULL, score=full), dict(arms))
+
+
+class Words:
+    """Stands for `Prompts`: a word is a token."""
+
+    chat = True
+
+    def measure(self, passage: str) -> int:
+        return len(passage.split())
+
+    def prompt(self, documents: Sequence[str], question: str) -> list[int]:
+        return [0] * sum(map(self.measure, [*documents, question]))
+
+
+class FakeLab:
+    """In the place of an engine: notes what it is asked, and answers everything right."""
+
+    def __init__(self) -> None:
+        self.prompts = Words()
+        self.asked: list[tuple[str, str, tuple[str, ...]]] = []
+        self.interrupt_after: int | None = None
+
+    def full(self, example: Example) -> engine.Full:
+        return engine.Full(FULL, (1, 2), [])
+
+    def reuse(
+        self,
+        example: Example,
+        full: engine.Full,
+        donors: str,
+        arms: Sequence[Arm],
+        rng: Random,
+    ) -> dict[str, Outcome]:
+        if len(self.asked) == self.interrupt_after:
+            raise KeyboardInterrupt
+        self.asked.append((example.task, donors, tuple(one.name for one in arms)))
+        return {one.name: outcome() for one in arms}
+
+
+def load(samples: int = 2, arms: Sequence[str] = ("default", "shift")) -> run.Load:
+    return run.Load(
+        ("one-hop", "logs"), ("alone", "stream"), tuple(map(arm, arms)), samples, "tuning"
+    )
+
+
+def ask(lab: FakeLab, what: run.Load, records: Records) -> bool:
+    return run.measure(lab, what, records, "abc")  # type: ignore[arg-type]
+
+
+def test_every_example_is_asked_once_under_every_kind_of_donors() -> None:
+    lab, records = FakeLab(), Records(SETTING)
+    assert ask(lab, load(), records)
+    assert [one[:2] for one in lab.asked] == 2 * [
+        (task, donors) for task in ("one-hop", "logs") for donors in ("alone", "stream")
+    ], "tasks grow alike"
+    assert {one.key for one in records} == {
+        (task, n, donors)
+        for task in ("one-hop", "logs")
+        for n in (0, 1)
+        for donors in ("alone", "stream")
+    }
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "out.jsonl"
+    lab = FakeLab()
+    lab.interrupt_after = 3
+    assert not ask(lab, load(), Records.open(file, SETTING, "abc"))
+    assert len(lab.asked) == 3
+    with file.open("a") as torn:
+        torn.write('{"task": "one-h')
+    again = FakeLab()
+    records = Records.open(file, SETTING, "abc")
+    assert len(records) == 3
+    assert ask(again, load(), records)
+    assert len(again.asked) == 8 - 3
+    read = Records.open(file, SETTING, "abc")
+    assert list(read) == list(records)
+    done = FakeLab()
+    assert ask(done, load(), read)
+    assert done.asked == []
+
+
+def test_only_new_policies_are_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    ask(FakeLab(), load(samples=1), Records.open(file, SETTING, "abc"))
+    lab = FakeLab()
+    ask(lab, load(samples=1, arms=("shift", "epic")), Records.open(file, SETTING, "abc"))
+    assert {one[2] for one in lab.asked} == {("epic",)}
+    merged = Records.open(file, SETTING, "abc")
+    assert {tuple(one.arms) for one in merged} == {("default", "shift", "epic")}
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        (replace(SETTING, model="other"), "with model small, not other"),
+        (replace(SETTING, model_digest="f"), "with model_digest 0123, not f"),
+        (replace(SETTING, seeds="tuning"), "with seeds reporting, not tuning"),
+        (replace(SETTING, text="x"), "with text 4567, not x"),
+    ],
+)
+def test_records_of_another_run_are_refused(tmp_path: Path, setting: Setting, told: str) -> None:
+    file = tmp_path / "out.jsonl"
+    Records.open(file, SETTING, "abc").add(record(default=outcome()))
+    with pytest.raises(RecordsError, match=told):
+        Records.open(file, setting, "abc")
+
+
+def test_records_of_another_commit_need_consent(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    Records.open(file, SETTING, "abc").add(record(default=outcome()))
+    with pytest.raises(RecordsError, match="at commit abc, this is def: go on with --resume"):
+        Records.open(file, SETTING, "def")
+    assert len(Records.open(file, SETTING, "def", any_commit=True)) == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["hello\n", "[1]\n", '{"a": 1}\n', "no line", '{"suite": "english"}\n{}\n']
+)
+def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_text(content)
+    with pytest.raises(RecordsError, match="choose another"):
+        Records.open(file, SETTING, "abc")
+    assert file.read_text() == content
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    Records.open(file, SETTING, "abc").add(record(default=outcome()))
+    with file.open("a") as out:
+        out.write('{"task": "one-hop"}\n')
+    with pytest.raises(RecordsError, match="line 3 is no record"):
+        Records.open(file, SETTING, "abc")
+
+
+def test_other_weights_have_another_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3_000_000))
+    first = model_digest(tmp_path)
+    assert first == model_digest(tmp_path)
+    weights.write_bytes(bytes(2_999_999) + b"x")
+    assert model_digest(tmp_path) != first
+
+
+def rows_of(records: Sequence[Record], **wanted: Any) -> list[dict[str, Any]]:
+    rows, _ = figures.figures(records)
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def test_a_row_compares_a_policy_with_full_prefill() -> None:
+    records = [
+        record(n, default=outcome(n % 2, first_kl=0.1 * n, answer_kl=0.2, agreement=0.5))
+        for n in range(10)
+    ]
+    (row,) = rows_of(records, policy="default")
+    assert (row["samples"], row["accuracy"], row["difference"]) == (10, 0.5, -0.5)
+    assert row["differing"] == 5
+    assert row["p_against_full"] == row["p_holm"] == pytest.approx(2 / 2**5, abs=1e-3)
+    assert row["low"] == pytest.approx(0.187, abs=1e-3), "Clopper and Pearson's"
+    assert row["first_kl"] == pytest.approx(0.45)
+    assert row["kl_p90"] == pytest.approx(0.81)
+    assert (row["answer_kl"], row["answer_kl_low"]) == (0.2, None)
+    assert (row["agreement"], row["work"]) == (0.5, 0.2)
+    assert (row["ttft_ms"], row["full_ttft_ms"]) == (200, 1000)
+    (full,) = rows_of(records, policy="full")
+    assert (full["accuracy"], full["work"]) == (1, 1)
+
+
+def test_all_cells_are_one_family() -> None:
+    lost = [outcome(0.0)] * 8
+    some = [record(n, donors="alone", shift=one) for n, one in enumerate(lost)]
+    more = [record(n, donors="stream", shift=outcome()) for n in range(8)]
+    (alone,) = rows_of([*some, *more], policy="shift", donors="alone")
+    assert alone["p_holm"] == pytest.approx(2 * alone["p_against_full"], rel=0.05)
+    assert alone["verdict"] == "lower"
+
+
+def test_tasks_that_the_model_cannot_do_are_reported_by_divergence_only() -> None:
+    able = [record(n, shift=outcome(0.0), default=outcome()) for n in range(8)]
+    unable = [
+        record(n, "react", full=float(n < 3), shift=outcome(0.0), default=outcome(0.0))
+        for n in range(8)
+    ]
+    (row,) = rows_of([*able, *unable], task="react", policy="default")
+    assert not row["able"]
+    assert "p_holm" not in row
+    _, summary = figures.figures([*able, *unable])
+    assert summary["alone_over_full"] == 1, "of the other task"
+    assert summary["tasks_by_kl_only"] == "react"
+    assert summary["tasks"] == 2
+
+
+def test_half_of_the_answers_is_able() -> None:
+    half = [record(n, full=n % 2, default=outcome()) for n in range(4)]
+    assert rows_of(half, policy="default")[0]["able"]
+
+
+def test_the_summary_pools_cells_of_equal_weight() -> None:
+    records = [
+        *(record(n, "one-hop", "siblings", default=outcome(1.0, work=0.1)) for n in range(2)),
+        *(record(n, "logs", "siblings", default=outcome(0.5, work=0.3)) for n in range(6)),
+        *(record(n, "logs", "alone", default=outcome(0.0, work=0.4)) for n in range(6)),
+        *(record(n, "logs", "knowledge", default=outcome(1.0, work=0.25)) for n in range(6)),
+    ]
+    _, summary = figures.figures(records)
+    assert summary["default_over_full"] == 0.75
+    assert summary["default_work"] == 0.2
+    assert (summary["alone_over_full"], summary["alone_work"]) == (0.0, 0.4)
+    assert (summary["kb_over_full"], summary["kb_work"]) == (1.0, 0.25)
+    assert summary["stream_over_full"] is None
+    assert summary["samples_per_cell"] == 2
+    assert summary["harm_cells"] is None, "shift was not asked"
+    assert summary["drift_rank_correlation"] is None
+
+
+def test_harm_is_where_the_default_is_significantly_worse_than_shift() -> None:
+    def cell(donors: str, number: int, worse: int) -> list[Record]:
+        return [
+            record(
+                n,
+                donors=donors,
+                default=outcome(float(n >= worse), answer_kl=0.5 if n < worse else 0.1),
+                shift=outcome(1.0, answer_kl=0.1),
+            )
+            for n in range(number)
+        ]
+
+    _, summary = figures.figures([*cell("alone", 12, 8), *cell("reversed", 12, 3)])
+    assert (summary["harm_cells"], summary["harm"]) == (1, "one-hop alone")
+    assert (summary["harm_cells_kl"], summary["harm_kl"]) == (1, "one-hop alone")
+    better = [record(n, default=outcome(), shift=outcome(0.0)) for n in range(12)]
+    assert figures.figures(better)[1]["harm_cells"] == 0
+
+
+def test_percentile_and_drift_are_of_the_default() -> None:
+    records = [
+        record(n, default=outcome(first_kl=n / 10, drift=n**2), shift=outcome(first_kl=9.0))
+        for n in range(11)
+    ]
+    _, summary = figures.figures(records)
+    assert summary["kl_p90"] == pytest.approx(0.9)
+    assert summary["drift_rank_correlation"] == 1
+    assert summary["in_full"] == 0
+    full = [record(0, default=outcome(work=1.0)), record(1, default=outcome(work=0.5))]
+    assert figures.figures(full)[1]["in_full"] == 0.5
+
+
+def test_lengths_have_rows_without_tests() -> None:
+    records = [
+        record(n, "needles", kind=("1k", "2k")[n % 2], default=outcome(float(n % 2)))
+        for n in range(6)
+    ]
+    (short,) = rows_of(records, policy="default", kind="1k")
+    assert (short["samples"], short["accuracy"]) == (3, 0)
+    assert "p_holm" not in short
+
+
+def test_nothing_measured_is_no_result() -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        figures.figures([])
+
+
+def test_divergence_is_over_the_whole_vocabulary() -> None:
+    full = torch.tensor([0.5, 0.25, 0.25]).log()
+    other = torch.tensor([0.25, 0.5, 0.25]).log()
+    (found,) = divergences([full + 3], [other - 1])
+    assert found == pytest.approx(0.5 * 0.6931 - 0.25 * 0.6931, abs=1e-4)
+    assert divergences([full], [full]) == [0.0]
+    assert favourites([full, other]) == [0, 1]
+    with pytest.raises(ValueError, match="zip"):
+        divergences([full], [])
+
+
+def test_a_tape_forces_tokens_and_keeps_what_would_have_been_said() -> None:
+    tape = Tape()
+    tape.start([2])
+    for favourite in (2, 0):
+        logits = torch.tensor([5.0, 1.0, 0.0])
+        tape.record(logits)
+        assert int(logits.argmax()) == favourite
+    assert favourites(tape.logits) == [0, 0]
+    tape.start()
+    assert tape.logits == []
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> FakeLab:
+    lab = FakeLab()
+
+    @contextmanager
+    def english_engine(*_: Any) -> Iterator[FakeLab]:
+        yield lab
+
+    monkeypatch.setattr(engine, "english_engine", english_engine)
+    monkeypatch.setattr(harness, "commit", lambda: "abc")
+    monkeypatch.delenv("BENCH_QUALITY_SEEDS", raising=False)
+    return lab
+
+
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start(model: Path, lab: FakeLab) -> Start:
+    def start(*arguments: str) -> int:
+        return bench.main(["english", "--model", str(model), "--quick", *arguments])
+
+    return start
+
+
+def test_a_run_leaves_json_lines_and_a_page(start: Start, tmp_path: Path, lab: FakeLab) -> None:
+    out, html = tmp_path / "out.json", tmp_path / "out.html"
+    assert start("--json", str(out), "--html", str(html), "--tasks", "needles,logs") == 0
+    result = json.loads(out.read_text())
+    assert result["suite"] == "english"
+    assert result["environment"]["commits"] == ["abc"]
+    summary = result["summary"]
+    keys = "default_over_full default_work alone_over_full alone_work kb_over_full kb_work "
+    keys += "harm_cells kl_p90 drift_rank_correlation tasks samples_per_cell"
+    assert set(keys.split()) <= set(summary)
+    assert (summary["tasks"], summary["samples_per_cell"]) == (2, 3)
+    assert (summary["model"], summary["seeds"]) == ("small", "reporting")
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1 + 2 * 3 * 5
+    written = html.read_text()
+    assert "<h2>Donors: siblings</h2>" in written
+    assert "http" not in written.replace("http://www.w3.org", "").replace(
+        "http://purl.org", ""
+    ).replace("https://matplotlib.org", "").replace("http://creativecommons.org", "")
+    lab.asked.clear()
+    assert start("--json", str(out), "--tasks", "needles,logs") == 0
+    assert lab.asked == [], "everything is there"
+
+
+def test_an_interrupt_keeps_what_was_measured(start: Start, tmp_path: Path, lab: FakeLab) -> None:
+    lab.interrupt_after = 4
+    out = tmp_path / "out.json"
+    assert start("--json", str(out)) == 130
+    result = json.loads(out.read_text())
+    assert result["environment"]["interrupted"]
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--tasks", "luck"], "no task 'luck'; there are needles"),
+        (["--donors", "luck"], "no donors 'luck'; there are alone"),
+        (["--policies", "luck"], "no policy 'luck'"),
+        (["--policies", "focus:recompute_ratio=7"], "recompute_ratio=7"),
+        (["--samples", "0"], "--samples 0"),
+        (["--samples", "many"], "invalid int value"),
+        (["--luck"], "unrecognized arguments"),
+        (["--model", "/nowhere"], "no model in /nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    start: Start, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(*arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("bench english: ")
+    assert told in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_records_of_another_model_or_of_other_seeds_end_with_2(
+    start: Start,
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = ["--json", str(tmp_path / "out.json"), "--tasks", "logs", "--samples", "1"]
+    assert start(*out) == 0
+    monkeypatch.setenv("BENCH_QUALITY_SEEDS", "tuning")
+    assert start(*out) == 2
+    assert "with seeds reporting, not tuning" in capsys.readouterr().err
+    monkeypatch.delenv("BENCH_QUALITY_SEEDS")
+    (model / "model.safetensors").write_bytes(b"others")
+    assert start(*out) == 2
+    assert "model_digest" in capsys.readouterr().err
+
+
+def test_a_page_marks_what_is_lower(tmp_path: Path) -> None:
+    records = [record(n, default=outcome(0.0), shift=outcome()) for n in range(12)]
+    rows, summary = figures.figures(records)
+    where = harness.environment()
+    page.write(tmp_path / "a.html", where, {"rows": rows, "summary": summary})
+    written = (tmp_path / "a.html").read_text()
+    assert written.count("<div class=lower>") == 1
+    assert "one-hop alone" in written
+    page.write(tmp_path / "b.html", where, {"rows": rows, "summary": summary})
+    assert (tmp_path / "b.html").read_text() == written
