@@ -68,7 +68,10 @@ def solve(drawn: base.Example) -> set[str]:
             return {dict(times)[_between(question, "record of ", "?")]}
         case "chat":
             subject = _between(question, "number of my ", " now")
-            return {re.findall(rf"of my {subject} (?:is|has changed to) (\d+)\.", whole)[-1]}
+            (first,) = re.findall(rf"of my {subject} is (\d+)\.", whole)
+            (last,) = re.findall(rf"of my {subject} has changed to (\d+)\.", whole)
+            assert whole.index(first) < whole.index(last)
+            return {last}
         case "agents":
             name = _between(question, "did agent ", " measure")
             (message,) = [one for one in drawn.documents if f"agent {name}\n" in one]
@@ -153,6 +156,17 @@ def test_a_pronoun_stands_apart_from_its_name() -> None:
         assert name in first
         assert between
         assert document.count(name.split()[0]) == 1
+
+
+def test_hops_stand_in_either_order() -> None:
+    orders = set()
+    for number in range(12):
+        drawn = example("two-hop", number)
+        project = _between(drawn.question, "of Project ", " work")
+        (city,) = drawn.answers
+        whole = " ".join(drawn.documents)
+        orders.add(whole.index(f"Project {project} is") < whole.index(f"works in {city}."))
+    assert orders == {True, False}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +19,9 @@ from bench.english import engine, figures, page, run
 from bench.english.arms import Arm, arm
 from bench.english.records import Outcome, Record, Records, RecordsError, Setting, model_digest
 from bench.english.tape import Tape, divergences, favourites
+from bench.english.tasks import draw
 from bench.english.tasks.base import Example
+from bench.quality import seeds
 
 SETTING = Setting("small", "0123", "reporting", "4567")
 FULL = Outcome(score=1.0, said="4821", ttft_ms=1000.0, tokens=8)
@@ -58,9 +61,11 @@ class FakeLab:
     def __init__(self) -> None:
         self.prompts = Words()
         self.asked: list[tuple[str, str, tuple[str, ...]]] = []
+        self.drawn: list[Example] = []
         self.interrupt_after: int | None = None
 
     def full(self, example: Example) -> engine.Full:
+        self.drawn.append(example)
         return engine.Full(FULL, (1, 2), [])
 
     def reuse(
@@ -99,6 +104,15 @@ def test_every_example_is_asked_once_under_every_kind_of_donors() -> None:
         for n in (0, 1)
         for donors in ("alone", "stream")
     }
+
+
+@pytest.mark.parametrize("which", seeds.SETS)
+def test_examples_are_those_of_the_set_that_is_named(which: str) -> None:
+    lab = FakeLab()
+    ask(lab, replace(load(samples=1), seeds=which), Records(SETTING))
+    assert lab.drawn == [
+        draw(task, 0, seeds.rng(which, task, 0), Words().measure) for task in ("one-hop", "logs")
+    ]
 
 
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
@@ -305,9 +319,9 @@ def test_nothing_measured_is_no_result() -> None:
 
 def test_divergence_is_over_the_whole_vocabulary() -> None:
     full = torch.tensor([0.5, 0.25, 0.25]).log()
-    other = torch.tensor([0.25, 0.5, 0.25]).log()
+    other = torch.tensor([0.25, 0.625, 0.125]).log()
     (found,) = divergences([full + 3], [other - 1])
-    assert found == pytest.approx(0.5 * 0.6931 - 0.25 * 0.6931, abs=1e-4)
+    assert found == pytest.approx(0.5 * log(2) + 0.25 * log(0.4) + 0.25 * log(2))
     assert divergences([full], [full]) == [0.0]
     assert favourites([full, other]) == [0, 1]
     with pytest.raises(ValueError, match="zip"):
@@ -316,12 +330,12 @@ def test_divergence_is_over_the_whole_vocabulary() -> None:
 
 def test_a_tape_forces_tokens_and_keeps_what_would_have_been_said() -> None:
     tape = Tape()
-    tape.start([2])
-    for favourite in (2, 0):
+    tape.start([2, 1])
+    for said in (2, 1, 0):  # the last one freely
         logits = torch.tensor([5.0, 1.0, 0.0])
         tape.record(logits)
-        assert int(logits.argmax()) == favourite
-    assert favourites(tape.logits) == [0, 0]
+        assert int(logits.argmax()) == said
+    assert favourites(tape.logits) == [0, 0, 0]
     tape.start()
     assert tape.logits == []
 
