@@ -25,6 +25,7 @@ KV_SPACE_GIB = 4
 MAX_TOKENS = 8192
 FORCED_TOKENS = 32
 """Tokens of the full answer along which distributions are compared."""
+WARM_UP = "These words are not measured. " * 64
 COMPUTED_IN_FULL = {"segreuse_min_reused_tokens": 2**31 - 1}
 """Options of donors, which reuse nothing themselves."""
 
@@ -65,7 +66,9 @@ def english_engine(model: Path, kv_space_gib: int = KV_SPACE_GIB) -> Iterator[La
         enforce_eager=True,
         logits_processors=[Recorder],
     ) as llm:
-        yield Lab(llm)
+        lab = Lab(llm)
+        lab.warm_up()
+        yield lab
 
 
 def context_tokens(model: Path) -> int:
@@ -83,6 +86,10 @@ class Lab:
         self.llm = llm
         self.prompts = Prompts(llm.get_tokenizer())
         self._spaces = self._rounds = 0
+
+    def warm_up(self) -> None:
+        """One prefill that counts for nothing: the first one of an engine is slow."""
+        self._generate(self.prompts.encode(WARM_UP), 2, None)
 
     def full(self, example: Example) -> Full:
         """The example's answer by full prefill.

@@ -128,8 +128,8 @@ def paired_p(first: Sequence[float], second: Sequence[float]) -> float:
         _checked(first, -math.inf, math.inf), _checked(second, -math.inf, math.inf)
     )
     difference = difference[np.abs(difference) > 1e-12]
-    if not len(difference):
-        return 1.0
+    if len(difference) < 2:
+        return 1.0  # the sign of one difference says nothing
     for items in range(1, _MOST_ITEMS + 1):
         units = np.rint(difference * items)
         if np.allclose(difference * items, units, rtol=0, atol=1e-9):

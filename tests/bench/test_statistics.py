@@ -180,3 +180,9 @@ def test_a_bootstrap_of_equal_values_tells_nothing() -> None:
     assert low is not None
     assert high is not None
     assert 0.75 < low < values.mean() < high < 1.35
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_one_differing_pair_says_nothing_whatever_its_size(number: int) -> None:
+    first = [0.123456] + [0.5] * (number - 1)
+    assert statistics.paired_p(first, [0.5] * number) == 1
