@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.knowledge import rows
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import ManifestError
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase
+from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.store import Store
 from vllm_segreuse.plan import FreezeOrder
@@ -276,6 +277,39 @@ def test_a_base_without_a_sound_extra_key_takes_nothing_until_it_is_made_anew(
             assert added.status == "warm"
 
     asyncio.run(test())
+
+
+def test_documents_of_a_damaged_base_are_not_computed_where_no_context_tells(
+    tmp_path: Path,
+) -> None:
+    """Without a preamble, and with a tokenizer that begins with no token, they have no context that
+    the base's could differ from."""
+    path = tmp_path / "manifest.sqlite"
+
+    async def fill() -> None:
+        engine = Engine()
+        engine.start = []
+        async with serving(path, engine) as service:
+            await service.create_base(CreateBase(name="base", extra_key="key"))
+            documents: Any = [{"id": "a", "token_ids": CONTENT["a"]}]
+            await service.add("base", AddDocuments(documents=documents, wait=True))
+        assert engine.prompts, "a sound one is"
+
+    async def restart() -> None:
+        engine = Engine()
+        engine.start = []
+        async with serving(path, engine) as service:
+            await service.warm("base", WarmDocuments(wait=True))
+            assert [d.status for d in (await service.documents("base", None, 9)).data] == ["failed"]
+        assert engine.prompts == set()
+
+    asyncio.run(fill())
+    change(path, "UPDATE bases SET extra_key = x'6b6579'")
+    asyncio.run(restart())
+
+
+def test_metadata_that_python_cannot_parse_for_its_depth_is_none() -> None:
+    assert rows.to_metadata(b'{"k": ' + b"[" * 100_000) == {}
 
 
 @pytest.mark.parametrize("key", ["x'610a'", "CAST(x'61ff' AS TEXT)", "7"])

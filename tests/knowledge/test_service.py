@@ -199,6 +199,32 @@ def test_deleted_and_added_again_while_it_is_computed_it_is_warm() -> None:
     run(test)
 
 
+def test_deleted_and_added_again_between_two_of_its_parts_it_is_warm() -> None:
+    """With the first part frozen already: the deletion takes that away."""
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        compute, waits = engine.compute, True
+
+        async def one_by_one(*arguments: Any) -> bool:
+            done = await compute(*arguments)
+            if waits:
+                engine.gate.clear()
+            return done
+
+        engine.compute = one_by_one  # type: ignore[method-assign]
+        adding = asyncio.create_task(service.add("base", documents(a=[*range(45)])))
+        await until(lambda: _is(len(engine.computed) == 1 and engine.at_once))
+        await service.delete("base", "a")
+        again = asyncio.create_task(service.add("base", documents(a=[*range(45)])))
+        await asyncio.sleep(0.05)
+        waits = False
+        engine.gate.set()
+        await asyncio.gather(adding, again)
+        assert await statuses(service) == {"a": "warm"}
+
+    run(test)
+
+
 def test_26_cold_after_a_reset_until_warmed() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         await service.add("base", documents(a=[*range(9)], b=[*range(5)]))
