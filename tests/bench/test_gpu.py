@@ -119,7 +119,8 @@ def test_the_plan_of_a_request_is_caught_and_the_worker_left_as_it_was(
             return f"report on {plans}"
 
     backlog, answers = Backlog(), list[str]()
-    transfer = SimpleNamespace(get_kv_transfer_group=lambda: SimpleNamespace(_backlog=backlog))
+    connector = SimpleNamespace(worker_side=SimpleNamespace(backlog=backlog))
+    transfer = SimpleNamespace(get_kv_transfer_group=lambda: connector)
     monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", transfer)
     prompts = common.Prompts(256, 0.5, seed=0)
 
