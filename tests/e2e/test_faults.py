@@ -26,7 +26,7 @@ NOISE = 2e-3  # of float32
 DECIDING = {
     "cache.planner.Planner.decide": SHIFT,
     "cache.finder.find_matches": SHIFT,
-    "pieces.Pieces.reused": SHIFT,
+    "plan.Pieces.reused": SHIFT,
     "cache.prompt.window_hashes": SHIFT,
     "compat.block_pool.SegmentBlockPool.prefix_state": SHIFT,
     "compat.block_pool.SegmentBlockPool.resident_blocks": EXACT,
