@@ -108,9 +108,9 @@ def served_by(engine: bool) -> Iterator[str]:
     env = {"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN}
     args = ["--max-model-len", "2048", "--num-gpu-blocks-override", "1001"]
     with Server(make_model("qwen3"), args, env) as real:
-        yield real.base_url
+        yield real.url
         assert real.is_healthy(), "the engine died"
-        left = KnowledgeClient(real.base_url, TOKEN).stats().blocks
+        left = KnowledgeClient(real.url, TOKEN).stats().blocks
         assert left.free + left.frozen == left.total, f"blocks leak: {left}"
 
 
