@@ -98,11 +98,7 @@ class SegReuseConnector(KVConnectorBase_V1):
 
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler_side = SchedulerSide(
-            self._vllm_config,
-            self._config,
-            kv_cache_manager,
-            self._stats,
-            segment_group(self._kv_cache_config),
+            self._vllm_config, self._config, kv_cache_manager, self._stats, self._group
         )
 
     def on_new_request(self, request: Request) -> None:

@@ -2,7 +2,7 @@
 """`vllm.v1.core.kv_cache_manager.KVCacheManager`: frozen blocks go before a request has to wait.
 
 vLLM preempts or holds requests back where `allocate_slots` finds too few free blocks, and has no
-hook for those who could free some. A failed allocation changes nothing, so it can be repeated.
+hook to evict blocks that a connector holds. A failed allocation changes nothing, so it is repeated.
 
 Obsolete when blocks can be kept with a priority below running requests: vllm-project/vllm#37003 and
 vllm-project/vllm#38514 propose retention by token range.
