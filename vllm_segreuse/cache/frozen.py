@@ -266,7 +266,7 @@ class FrozenPool:
         """A prompt was sent: the watched entries of its namespace that it contains are wanted.
 
         Args:
-            make_hashes: hashes of all windows of the prompt; asked for only if anything is watched.
+            make_hashes: hashes of all windows of the prompt; called only if anything is watched.
         """
         watched = [w for w in self._watched.values() if w.namespace == namespace]
         if not watched:

@@ -63,7 +63,7 @@ FULL = np.uint8(255)  # an anchor counter that stopped counting
 # Namespaces that may know one block; a further one does without. It bounds what an eviction costs.
 MAX_VIEWS = 64
 
-# Where entries for further views come from, as an array: the first that was given back, and the
+# Where entries for further views come from, as an array: the first that was released, and the
 # first that was never used.
 RETURNED, UNUSED = 0, 1
 

@@ -3,7 +3,7 @@
 
     add ──► decide ──► (vLLM allocates) ──► allocated ──► take_plans ──► workers
               │  0: run without reuse
-              └  None: ask again in a later step
+              └  None: decide in a later step
 
 Work per step is bounded. Once a step's plans fill its compute budget, or many prompts had to be
 looked up, admission is closed until the next step, as vLLM's own loop ends when its token budget is
@@ -11,7 +11,7 @@ spent: the requests behind keep their order, and none of them is decided on.
 
 A plan pins its donor blocks from `decide` to `take_plans`, that is within one scheduling step:
 later steps run behind this one on the same stream, so no donor can be overwritten before it was
-read. Plans whose allocation failed are dropped by `take_plans` and made anew when vLLM asks again.
+read. Plans whose allocation failed are dropped by `take_plans`, and made anew at the next decision.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Planner:
         Returns:
             Tokens up to the plan's end, as a rule `num_tokens - 1 - start`; one more where a spread
             plan computes the last token, whose slot it then needs; 0 to run without reuse, or not
-            at all in this step if that closed admission; None to be asked again in a later step.
+            at all in this step if that closed admission; None to decide in a later step.
         """
         self._drop(tracked.request_id)
         tracked.plan, tracked.start = None, start
