@@ -55,20 +55,20 @@ def test_the_reported_work_is_the_work_done(
     layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
     documents, (prompt, *_) = prompts_for(reusing.vocab_size)
     reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
-    run, computed = layers.layers, 0
+    run, computed = layers.run, 0
 
     def counting(first, last, tokens, *rest):
         nonlocal computed
         computed += (last - first) * len(tokens)
         return run(first, last, tokens, *rest)
 
-    layers.layers = counting
+    layers.run = counting
     try:
         [answer] = reusing.ask(
             prompt, options=options(policy, segreuse_dense_layers=dense_layers), max_tokens=1
         )
     finally:
-        del layers.layers
+        del layers.run
     behind = len(prompt) - answer.report["prefix_tokens"]
     expected = (computed + len(layers)) / (behind * len(layers))
     assert answer.report["computed_share"] == pytest.approx(expected, abs=1e-4)
