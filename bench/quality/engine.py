@@ -121,7 +121,7 @@ class Lab:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
-        original = layers.layers
+        original = layers.run
         counts = {}
         for arm in arms:
             if arm.options is None:
@@ -132,11 +132,11 @@ class Lab:
                 count[first:last, tokens.positions.numpy()] += 1  # noqa: B023
                 return original(first, last, tokens, *rest)
 
-            layers.layers = counting
+            layers.run = counting
             try:
                 self.ask(example, [arm])
             finally:
-                layers.layers = original
+                layers.run = original
             counts[arm.name] = count
         return counts
 
