@@ -137,7 +137,7 @@ class Lab:
             }
         if not self.llm.reset_prefix_cache():
             raise harness.BenchError("the prefix cache could not be reset: a request still runs")
-        return outcomes
+        return {arm.name: outcomes[arm.name] for arm in arms}
 
     @contextmanager
     def _donated(self, example: Example, donors: str, rng: Random) -> Iterator[Mapping[str, Any]]:

@@ -66,7 +66,7 @@ def _cells(records: Iterable[Record]) -> dict[Cell, list[Record]]:
     cells: dict[Cell, list[Record]] = defaultdict(list)
     for record in records:
         cells[record.task, record.donors].append(record)
-    return dict(sorted(cells.items()))
+    return dict(cells)
 
 
 def _able(cells: Cells) -> dict[str, bool]:

@@ -312,6 +312,16 @@ def test_lengths_have_rows_without_tests() -> None:
     assert "p_holm" not in short
 
 
+def test_rows_come_in_the_order_in_which_they_were_asked() -> None:
+    records = [
+        record(0, "one-hop", donors, shift=outcome(), default=outcome())
+        for donors in ("stream", "alone")
+    ]
+    rows, _ = figures.figures(records)
+    order = [(row["donors"], row["policy"]) for row in rows]
+    assert order == [(d, p) for d in ("stream", "alone") for p in ("full", "shift", "default")]
+
+
 def test_nothing_measured_is_no_result() -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
         figures.figures([])
