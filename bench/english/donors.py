@@ -9,7 +9,9 @@ stream     in three earlier prompts with other questions, which retrieved some o
 knowledge  as `vllm_segreuse.knowledge` ingests a base of the set, whatever it does
 
 Siblings are not among the prompt's own documents: there they would be donors, too, computed behind
-less context than they are meant to have. All of these prompts are computed in full.
+less context than they are meant to have. All of these prompts are computed in full. A prompt of a
+stream may begin with the documents that the prompt asked about begins with: vLLM's own prefix cache
+finds these, and they do not count as reused.
 """
 
 from __future__ import annotations
