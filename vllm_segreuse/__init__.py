@@ -4,15 +4,15 @@
 Importing this package imports neither torch nor vLLM.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 try:
-    __version__ = version("vllm-segreuse")
-except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = metadata.version("vllm-segreuse")
+except metadata.PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 __all__ = ["__version__", "kv_transfer_config"]

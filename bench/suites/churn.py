@@ -7,7 +7,8 @@ documents are added, replaced, removed and warmed, bases are deleted and made an
 promised as many blocks as leaves a little more than the running requests need; the rest is theirs.
 
 A request brings passages of documents that are in a base, some bring none and name no extra key.
-The share of the passages' tokens that was reused must not fall; every block must come back.
+The share of the passages' tokens that was reused must not fall; every block must come back. Plans
+of more than a few dozen tokens take several steps, as those of long prompts do.
 """
 
 import random
@@ -49,6 +50,7 @@ dense_layers: 0
 min_reused_tokens: 32
 frozen_share: 0.96
 frozen_pressure: 0.995
+spread_tokens: 64
 """
 _PROMISED = 0.95
 """Of all blocks. With 0.94, and what eight requests hold, 95 % of the pool was in use."""

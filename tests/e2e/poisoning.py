@@ -32,7 +32,10 @@ SPREAD_TOKENS = 40
 LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 256, "max_num_seqs": 16}
 NOISE = 2e-3  # of float32
 _ROUND = 10
-COUNTED = ("reused", "preempted", "chunked", "together", "aborted", "twins", "prefix hits")
+COUNTED = (
+    *("reused", "preempted", "chunked", "together", "spread", "aborted"),
+    *("twins", "prefix hits"),
+)
 OPTIONS: list[dict[str, Any]] = [
     {"segreuse_policy": "shift"},
     {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3},

@@ -19,8 +19,11 @@ ARMS = [arm(name) for name in ("default", "shift", "all")]
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with english_engine(make_model("llama"), kv_space_gib=1) as started:
-        yield started
+    with pytest.MonkeyPatch.context() as patch:
+        # The suite wants vLLM quiet, and vLLM reads that once: other modules look at its log.
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+        with english_engine(make_model("llama"), kv_space_gib=1) as started:
+            yield started
 
 
 @pytest.mark.parametrize("kind", donors.DONORS)
