@@ -55,7 +55,13 @@ DIMENSIONS: dict[str, tuple[Who, ...]] = {
 SHARED = {("extra keys", "exact prefix"), ("extra keys", "behind a hole")}
 """vLLM's prefix cache is everybody's who sends no salt: extra keys name what may be moved."""
 
-NEVER = {("image", kind) for kind in ("segment", "approximate prefix", "behind a hole", "frozen")}
+NEVER = {
+    ("image", kind)
+    for kind in (
+        *("segment", "approximate prefix", "approximate prefix, several steps"),
+        *("behind a hole", "frozen"),
+    )
+}
 """Prompts with images run without reuse, and knowledge bases hold text only."""
 
 
@@ -67,9 +73,13 @@ class Found(NamedTuple):
 
 
 class Cache:
-    """vLLM's KV cache manager with our scheduler's side; no model."""
+    """vLLM's KV cache manager with our scheduler's side; no model.
 
-    def __init__(self) -> None:
+    Args:
+        spread_tokens: see `SegReuseConfig`; where it is given, a request runs beside all others.
+    """
+
+    def __init__(self, spread_tokens: int | None = None) -> None:
         init_none_hash(sha256)
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
         cache_config = KVCacheConfig(
@@ -88,10 +98,19 @@ class Cache:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
         )
         self._side = SchedulerSide(
-            config, SegReuseConfig(), self._manager, SegReuseStats(), segment_group(cache_config)
+            config,
+            SegReuseConfig(spread_tokens=spread_tokens),
+            self._manager,
+            SegReuseStats(),
+            segment_group(cache_config),
         )
         self._ids = count()
         self._epoch = 0
+        self.spread = 0
+        self._running: Request | None = None
+        if spread_tokens is not None:
+            self._running = self._request(Who(), [*range(300, 305)], "shift", freeze=False)
+            assert self._manager.allocate_slots(self._running, 5) is not None
 
     def make_hole(self) -> None:
         """The block that was named first is evicted."""
@@ -108,21 +127,27 @@ class Cache:
     ) -> Found:
         """One request from its arrival to its end; then its blocks are frozen, or not."""
         if who.epoch != self._epoch:
+            if self._running is not None:
+                self._manager.free(self._running)
             assert self._manager.reset_prefix_cache()  # as vLLM does when the weights change
             self._epoch = who.epoch
         request = self._request(who, tokens, policy, freeze)
         self._side.add(request)
         blocks, hit, *_ = self._manager.get_computed_blocks(request)
-        supplied, _ = self._side.match(request, hit)
+        supplied, spread = self._side.match(request, hit)
         assert supplied is not None
-        new = len(tokens) - hit - supplied
+        new = 0 if spread else len(tokens) - hit - supplied
         allocated = self._manager.allocate_slots(
-            request, new, hit, blocks, num_external_computed_tokens=supplied
+            *(request, new, hit, blocks),
+            num_external_computed_tokens=supplied,
+            delay_cache_blocks=spread,
         )
         assert allocated is not None
         table = self._manager.get_block_ids(request.request_id)[0]
         self._side.allocated(request, table)
         self._side.take_plans()
+        if spread:
+            self._go_on(request, hit + supplied)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         report = self._side.finished(request, table)
         assert report is not None
@@ -130,6 +155,16 @@ class Cache:
         self._manager.free(request)
         assert hit == report["prefix_tokens"]
         return Found(hit, report["reused_tokens"])
+
+    def _go_on(self, request: Request, supplied: int) -> None:
+        """A plan is done after several steps: vLLM's `Scheduler._update_waiting_for_remote_kv`."""
+        self.spread += 1
+        request.num_computed_tokens = min(supplied, request.num_tokens - 1)
+        self._manager.cache_blocks(request, request.num_computed_tokens)
+        new = request.num_tokens - request.num_computed_tokens
+        assert self._manager.allocate_slots(request, new) is not None
+        self._side.allocated(request, self._manager.get_block_ids(request.request_id)[0])
+        self._side.take_plans()
 
     def _request(self, who: Who, tokens: list[int], policy: str, freeze: bool) -> Request:
         place = PlaceholderRange(offset=0, length=SIZE)
@@ -181,6 +216,19 @@ def approximate_prefix(before: Who, after: Who) -> int:
     return found.reused
 
 
+def over_several_steps(before: Who, after: Who) -> int:
+    """As `approximate_prefix`, where plans with anything to compute take several steps."""
+    cache = Cache(spread_tokens=1)
+    cache.ask(before, DOCUMENT)
+    prompt = [7, *DOCUMENT, 8, 9, 10, *NEW_TEXT]
+    cache.ask(before, prompt)
+    assert cache.spread == (0 if before.image else 1)
+    found = cache.ask(after, [*prompt, 11])
+    if before.epoch == after.epoch:  # a reset ends the request beside which plans are spread
+        assert cache.spread == (not before.image) + (found.reused > 0)
+    return found.reused
+
+
 def behind_a_hole(before: Who, after: Who) -> int:
     """Tokens of the document that the exact tier takes in place, behind its first block."""
     cache = Cache()
@@ -205,6 +253,7 @@ KINDS = {
     "exact prefix": exact_prefix,
     "segment": segment,
     "approximate prefix": approximate_prefix,
+    "approximate prefix, several steps": over_several_steps,
     "behind a hole": behind_a_hole,
     "frozen": frozen,
 }
@@ -212,6 +261,7 @@ ALL = {
     "exact prefix": len(DOCUMENT),
     "segment": len(DOCUMENT),
     "approximate prefix": len(DOCUMENT) + len(NEW_TEXT),
+    "approximate prefix, several steps": len(DOCUMENT) + len(NEW_TEXT),
     "behind a hole": len(DOCUMENT) - SIZE,
     "frozen": len(DOCUMENT),
 }
