@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that a folder consists of: whoever adds a file there need not list it anywhere."""
+"""The modules of a folder: a file that is added there need not be listed anywhere."""
 
 from importlib import import_module
 from pkgutil import iter_modules

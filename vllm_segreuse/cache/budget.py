@@ -32,7 +32,7 @@ class StepBudget:
         self.closed = False
 
     def close(self) -> None:
-        """Admit nobody else in this step."""
+        """Admit no further request in this step."""
         self.closed = True
 
     @property

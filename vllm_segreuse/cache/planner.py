@@ -32,7 +32,7 @@ class BlockPins(Protocol):
     """What the planner needs of the block pool."""
 
     def pin(self, block_ids: list[int]) -> None:
-        """Hold blocks: they are not allocated to anybody else while held."""
+        """Hold blocks: they are not allocated to others while held."""
 
     def unpin(self, block_ids: list[int]) -> None:
         """Release held blocks."""

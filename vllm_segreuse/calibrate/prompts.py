@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to calibrate on: a JSONL file, one prompt per line, told apart into what is reused."""
+"""Prompts to calibrate on: a JSONL file, one prompt per line, divided into what is reused."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Catalogue:
         return more
 
     def put(self, base: CatalogueBase, record: DocumentRecord, fault: str | None) -> None:
-        """Add a document, or put it in the place of the one with its id."""
+        """Add a document, or replace the one with its id."""
         document = _described(record, fault)
         base.documents[record.id] = document
         if fault is None:

@@ -6,7 +6,7 @@
               └──── frozen: blocks with tokens of the chunk
 
 Only full blocks can be found again. The filler completes the last one; nothing sees it, since
-attention is causal. A prompt that brings the text matches it up to its last token.
+attention is causal. A prompt that contains the text matches it up to its last token.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 A document's id is the file's path relative to the folder that was named (the file's name if it was
 named itself), so that adding the same folder again, from anywhere, changes what changed and nothing
-else. A line of a .jsonl file is a document of its own: `notes.jsonl#7`, unless it brings an id.
+else. A line of a .jsonl file is a document of its own: `notes.jsonl#7`, unless it has an id.
 
 Files may be anybody's. They are parsed in a process of its own (`parsing.py`), whose memory is
 limited and which is killed if it takes too long. Only regular files are opened, and below a folder

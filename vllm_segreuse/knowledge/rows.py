@@ -73,7 +73,7 @@ def to_tokens(value: bytes | None) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def to_metadata(value: bytes | None) -> dict[str, Any]:
-    """What a request could have brought as metadata, or nothing."""
+    """Metadata that a request could have set, or none."""
     try:
         return _METADATA.validate_python(json.loads(to_text(value)))
     except (ValueError, RecursionError):

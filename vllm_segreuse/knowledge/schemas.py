@@ -212,7 +212,7 @@ class Stats(BaseModel):
     documents: Counts
     hits: int
     given_back: int
-    """Times a document was given back under memory pressure, since the engine started."""
+    """Times a document was evicted under memory pressure, since the engine started."""
 
 
 Item = TypeVar("Item")

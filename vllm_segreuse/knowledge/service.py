@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Knowledge bases of one engine: what is done with them.
 
-    service ─► answers ─► catalogue   what there is, as it is told and as it is
+    service ─► answers ─► catalogue   what there is, as reported and as stored
         │         └────► warming      what waits to be computed ─► engine
         └──────► store                the manifest
 
@@ -273,7 +273,7 @@ class KnowledgeService:
                 if self._catalogue.entries:
                     await self._state()
                     await self.save_uses()
-            except Exception as error:  # whoever asks next is told, too
+            except Exception as error:  # the next caller gets it, too
                 if str(error) != said:
                     said = str(error)
                     logger.warning("segment reuse: knowledge bases: %s", said)
