@@ -34,7 +34,7 @@ WAYS = {
 EVERYTHING = [way for way in WAYS if way.startswith("everything")]
 NOISE = 2e-3  # of float32
 PREPARING = "prefill.executor.token_copies"
-COMPUTING = "prefill.layers.DecoderStack.run"
+COMPUTING = "model.layers.DecoderStack.run"
 
 pytestmark = [
     pytest.mark.slow,
