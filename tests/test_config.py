@@ -30,9 +30,10 @@ CONFIG = SegReuseConfig()
 def test_defaults_are_the_documented_ones() -> None:
     assert SegReuseConfig().model_dump() == {
         "policy": "focus",
-        "recompute_ratio": 0.1,
+        "recompute_ratio": None,
         "dense_layers": 0.15,
         "overflow_tokens": None,
+        "max_drift": None,
         "min_reused_tokens": 128,
         "max_provenance_depth": 4,
         "max_step_tokens": None,
@@ -76,6 +77,11 @@ BAD_OPTIONS = [
     ("recompute_ratio", float("inf")),
     ("recompute_ratio", True),
     ("recompute_ratio", "0.1"),
+    ("max_drift", -0.01),
+    ("max_drift", float("nan")),
+    ("max_drift", float("inf")),
+    ("max_drift", True),
+    ("max_drift", "4"),
     ("dense_layers", -1),
     ("dense_layers", 1.0),
     ("dense_layers", 0.0),
@@ -140,7 +146,11 @@ def test_shares_are_taken_from_0_to_1(option: str) -> None:
     for value in (1, 1.0, 0.5, 5e-324):
         taken = getattr(SegReuseConfig.from_options({option: value}), option)
         assert (taken, type(taken)) == (value, float)
-    bad_ones: list[object] = [-5e-324, 1.0000001, float("nan"), float("inf"), True, "0.5", None]
+    bad_ones: list[object] = [-5e-324, 1.0000001, float("nan"), float("inf"), True, "0.5"]
+    if option == "recompute_ratio":
+        assert SegReuseConfig.from_options({option: None}).recompute_ratio is None
+    else:
+        bad_ones.append(None)
     if option == "frozen_pressure":
         bad_ones.append(0)
     else:

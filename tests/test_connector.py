@@ -290,8 +290,8 @@ def test_a_steps_metadata_reach_the_workers_half(
     worker: SegReuseConnector, backlog: Hidden
 ) -> None:
     backlog.under_way = {"ended"}
-    backlog.report = report(computed={"a": 3})
-    backlog.done = {"b": report(computed={"b": 5})}
+    backlog.report = report(outcomes={"a": 3})
+    backlog.done = {"b": report(outcomes={"b": 5})}
     assert worker.build_connector_worker_meta() is None
     sent, loaded = step(worker, {"ended"}, plans=["plan"], called_back=["called back"])
     assert backlog.log == [
@@ -364,8 +364,8 @@ def test_both_runners_carry_a_step_through(
     monkeypatch: Patch,
 ) -> None:
     """What is needed at once is there before the forward; what is spread goes on behind it."""
-    backlog.done = {"spread": report(computed={"spread": 4})}
-    backlog.report = report(computed={"now": 2})
+    backlog.done = {"spread": report(outcomes={"spread": 4})}
+    backlog.report = report(outcomes={"now": 2})
     output: Any = SimpleNamespace(
         kv_connector_metadata=SegReuseMetadata(plans=["plan"]),  # type: ignore[list-item]
         has_sync_kv_loads=at_once,

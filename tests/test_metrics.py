@@ -25,6 +25,8 @@ def filled() -> SegReuseStats:
     stats.observe("match", 0.001)
     stats.observe("match", 0.003)
     stats.count_repeated(3)
+    stats.observe_drift(2.5, in_full=False)
+    stats.observe_drift(7.0, in_full=True)
     return stats
 
 
@@ -73,6 +75,7 @@ def test_empty_until_something_is_counted() -> None:
         lambda stats: stats.count_request("reused"),
         lambda stats: stats.observe("align", 0.5),
         lambda stats: stats.count_repeated(1),
+        lambda stats: stats.observe_drift(0.0, in_full=False),
     ],
 )
 def test_whatever_is_counted_is_something_to_send(count: Any) -> None:
@@ -100,6 +103,8 @@ def test_aggregate_adds() -> None:
         "requests": {"reused": {"": 2}, "bypassed": {"too_few_reused_tokens": 4}},
         "seconds": {"match": [0.001, 0.003, 0.001, 0.003]},
         "repeated": 6,
+        "drift": [2.5, 7.0, 2.5, 7.0],
+        "in_full": 2,
     }
 
 
@@ -136,6 +141,9 @@ def test_prometheus_shows_what_was_counted(
         )
 
     assert value("not_finite_total") == 6
+    assert value("drift_count") == 4
+    assert value("drift_sum") == 19
+    assert value("in_full_total") == 2
     assert value("tokens_total", kind="reused") == 2000
     assert value("tokens_total", kind="prefix") == 64
     assert value("requests_total", outcome="reused", reason="") == 2
@@ -153,6 +161,8 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_tokens",
         "vllm:segreuse_requests",
         "vllm:segreuse_not_finite",
+        "vllm:segreuse_drift",
+        "vllm:segreuse_in_full",
         "vllm:segreuse_match_seconds",
         "vllm:segreuse_align_seconds",
         "vllm:segreuse_sparse_pass_seconds",

@@ -20,20 +20,22 @@ def pieces(*rows: tuple[int, int, int]) -> Pieces:
 
 
 @pytest.mark.parametrize(
-    ("rows", "starts"),
+    ("rows", "segments"),
     [
-        ([], []),
-        ([(8, 4, 0)], [0]),
-        ([(8, 4, 0), (12, 4, 4)], [0]),  # follow each other here and there
-        ([(8, 4, 0), (12, 4, 5)], [0, 4]),  # here only
-        ([(8, 4, 0), (13, 4, 5)], [0, 5]),  # there only, with a token between them
-        ([(10, 2, 7), (12, 3, 9), (20, 1, 17)], [2, 12]),
+        ([], ([], [])),
+        ([(8, 4, 0)], ([0], [0])),
+        ([(8, 4, 0), (12, 4, 4)], ([0], [0])),  # follow each other here and there
+        ([(8, 4, 0), (12, 4, 5)], ([0, 4], [0, 5])),  # here only
+        ([(8, 4, 0), (13, 4, 5)], ([0, 5], [0, 5])),  # there only, with a token between them
+        ([(10, 2, 7), (12, 3, 9), (20, 1, 17)], ([2, 12], [7, 17])),
     ],
 )
 def test_a_segment_begins_where_tokens_did_not_follow_each_other(
-    rows: list[tuple[int, int, int]], starts: list[int]
+    rows: list[tuple[int, int, int]], segments: tuple[list[int], list[int]]
 ) -> None:
-    assert pieces(*rows).segment_starts(START).tolist() == starts
+    """And where in its own sequence it did."""
+    found = pieces(*rows).segments(START)
+    assert (found.first.tolist(), found.position.tolist()) == segments
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=8), st.integers(0, 20))

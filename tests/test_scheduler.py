@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import AttentionKind, KvGroup
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import FreezeOrder
+from vllm_segreuse.plan import FreezeOrder, PlanOutcome
 from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE = 4
@@ -398,12 +398,13 @@ def test_what_workers_tell_is_in_the_report_once() -> None:
     world = cached_document()
     request = focused(world)
     # The first token and the last are new, and three of the document were chosen.
-    world.side.computed({request.request_id: 5}, {request.request_id: request})
+    world.side.note_outcomes({request.request_id: PlanOutcome(5)}, {request.request_id: request})
     first = world.report(request)
     assert first["recomputed_tokens"] == 3
     told_twice = focused(world)
     for number in (5, 20):  # of the first admission's plan, and of that after a preemption
-        world.side.computed({told_twice.request_id: number}, {told_twice.request_id: told_twice})
+        outcomes = {told_twice.request_id: PlanOutcome(number)}
+        world.side.note_outcomes(outcomes, {told_twice.request_id: told_twice})
     assert world.report(told_twice) == first
     # The first token, the last and three more at four layers; the question, which is the first
     # and the last, at three before that; and the last at all layers, by vLLM itself.
@@ -423,7 +424,7 @@ def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.Monk
         return whole(*args)
 
     monkeypatch.setattr(world.side._accounts, "_computed_share", failing_once)
-    world.side.computed(dict.fromkeys(requests, 5), requests)
+    world.side.note_outcomes(dict.fromkeys(requests, PlanOutcome(5)), requests)
     assert world.report(sound)["recomputed_tokens"] == 3
     assert world.report(broken)["reused_tokens"] == len(DOCUMENT)
 

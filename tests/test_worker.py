@@ -45,7 +45,7 @@ class Backlog:
 
 def report(**changes: Any) -> PassReport:
     return PassReport(
-        **{"align_s": 0.25, "sparse_s": 0.5, "not_finite": [], "computed": {}} | changes
+        **{"align_s": 0.25, "sparse_s": 0.5, "not_finite": [], "outcomes": {}} | changes
     )
 
 
@@ -73,7 +73,7 @@ PLANS: Any = ["plan"]
 def test_plans_are_carried_out_before_the_forward(
     side: WorkerSide, backlog: Backlog, stats: SegReuseStats
 ) -> None:
-    backlog.report = report(computed={"a": 3})
+    backlog.report = report(outcomes={"a": 3})
     side.before_forward(PLANS)
     assert backlog.log == [("take", ["plan"])]
     assert stats.data["seconds"] == {"align": [0.25], "sparse_pass": [0.5]}
@@ -91,7 +91,7 @@ def test_after_the_forward_who_ended_is_dropped_and_others_go_on(
     side: WorkerSide, backlog: Backlog
 ) -> None:
     backlog.under_way = {"called back", "ended", "goes on"}
-    backlog.done = {"done": report(computed={"done": 9})}
+    backlog.done = {"done": report(outcomes={"done": 9})}
     loaded = side.after_forward(["called back"], {"ended", "stranger"})
     assert backlog.log == [
         ("drop", {"called back"}),
@@ -99,17 +99,17 @@ def test_after_the_forward_who_ended_is_dropped_and_others_go_on(
         ("advance", None),
     ]
     assert loaded == {"ended", "done"}, "vLLM waits for these, and not for who was called back"
-    assert side.take_computed() == {"done": 9}
+    assert side.take_outcomes() == {"done": 9}
 
 
 def test_numbers_of_computed_tokens_are_reported_once(side: WorkerSide, backlog: Backlog) -> None:
-    assert side.take_computed() == {}
-    backlog.report = report(computed={"a": 3})
-    backlog.done = {"b": report(computed={"b": 5})}
+    assert side.take_outcomes() == {}
+    backlog.report = report(outcomes={"a": 3})
+    backlog.done = {"b": report(outcomes={"b": 5})}
     side.before_forward(PLANS)
     side.after_forward([], set())
-    assert side.take_computed() == {"a": 3, "b": 5}
-    assert side.take_computed() == {}
+    assert side.take_outcomes() == {"a": 3, "b": 5}
+    assert side.take_outcomes() == {}
 
 
 def test_what_was_not_finite_is_counted_and_logged(
@@ -174,4 +174,4 @@ def test_with_lora_nothing_is_proven_and_nothing_is_under_way(
     assert side.backlog is None
     side.before_forward([])
     assert side.after_forward([], {"ended"}) == set()
-    assert side.take_computed() == {}
+    assert side.take_outcomes() == {}

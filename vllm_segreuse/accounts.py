@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import PlanOutcome, ReusePlan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,35 +28,45 @@ class Accounts:
     def admitted(self, tracked: TrackedRequest, request: Request, report: Report) -> None:
         """A request was admitted for the first time.
 
-        How much a counted plan recomputes is not known yet; `computed` is called once it is.
+        How a plan ends that reports it is not known yet; `carried_out` is called once it is.
         """
         plan = tracked.plan
         if plan is not None:
             share = self._computed_share(plan, request.num_tokens)
             report = report._replace(computed_share=share)
-            tracked.awaited = plan if plan.counted else None
+            tracked.awaited = plan if plan.reports else None
         tracked.report = report
         self._count(report, recomputed=tracked.awaited is None)
         if plan is not None:
             _note_saved(request, report)
 
-    def computed(self, tracked: TrackedRequest, request: Request, count: int) -> None:
-        """The workers computed so many tokens of the awaited plan at all layers."""
+    def carried_out(self, tracked: TrackedRequest, request: Request, outcome: PlanOutcome) -> None:
+        """The workers have carried the awaited plan out."""
         if tracked.report is None or tracked.awaited is None:
             return  # readmitted meanwhile: the report is about the first admission
         plan, tracked.awaited = tracked.awaited, None
-        chosen = plan.num_chosen(count)
-        recomputed = plan.recomputed(chosen)
+        chosen = plan.num_chosen(outcome.computed)
+        recomputed = plan.num_reused if outcome.in_full else plan.recomputed(chosen)
+        share = self._computed_share(plan, plan.stop + 1, chosen, outcome.in_full)
+        drift = None if outcome.drift is None else round(outcome.drift, 4)
         tracked.report = tracked.report._replace(
             recomputed_tokens=recomputed,
-            computed_share=self._computed_share(plan, plan.stop + 1, chosen),
+            computed_share=share,
+            drift=drift,
+            in_full=outcome.in_full,
         )
         _note_saved(request, tracked.report)
         self._stats.count_tokens("recomputed", recomputed)
+        if outcome.drift is not None:
+            self._stats.observe_drift(outcome.drift, outcome.in_full)
 
-    def _computed_share(self, plan: ReusePlan, num_tokens: int, chosen: int | None = None) -> float:
+    def _computed_share(
+        self, plan: ReusePlan, num_tokens: int, chosen: int | None = None, in_full: bool = False
+    ) -> float:
         by_vllm = (num_tokens - plan.stop) * self._num_layers  # the last token, as a rule
         computed = plan.layer_tokens(self._num_layers, chosen) + by_vllm
+        if in_full:  # once more, and all of it
+            computed += plan.in_full().layer_tokens(self._num_layers)
         return round(computed / ((num_tokens - plan.start) * self._num_layers), 4)
 
     def _count(self, report: Report, recomputed: bool) -> None:

@@ -117,6 +117,18 @@ def _ratio(value: Any) -> float:
     return float(value)
 
 
+def _ratio_or_null(value: Any) -> float | None:
+    if value is not None and not (_is_number(value) and 0 <= value <= 1):
+        raise ValueError("must be a number from 0 to 1, or null for the policy's own")
+    return None if value is None else float(value)
+
+
+def _drift(value: Any) -> float | None:
+    if value is not None and not (_is_number(value) and value >= 0):
+        raise ValueError("must be a number from 0 on, or null for no bound")
+    return None if value is None else float(value)
+
+
 def _layers(value: Any) -> Any:
     is_count = _is_int(value) and 0 <= value <= _MAX_LAYERS
     is_share = isinstance(value, float) and 0 < value < 1
@@ -192,9 +204,10 @@ class RequestOptions(BaseModel):
     policy: Annotated[str, BeforeValidator(_policy)] = RECOMMENDED
     """What is reused, and which of it is computed again; `auto` stands for the recommended one."""
 
-    recompute_ratio: Annotated[float, BeforeValidator(_ratio)] = 0.1
-    """Share of the reused tokens that is chosen to be computed again, 0..1; the most of it for
-    `focus`. For `sparsex`, overflow and tail are added to it."""
+    recompute_ratio: Annotated[float | None, BeforeValidator(_ratio_or_null)] = None
+    """Share of the reused tokens that is chosen to be computed again, 0..1; None: the policy's own,
+    which is 0.1, and for `focus` 0.18 of what was computed in context and 0.33 of what was computed
+    alone. For `peaks` it is the most; for `sparsex`, overflow and tail are added to it."""
 
     dense_layers: Annotated[int | float, BeforeValidator(_layers)] = 0.15
     """`sparsex`: leading layers that compute every token: a number of layers, or a share s of them,
@@ -204,6 +217,10 @@ class RequestOptions(BaseModel):
     overflow_tokens: Annotated[int | None, _tokens_or_null(0, "one KV block")] = None
     """`sparsex`: reused tokens computed again on both sides of new text; None: as many as a KV
     block holds."""
+
+    max_drift: Annotated[float | None, BeforeValidator(_drift)] = None
+    """`focus`, `prophet`: a request whose `drift` is above this is computed in full after all;
+    None: none is. Other policies do not measure it. docs/quality.md says what drift means."""
 
     min_reused_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 128
     """Fewer reusable tokens than this, and the request runs without reuse."""

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.supported import check_config
 from vllm_segreuse.version import require_supported_vllm
 
@@ -53,9 +53,9 @@ class SegReuseMetadata(KVConnectorMetadata):
 
 @dataclass
 class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers computed of plans, where only they know it (`PassReport.computed`)."""
+    """How plans have ended, by request, where only the workers know it."""
 
-    computed: dict[str, int]
+    outcomes: dict[str, PlanOutcome]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Tensor-parallel ranks compute the same tokens."""
@@ -166,8 +166,8 @@ class SegReuseConnector(KVConnectorBase_V1):
             self.bind_connector_metadata(metadata)
 
     def build_connector_worker_meta(self) -> SegReuseWorkerMetadata | None:
-        computed = self.worker_side.take_computed()
-        return SegReuseWorkerMetadata(computed) if computed else None
+        outcomes = self.worker_side.take_outcomes()
+        return SegReuseWorkerMetadata(outcomes) if outcomes else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the forward starts."""

@@ -34,18 +34,19 @@ _BUCKETS_S = (
     *(m * 10.0**e for e in (-5, -4, -3, -2, -1) for m in (1, 2.5, 5)),
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
+_DRIFT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
 
 def _no_data() -> dict[str, Any]:
-    return {"tokens": {}, "requests": {}, "seconds": {}, "repeated": 0}
+    return {"tokens": {}, "requests": {}, "seconds": {}, "repeated": 0, "drift": [], "in_full": 0}
 
 
 @dataclass
 class SegReuseStats(KVConnectorStats):
     """What happened since the last report; merges with `aggregate`, starts over with `reset`.
 
-    `data` holds `tokens` {kind: n}, `requests` {outcome: {reason: n}}, `seconds` {timing: [s]}, and
-    `repeated` n.
+    `data` holds `tokens` {kind: n}, `requests` {outcome: {reason: n}}, `seconds` {timing: [s]},
+    `repeated` n, `drift` [of a request] and `in_full` n.
     An instance made from the `data` of another process is equal to the original.
     """
 
@@ -75,6 +76,11 @@ class SegReuseStats(KVConnectorStats):
         """Adds passes that were computed again in full, because they met NaN or infinity."""
         self.data["repeated"] += n
 
+    def observe_drift(self, drift: float, in_full: bool) -> None:
+        """Adds a request's drift, and whether everything was computed because of it."""
+        self.data["drift"].append(drift)
+        self.data["in_full"] += in_full
+
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
@@ -97,6 +103,8 @@ class SegReuseStats(KVConnectorStats):
             for reason, n in reasons.items():
                 mine[reason] = mine.get(reason, 0) + n
         self.count_repeated(other.data["repeated"])
+        self.data["drift"].extend(other.data["drift"])
+        self.data["in_full"] += other.data["in_full"]
         for timing, values in other.data["seconds"].items():
             self.data["seconds"].setdefault(timing, []).extend(values)
         return self
@@ -155,6 +163,19 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             "worker counts its own.",
             labelnames=labelnames,
         )
+        self._drift = histogram(
+            name="vllm:segreuse_drift",
+            documentation="How far reused KV was from what the new context makes of it, by request "
+            "(see the report's `drift`).",
+            buckets=_DRIFT_BUCKETS,
+            labelnames=labelnames,
+        )
+        self._in_full = counter(
+            name="vllm:segreuse_in_full_total",
+            documentation="Requests that were computed in full after all, because their drift was "
+            "above max_drift.",
+            labelnames=labelnames,
+        )
         for engine in per_engine_labelvalues:
             self._touch(engine)
 
@@ -165,6 +186,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             self._tokens.labels(*labels, kind)
         self._requests.labels(*labels, "reused", "")
         self._repeated.labels(*labels)
+        self._drift.labels(*labels)
+        self._in_full.labels(*labels)
         for metric in self._seconds.values():
             metric.labels(*labels)
 
@@ -176,6 +199,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             for reason, n in reasons.items():
                 self._requests.labels(*labels, outcome, reason).inc(n)
         self._repeated.labels(*labels).inc(transfer_stats_data["repeated"])
+        self._in_full.labels(*labels).inc(transfer_stats_data["in_full"])
+        _observe_all(self._drift.labels(*labels), transfer_stats_data["drift"])
         for timing, values in transfer_stats_data["seconds"].items():
             _observe_all(self._seconds[timing].labels(*labels), values)
 

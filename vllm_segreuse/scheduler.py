@@ -5,6 +5,7 @@ planner on the other."""
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import STEP_TOKENS, RequestOptions, SegReuseConfig, parse_request
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import BoolArray, FreezeOrder, IntArray, Recipe, ReusePlan
+from vllm_segreuse.plan import BoolArray, FreezeOrder, PlanOutcome, Recipe, ReusePlan, Segments
 from vllm_segreuse.policies import POLICIES, Situation
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class SchedulerSide:
             finder=self._by_residence if options.policy == "exact" else self._by_content,
             min_reused_tokens=options.min_reused_tokens,
             make_recipe=functools.partial(self._recipe, options),
+            max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
             bypass=bypass,
             donates=bypass not in NEVER_DONATES,
@@ -214,22 +216,24 @@ class SchedulerSide:
         self._accounts.admitted(tracked, request, report)
         self._freezing.used(tracked, hit_blocks)
 
-    def computed(self, tokens: Mapping[str, int], requests: Mapping[str, Request]) -> None:
-        """The workers report how many tokens of a plan they computed at all layers.
+    def note_outcomes(
+        self, outcomes: Mapping[str, PlanOutcome], requests: Mapping[str, Request]
+    ) -> None:
+        """The workers report how plans have ended.
 
         Args:
-            tokens: that number, by request.
+            outcomes: by request.
             requests: of the scheduler, by id; who has ended is not among them.
         """
-        for request_id, count in tokens.items():
+        for request_id, outcome in outcomes.items():
             if request_id in requests:
-                self._note_computed(requests[request_id], count)
+                self._note_outcome(requests[request_id], outcome)
 
     @_contained(otherwise=None)
-    def _note_computed(self, request: Request, count: int) -> None:
+    def _note_outcome(self, request: Request, outcome: PlanOutcome) -> None:
         tracked = self._planner.get(request.request_id)
         if tracked is not None:
-            self._accounts.computed(tracked, request, count)
+            self._accounts.carried_out(tracked, request, outcome)
 
     @_contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:
@@ -292,7 +296,7 @@ class SchedulerSide:
         """Release entries that were deleted."""
         self._freezing.forget(entries)
 
-    def _recipe(self, options: RequestOptions, reused: BoolArray, segments: IntArray) -> Recipe:
+    def _recipe(self, options: RequestOptions, reused: BoolArray, segments: Segments) -> Recipe:
         return POLICIES[options.policy](
             Situation(
                 reused=reused,

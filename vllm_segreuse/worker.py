@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm_segreuse.compat.model_runner import loaded_model
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
@@ -46,7 +46,7 @@ class WorkerSide:
         stats: SegReuseStats,
     ) -> None:
         self._stats = stats
-        self._computed: dict[str, int] = {}
+        self._outcomes: dict[str, PlanOutcome] = {}
         self.backlog = _proven_backlog(vllm_config, config, kv_cache_config)
 
     def before_forward(self, plans: list[ReusePlan]) -> None:
@@ -77,15 +77,15 @@ class WorkerSide:
             self._note(report)
         return over | done.keys()
 
-    def take_computed(self) -> dict[str, int]:
-        """Tokens computed, by request, since the last call (`PassReport.computed`)."""
-        taken, self._computed = self._computed, {}
+    def take_outcomes(self) -> dict[str, PlanOutcome]:
+        """How plans have ended since the last call, by request, where they report it."""
+        taken, self._outcomes = self._outcomes, {}
         return taken
 
     def _note(self, report: PassReport) -> None:
         self._stats.observe("align", report.align_s)
         self._stats.observe("sparse_pass", report.sparse_s)
-        self._computed |= report.computed
+        self._outcomes |= report.outcomes
         if report.not_finite:
             self._stats.count_repeated(len(report.not_finite))
             logger.warning(

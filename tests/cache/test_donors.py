@@ -88,10 +88,10 @@ def test_tokens_that_may_be_chosen_but_need_not_be_do_not_donate(world, document
     report = world.admit(tracked)
     assert report.recomputed_tokens == report.reused_tokens == 12, "the most there can be"
     assert tracked.plan is not None
-    assert tracked.plan.counted
+    assert tracked.plan.reports
     assert world.donors.depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
     world.end_step()
     known = world.request(prompt, make_recipe=half_by_score)
     world.admit(known)
     assert known.plan is not None
-    assert not known.plan.counted
+    assert not known.plan.reports

@@ -15,7 +15,7 @@ from vllm_segreuse.compat.scheduler import _reset_prefix_cache, _update_from_out
 
 
 def output(computed: Any, loaded: set[str] | None = None) -> SimpleNamespace:
-    metadata = None if computed is None else SimpleNamespace(computed=computed)
+    metadata = None if computed is None else SimpleNamespace(outcomes=computed)
     reported = SimpleNamespace(kv_connector_worker_meta=metadata, finished_recving=loaded)
     return SimpleNamespace(kv_connector_output=reported)
 
@@ -46,7 +46,7 @@ def updated(model_runner_output: Any, ours: bool = True) -> list[Any]:
         assert given[1] is requests
 
     scheduler = SimpleNamespace(
-        connector=connector(computed=computed) if ours else object(), requests=requests
+        connector=connector(note_outcomes=computed) if ours else object(), requests=requests
     )
     wrapped = _update_from_output(lambda *_: happened.append("updated"))
     wrapped(scheduler, None, model_runner_output)

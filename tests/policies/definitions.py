@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each policy is, written down from its paper for one token at a time.
 
-A prompt is a string of one letter per token: `N` is new, `R` reused, and `S` reused and the first
-of a segment. Nothing here calls what it is compared with.
+A prompt is a string of one letter per token: `N` is new, `R` reused; `S` and `A` are reused and the
+first of a segment, which was computed behind other text, or alone. Nothing here calls what it is
+compared with.
 """
 
 import math
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 TAIL = 64
 LEAST_SHARE = 0.05
-"""`focus`: a twentieth of a head's attention."""
+"""`peaks`: a twentieth of a head's attention."""
+FIRST_OF_SEGMENT = "SA"
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Definition:
         probes: positions whose queries give the scores.
         score: what the choice goes by, in a word.
         least_share: what a score must be.
+        from_layer: the first layer whose attention counts.
     """
 
     always: set[int]
@@ -32,6 +35,7 @@ class Definition:
     probes: frozenset[int] = frozenset()
     score: str = "none"
     least_share: float = 0.0
+    from_layer: int = 0
 
 
 def new_tokens(prompt: str) -> set[int]:
@@ -70,7 +74,7 @@ def epic(prompt: str, ratio: float) -> Definition:
     """EPIC, LegoLink: the first tokens of every segment."""
     always = new_tokens(prompt)
     for first, kind in enumerate(prompt):
-        if kind == "S":
+        if kind in FIRST_OF_SEGMENT:
             end = first + 1
             while end < len(prompt) and prompt[end] == "R":
                 end += 1
@@ -122,8 +126,25 @@ def prophet(prompt: str, ratio: float) -> Definition:
     return Definition(always, 0, at_most, frozenset(asking), "sum")
 
 
-def focus(prompt: str, ratio: float) -> Definition:
+def peaks(prompt: str, ratio: float) -> Definition:
     """The same by the peak, and only what gets enough of it; everything, if that is asked for."""
     found = prophet(prompt, ratio)
     found.score, found.least_share = "peak", 0.0 if ratio == 1 else LEAST_SHARE
+    return found
+
+
+def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
+    """The same by what all queries pay and by what the last ones do, in the second half of the
+    layers; without a ratio, more of what was computed alone."""
+    found = prophet(prompt, 1.0 if ratio is None else ratio)
+    if ratio is None:
+        segment, tokens = "", {"S": 0, "A": 0}
+        for kind in prompt:
+            if kind in FIRST_OF_SEGMENT:
+                segment = kind
+            if kind != "N":
+                tokens[segment] += 1
+        budget = round(0.18 * tokens["S"] + 0.33 * tokens["A"])
+        found.at_most = min(budget, len(prompt) - len(found.always))
+    found.score, found.from_layer = "both", layers // 2
     return found

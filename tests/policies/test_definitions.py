@@ -11,12 +11,22 @@ from hypothesis import strategies as st
 
 from tests.policies import definitions
 from tests.policies.definitions import Definition
-from vllm_segreuse.plan import Boundary, Deviation, Fixed, Gather, Probed, Program, Recipe, Stock
-from vllm_segreuse.policies import POLICIES, Situation, focus
+from vllm_segreuse.plan import (
+    Boundary,
+    Deviation,
+    Fixed,
+    Gather,
+    Probed,
+    Program,
+    Recipe,
+    Segments,
+    Stock,
+)
+from vllm_segreuse.policies import POLICIES, Situation, focus, peaks
 
-intervals = st.tuples(st.sampled_from("NRS"), st.integers(1, 70))
+intervals = st.tuples(st.sampled_from("NRSA"), st.integers(1, 70))
 prompts = st.lists(intervals, min_size=1, max_size=6).map(lambda parts: prompt_of(*parts))
-ratios = st.sampled_from([0.0, 0.01, 0.1, 0.15, 0.25, 0.5, 0.99, 1.0])
+ratios = st.sampled_from([None, 0.0, 0.01, 0.1, 0.15, 0.25, 0.5, 0.99, 1.0])
 layers = st.sampled_from([0, 1, 2, 3, 7, 8, 9, 4096, 0.01, 0.15, 0.5, 0.99])
 
 
@@ -24,16 +34,19 @@ def prompt_of(*parts: tuple[str, int]) -> str:
     """`("S", 3), ("N", 2)` is `SRRNN`; reused tokens behind new ones begin a segment."""
     text = ""
     for kind, count in parts:
-        first = "N" if kind == "N" else "S" if kind == "S" or text[-1:] in ("", "N") else "R"
+        begins = kind == "R" and text[-1:] in ("", "N")
+        first = "S" if begins else kind
         text += first + ("N" if kind == "N" else "R") * (count - 1)
     return text
 
 
 def situation(prompt: str, **options: Any) -> Situation:
     kinds = np.array(list(prompt))
+    first = np.flatnonzero(np.isin(kinds, ["S", "A"])).astype(np.int32)
+    behind = np.where(kinds[first] == "S", focus.FEW_TOKENS, focus.FEW_TOKENS - 1)
     return Situation(
         kinds != "N",
-        np.flatnonzero(kinds == "S").astype(np.int32),
+        Segments(first, behind.astype(np.int32)),
         **{
             "block_size": 16,
             "num_layers": 8,
@@ -60,6 +73,7 @@ def program_of(expected: Definition) -> Program:
         "deviation": Deviation(expected.dense),
         "sum": Probed(Gather.SUM, expected.least_share),
         "peak": Probed(Gather.MAX, expected.least_share),
+        "both": Probed(Gather.SUM_AND_LAST, first_layer=expected.from_layer),
     }[expected.score]
 
 
@@ -143,7 +157,7 @@ def test_the_question_is_the_last_interval_of_new_tokens(prompt, asking):
     """Neither a preamble nor text between documents is; a reused tail asks for itself."""
     given = situation(prompt)
     assert where(given.question) == asking
-    for policy in ("prophet", "focus"):
+    for policy in ("prophet", "peaks", "focus"):
         assert where(POLICIES[policy](given).probes) == asking
 
 
@@ -151,7 +165,8 @@ def test_new_text_between_documents_is_computed_though_it_does_not_ask():
     prompt = prompt_of(("N", 2), ("S", 30), ("N", 3), ("S", 30), ("N", 1))
     for policy, program in (
         ("prophet", Probed(Gather.SUM)),
-        ("focus", Probed(Gather.MAX, focus.LEAST_SHARE)),
+        ("peaks", Probed(Gather.MAX, peaks.LEAST_SHARE)),
+        ("focus", Probed(Gather.SUM_AND_LAST, first_layer=4)),
     ):
         recipe = recipe_of(policy, prompt, recompute_ratio=0.2, dense_layers=3)
         assert where(recipe.always) == [0, 1, 32, 33, 34, 65]
@@ -159,19 +174,46 @@ def test_new_text_between_documents_is_computed_though_it_does_not_ask():
         assert (recipe.program, recipe.top_k) == (program, 12)
 
 
-def test_focus_computes_what_gets_a_twentieth_of_a_heads_attention():
-    """And says so: 0.05 is in the README, and the figures were measured with it."""
-    assert focus.LEAST_SHARE == 0.05
+def test_peaks_computes_what_gets_a_twentieth_of_a_heads_attention():
+    assert peaks.LEAST_SHARE == 0.05
     prompt = prompt_of(("S", 100), ("N", 1))
     for ratio, least_share in ((0.01, 0.05), (0.5, 0.05), (0.999, 0.05), (1.0, 0.0), (1, 0.0)):
-        recipe = recipe_of("focus", prompt, recompute_ratio=ratio)
+        recipe = recipe_of("peaks", prompt, recompute_ratio=ratio)
         assert recipe.program == Probed(Gather.MAX, least_share)
         assert recipe.top_k == round(100 * ratio)
         by_sum = recipe_of("prophet", prompt, recompute_ratio=ratio)
         assert by_sum.program == Probed(Gather.SUM)
 
 
-@pytest.mark.parametrize("policy", ["sparsex", "prophet", "focus", "cacheblend", "epic"])
+def test_focus_counts_the_attention_of_the_second_half_of_the_layers():
+    for layers, first in ((1, 0), (2, 1), (7, 3), (24, 12), (28, 14)):
+        recipe = recipe_of("focus", prompt_of(("S", 100), ("N", 1)), num_layers=layers)
+        assert recipe.program == Probed(Gather.SUM_AND_LAST, first_layer=first)
+
+
+def test_focus_computes_more_of_what_was_computed_alone():
+    """Unless a ratio is given, which holds for all."""
+    in_context, alone = ("S", 200), ("A", 100)
+    for parts, chosen, at_a_tenth in (
+        ((in_context,), 36, 20),
+        ((alone,), 33, 10),
+        ((in_context, ("N", 5), alone), 69, 30),
+        ((alone, in_context), 69, 30),
+        ((alone, in_context, alone), 102, 40),
+    ):
+        prompt = prompt_of(*parts, ("N", 3))
+        assert recipe_of("focus", prompt, recompute_ratio=None).top_k == chosen
+        assert recipe_of("focus", prompt, recompute_ratio=0.1).top_k == at_a_tenth
+
+
+@pytest.mark.parametrize("policy", ["shift", "sparsex", "prophet", "peaks", "cacheblend", "epic"])
+def test_other_policies_take_a_tenth_of_all(policy):
+    prompt = prompt_of(("S", 90), ("N", 3), ("A", 100), ("N", 1))
+    own, tenth = (recipe_of(policy, prompt, recompute_ratio=ratio) for ratio in (None, 0.1))
+    assert (where(own.always), own.top_k) == (where(tenth.always), tenth.top_k)
+
+
+@pytest.mark.parametrize("policy", ["sparsex", "prophet", "peaks", "focus", "cacheblend", "epic"])
 def test_a_ratio_of_1_computes_everything(policy):
     prompt = prompt_of(("S", 90), ("N", 3), ("S", 100))
     recipe = recipe_of(policy, prompt, recompute_ratio=1.0)
@@ -186,7 +228,7 @@ def test_a_ratio_of_0_chooses_nothing():
     assert where(recipe_of("epic", prompt, recompute_ratio=0.0).always) == [90, 91, 92]
 
 
-@pytest.mark.parametrize("policy", ["sparsex", "prophet", "focus", "cacheblend"])
+@pytest.mark.parametrize("policy", ["sparsex", "prophet", "peaks", "focus", "cacheblend"])
 def test_the_number_of_tokens_to_choose_is_a_share_of_the_reused_ones(policy):
     """Not of all tokens, and not of those that are left to choose from."""
     prompt = prompt_of(("N", 100), ("S", 200), ("N", 10))
@@ -201,6 +243,8 @@ def test_every_policy_is_what_its_paper_says(prompt, ratio, dense, overflow, blo
         "overflow_tokens": overflow,
         "block_size": block,
     }
+    focused = definitions.focus(prompt, ratio, 8)
+    ratio = 0.1 if ratio is None else ratio
     expected = {
         "shift": definitions.shift(prompt),
         "exact": definitions.exact(prompt),
@@ -208,7 +252,8 @@ def test_every_policy_is_what_its_paper_says(prompt, ratio, dense, overflow, blo
         "cacheblend": definitions.cacheblend(prompt, ratio, dense, 8),
         "sparsex": definitions.sparsex(prompt, ratio, dense, overflow, block, 8),
         "prophet": definitions.prophet(prompt, ratio),
-        "focus": definitions.focus(prompt, ratio),
+        "peaks": definitions.peaks(prompt, ratio),
+        "focus": focused,
     }
     assert expected.keys() == POLICIES.keys()
     for policy, definition in expected.items():

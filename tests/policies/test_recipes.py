@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_segreuse import config
-from vllm_segreuse.plan import Deviation, Recipe
+from vllm_segreuse.plan import Deviation, Recipe, Segments
 from vllm_segreuse.policies import POLICIES, Situation
 
 TAIL = 64
@@ -17,7 +17,7 @@ situations = st.builds(
     lambda runs, **options: situation([r for reused, n in runs for r in [reused] * n], **options),
     runs,
     block_size=st.sampled_from([1, 16, 32]),
-    recompute_ratio=st.sampled_from([0.0, 0.1, 0.5, 0.99, 1.0]),
+    recompute_ratio=st.sampled_from([None, 0.0, 0.1, 0.5, 0.99, 1.0]),
     dense_layers=st.sampled_from([0, 1, 3, 19, 20, 4096, 0.15, 0.99]),
     overflow_tokens=st.sampled_from([None, 0, 1, 7, 1000]),
 )
@@ -33,7 +33,8 @@ def situation(reused: list[bool], **options) -> Situation:
     }
     mask = np.array(reused, np.bool_)
     starts = np.flatnonzero(mask & ~np.append(False, mask[:-1])).astype(np.int32)
-    return Situation(reused=mask, **{"segments": starts} | defaults | options)
+    segments = Segments(starts, np.arange(starts.size, dtype=np.int32) * 50)
+    return Situation(reused=mask, **{"segments": segments} | defaults | options)
 
 
 def sparsex(given: Situation) -> Recipe:
@@ -42,7 +43,16 @@ def sparsex(given: Situation) -> Recipe:
 
 def test_the_policies_are_those_that_options_may_name():
     assert config.POLICIES is POLICIES
-    assert [*POLICIES] == ["cacheblend", "epic", "exact", "focus", "prophet", "shift", "sparsex"]
+    assert [*POLICIES] == [
+        "cacheblend",
+        "epic",
+        "exact",
+        "focus",
+        "peaks",
+        "prophet",
+        "shift",
+        "sparsex",
+    ]
 
 
 @given(situations)

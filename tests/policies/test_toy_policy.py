@@ -42,7 +42,7 @@ class Loudest(Program):
 
 def recipe(situation: Situation) -> Recipe:
     new = ~situation.reused
-    return Recipe(Loudest(power=2), new, probes=new, top_k=situation.budget_tokens)
+    return Recipe(Loudest(power=2), new, probes=new, top_k=situation.budget())
 """
 
 PROGRAM = """
@@ -59,7 +59,7 @@ PROGRAM = Loudest
 
 def run(program: Loudest, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
     values = batch.held(flat_pages(layers.stack.attention[0].kv_cache), layers.layouts[0].values)
-    active = with_chosen(batch, values.float().abs().pow(program.power).sum((1, 2)))
+    active = with_chosen(batch, values.float().abs().pow(program.power).sum((1, 2))).active
     return active.device, (yield from layers.all_layers(batch.tokens.take(active), batch))
 
 
@@ -111,7 +111,7 @@ def test_servers_and_requests_may_choose_it() -> None:
     assert chosen.policy == chosen.request_defaults().policy == "loudest"
     asked = {"extra_keys": ["a"], "segreuse_policy": "loudest"}
     assert config.parse_request(asked, SegReuseConfig()).options.policy == "loudest"
-    with pytest.raises(ConfigError, match="focus, loudest, prophet"):
+    with pytest.raises(ConfigError, match="focus, loudest, peaks, prophet"):
         SegReuseConfig.from_options({"policy": "louder"})
 
 

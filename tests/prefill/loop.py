@@ -4,6 +4,8 @@
 Nothing here calls what it is compared with; `TinyDecoder` has the weights of `tiny.World` only.
 """
 
+import math
+
 import numpy as np
 
 from tests.prefill.tiny import CHANNELS, HEADS, KV_HEADS, LAYERS, SCALE, World
@@ -108,8 +110,9 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
                     decoder.key_and_value(dense, state), kv[dense, p], strict=True
                 ):
                     scores[p] += float(((new - held) ** 2).sum())
-        case Probed(gather, least):
-            _attention_at_all_layers(decoder, gather, probes, embedded, kv, scores)
+        case Probed():
+            least = program.threshold
+            _attention_at_all_layers(decoder, program, probes, embedded, kv, scores)
     others = sorted(set(token_ids) - always, key=lambda p: (-scores[p], p))
     chosen = [p for p in others[: recipe.top_k] if scores[p] >= least]
     active = sorted(always | set(chosen))
@@ -141,7 +144,7 @@ def _attention_at_boundary(
 
 def _attention_at_all_layers(
     decoder: TinyDecoder,
-    gather: Gather,
+    program: Probed,
     probes: set[int],
     embedded: States,
     kv: KV,
@@ -149,13 +152,21 @@ def _attention_at_all_layers(
 ) -> None:
     """ProphetKV: the question alone against the reused KV, at all layers but the last."""
     kv, states = dict(kv), {p: embedded[p] for p in probes}
+    gather, by_last = program.gather, dict.fromkeys(scores, 0.0)
     for layer in range(LAYERS - 1):
         asking = {p: decoder.query(layer, state) for p, state in states.items()}
         states = decoder.run(range(layer, layer + 1), states, kv)
         for p, query in asking.items():
             shares = decoder.shares(layer, p, query, kv)
             for j in range(p + 1):
-                if j in scores and gather is Gather.MAX:
+                if j not in scores or layer < program.first_layer:
+                    continue
+                if gather is Gather.MAX:
                     scores[j] = max(scores[j], shares[:, j].max())
-                elif j in scores:
-                    scores[j] += shares[:, j].sum()
+                    continue
+                scores[j] += shares[:, j].sum()
+                if p in sorted(probes)[-4:]:
+                    by_last[j] += shares[:, j].sum()
+    if gather is Gather.SUM_AND_LAST:
+        for j in scores:
+            scores[j] = math.sqrt(scores[j] * by_last[j])

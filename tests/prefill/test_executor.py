@@ -12,7 +12,16 @@ import torch
 from tests.prefill.loop import TinyDecoder, carry_out
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse.kernels import reference
-from vllm_segreuse.plan import Boundary, Deviation, Fixed, Gather, Probed, ReusePlan, Stock
+from vllm_segreuse.plan import (
+    Boundary,
+    Deviation,
+    Fixed,
+    Gather,
+    PlanOutcome,
+    Probed,
+    ReusePlan,
+    Stock,
+)
 from vllm_segreuse.prefill import executor
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.prefill.waves import Waves
@@ -28,6 +37,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "hybrid": {"program": Boundary(1), "top_k": 5},
     "deviation": {"program": Deviation(1), "top_k": 5},
     "sum": {"program": Probed(Gather.SUM), "top_k": 5},
+    "late": {"program": Probed(Gather.SUM_AND_LAST, first_layer=2), "top_k": 5},
     "peak": PEAK,
     "stock": {"program": Stock()},
 }
@@ -103,7 +113,7 @@ def check_spoilt(
     assert report.not_finite == ["one"]
     assert_equal(pages(world, one), pages(alone, one), atol=1e-4)
     assert_equal(pages(world, other), pages(clean, other))
-    assert report.computed == healthy.computed | ({"one": 20} if one.counted else {})
+    assert report.outcomes == healthy.outcomes | ({"one": PlanOutcome(20)} if one.reports else {})
     again = world.layer_tokens - len(one.token_ids) * LAYERS
     assert again <= clean.layer_tokens + 5 * LAYERS, "nobody else is computed again"
 
@@ -170,7 +180,7 @@ def test_both_plans_may_be_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
         world.caches[0][block, 0, :, 1] = NAN
     report = world.prefill.run(plans)
     assert report.not_finite == ["one", "other"]
-    assert report.computed == {"one": 20, "other": 20}
+    assert report.outcomes == {"one": PlanOutcome(20), "other": PlanOutcome(20)}
     for each in plans:
         assert_equal(pages(world, each), pages(full, each), atol=1e-4)
 
@@ -183,7 +193,7 @@ def test_a_plan_in_full_writes_the_token_to_come_too(monkeypatch: pytest.MonkeyP
     one = make_plan("one", 4, new, 19, np.arange(10, 16), 7, pieces, **PEAK)
     world.caches[0][DONOR, 0, :, 1] = NAN
     report = world.prefill.run([one])
-    assert (report.not_finite, report.computed) == (["one"], {"one": 20})
+    assert (report.not_finite, report.outcomes) == (["one"], {"one": PlanOutcome(20)})
     assert all(cache[10:16].isfinite().all() for cache in world.caches)
 
 
@@ -207,10 +217,10 @@ def test_copies_and_passes_are_what_the_loop_makes_of_them(
         found = world.kv(each)
         for where, pair_of in left.items():
             np.testing.assert_allclose(found[where], pair_of, atol=2e-4)
-        if each.counted:
+        if each.reports:
             assert 4 < len(active) <= 9
-            assert report.computed[each.request_id] == len(active)
-    assert report.computed.keys() == {p.request_id for p in plans if p.counted}
+            assert report.outcomes[each.request_id].computed == len(active)
+    assert report.outcomes.keys() == {p.request_id for p in plans if p.reports}
 
 
 def test_plans_are_grouped_by_what_their_programs_depend_on(
@@ -291,7 +301,7 @@ def test_passes_may_take_turns(compiled: bool, monkeypatch: pytest.MonkeyPatch) 
     reports = [in_turns(worlds[0].prefill.compute(prepared)) for prepared in alone]
     taking_turns = in_turns(*(worlds[1].prefill.compute(prepared) for prepared in together))
     for [one], other in zip(reports, taking_turns, strict=True):
-        assert (one.not_finite, one.computed) == (other.not_finite, other.computed)
+        assert (one.not_finite, one.outcomes) == (other.not_finite, other.outcomes)
     for one, other in zip(*(world.caches for world in worlds), strict=True):
         assert torch.equal(one, other)
 
@@ -321,8 +331,11 @@ def test_a_wave_is_no_larger_than_it_may_be(name: str, monkeypatch: pytest.Monke
             assert work is None or at_once <= 1 or wave <= work
             told.append(wave)
         scored = 0
-        if isinstance(plans[0].recipe.program, Probed):  # attention of probes counts as work, too
-            scored = (LAYERS - 1) * sum(int(p.recipe.probes.sum()) for p in plans)
+        program = plans[0].recipe.program
+        if isinstance(program, Probed):  # attention of probes counts as work, too
+            scored = (LAYERS - 1 - program.first_layer) * sum(
+                int(p.recipe.probes.sum()) for p in plans
+            )
         assert sum(told) == world.layer_tokens + scored
 
 
@@ -366,6 +379,6 @@ def test_a_plan_without_anything_to_compute(monkeypatch: pytest.MonkeyPatch) -> 
         beside = plan("beside", 10, **recipe)
         for plans in ([all_reused], [all_reused, beside]):
             report = world.prefill.run(plans)
-            assert (report.not_finite, report.computed) == ([], {})
+            assert (report.not_finite, report.outcomes) == ([], {})
             for cache in world.caches:
                 assert torch.equal(cache[1:3], cache[DONOR : DONOR + 2])

@@ -29,6 +29,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "deviation": {"program": Deviation(1), "top_k": 6},
     "deviation deeper": {"program": Deviation(LAYERS - 1), "top_k": 6},
     "summed over all layers": {"program": Probed(Gather.SUM), "top_k": 6},
+    "summed over late layers": {
+        "program": Probed(Gather.SUM_AND_LAST, first_layer=1),
+        "top_k": 6,
+    },
     "the highest at any layer": {"program": Probed(Gather.MAX), "top_k": 12},
     "the highest, if it is much": {"program": Probed(Gather.MAX, 0.5), "top_k": 12},
     "stock": {"program": Stock()},

@@ -44,6 +44,7 @@ def half(number: int) -> TiledStrides:
 
 
 SUM, MAX = Probed(Gather.SUM), Probed(Gather.MAX)
+LATE = Probed(Gather.SUM_AND_LAST, first_layer=1)
 
 
 def plan(
@@ -114,9 +115,12 @@ class Known:
         return self.computed
 
     def attention_paid(
-        self, batch, layer, probed, counts, queries, gather=Gather.SUM
+        self, batch, layer, probed, counts, queries, gather=Gather.SUM, last=None
     ) -> torch.Tensor:
         assert sum(counts) == len(probed) == len(queries)
+        if last is not None:  # of the only plan
+            [count] = counts
+            probed = probed[max(0, count - last) :]
         self.scored.append((layer, probed.tolist()))
         mass = torch.zeros(len(batch.tokens))
         for probe in probed.tolist():
@@ -202,6 +206,17 @@ def test_every_layer_but_the_last_is_asked() -> None:
         assert layers.scored == [(layer, [47]) for layer in range(LAYERS - 1)]
 
 
+def test_only_some_layers_count_and_the_last_queries_count_twice() -> None:
+    layers = Known()
+    # Six probes. All of the first two, one of them, and none of the last four attend to 20; the
+    # last four attend to 9 as well, and 5 gets as much in all as 9 does.
+    layers.attention = {41: [20, 5], 42: [20, 5], 43: [5], 44: [9], 45: [9], 46: [5, 9], 47: [9]}
+    probes = [*range(42, 48)]
+    active, _ = finish(programs.run(layers, batch_of(plan(LATE, probes, 1))))
+    assert active.tolist() == [9, *probes], "by the sum alone it would be 20 or 5"
+    assert layers.scored == [(1, probes), (1, probes[-4:])], "not layer 0"
+
+
 def test_sums_are_over_layers_and_peaks_are_not() -> None:
     layers = Known()
     by_layer = [{47: [5, 8]}, {47: [6, 8]}]  # 8 gets a half twice, and 5 and 6 get 1 once
@@ -281,12 +296,18 @@ def test_the_program_of_a_batch_runs_with_what_it_was_given(
 
 
 @pytest.mark.parametrize(
-    ("program", "collective"),
-    [(MAX, "all_gather"), (SUM, "all_reduce"), (Boundary(), "all_reduce")],
+    ("program", "collectives"),
+    [
+        (MAX, ["all_gather", "all_reduce"]),  # the second is of the drift
+        (SUM, ["all_reduce", "all_reduce"]),
+        (LATE, ["all_reduce", "all_reduce"]),
+        (Probed(Gather.MAX, 0.1), ["all_gather"]),
+        (Boundary(), ["all_reduce"]),
+    ],
     ids=str,
 )
 def test_ranks_gather_scores_as_the_program_does(
-    program: Program, collective: str, monkeypatch: pytest.MonkeyPatch
+    program: Program, collectives: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
@@ -301,7 +322,7 @@ def test_ranks_gather_scores_as_the_program_does(
     )
     monkeypatch.setattr("vllm_segreuse.prefill.selection.get_tp_group", lambda: ranks)
     finish(programs.run(Known(), batch_of(plan(program, [47], 1))))  # type: ignore[arg-type]
-    assert calls == [collective]
+    assert calls == collectives
 
 
 def test_every_program_is_proven() -> None:

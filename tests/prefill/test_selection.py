@@ -92,6 +92,18 @@ def test_the_highest_peak_of_any_rank_decides(group: Group) -> None:
     assert group.calls == ["all_gather", "broadcast"]
 
 
+def test_the_geometric_mean_of_two_sums_over_all_ranks_decides(group: Group) -> None:
+    inf = float("inf")
+    group.world_size = 2
+    group.others = torch.tensor([[1.0, 0.0, 2.0, 1.0], [1.0, 0.0, 2.0, 7.0]])
+    scores = [torch.tensor([[8.0, -inf, 2.0, 0.0], [0.0, -inf, 2.0, 0.0]])]
+    # sqrt of 9 * 1, 4 * 4 and 1 * 7
+    assert choose(scores, [1], Gather.SUM_AND_LAST).tolist() == [2]
+    assert choose(scores, [2], Gather.SUM_AND_LAST).tolist() == [0, 2]
+    assert choose(scores, [4], Gather.SUM_AND_LAST).tolist() == [0, 1, 2, 3]
+    assert group.calls == ["all_reduce", "broadcast"] * 3
+
+
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_the_choice_of_rank_0_is_everyones(group: Group, threshold: float) -> None:
     group.world_size, group.chosen = 2, torch.tensor([2, 0, 4])
@@ -156,6 +168,8 @@ def test_it_is_reported_whose_scores_are_no_numbers(
     group.others = torch.tensor([0.0, 0.0, nan, 0.0, 0.0, 0.0])
     if gather is Gather.MAX and ranks == 1:
         mine[0] = torch.tensor([nan, -inf])
+    if gather is Gather.SUM_AND_LAST:  # the same twice; the mean of equal ones is what they are
+        mine = [torch.stack([scores, scores]) for scores in mine]
     _, numbers = selection.choose(mine, [1, 1, 1], gather)
     assert numbers.tolist() == [False, ranks == 1, True]
 
@@ -172,9 +186,11 @@ def test_every_plan_chooses_its_own_beside_what_is_always_computed(
     scores[[2, 3, 7]] = torch.tensor([0.25, 0.1, 0.3])
     scores[[9, 13]] = torch.tensor([0.2, 0.5])
     before = scores.clone()
-    active = with_chosen(batch, scores, threshold=threshold)
+    choice = with_chosen(batch, scores, threshold=threshold)
     chosen = [2, 7, 13] if threshold else [2, 7, 9, 13]
-    assert active.device.tolist() == sorted([0, 5, 8, 11, 12, 14, *chosen])
+    assert choice.active.device.tolist() == sorted([0, 5, 8, 11, 12, 14, *chosen])
+    assert choice.chosen.tolist() == chosen
+    assert choice.counts == [2, 2, 0]
     assert torch.equal(scores, before)
     assert batch.sound.tolist() == [True] * 3
     assert batch.always.device.tolist() == [0, 5, 8, 11, 12, 14]

@@ -305,5 +305,5 @@ def make_plan(
         donor_depth=0,
         block_ids=blocks.astype(np.int32),
         next_token=next_token,
-        counted=recipe.program.may_choose_fewer,
+        reports=recipe.program.reports,
     )

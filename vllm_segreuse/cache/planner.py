@@ -251,7 +251,7 @@ class Planner:
     def _make_plan(tracked: TrackedRequest, matches: Matches, start: int, stop: int) -> ReusePlan:
         stop = tracked.finder.plan_stop(matches, stop)
         pieces, tokens = matches.pieces, tracked.prompt.tokens
-        recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segment_starts(start))
+        recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
         return ReusePlan(
             request_id=tracked.request_id,
             start=start,
@@ -262,7 +262,8 @@ class Planner:
             donor_blocks=pieces.donor_blocks,
             donor_depth=matches.max_depth,
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
-            counted=recipe.program.may_choose_fewer,
+            max_drift=tracked.max_drift,
+            reports=recipe.program.reports,
         )
 
     def _room_beside(self, donor_blocks: list[int], needed: int) -> int:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import BoolArray, FreezeOrder, IntArray, Recipe, ReusePlan
+from vllm_segreuse.plan import BoolArray, FreezeOrder, Recipe, ReusePlan, Segments
 
 
 class Report(NamedTuple):
@@ -17,7 +18,9 @@ class Report(NamedTuple):
 
     Recomputed tokens and exact ones (see `exact.py`) are part of the reused. `computed_share` is
     the work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
-    both are the most there can be until they have reported.
+    both are the most there can be until they have reported. `drift` is then known, too
+    (`prefill/drift.py`), and whether everything was computed because of it: the work is more than 1
+    then.
     """
 
     prefix_tokens: int
@@ -28,6 +31,8 @@ class Report(NamedTuple):
     bypass_reason: str | None
     exact_tokens: int = 0
     computed_share: float = 1.0
+    drift: float | None = None
+    in_full: bool = False
 
 
 @dataclass
@@ -39,7 +44,8 @@ class TrackedRequest:
         finder: how.
         min_reused_tokens: below this many reusable tokens the request runs without reuse.
         make_recipe: the request's policy with its options bound; takes the mask of reused tokens
-            and where segments begin.
+            and their segments.
+        max_drift: see `ReusePlan`.
         policy: name of the policy, for the report.
         bypass: reason why this request never reuses, or None.
         donates: whether its blocks enter the index.
@@ -57,7 +63,8 @@ class TrackedRequest:
     prompt: Prompt
     finder: Finder
     min_reused_tokens: int
-    make_recipe: Callable[[BoolArray, IntArray], Recipe]
+    make_recipe: Callable[[BoolArray, Segments], Recipe]
+    max_drift: float = math.inf
     policy: str = ""
     bypass: str | None = None
     donates: bool = True

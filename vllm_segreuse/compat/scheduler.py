@@ -39,7 +39,7 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         output = model_runner_output.kv_connector_output
         if side is not None and output is not None:
             if output.kv_connector_worker_meta is not None:
-                side.computed(output.kv_connector_worker_meta.computed, self.requests)
+                side.note_outcomes(output.kv_connector_worker_meta.outcomes, self.requests)
             if output.finished_recving:
                 loaded = {i for i in output.finished_recving if _is_loading(self, i)}
                 output.finished_recving = loaded

@@ -167,17 +167,33 @@ def read_tokens(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor)
     return tokens.view(pages.dtype)
 
 
+def pick_tokens(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor) -> torch.Tensor:
+    """The same for a few tokens: element by element, and without waiting for the device."""
+    heads, _, channels = strides.shape
+    tokens = _tiles(_indexable(pages), strides)[_tile_of(strides, slots)]
+    return tokens.reshape(-1, heads, channels).view(pages.dtype)
+
+
 def _write(
     pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor, tokens: torch.Tensor
 ) -> None:
     """Write tokens `[tokens, heads, head_size]` to the given slots."""
-    heads, size, channels = strides.shape
-    offset = slots % size
-    tile, channel_tile = strides.token_tile, strides.channel_tile
-    view = strides.view(_indexable(pages)).permute(0, 2, 3, 1, 4, 5)
-    view[slots // size, offset // tile, offset % tile] = _indexable(tokens).view(
-        -1, heads, channels // channel_tile, channel_tile
+    heads, _, channels = strides.shape
+    _tiles(_indexable(pages), strides)[_tile_of(strides, slots)] = _indexable(tokens).view(
+        -1, heads, channels // strides.channel_tile, strides.channel_tile
     )
+
+
+def _tiles(pages: torch.Tensor, strides: TiledStrides) -> torch.Tensor:
+    """`[pages, token tiles, tokens of a tile, heads, channel tiles, channels of a tile]`."""
+    return strides.view(pages).permute(0, 2, 3, 1, 4, 5)
+
+
+def _tile_of(strides: TiledStrides, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Where a slot's token lies in the first three dimensions of `_tiles`."""
+    size, tile = strides.shape[1], strides.token_tile
+    offset = slots % size
+    return slots // size, offset // tile, offset % tile
 
 
 def _indexable(tensor: torch.Tensor) -> torch.Tensor:

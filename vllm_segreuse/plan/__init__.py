@@ -6,7 +6,7 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.freezing import FreezeOrder
-from vllm_segreuse.plan.pieces import Pieces, Tier
+from vllm_segreuse.plan.pieces import Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
     Boundary,
     Counts,
@@ -17,7 +17,7 @@ from vllm_segreuse.plan.programs import (
     Program,
     Stock,
 )
-from vllm_segreuse.plan.reuse import Recipe, ReusePlan
+from vllm_segreuse.plan.reuse import PlanOutcome, Recipe, ReusePlan
 
 __all__ = [
     "BoolArray",
@@ -29,10 +29,12 @@ __all__ = [
     "Gather",
     "IntArray",
     "Pieces",
+    "PlanOutcome",
     "Probed",
     "Program",
     "Recipe",
     "ReusePlan",
+    "Segments",
     "Stock",
     "Tier",
 ]

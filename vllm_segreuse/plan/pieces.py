@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,19 @@ class Tier(IntEnum):
 
     GPU = 0
     """In vLLM's own pool."""
+
+
+class Segments(NamedTuple):
+    """Runs of reused tokens, each from one sequence, in order.
+
+    Attributes:
+        first: int32 `[n]`, where each begins.
+        position: int32 `[n]`, of its first token in the sequence that it was computed in: how many
+            tokens it was read behind.
+    """
+
+    first: IntArray
+    position: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +104,14 @@ class Pieces:
         np.add.at(steps, self.destination + self.length - start, -1)
         return np.cumsum(steps[:-1], dtype=np.int8).astype(np.bool_)
 
-    def segment_starts(self, start: int) -> IntArray:
-        """Where, counted from `start`, tokens begin that did not follow each other before."""
+    def segments(self, start: int) -> Segments:
+        """Runs of tokens that followed each other when they were computed, counted from `start`."""
         shift = self.destination - self.position
-        follows = np.zeros(len(self), dtype=np.bool_)
-        follows[1:] = (self.destination[:-1] + self.length[:-1] == self.destination[1:]) & (
-            shift[:-1] == shift[1:]
+        first = np.ones(len(self), dtype=np.bool_)
+        first[1:] = (self.destination[:-1] + self.length[:-1] != self.destination[1:]) | (
+            shift[:-1] != shift[1:]
         )
-        return np.asarray(self.destination[~follows] - start, dtype=np.int32)
+        return Segments(
+            np.asarray(self.destination[first] - start, dtype=np.int32),
+            np.asarray(self.position[first], dtype=np.int32),
+        )

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, NamedTuple
 
+LAST_PROBES = 4
+"""Queries that count twice under `Gather.SUM_AND_LAST`."""
+
 
 class Gather(Enum):
     """How the attention paid to a token becomes its score."""
 
     SUM = "the sum over queries, heads and layers"
     MAX = "the largest share that any query pays with any head at any layer"
+    SUM_AND_LAST = "the geometric mean of the sum, and of that over `LAST_PROBES` queries only"
 
 
 class Counts(NamedTuple):
@@ -54,6 +58,16 @@ class Program:
     def may_choose_fewer(self) -> bool:
         """Whether fewer tokens may be chosen than allowed; how many, only the workers know."""
         return False
+
+    @property
+    def measures_drift(self) -> bool:
+        """Whether what is recomputed is compared with what was moved (`prefill/drift.py`)."""
+        return False
+
+    @property
+    def reports(self) -> bool:
+        """Whether only the workers know how a plan has ended (`PlanOutcome`)."""
+        return self.may_choose_fewer or self.measures_drift
 
     def most_active(self, counts: Counts) -> int:
         """Most tokens that any layer computes."""
@@ -108,17 +122,24 @@ class Probed(Program):
 
     Attributes:
         gather: how that attention becomes a score.
+        first_layer: at layers before it the attention does not count.
         threshold: tokens with a lower score are not chosen; 0: as many as allowed.
     """
 
     gather: Gather
     threshold: float = 0.0
+    first_layer: int = 0
     probes_next_token = True
 
     @property
     def may_choose_fewer(self) -> bool:
         """Whether there is a threshold."""
         return self.threshold > 0
+
+    @property
+    def measures_drift(self) -> bool:
+        """Without a threshold: how many tokens are compared is known then without waiting."""
+        return not self.threshold
 
     def cost(self, counts: Counts, num_layers: int) -> int:
         """The probes are computed once more, at all layers but the last."""

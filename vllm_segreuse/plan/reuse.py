@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,6 +70,20 @@ class Recipe:
         return Counts(len(self.always) + behind, always + behind, chosen, probes + behind)
 
 
+class PlanOutcome(NamedTuple):
+    """What the workers report of a plan.
+
+    Attributes:
+        computed: tokens that were computed at all layers behind the dense ones.
+        drift: see `prefill/drift.py`; None: not measured.
+        in_full: everything was computed after that, because the drift was above `max_drift`.
+    """
+
+    computed: int
+    drift: float | None = None
+    in_full: bool = False
+
+
 @dataclass
 class ReusePlan:
     """The work of one request: positions `[start, stop)` are supplied by the connector.
@@ -84,8 +100,8 @@ class ReusePlan:
             plan writes the KV of that token, too: what a spoilt pass left there would spoil the
             next one.
         spread: carried out over several steps, while the request is set aside.
-        counted: how many tokens are computed only the workers know (`Program.may_choose_fewer`).
-            They report it, also if they have to compute the plan in full.
+        max_drift: above it everything is computed after all, where drift is measured.
+        reports: the workers report a `PlanOutcome`, also if they have to compute the plan in full.
     """
 
     request_id: str
@@ -99,7 +115,8 @@ class ReusePlan:
     block_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     next_token: int | None = None
     spread: bool = False
-    counted: bool = False
+    max_drift: float = math.inf
+    reports: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +141,11 @@ class ReusePlan:
     def num_reused(self) -> int:
         """Tokens whose KV is copied."""
         return self.pieces.num_tokens
+
+    @property
+    def num_segments(self) -> int:
+        """Runs of reused tokens, each computed in one sequence."""
+        return len(self.pieces.segments(self.start).first)
 
     @property
     def num_recomputed(self) -> int:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_segreuse.plan import BoolArray, IntArray, Recipe
+from vllm_segreuse.plan import BoolArray, IntArray, Recipe, Segments
 
 TAIL_TOKENS = 64
+
+RATIO = 0.1
+"""`recompute_ratio` of policies that have none of their own."""
 
 
 @dataclass(frozen=True)
@@ -20,19 +23,20 @@ class Situation:
     Attributes:
         reused: bool `[tokens]`: tokens behind the prefix hit whose KV is copied. The prompt's last
             token is not among them: vLLM itself computes that one.
-        segments: where reused segments begin: tokens that did not follow each other before.
+        segments: runs of reused tokens, each computed in one sequence.
         block_size: tokens per KV block.
         num_layers: decoder layers of the model.
-        recompute_ratio: share of the reused tokens to choose by score, 0..1.
+        recompute_ratio: share of the reused tokens to choose by score, 0..1; None: the policy's
+            own.
         dense_layers: number of leading dense layers, or a share of the layers if below 1.
         overflow_tokens: tokens to recompute on either side of new text; None = one block.
     """
 
     reused: BoolArray
-    segments: IntArray
+    segments: Segments
     block_size: int
     num_layers: int
-    recompute_ratio: float
+    recompute_ratio: float | None
     dense_layers: float
     overflow_tokens: int | None
 
@@ -64,9 +68,19 @@ class Situation:
         return probes
 
     @property
-    def budget_tokens(self) -> int:
-        """Reused tokens that `recompute_ratio` lets be computed again."""
-        return round(self.recompute_ratio * int(self.reused.sum()))
+    def lengths(self) -> IntArray:
+        """Tokens of each segment, int32 `[segments]`: up to the next one, or to a new token."""
+        if not len(self.segments.first):
+            return np.zeros(0, np.int32)
+        return np.add.reduceat(self.reused, self.segments.first, dtype=np.int32)
+
+    def ratio(self, own: float = RATIO) -> float:
+        """`recompute_ratio`, or the policy's own."""
+        return own if self.recompute_ratio is None else self.recompute_ratio
+
+    def budget(self) -> int:
+        """Reused tokens that `ratio` lets be computed again."""
+        return round(self.ratio() * int(self.reused.sum()))
 
 
 Policy = Callable[[Situation], Recipe]

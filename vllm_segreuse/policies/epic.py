@@ -11,20 +11,14 @@ part of the method, and these options have no effect.
 
 from __future__ import annotations
 
-import numpy as np
-
 from vllm_segreuse.plan import Recipe
 from vllm_segreuse.policies.base import Situation
 
 
 def recipe(situation: Situation) -> Recipe:
     """New tokens, and the beginning of each segment."""
-    reused = situation.reused
-    always = ~reused
-    # A segment ends where the next begins, or where reused tokens end.
-    ends = np.flatnonzero(reused & ~np.append(reused[1:], False)) + 1
-    borders = np.sort(np.concatenate([situation.segments[1:], ends]))
-    for first in situation.segments:
-        length = borders[np.searchsorted(borders, first, side="right")] - first
-        always[first : first + round(situation.recompute_ratio * int(length))] = True
+    always = ~situation.reused
+    ratio = situation.ratio()
+    for first, length in zip(situation.segments.first, situation.lengths, strict=True):
+        always[first : first + round(ratio * int(length))] = True
     return Recipe.without_choice(always)

@@ -18,5 +18,5 @@ from vllm_segreuse.policies.base import Situation
 def recipe(situation: Situation) -> Recipe:
     """New tokens, the question among them, and the top-k by its attention."""
     always = ~situation.reused | situation.question
-    top_k = min(situation.budget_tokens, int((~always).sum()))
+    top_k = min(situation.budget(), int((~always).sum()))
     return Recipe(Probed(Gather.SUM), always, situation.question, top_k)

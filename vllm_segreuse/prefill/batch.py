@@ -33,6 +33,7 @@ class Batch:
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
         sound: bool `[plans]`, on the device: no score was NaN.
+        drift: float64 `[plans]`, on the device; NaN where it is not measured.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Batch:
         self.bounds = np.concatenate([[0], np.cumsum(self.lengths)])
         self.block_tables = upload(tables, device)
         self.sound = torch.ones(len(plans), dtype=torch.bool, device=device)
+        self.drift = torch.full((len(plans),), torch.nan, dtype=torch.float64, device=device)
 
     @property
     def everything(self) -> Index:

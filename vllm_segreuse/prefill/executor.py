@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
 import torch
 
-from vllm_segreuse.plan import Program, ReusePlan
+from vllm_segreuse.plan import PlanOutcome, Program, ReusePlan
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
@@ -23,14 +24,13 @@ class PassReport:
     Attributes:
         align_s, sparse_s: seconds of both halves.
         not_finite: requests whose pass met NaN or infinity.
-        computed: tokens that were computed at all layers behind the dense ones, by request, where
-            only the workers could tell how many.
+        outcomes: of plans that report one, by request.
     """
 
     align_s: float
     sparse_s: float
     not_finite: list[str]
-    computed: dict[str, int]
+    outcomes: dict[str, PlanOutcome]
 
 
 @dataclass(frozen=True)
@@ -95,35 +95,46 @@ class SparsePrefill:
         """Compute what prepared plans leave to be computed.
 
         A plan whose scores or hidden states are not finite is computed again, in full: what it
-        reused may be the reason. Tensor-parallel ranks hold the same hidden states and choose by
-        the same scores, so they agree on it.
+        reused may be the reason. So is one whose drift is above what its request allows.
+        Tensor-parallel ranks hold the same hidden states, choose by the same scores and measure the
+        same drift, so they agree on it.
         """
         clock = _Clock()
         outcomes = []
         for batch in prepared.batches:
             outcomes.append((yield from clock.running(self._compute(batch))))
         # The one result of a pass that the host waits for.
-        by_plan = list(zip(prepared.plans, torch.cat(outcomes).tolist(), strict=True))
-        spoilt = [plan for plan, (fine, _) in by_plan if not fine]
-        computed = {plan.request_id: active for plan, (_, active) in by_plan if plan.counted}
-        if spoilt:
-            computed |= {plan.request_id: plan.num_written for plan in spoilt if plan.counted}
-            in_full = [plan.in_full() for plan in spoilt]
-            again = Batch(in_full, self._block_size, self._device, prepared.wave_work)
-            yield from clock.running(self._compute(again))
+        ends = zip(prepared.plans, torch.cat(outcomes).tolist(), strict=True)
+        again, not_finite, reported = [], [], {}
+        for plan, (fine, active, drift) in ends:
+            too_far = drift > plan.max_drift
+            if not fine or too_far:
+                again.append(plan.in_full())
+            if not fine:
+                not_finite.append(plan.request_id)
+                outcome = PlanOutcome(plan.num_written)
+            else:
+                outcome = PlanOutcome(
+                    int(active), None if math.isnan(drift) else drift, in_full=too_far
+                )
+            if plan.reports:
+                reported[plan.request_id] = outcome
+        if again:
+            in_full = Batch(again, self._block_size, self._device, prepared.wave_work)
+            yield from clock.running(self._compute(in_full))
         return PassReport(
             align_s=prepared.seconds,
             sparse_s=clock.seconds(),
-            not_finite=[plan.request_id for plan in spoilt],
-            computed=computed,
+            not_finite=not_finite,
+            outcomes=reported,
         )
 
     def _compute(self, batch: Batch) -> Waves[torch.Tensor]:
         """Run plans of one program.
 
         Returns:
-            int64 `[plans, 2]`: whether a plan's scores are numbers and the hidden states of its
-            active tokens finite, and how many these tokens are.
+            float64 `[plans, 3]`: whether a plan's scores are numbers and the hidden states of its
+            active tokens finite; how many these tokens are; its drift.
         """
         active, state = yield from programs.run(self._layers, batch)
         request = batch.tokens.request[active]
@@ -134,7 +145,7 @@ class SparsePrefill:
                 finite &= state.residual.isfinite().all(-1)
         fine = batch.sound.long()
         fine.scatter_reduce_(0, request, finite, "amin")
-        return torch.stack([fine, batch.num_active(active)], dim=1)
+        return torch.stack([fine.double(), batch.num_active(active).double(), batch.drift], dim=1)
 
 
 class _Clock:

@@ -156,6 +156,7 @@ class LayerRunner:
         counts: list[int],
         queries: torch.Tensor,
         gather: Gather = Gather.SUM,
+        last: int | None = None,
     ) -> torch.Tensor:
         """Attention that queries pay, at one layer, to each token of their plan.
 
@@ -165,7 +166,9 @@ class LayerRunner:
             probed: flat indices of the queries' tokens, ascending.
             counts: how many of them are each plan's.
             queries: `[probed, heads, head_size]`.
-            gather: how what several queries and heads pay becomes one number.
+            gather: how what several queries and heads pay becomes one number: the largest under
+                `MAX`, else the sum.
+            last: only so many of each plan's queries count, the last; None: all.
 
         Returns:
             float32 `[tokens]`.
@@ -175,8 +178,9 @@ class LayerRunner:
         paid, first = [], 0
         lengths = np.diff(batch.bounds).tolist()
         for row, (plan, length) in enumerate(zip(batch.plans, lengths, strict=True)):
-            mine = slice(first, first + counts[row])
-            first += counts[row]
+            behind = first + counts[row]
+            mine = slice(first if last is None else max(first, behind - last), behind)
+            first = behind
             mass = self._token_scores(
                 queries[mine],
                 probed[mine] - int(batch.bounds[row]) + plan.start,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from vllm.distributed import get_tp_group
 
@@ -13,24 +15,49 @@ from vllm_segreuse.prefill.tokens import Index, upload
 _NOT_CHOSEN = -1
 
 
+class Choice(NamedTuple):
+    """Tokens of a batch that a program computes.
+
+    Attributes:
+        active: what is always computed, and what was chosen.
+        chosen: int64, ascending flat indices of the latter.
+        counts: how many of each plan were chosen; the most of it, where there is a threshold.
+    """
+
+    active: Index
+    chosen: torch.Tensor
+    counts: list[int]
+
+
 def with_chosen(
     batch: Batch, scores: torch.Tensor, gather: Gather = Gather.SUM, threshold: float = 0.0
-) -> Index:
+) -> Choice:
     """What is always computed, and each plan's `top_k` other tokens with the largest scores.
 
     Plans whose scores are not numbers are not `sound` from here on.
 
     Args:
         batch: the plans.
-        scores: float32 `[tokens]`.
+        scores: float32 `[tokens]`, or `[2, tokens]` (`choose`).
         gather, threshold: see `choose`.
     """
     not_chosen = upload(batch.is_always.copy(), scores.device)
-    candidates = scores.masked_fill(not_chosen, float("-inf")).split(batch.lengths)
+    candidates = scores.masked_fill(not_chosen, float("-inf")).split(batch.lengths, dim=-1)
     top_k = [plan.recipe.top_k for plan in batch.plans]
     chosen, numbers = choose(list(candidates), top_k, gather, threshold)
     batch.sound &= numbers
-    return Index.computed(torch.cat([batch.always.device, chosen]).sort().values)
+    active = Index.computed(torch.cat([batch.always.device, chosen]).sort().values)
+    counts = [min(k, length) for k, length in zip(top_k, batch.lengths, strict=True)]
+    return Choice(active, chosen, counts)
+
+
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The mean over tensor-parallel ranks, to the last bit the same on each of them."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return values
+    mean: torch.Tensor = group.broadcast(group.all_reduce(values) / group.world_size, src=0)
+    return mean
 
 
 def choose(
@@ -46,7 +73,8 @@ def choose(
     collectives. Tokens that are no candidates have a score of minus infinity.
 
     Args:
-        scores: float32 `[tokens]` each.
+        scores: float32 `[tokens]` each; `[2, tokens]` under `SUM_AND_LAST`, of which the geometric
+            mean over all ranks counts.
         top_k: how many of each.
         gather: how scores of several ranks become one.
         threshold: if above 0, `top_k` is the most, and entries below this are not chosen. How many
@@ -58,7 +86,7 @@ def choose(
         the choice means nothing.
     """
     group = get_tp_group()
-    flat = torch.cat(scores)
+    flat = torch.cat(scores, dim=-1)
     if group.world_size > 1:
         if gather is Gather.MAX:
             flat = group.all_gather(flat[None], dim=0).amax(0)
@@ -66,8 +94,11 @@ def choose(
             excluded = flat.isinf()
             summed = group.all_reduce(flat.masked_fill(excluded, 0.0))
             flat = summed.masked_fill(excluded, float("-inf"))
+    if gather is Gather.SUM_AND_LAST:
+        excluded = flat[0].isinf()
+        flat = flat.prod(0).sqrt().masked_fill(excluded, float("-inf"))
     chosen, first = [], 0
-    parts = flat.split([part.numel() for part in scores])
+    parts = flat.split([part.shape[-1] for part in scores])
     numbers = torch.stack([~part.isnan().any() for part in parts])
     for part, k in zip(parts, top_k, strict=True):
         # A stable sort breaks ties by position: the same choice in every run.

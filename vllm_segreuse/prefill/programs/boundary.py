@@ -31,7 +31,7 @@ def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Waves[Computed]
     [at_boundary] = queries.by_layer()
     counts = batch.counts(probes)
     scores = layers.attention_paid(batch, boundary - 1, probes.device, counts, at_boundary)
-    active = with_chosen(batch, scores)
+    active = with_chosen(batch, scores).active
     tokens = batch.tokens.take(active)
     if not dense_layers:  # the first layer once more, for some: cheaper than to stop behind it
         return active.device, (yield from layers.all_layers(tokens, batch))

@@ -28,7 +28,7 @@ def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Waves[Computed
     for new, strides in zip(computed, (layout.keys, layout.values), strict=True):
         held = batch.held(pages, strides)
         distance += (new.float() - held.float()).square().sum((1, 2))
-    active = with_chosen(batch, distance)
+    active = with_chosen(batch, distance).active
     tokens, state = batch.tokens.take(active), state.take(active.device)
     state = yield from layers.run(boundary, len(layers), tokens, state, batch)
     return active.device, state

@@ -7,7 +7,9 @@ from __future__ import annotations
 import torch
 
 from vllm_segreuse.plan import Gather, Probed
+from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.drift import MovedValues
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
 from vllm_segreuse.prefill.selection import with_chosen
@@ -15,33 +17,43 @@ from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Probed
 
-_GATHERED = {Gather.SUM: torch.add, Gather.MAX: torch.maximum}
-
 
 def run(program: Probed, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
-    """Choose by the attention that the probes pay at all layers but the last."""
-    scores = yield from _attention_at_all_layers(program.gather, layers, batch)
-    active = with_chosen(batch, scores, program.gather, program.threshold)
-    return active.device, (yield from layers.all_layers(batch.tokens.take(active), batch))
+    """Choose by the attention that the probes pay."""
+    scores = yield from _attention(program, layers, batch)
+    choice = with_chosen(batch, scores, program.gather, program.threshold)
+    moved = MovedValues(layers, batch, choice) if program.measures_drift else None
+    state = yield from layers.all_layers(batch.tokens.take(choice.active), batch)
+    if moved is not None:
+        batch.drift = moved.drift()
+    return choice.active.device, state
 
 
-def _attention_at_all_layers(
-    gather: Gather, layers: LayerRunner, batch: Batch
-) -> Waves[torch.Tensor]:
-    """Attention that the probes pay to each token of their plan, float32 `[tokens]`."""
-    probes, counts = batch.probes, batch.counts(batch.probes)
-    total = torch.zeros(len(batch.tokens), device=probes.device.device)
+def _attention(program: Probed, layers: LayerRunner, batch: Batch) -> Waves[torch.Tensor]:
+    """Attention that the probes pay to each token of their plan.
+
+    Returns:
+        float32 `[tokens]`; `[2, tokens]` under `SUM_AND_LAST`: by all, and by the last.
+    """
+    gather, probes, counts = program.gather, batch.probes, batch.counts(batch.probes)
+    add = torch.maximum if gather is Gather.MAX else torch.add
+    scores = torch.zeros(1 + (gather is Gather.SUM_AND_LAST), len(batch.tokens))
+    scores = scores.to(probes.device.device)
     queries = yield from layers.queries(batch.tokens.take(probes), batch)
-    for layer, of_layer in enumerate(queries):
-        paid = layers.attention_paid(batch, layer, probes.device, counts, of_layer, gather)
-        total = _GATHERED[gather](total, paid)
+    first = min(program.first_layer, len(queries) - 1)
+    for layer, of_layer in enumerate(queries[first:], first):
+        asked = batch, layer, probes.device, counts, of_layer
+        scores[0] = add(scores[0], layers.attention_paid(*asked, gather=gather))
+        if gather is Gather.SUM_AND_LAST:
+            scores[1] += layers.attention_paid(*asked, last=LAST_PROBES)
         yield len(probes)  # about what these tokens' attention at one layer takes
-    return total
+    return scores if gather is Gather.SUM_AND_LAST else scores[0]
 
 
-def proof_cases(_: int) -> list[ProofCase]:
-    """By sums, and by peaks above a threshold."""
+def proof_cases(num_layers: int) -> list[ProofCase]:
+    """By sums, by peaks above a threshold, and by sums over some layers."""
     return [
         ProofCase(Probed(Gather.SUM), top_k=9),
         ProofCase(Probed(Gather.MAX, threshold=0.01), top_k=9),
+        ProofCase(Probed(Gather.SUM_AND_LAST, first_layer=num_layers // 2), top_k=9),
     ]

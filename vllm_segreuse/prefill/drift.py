@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far reused KV is from what its new context would make of it.
+
+What is recomputed was moved before. Both are compared: the values of some of the chosen tokens, at
+a few layers of the second half. A prompt of many segments is further off than one of a few, since
+each of them was computed without all the others; so the *drift* is that mean relative difference,
+times the number of segments. It costs a few small reads per request, and says something about the
+tokens that were not recomputed: docs/quality.md has how closely it follows the divergence from full
+prefill.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.kernels.reference import pick_tokens
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.selection import Choice, mean_over_ranks
+from vllm_segreuse.prefill.tokens import upload
+
+LAYERS = 4
+TOKENS = 256
+"""Most chosen tokens of a plan that are compared, evenly spaced."""
+_SMALLEST_NORM = 1e-6
+
+
+class MovedValues:
+    """Values of chosen tokens as they were moved; made before these are recomputed.
+
+    Args:
+        layers: of the model.
+        batch: the plans.
+        choice: what is about to be recomputed of them.
+    """
+
+    def __init__(self, layers: LayerRunner, batch: Batch, choice: Choice) -> None:
+        self._layers, self._batch = layers, batch
+        parts = choice.chosen.split(choice.counts)
+        steps = [max(1, -(-count // TOKENS)) for count in choice.counts]
+        sample = [part[::step] for part, step in zip(parts, steps, strict=True)]
+        self._counts = [part.numel() for part in sample]
+        self._slots = batch.tokens.slots[torch.cat(sample)]
+        self._moved = self._values()
+
+    def drift(self) -> torch.Tensor:
+        """Drift of each plan, float64 `[plans]`, equal on all ranks; 0 where nothing was chosen.
+        To be called once they are recomputed."""
+        apart = torch.zeros(self._slots.numel(), dtype=torch.float64, device=self._slots.device)
+        for moved, new in zip(self._moved, self._values(), strict=True):
+            relative = (new - moved).norm(dim=-1) / new.norm(dim=-1).clamp_min(_SMALLEST_NORM)
+            apart += relative.mean(-1) / len(self._moved)
+        plan = upload(np.repeat(np.arange(len(self._counts)), self._counts), apart.device)
+        totals = torch.zeros(len(self._counts), dtype=torch.float64, device=apart.device)
+        totals.scatter_add_(0, plan, apart)
+        totals = mean_over_ranks(totals)  # each has its own heads
+        factors = [
+            plan.num_segments / max(1, count)
+            for plan, count in zip(self._batch.plans, self._counts, strict=True)
+        ]
+        return totals * upload(np.array(factors), totals.device)
+
+    def _values(self) -> list[torch.Tensor]:
+        stack, layouts = self._layers.stack, self._layers.layouts
+        return [
+            pick_tokens(
+                flat_pages(stack.attention[layer].kv_cache), layouts[layer].values, self._slots
+            ).float()
+            for layer in _spread_over(len(layouts))
+        ]
+
+
+def _spread_over(num_layers: int) -> list[int]:
+    """`LAYERS` of the second half of the layers, evenly spaced; all of a smaller half."""
+    first = num_layers // 2
+    count = min(LAYERS, num_layers - first)
+    return [first + i * (num_layers - first) // count for i in range(count)]
