@@ -459,7 +459,7 @@ def test_warm_up_compiles_what_requests_use():
     warm_up()
     kernels = (
         matcher.find_groups,
-        matcher._assemble,
+        matcher.assemble,
         index_module.insert_blocks,
         index_module.remove_block,
     )
