@@ -5,30 +5,20 @@ The properties are checked in plain Python against a model that knows nothing of
 """
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cache.choice import Choice, View
+from vllm_segreuse.cache import assembly, matcher
 from vllm_segreuse.cache import index as index_module
-from vllm_segreuse.cache import matcher
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches, warm_up
 from vllm_segreuse.cache.rolling_hash import window_hashes
 
 BLOCKS = 16
-
-
-class View(NamedTuple):
-    """A physical block as one namespace knows it."""
-
-    tokens: tuple[int, ...]
-    position: int
-    depth: int
-    step: int
-    parent: int  # -1 once the parent is gone
 
 
 class Model:
@@ -89,6 +79,9 @@ def matcher_hashes(tokens, width):
 
 def check(model: Model, matches: Matches, namespace, prompt, start, stop, max_depth) -> None:
     donors = model.donors(namespace, max_depth)
+    known = model.known(namespace)
+    choice = Choice(known, donors, model.size, tuple(prompt), start, stop)
+    assert matches.pieces.rows() == choice.pieces()
     pieces = [tuple(piece) for piece in matches.pieces.rows()]
     covered = check_pieces(model, donors, pieces, prompt, start, stop)
     check_coverage(model, donors, covered, prompt, start, stop)
@@ -350,14 +343,90 @@ def test_12_then_the_longest_equal_left_context():
     assert matches.max_depth == 1
 
 
-def test_12_then_the_lower_depth_then_the_lower_id():
-    deep, shallow = {"depths": 2}, {"depths": 1}
-    index = build(*((spell("abcd"), options) for options in (deep, shallow, shallow)))
-    assert match(index, 0, spell("abcd")).pieces.block[0] == 1
-    index.remove(1)
-    assert match(index, 0, spell("abcd")).pieces.block[0] == 2
-    index.remove(2)
-    assert match(index, 0, spell("abcd")).pieces.block[0] == 0
+# Three documents of a prompt, and text that is not in it.
+A, B, C, FILLER = "abcdefgh", "ijklmnop", "qrstuvwx", "zzyyzzyy"
+
+
+@pytest.mark.parametrize(
+    ("worse", "better"),
+    [
+        (C, B + C),
+        (B + C, A + B + C),
+        (FILLER + FILLER + FILLER + C, A + C),
+        (FILLER + B + C, B + FILLER + A + C),
+        ("...." + A + C, ".." + A + ".." + B + C),
+    ],
+    ids=["alone", "fewer", "unrelated", "in any order", "at any offset"],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_12_then_the_most_text_of_the_prompt_in_front(worse, better, turned):
+    # All documents are behind new text, so that left context is never equal. Depth is for the
+    # worse donor; block id is, too, unless they are turned.
+    stored = [better, worse] if turned else [worse, better]
+    index = build(*((spell(text), {"depths": int(text == better)}) for text in stored))
+    prompt = f"..{B}..{A}..{C}"
+    matches = match(index, 0, spell(prompt))
+    position = {piece[0]: piece[4] for piece in matches.pieces.rows()}
+    assert position[prompt.index(C)] == better.index(C)
+
+
+@pytest.mark.parametrize(("text", "start", "stop"), [(A + ".." + C, 10, 18), (C + ".." + A, 0, 8)])
+def test_12_text_of_the_prompt_outside_of_the_range_counts_too(text, start, stop):
+    index = build((spell(FILLER + C), {}), (spell(A + C), {}))
+    assert match(index, 0, spell(text), start, stop).pieces.block.tolist() == [6, 7]
+
+
+def test_12_text_whose_hash_collides_with_the_prompts_does_not_count(monkeypatch):
+    make_everything_collide(monkeypatch)
+    index = build((spell(FILLER + C), {}), (spell(A + C), {}))
+    assert match(index, 0, spell(f"{A}..{C}"), start=8).pieces.block.tolist() == [6, 7]
+
+
+def test_12_equal_left_context_is_better_than_any_other_text_of_the_prompt():
+    index = build((spell(A + B + C), {}), (spell("zzz." + C), {"depths": 1}))
+    matches = match(index, 0, spell(A + B + "." + C), start=17)
+    assert matches.pieces.rows() == [[17, 4, 7, 0, 4], [21, 4, 8, 0, 8]]
+
+
+def test_12_then_the_lower_depth_then_the_larger_position_then_the_lower_id():
+    deep = (spell("zzzzabcd"), {"depths": 2})
+    early, late = (spell("abcd"), {"depths": 1}), (spell("zzzzabcd"), {"depths": 1})
+    index = build(deep, early, late, late)
+    for block in (4, 6, 2, 1):
+        assert match(index, 0, spell("abcd")).pieces.block.tolist() == [block]
+        index.remove(block)
+
+
+@pytest.mark.parametrize("between", [assembly.MAX_ANCESTORS - 1, assembly.MAX_ANCESTORS])
+def test_12_text_of_the_prompt_far_in_front_is_not_looked_for(between):
+    seen = between < assembly.MAX_ANCESTORS
+    sequences = "abcd" + "zzzz" * 99 + "efgh", "abcd" + "zzzz" * between + "efgh"
+    index = build(*((spell(text), {}) for text in sequences), blocks=400)
+    matches = match(index, 0, spell("abcd..efgh"))
+    assert matches.pieces.position[-1] == sequences[seen].index("efgh")
+
+
+def test_12_the_order_of_insertion_does_not_matter():
+    fronts = ["", A, FILLER, B, A + FILLER, FILLER + B, A + B, B + A, A + "..zz"]
+    chosen = set()
+    for seed in range(8):
+        index = SegmentIndex(6 * len(fronts), 4)
+        for which in np.random.default_rng(seed).permutation(len(fronts)).tolist():
+            tokens = np.array(spell(fronts[which] + C), np.int32)
+            first = 6 * which
+            index.insert(0, np.arange(first, first + tokens.size // 4, dtype=np.int32), tokens, 0)
+        index.begin_step()
+        chosen.add(tuple(match(index, 0, spell(f"..{A}..{B}..{C}")).pieces.block.tolist()))
+    ((*_, fourth, fifth),) = chosen
+    assert [fourth, fifth] == [6 * fronts.index(A + B) + 4, 6 * fronts.index(A + B) + 5]
+
+
+@pytest.mark.parametrize(("better", "chosen"), [(20, 20), (9000, 0)])
+def test_of_10_000_copies_only_the_oldest_are_compared(better, chosen):
+    copies = [(spell("zzzzefgh"), {})] * 10_000
+    copies[better] = spell("abcdefgh"), {}
+    index = build(*copies, blocks=20_000)
+    assert match(index, 0, spell("abcd..efgh")).pieces.block[-1] == 2 * chosen + 1
 
 
 def test_the_child_that_equals_longest_ends_the_run():

@@ -7,16 +7,19 @@ import numpy as np
 
 from vllm_segreuse.cache.jit import kernel
 from vllm_segreuse.cache.links import IntArray, Nodes
-from vllm_segreuse.cache.rolling_hash import TokenArray
+from vllm_segreuse.cache.rolling_hash import HashArray, TokenArray
 
 # Bounds of the work per choice. A passage cached more often than this loses nothing but the
 # chance of a still better donor.
 MAX_CANDIDATES = 32  # eligible donors compared
 MAX_VISITED = 8 * MAX_CANDIDATES  # entries looked at, eligible or not
 MAX_CONTEXT_TOKENS = 1024  # left context compared
+MAX_ANCESTORS = 64  # blocks in front of a donor looked for in the prompt
 
 # Columns of the table that the loops below fill; see `Pieces`.
 DESTINATION, LENGTH, BLOCK, OFFSET, POSITION = range(5)
+# Columns of the table of candidates.
+ENTRY, WINDOW = range(2)
 
 
 @kernel
@@ -25,6 +28,8 @@ def assemble(
     block_tokens: TokenArray,
     groups: IntArray,
     tokens: TokenArray,
+    hashes: HashArray,
+    salt: np.uint64,
     start: int,
     stop: int,
     step: int,
@@ -36,11 +41,20 @@ def assemble(
     """
     block_size = block_tokens.shape[1]
     pieces = np.empty((stop - start, 5), np.int32)
+    table = np.empty(0, np.int32)  # of the prompt's windows, made for the first who need it
     count, position = 0, start
     while position < stop:
-        window, donor = _next_donor(nodes, block_tokens, groups, tokens, position, step, max_depth)
-        if donor < 0:
+        candidates = _find_candidates(nodes, groups, block_size, position, step, max_depth)
+        if candidates.shape[0] == 0:
             break
+        best = 0
+        if candidates.shape[0] > 1:
+            candidates = _keep_longest_context(nodes, block_tokens, tokens, candidates)
+        if candidates.shape[0] > 1:
+            if table.size == 0:
+                table = _tabulate(tokens, hashes, salt, groups, start - block_size + 1)
+            best = _best_candidate(nodes, block_tokens, tokens, hashes, salt, table, candidates)
+        donor, window = candidates[best, ENTRY], candidates[best, WINDOW]
         if window > position:
             count = _grow_left(
                 nodes, block_tokens, tokens, donor, window, position, step, max_depth, pieces, count
@@ -104,63 +118,61 @@ def _is_eligible(nodes: Nodes, entry: int, step: int, max_depth: int) -> bool:
 
 
 @kernel
-def _next_donor(
-    nodes: Nodes,
-    block_tokens: TokenArray,
-    groups: IntArray,
-    tokens: TokenArray,
-    position: int,
-    step: int,
-    max_depth: int,
-) -> tuple[int, int]:
-    """(window, donor) of the next entry to copy from; donor -1 if there is none.
+def _find_candidates(
+    nodes: Nodes, groups: IntArray, block_size: int, position: int, step: int, max_depth: int
+) -> IntArray:
+    """The next donors, `[n, 2]`: entries of equal content, and the window that they equal.
 
     First the windows that cover `position`, the one that reaches furthest right before the
-    others; then the windows behind it.
+    others; then the windows behind it. n = 0: there is none.
     """
-    block_size = block_tokens.shape[1]
-    for window in range(position, max(-1, position - block_size), -1):
-        if window < groups.size and groups[window] >= 0:
-            donor = _best_twin(nodes, block_tokens, groups[window], tokens, window, step, max_depth)
-            if donor >= 0:
-                return window, donor
+    candidates = np.empty((MAX_CANDIDATES, 2), np.int32)
+    count = 0
+    for window in range(min(position, groups.size - 1), max(-1, position - block_size), -1):
+        count = _add_twins(nodes, groups[window], window, step, max_depth, candidates)
+        if count > 0:
+            return candidates[:count]
     for window in range(position + 1, groups.size):
-        if groups[window] >= 0:
-            donor = _best_twin(nodes, block_tokens, groups[window], tokens, window, step, max_depth)
-            if donor >= 0:
-                return window, donor
-    return -1, -1
+        count = _add_twins(nodes, groups[window], window, step, max_depth, candidates)
+        if count > 0:
+            break
+    return candidates[:count]
 
 
 @kernel
-def _best_twin(
-    nodes: Nodes,
-    block_tokens: TokenArray,
-    head: int,
-    tokens: TokenArray,
-    window: int,
-    step: int,
-    max_depth: int,
+def _add_twins(
+    nodes: Nodes, head: int, window: int, step: int, max_depth: int, candidates: IntArray
 ) -> int:
-    """The eligible twin of a group with the longest equal left context; -1 if none is eligible."""
-    if nodes[head].next_twin == head:
-        return head if _is_eligible(nodes, head, step, max_depth) else -1
-    best, best_context, best_depth, best_block, candidates = -1, -1, 0, 0, 0
+    """Write the eligible entries of a group, oldest first; returns how many. Head -1: no group."""
+    count = 0
     twin = head
+    if head < 0:
+        return count
     for _ in range(MAX_VISITED):
         if _is_eligible(nodes, twin, step, max_depth):
-            context = _left_context(nodes, block_tokens, tokens, twin, window)
-            depth, block = nodes[twin].depth, nodes[twin].block
-            if context > best_context or (
-                context == best_context
-                and (depth < best_depth or (depth == best_depth and block < best_block))
-            ):
-                best, best_context, best_depth, best_block = twin, context, depth, block
-            candidates += 1
+            candidates[count, ENTRY], candidates[count, WINDOW] = twin, window
+            count += 1
         twin = nodes[twin].next_twin
-        if twin == head or candidates == MAX_CANDIDATES:
+        if twin == head or count == MAX_CANDIDATES:
             break
-    return best
+    return count
+
+
+@kernel
+def _keep_longest_context(
+    nodes: Nodes, block_tokens: TokenArray, tokens: TokenArray, candidates: IntArray
+) -> IntArray:
+    """The candidates with the longest equal left context."""
+    longest, kept = -1, 0
+    for i in range(candidates.shape[0]):
+        entry, window = candidates[i, ENTRY], candidates[i, WINDOW]
+        context = _left_context(nodes, block_tokens, tokens, entry, window)
+        if context > longest:
+            longest, kept = context, 0
+        if context == longest:
+            candidates[kept, ENTRY], candidates[kept, WINDOW] = entry, window
+            kept += 1
+    return candidates[:kept]
 
 
 @kernel
@@ -179,6 +191,105 @@ def _left_context(
             break
         parent = nodes[parent].parent
     return length
+
+
+@kernel
+def _best_candidate(
+    nodes: Nodes,
+    block_tokens: TokenArray,
+    tokens: TokenArray,
+    hashes: HashArray,
+    salt: np.uint64,
+    table: IntArray,
+    candidates: IntArray,
+) -> int:
+    """Row of the candidate to copy from, among those with equal left context; see `find_matches`.
+
+    Args:
+        table: `_tabulate` of this prompt.
+    """
+    best, best_rank = 0, (-1, 0, 0, 0)
+    for i in range(candidates.shape[0]):
+        entry = candidates[i, ENTRY]
+        node = nodes[entry]
+        shared = _count_shared(nodes, block_tokens, tokens, hashes, salt, table, entry)
+        rank = shared, -int(node.depth), int(node.position), -int(node.block)
+        if rank > best_rank:
+            best, best_rank = i, rank
+    return best
+
+
+@kernel
+def _count_shared(
+    nodes: Nodes,
+    block_tokens: TokenArray,
+    tokens: TokenArray,
+    hashes: HashArray,
+    salt: np.uint64,
+    table: IntArray,
+    entry: int,
+) -> int:
+    """Blocks in front of an entry whose content is anywhere in the prompt."""
+    count = 0
+    ancestor = nodes[entry].parent
+    for _ in range(MAX_ANCESTORS):
+        if ancestor < 0:
+            break
+        node = nodes[ancestor]
+        content = block_tokens[node.block]
+        count += table[_find_slot(table, tokens, hashes, salt, node.key, content)] >= 0
+        ancestor = node.parent
+    return count
+
+
+@kernel
+def _tabulate(
+    tokens: TokenArray, hashes: HashArray, salt: np.uint64, groups: IntArray, probed: int
+) -> IntArray:
+    """One window of each content of the prompt that may be indexed, as an open hash table by key.
+
+    Of the windows that were looked up, from `probed` to the end of `groups`, those with a group.
+    """
+    size = 2
+    while size < 2 * hashes.size:
+        size *= 2
+    table = np.full(size, -1, np.int32)
+    block_size = tokens.size - hashes.size + 1
+    for window in range(hashes.size):
+        if not probed <= window < groups.size or groups[window] >= 0:
+            content = tokens[window : window + block_size]
+            key = np.uint32(hashes[window] ^ salt)
+            table[_find_slot(table, tokens, hashes, salt, key, content)] = window
+    return table
+
+
+@kernel
+def _find_slot(
+    table: IntArray,
+    tokens: TokenArray,
+    hashes: HashArray,
+    salt: np.uint64,
+    key: np.uint32,
+    content: TokenArray,
+) -> int:
+    """Where a window of this content is in `_tabulate`'s table, or else belongs."""
+    slot = int(key) & (table.size - 1)
+    while table[slot] >= 0:
+        window = table[slot]
+        if np.uint32(hashes[window] ^ salt) == key and _is_equal(
+            content, tokens[window : window + content.size]
+        ):
+            break
+        slot = (slot + 1) & (table.size - 1)
+    return slot
+
+
+@kernel
+def _is_equal(tokens: TokenArray, other: TokenArray) -> bool:
+    difference = np.int32(0)
+    for i in range(tokens.size):  # no early exit: vectorises
+        difference |= tokens[i] ^ other[i]
+    return bool(difference == 0)
 
 
 @kernel

@@ -57,9 +57,23 @@ def find_matches(
     """Cover `[start, stop)` of a prompt with cached segments, from left to right.
 
     Every window of a block's size is looked up, and verified by namespace and tokens. Fresh blocks
-    and blocks deeper than `max_depth` are never donors. Where several donors fit: the one that
-    continues the run in its own sequence, else the longest equal left context, then the lower
-    depth, then the lower block id. Tokens outside of `[start, stop)` count as context.
+    and blocks deeper than `max_depth` are never donors. Where several donors fit, they are
+    compared by these, in this order:
+
+    1. It continues the run in its own sequence.
+    2. The longest equal left context, `MAX_CONTEXT_TOKENS` at most: what was read with the same
+       text in front is nearest to what the prompt would compute, and as near as it can get where
+       all of it is equal.
+    3. The most blocks in front of it, among the last `MAX_ANCESTORS`, whose content is anywhere in
+       the prompt. A document read behind other documents of the prompt, in whatever order, is far
+       nearer than one read alone or behind unrelated text.
+    4. The lower provenance depth: fewer approximations in what it has read. These cost less than
+       a missing context, which is why this comes third only.
+    5. The larger position: more text in front, though unrelated, is no worse than none.
+    6. The lower block id, so that the choice is always the same.
+
+    Children of one block have the same blocks in front, so that 3 and 5 do not tell them apart.
+    Tokens outside of `[start, stop)` count as context, and as the prompt's content.
 
     Args:
         tokens: int32 `[prompt]`.
@@ -82,21 +96,31 @@ def find_matches(
     # compile another.
     namespace, start, stop, max_depth = int(namespace), int(start), int(stop), int(max_depth)
     tokens = np.require(tokens, np.int32, ("C", "W"))
+    hashes, salt = np.require(hashes, np.uint64, ("C", "W")), salt_of(namespace)
     groups = find_groups(
         index.nodes,
         index.tokens,
         index.heads,
         index.anchor_counts,
         namespace,
-        salt_of(namespace),
+        salt,
         tokens,
-        np.require(hashes, np.uint64, ("C", "W")),
+        hashes,
         window_anchors(tokens, index.block_size),
         start,
         stop,
     )
     table, num_tokens, num_segments, depth = assemble(
-        index.nodes, index.tokens, groups, tokens, start, stop, index.step, max_depth
+        index.nodes,
+        index.tokens,
+        groups,
+        tokens,
+        hashes,
+        salt,
+        start,
+        stop,
+        index.step,
+        max_depth,
     )
     return Matches(Pieces.from_table(table), num_tokens, num_segments, depth)
 
