@@ -60,16 +60,29 @@ class Choice:
     def next_donor(self, position: int) -> tuple[int, int] | None:
         """(window, block)."""
         covering = range(position, position - self.size, -1)
-        for window in [*covering, *range(position + 1, self.stop)]:
-            twins = [b for b, view in self.donors.items() if view.tokens == self.content(window)]
-            if twins:
-                return window, max(twins, key=lambda block: self.merit(block, window))
-        return None
+        windows = [*covering, *range(position + 1, self.stop)]
+        first = next((window for window in windows if self.twins(window)), None)
+        if first is None:
+            return None
+        edge = max(first, position)
+        fit = [(first, block) for block in self.twins(first)]
+        for window in range(first + 1, min(first + self.size, self.stop)):
+            for block in self.twins(window):
+                run = self.leading(block, window, edge)
+                if run and run[0][0] == edge:  # it serves what the first window would
+                    fit.append((window, block))
+        return max(fit, key=self.merit)
 
-    def merit(self, block: int, window: int) -> tuple[int, ...]:
+    def twins(self, window: int) -> list[int]:
+        """Donors with the content of a window."""
+        return [b for b, view in self.donors.items() if view.tokens == self.content(window)]
+
+    def merit(self, candidate: tuple[int, int]) -> tuple[int, ...]:
         """The better donor's is larger."""
+        window, block = candidate
         view = self.known[block]
-        return self.context(block, window), self.shared(block), -view.depth, view.position, -block
+        begin = window - self.context(block, window)
+        return -begin, self.shared(block), -view.depth, view.position - window, -block
 
     def content(self, window: int) -> tuple[int, ...] | None:
         if 0 <= window <= len(self.prompt) - self.size:

@@ -337,6 +337,7 @@ def test_12_then_the_longest_equal_left_context():
         (spell("zzzzefgh"), {}),
         (spell("zzcdefgh"), {"depths": 1}),
         (spell("zzzdefgh"), {}),
+        (spell("zabczzzdefgh"), {}),  # more is equal, but behind a difference
     )
     matches = match(index, 0, spell("abcdefgh"), start=4)  # the context lies before the range
     assert matches.pieces.rows() == [[4, 4, 3, 0, 4]]
@@ -368,6 +369,29 @@ def test_12_then_the_most_text_of_the_prompt_in_front(worse, better, turned):
     matches = match(index, 0, spell(prompt))
     position = {piece[0]: piece[4] for piece in matches.pieces.rows()}
     assert position[prompt.index(C)] == better.index(C)
+
+
+@pytest.mark.parametrize("shift", ["", "z", "zz", "zzz"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_12_donors_are_compared_wherever_the_text_is_in_their_blocks(shift, turned):
+    alone, behind = f"zzzz{C}zzzz", f"zzz{shift}{A}{C}yyyy"
+    stored = [behind, alone] if turned else [alone, behind]
+    index = build(*((spell(text[: len(text) // 4 * 4]), {}) for text in stored))
+    matches = match(index, 0, spell(f"{A}..{C}"), start=10)
+    assert matches.pieces.position[0] == behind.index(C)
+    assert matches[1:] == (8, 1, 0)
+
+
+@pytest.mark.parametrize(("loss", "chosen"), [("nothing", 4), ("evicted", 0), ("too deep", 0)])
+def test_12_a_donor_that_lacks_the_beginning_is_not_compared(loss, chosen):
+    # Block 4, "ghqr", connects "stuv" with the beginning of the document.
+    depths = np.array([0, 0, 3 if loss == "too deep" else 0, 0, 0])
+    index = build((spell(C), {}), (spell(f"..{A}{C}.."), {"depths": depths}))
+    if loss == "evicted":
+        index.remove(4)
+    matches = match(index, 0, spell(f"{A}z{C}"), start=9, max_depth=2)
+    assert matches.num_tokens == 8
+    assert matches.pieces.block[0] == chosen
 
 
 @pytest.mark.parametrize(("text", "start", "stop"), [(A + ".." + C, 10, 18), (C + ".." + A, 0, 8)])

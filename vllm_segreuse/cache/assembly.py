@@ -121,76 +121,100 @@ def _is_eligible(nodes: Nodes, entry: int, step: int, max_depth: int) -> bool:
 def _find_candidates(
     nodes: Nodes, groups: IntArray, block_size: int, position: int, step: int, max_depth: int
 ) -> IntArray:
-    """The next donors, `[n, 2]`: entries of equal content, and the window that they equal.
+    """The next donors, `[n, 2]`: entries, and the windows that they equal. n = 0: there is none.
 
-    First the windows that cover `position`, the one that reaches furthest right before the
-    others; then the windows behind it. n = 0: there is none.
+    First those of `_first_window`. Then those of the windows less than a block behind it, in whose
+    sequences the text was at another offset in its block. The block before such a donor must be
+    one, too: if its left context is as long, the two serve all that the first window would.
     """
     candidates = np.empty((MAX_CANDIDATES, 2), np.int32)
-    count = 0
-    for window in range(min(position, groups.size - 1), max(-1, position - block_size), -1):
-        count = _add_twins(nodes, groups[window], window, step, max_depth, candidates)
-        if count > 0:
-            return candidates[:count]
-    for window in range(position + 1, groups.size):
-        count = _add_twins(nodes, groups[window], window, step, max_depth, candidates)
-        if count > 0:
-            break
+    count, visits = 0, MAX_VISITED
+    first = _first_window(nodes, groups, block_size, position, step, max_depth)
+    if first < 0:
+        return candidates[:0]
+    for window in range(first, min(first + block_size, groups.size)):
+        twin = head = groups[window]
+        while twin >= 0 and visits > 0 and count < MAX_CANDIDATES:
+            parent = nodes[twin].parent
+            if _is_eligible(nodes, twin, step, max_depth) and (
+                window == first or (parent >= 0 and _is_eligible(nodes, parent, step, max_depth))
+            ):
+                candidates[count, ENTRY], candidates[count, WINDOW] = twin, window
+                count += 1
+            visits -= 1
+            twin = nodes[twin].next_twin
+            if twin == head:
+                break
     return candidates[:count]
 
 
 @kernel
-def _add_twins(
-    nodes: Nodes, head: int, window: int, step: int, max_depth: int, candidates: IntArray
+def _first_window(
+    nodes: Nodes, groups: IntArray, block_size: int, position: int, step: int, max_depth: int
 ) -> int:
-    """Write the eligible entries of a group, oldest first; returns how many. Head -1: no group."""
-    count = 0
+    """The next window with an eligible donor, or -1.
+
+    First the windows that cover `position`, the one that reaches furthest right before the
+    others; then the windows behind it.
+    """
+    for window in range(min(position, groups.size - 1), max(-1, position - block_size), -1):
+        if groups[window] >= 0 and _has_donor(nodes, groups[window], step, max_depth):
+            return window
+    for window in range(position + 1, groups.size):
+        if groups[window] >= 0 and _has_donor(nodes, groups[window], step, max_depth):
+            return window
+    return -1
+
+
+@kernel
+def _has_donor(nodes: Nodes, head: int, step: int, max_depth: int) -> bool:
+    """Whether any entry of a group is eligible."""
     twin = head
-    if head < 0:
-        return count
     for _ in range(MAX_VISITED):
         if _is_eligible(nodes, twin, step, max_depth):
-            candidates[count, ENTRY], candidates[count, WINDOW] = twin, window
-            count += 1
+            return True
         twin = nodes[twin].next_twin
-        if twin == head or count == MAX_CANDIDATES:
+        if twin == head:
             break
-    return count
+    return False
 
 
 @kernel
 def _keep_longest_context(
     nodes: Nodes, block_tokens: TokenArray, tokens: TokenArray, candidates: IntArray
 ) -> IntArray:
-    """The candidates with the longest equal left context."""
-    longest, kept = -1, 0
+    """The candidates whose equal left context begins first in the prompt."""
+    floor = max(0, candidates[0, WINDOW] - MAX_CONTEXT_TOKENS)
+    earliest, kept = tokens.size, 0
     for i in range(candidates.shape[0]):
         entry, window = candidates[i, ENTRY], candidates[i, WINDOW]
-        context = _left_context(nodes, block_tokens, tokens, entry, window)
-        if context > longest:
-            longest, kept = context, 0
-        if context == longest:
+        begin = _context_start(nodes, block_tokens, tokens, entry, window, floor)
+        if begin < earliest:
+            earliest, kept = begin, 0
+        if begin == earliest:
             candidates[kept, ENTRY], candidates[kept, WINDOW] = entry, window
             kept += 1
     return candidates[:kept]
 
 
 @kernel
-def _left_context(
-    nodes: Nodes, block_tokens: TokenArray, tokens: TokenArray, entry: int, window: int
+def _context_start(
+    nodes: Nodes,
+    block_tokens: TokenArray,
+    tokens: TokenArray,
+    entry: int,
+    window: int,
+    floor: int,
 ) -> int:
-    """Tokens left of an entry that equal the prompt's left of `window`, eligible or not."""
-    limit = min(window, MAX_CONTEXT_TOKENS)
-    length = 0
+    """From where to `window` the prompt equals what is left of an entry, eligible or not."""
     parent = nodes[entry].parent
-    while parent >= 0 and length < limit:
-        block = nodes[parent].block
-        equal = _equal_suffix(block_tokens, block, tokens, window - length, limit - length)
-        length += equal
+    while parent >= 0 and window > floor:
+        equal = _equal_suffix(block_tokens, nodes[parent].block, tokens, window, window - floor)
+        window -= equal
         if equal < block_tokens.shape[1]:
             break
         parent = nodes[parent].parent
-    return length
+    return window
 
 
 @kernel
@@ -210,10 +234,10 @@ def _best_candidate(
     """
     best, best_rank = 0, (-1, 0, 0, 0)
     for i in range(candidates.shape[0]):
-        entry = candidates[i, ENTRY]
+        entry, window = candidates[i, ENTRY], candidates[i, WINDOW]
         node = nodes[entry]
         shared = _count_shared(nodes, block_tokens, tokens, hashes, salt, table, entry)
-        rank = shared, -int(node.depth), int(node.position), -int(node.block)
+        rank = shared, -int(node.depth), int(node.position - window), -int(node.block)
         if rank > best_rank:
             best, best_rank = i, rank
     return best

@@ -57,8 +57,8 @@ def find_matches(
     """Cover `[start, stop)` of a prompt with cached segments, from left to right.
 
     Every window of a block's size is looked up, and verified by namespace and tokens. Fresh blocks
-    and blocks deeper than `max_depth` are never donors. Where several donors fit, they are
-    compared by these, in this order:
+    and blocks deeper than `max_depth` are never donors. Where several donors fit, wherever
+    the text is in their blocks, they are compared by these, in this order:
 
     1. It continues the run in its own sequence.
     2. The longest equal left context, `MAX_CONTEXT_TOKENS` at most: what was read with the same
