@@ -232,12 +232,11 @@ def _best_candidate(
     Args:
         table: `_tabulate` of this prompt.
     """
+    shared = _count_shared(nodes, block_tokens, tokens, hashes, salt, table, candidates)
     best, best_rank = 0, (-1, 0, 0, 0)
     for i in range(candidates.shape[0]):
-        entry, window = candidates[i, ENTRY], candidates[i, WINDOW]
-        node = nodes[entry]
-        shared = _count_shared(nodes, block_tokens, tokens, hashes, salt, table, entry)
-        rank = shared, -int(node.depth), int(node.position - window), -int(node.block)
+        node, window = nodes[candidates[i, ENTRY]], candidates[i, WINDOW]
+        rank = int(shared[i]), -int(node.depth), int(node.position - window), -int(node.block)
         if rank > best_rank:
             best, best_rank = i, rank
     return best
@@ -251,19 +250,26 @@ def _count_shared(
     hashes: HashArray,
     salt: np.uint64,
     table: IntArray,
-    entry: int,
-) -> int:
-    """Blocks in front of an entry whose content is anywhere in the prompt."""
-    count = 0
-    ancestor = nodes[entry].parent
+    candidates: IntArray,
+) -> IntArray:
+    """Blocks in front of each candidate whose content is anywhere in the prompt; int32 `[n]`.
+
+    One block of each candidate after the other, so that no load waits for that before it.
+    """
+    count, size = candidates.shape[0], block_tokens.shape[1]
+    text = block_tokens.reshape(-1)
+    ancestors, shared = np.empty(count, np.int32), np.zeros(count, np.int32)
+    for i in range(count):
+        ancestors[i] = nodes[candidates[i, ENTRY]].parent
     for _ in range(MAX_ANCESTORS):
-        if ancestor < 0:
-            break
-        node = nodes[ancestor]
-        content = block_tokens[node.block]
-        count += table[_find_slot(table, tokens, hashes, salt, node.key, content)] >= 0
-        ancestor = node.parent
-    return count
+        for i in range(count):
+            entry = ancestors[i]
+            if entry >= 0:
+                key, begin = nodes[entry].key, nodes[entry].block * size
+                slot = _find_slot(table, tokens, hashes, salt, key, text, begin, size)
+                shared[i] += table[slot] >= 0
+                ancestors[i] = nodes[entry].parent
+    return shared
 
 
 @kernel
@@ -281,9 +287,9 @@ def _tabulate(
     block_size = tokens.size - hashes.size + 1
     for window in range(hashes.size):
         if not probed <= window < groups.size or groups[window] >= 0:
-            content = tokens[window : window + block_size]
             key = np.uint32(hashes[window] ^ salt)
-            table[_find_slot(table, tokens, hashes, salt, key, content)] = window
+            slot = _find_slot(table, tokens, hashes, salt, key, tokens, window, block_size)
+            table[slot] = window
     return table
 
 
@@ -294,25 +300,26 @@ def _find_slot(
     hashes: HashArray,
     salt: np.uint64,
     key: np.uint32,
-    content: TokenArray,
+    text: TokenArray,
+    begin: int,
+    size: int,
 ) -> int:
-    """Where a window of this content is in `_tabulate`'s table, or else belongs."""
+    """Where a window with the `size` tokens of `text` from `begin` on is in `_tabulate`'s table, or
+    else belongs."""
     slot = int(key) & (table.size - 1)
     while table[slot] >= 0:
         window = table[slot]
-        if np.uint32(hashes[window] ^ salt) == key and _is_equal(
-            content, tokens[window : window + content.size]
-        ):
+        if np.uint32(hashes[window] ^ salt) == key and _is_equal(text, begin, tokens, window, size):
             break
         slot = (slot + 1) & (table.size - 1)
     return slot
 
 
 @kernel
-def _is_equal(tokens: TokenArray, other: TokenArray) -> bool:
+def _is_equal(text: TokenArray, begin: int, tokens: TokenArray, window: int, size: int) -> bool:
     difference = np.int32(0)
-    for i in range(tokens.size):  # no early exit: vectorises
-        difference |= tokens[i] ^ other[i]
+    for i in range(size):  # no early exit: vectorises
+        difference |= text[begin + i] ^ tokens[window + i]
     return bool(difference == 0)
 
 
