@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks are copied: the windows that were found, put together to runs, as compiled loops."""
+"""Which blocks are copied: the windows that were found, put together to runs, as compiled loops.
+
+Each run begins with a choice of its donor, by the order that `matcher.find_matches` documents:
+
+    _find_candidates -> _keep_longest_context -> _best_candidate
+
+They stay in one file because a kernel only calls kernels of its own (see `jit.kernel`).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +48,7 @@ def assemble(
     """
     block_size = block_tokens.shape[1]
     pieces = np.empty((stop - start, 5), np.int32)
-    table = np.empty(0, np.int32)  # of the prompt's windows, made for the first who need it
+    table = np.empty(0, np.int32)  # `_tabulate`, at the first choice that needs it
     count, position = 0, start
     while position < stop:
         candidates = _find_candidates(nodes, groups, block_size, position, step, max_depth)

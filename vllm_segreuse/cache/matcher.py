@@ -57,18 +57,17 @@ def find_matches(
     """Cover `[start, stop)` of a prompt with cached segments, from left to right.
 
     Every window of a block's size is looked up, and verified by namespace and tokens. Fresh blocks
-    and blocks deeper than `max_depth` are never donors. Where several donors fit, wherever
-    the text is in their blocks, they are compared by these, in this order:
+    and blocks deeper than `max_depth` are never donors. Where several donors fit, wherever the text
+    is in their blocks, they are compared by these, in this order:
 
     1. It continues the run in its own sequence.
-    2. The longest equal left context, `MAX_CONTEXT_TOKENS` at most: what was read with the same
-       text in front is nearest to what the prompt would compute, and as near as it can get where
-       all of it is equal.
+    2. The longest equal left context, `MAX_CONTEXT_TOKENS` at most. Where all that is in front is
+       equal, so is the KV.
     3. The most blocks in front of it, among the last `MAX_ANCESTORS`, whose content is anywhere in
        the prompt. A document read behind other documents of the prompt, in whatever order, is far
        nearer than one read alone or behind unrelated text.
-    4. The lower provenance depth: fewer approximations in what it has read. These cost less than
-       a missing context, which is why this comes third only.
+    4. The lower provenance depth. Approximations in what is in front are assumed to cost less than
+       a context that is missing; this has not been measured.
     5. The larger position: more text in front, though unrelated, is no worse than none.
     6. The lower block id, so that the choice is always the same.
 
