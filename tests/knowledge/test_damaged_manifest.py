@@ -29,7 +29,7 @@ SHAPE = Shape(BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 CONTENT = {"a": [*range(20, 40)], "b": [*range(50, 59)]}
 COLUMNS = {
     "about": ["name", "value"],
-    "bases": ["name", "extra_key", "preamble", "metadata", "created_at"],
+    "bases": ["name", "extra_key", "preamble", "metadata", "created_at", "context", "digest"],
     "documents": ["base", "id", "entry", "context", "tokens", "metadata", "digest"],
     "uses": ["entry", "hits", "last_used"],
     "deleted": ["base", "id"],
@@ -231,7 +231,8 @@ def test_a_key_of_another_type_is_not_the_key_that_it_looks_like(path: Path, col
 def test_a_row_of_one_base_moved_to_another_is_not_taken_for_its_own(path: Path) -> None:
     change(
         path,
-        "INSERT INTO bases SELECT 'other', extra_key, preamble, metadata, created_at FROM bases",
+        "INSERT INTO bases SELECT "
+        "'other', extra_key, preamble, metadata, created_at, 'none', x'' FROM bases",
         "UPDATE documents SET base = 'other' WHERE id = 'a'",
     )
 
@@ -348,7 +349,7 @@ def test_a_version_that_is_no_number_is_mended(path: Path, version: str) -> None
     change(path, f"UPDATE about SET value = {version}")
     assert told(path)[1].keys() == CONTENT.keys()
     with contextlib.closing(sqlite3.connect(path)) as sql:
-        assert set(sql.execute("SELECT value FROM about")) == {("1",)}
+        assert set(sql.execute("SELECT value FROM about")) == {("2",)}
 
 
 def test_pages_that_are_damaged_are_a_sentence(path: Path) -> None:
