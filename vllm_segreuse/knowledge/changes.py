@@ -8,7 +8,7 @@ and blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -38,6 +38,7 @@ class Change(NamedTuple):
         records: the request's own documents, with their contexts.
         own: the same, as the catalogue keeps them.
         moved: other documents whose context changes, as they will be.
+        gone: id of a document that is deleted.
         leads: `CatalogueBase.leads` afterwards.
         contexts: of all documents, afterwards.
     """
@@ -45,12 +46,13 @@ class Change(NamedTuple):
     records: list[DocumentRecord]
     own: list[CatalogueDocument]
     moved: list[CatalogueDocument]
+    gone: str | None
     leads: dict[bytes, Tokens]
     contexts: Contexts
 
     @property
     def documents(self) -> list[CatalogueDocument]:
-        """All that change, but for those that go."""
+        """All that change, without the one that is deleted."""
         return [*self.own, *self.moved]
 
 
@@ -70,14 +72,14 @@ class Changes:
         self,
         base: CatalogueBase,
         records: Sequence[DocumentRecord] = (),
-        gone: Collection[str] = (),
+        gone: str | None = None,
     ) -> Change:
-        """What follows when these documents are added or replaced, and those ids deleted.
+        """What follows when these documents are added or replaced, and the one of this id deleted.
 
         Args:
             records: their contexts and entries are set by the rule of the base.
         """
-        after = {i: document for i, document in base.documents.items() if i not in gone}
+        after = {i: document for i, document in base.documents.items() if i != gone}
         for record in records:
             place(after, CatalogueDocument.of(record))
         leads = self._leads(base, records, after.values())
@@ -92,19 +94,15 @@ class Changes:
             and document.context != contexts.of(document.text).digest
         ]
         own = [CatalogueDocument.of(record) for record in put]
-        return Change(put, own, moved, leads, contexts)
+        return Change(put, own, moved, gone, leads, contexts)
 
-    def write(self, base: CatalogueBase, change: Change, gone: str | None = None) -> None:
-        """Write it to the manifest, all of it or nothing.
-
-        Args:
-            gone: id of a document that is deleted.
-        """
+    def write(self, base: CatalogueBase, change: Change) -> None:
+        """Write it to the manifest, all of it or nothing."""
         extra_key, moved = base.record.extra_key, self._moved_records(base, change)
-        if gone is None:
+        if change.gone is None:
             self._store.put(extra_key, chain(change.records, moved))
         else:
-            self._store.delete(base.record.name, gone, extra_key, moved)
+            self._store.delete(base.record.name, change.gone, extra_key, moved)
 
     def _leads(
         self,

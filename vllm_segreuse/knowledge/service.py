@@ -264,19 +264,17 @@ class KnowledgeService:
                     if await self._in_store(self._store.was_deleted, name, document_id):
                         return
                     self._catalogue.document(base, document_id)
-                change = await self._in_store(self._changes.plan, base, (), [document_id])
-                await self._carry_out(base, change, gone=document_id)
+                change = await self._in_store(self._changes.plan, base, (), document_id)
+                await self._carry_out(base, change)
                 self._warm_in_background(change)
 
-    async def _carry_out(
-        self, base: CatalogueBase, change: Change, gone: str | None = None
-    ) -> None:
+    async def _carry_out(self, base: CatalogueBase, change: Change) -> None:
         """The manifest first: whatever happens then, a restart begins with what it says."""
-        if change.documents or gone is not None:
-            await self._in_store(self._changes.write, base, change, gone)
+        if change.documents or change.gone is not None:
+            await self._in_store(self._changes.write, base, change)
         before = [base.documents.get(document.id) for document in change.documents]
-        if gone is not None:
-            before.append(base.documents.pop(gone))
+        if change.gone is not None:
+            before.append(base.documents.pop(change.gone))
         for document in change.documents:
             self._catalogue.put(base, document)
         base.leads = change.leads

@@ -67,7 +67,7 @@ class Contexts:
         self._base = base
         self._leads = leads
         room = (shape.max_prompt_tokens // 2 - len(base)) // NUM_SIBLINGS
-        self._length = min(SIBLING_TOKENS, room)
+        self._length = min(SIBLING_TOKENS, room) if room >= MIN_TOKENS else 0
         self._of_lead = {text: self._behind(text) for text in leads}
         self._of_others = self._behind(None)
 
@@ -76,9 +76,7 @@ class Contexts:
         return self._of_lead.get(text, self._of_others)
 
     def _behind(self, text: bytes | None) -> Context:
-        siblings: Iterable[Tokens] = ()
-        if self._length >= MIN_TOKENS:
-            others = (tokens for lead, tokens in self._leads.items() if lead != text)
-            siblings = (tokens[: self._length] for tokens in islice(others, NUM_SIBLINGS))
+        others = (tokens for lead, tokens in self._leads.items() if lead != text)
+        siblings = (tokens[: self._length] for tokens in islice(others, NUM_SIBLINGS))
         tokens = np.concatenate((self._base, *siblings))
         return Context(tokens, digest_of(tokens))
