@@ -33,6 +33,9 @@ def test_the_life_of_a_base(client: KnowledgeClient) -> None:
     assert [document.id for document in client.documents("py")] == ["a", "b"]
     assert client.base("py").documents.warm == 2
     assert client.stats().bases == 1
+    assert base.context == "siblings"
+    assert client.create("alone", context="none").context == "none"
+    client.delete("alone")
     client.remove("py", "a")
     assert [document.id for document in client.documents("py")] == ["b"]
     client.delete("py")

@@ -135,9 +135,8 @@ class KnowledgeService:
     async def _follow_the_rules(self) -> None:
         """Contexts are as when they were written, unless a limit, a rule or a lead document's row
         is not. Nothing is warm yet, so that this costs no computation."""
-        for base in self._catalogue.bases.values():
-            if base.record.fault:
-                continue
+        sound = [base for base in self._catalogue.bases.values() if base.record.fault is None]
+        for base in sound:
             try:
                 change = await self._in_store(self._changes.plan, base)
                 await self._carry_out(base, change)
