@@ -49,6 +49,7 @@ def test_all_that_a_call_moves_is_warm_when_it_returns(
 ) -> None:
     """Between calls nothing runs that could compute it."""
     monkeypatch.setattr(siblings, "MIN_TOKENS", 3)
+    llm.engine.others = 1  # one document at a time, so that what is not waited for is not there
     base = KnowledgeBase(llm, "handbook")
     base.add({"a": [5, 6, 7], "short": [5, 6]})
     base.add({"b": [6, 7, 8]})

@@ -212,6 +212,8 @@ def test_nothing_stays_frozen_that_was_computed_behind_a_deleted_text() -> None:
         engine.gate.set()
         await all_warm(service)
         assert behind(service, engine) == {"a": C + D, "c": A + D, "d": A + C, "e": A + C}
+        leads = service._catalogue.bases["base"].leads.values()
+        assert [lead.tolist() for lead in leads] == [A, C, D], "nothing is kept of it"
 
     run(test)
 
@@ -438,6 +440,10 @@ def test_after_a_crash_nothing_of_a_deleted_text_is_computed(path: Path, tmp_pat
             await service.delete("base", "d")
 
     asyncio.run(crash())
+    with contextlib.closing(sqlite3.connect(crashed)) as sql:
+        found = dict(sql.execute("SELECT id, context FROM documents").fetchall())
+    written = np.frombuffer(found["a"], np.int32).tolist()
+    assert written == START + B + D, "before a start sets it right"
     assert restarted(crashed) == ({"b": A + D, "a": B + D, "c": B + A}, {})
 
 
