@@ -14,7 +14,11 @@ pytestmark = pytest.mark.e2e
 
 KEYS = {"extra_keys": ["base"]}
 LENGTHS = {"a": 100, "b": 300, "c": 64, "d": 200, "e": 90}
-CONTEXT = LENGTHS["a"] + LENGTHS["b"]
+
+
+def whole(tokens: list[int]) -> list[int]:
+    """Their full blocks."""
+    return tokens[: len(tokens) // BLOCK_SIZE * BLOCK_SIZE]
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +53,20 @@ def hits(
 
 
 def test_the_context_that_documents_share_is_computed_once(hits: list[tuple[int, int]]) -> None:
-    # `a`, `b` and `c` each have a context of their own, of which `c` has that of the others.
-    whole = CONTEXT // BLOCK_SIZE * BLOCK_SIZE
-    assert [cached for _, cached in hits] == [
-        0,
-        0,
-        LENGTHS["a"] // BLOCK_SIZE * BLOCK_SIZE,
-        *[whole] * 2,
-    ]
+    # `a` and `b` have contexts of their own; that of `b` begins with `a`, as that of `c` does.
+    shared = (LENGTHS["a"] + LENGTHS["b"]) // BLOCK_SIZE * BLOCK_SIZE
+    of_c = LENGTHS["a"] // BLOCK_SIZE * BLOCK_SIZE
+    assert [cached for _, cached in hits] == [0, 0, of_c, shared, shared]
     assert all(tokens % BLOCK_SIZE == 0 for tokens, _ in hits)
 
 
 def test_behind_its_siblings_a_document_is_an_exact_prefix(
     running: Engine, text: dict[str, list[int]], hits: list[tuple[int, int]]
 ) -> None:
-    prefix = text["a"] + text["b"] + text["d"]
+    prefix = whole(text["a"] + text["b"]) + text["d"]
     question = prefix + Prompts(running.vocab_size, seed=72).tokens(9)
     frozen = running.ask(question)[0]
-    assert frozen.cached_tokens == len(prefix) // BLOCK_SIZE * BLOCK_SIZE
+    assert frozen.cached_tokens == len(whole(prefix))
     KnowledgeBase(running.llm, "base").delete()
     running.reset()
     running.ask(prefix, max_tokens=1)
@@ -106,6 +106,7 @@ def test_of_a_deleted_lead_nothing_is_left(
     assert {document.status for document in base.documents()} == {"warm"}
     dice = Prompts(running.vocab_size, seed=74)
     for name, context in (("b", "cd"), ("c", "bd"), ("d", "bc"), ("e", "bc")):
-        prefix = [token for part in (*context, name) for token in text[part]]
+        first, second = context
+        prefix = whole(text[first] + text[second]) + text[name]
         answer = running.ask(prefix + dice.tokens(5))[0]
-        assert answer.cached_tokens == len(prefix) // BLOCK_SIZE * BLOCK_SIZE
+        assert answer.cached_tokens == len(whole(prefix))

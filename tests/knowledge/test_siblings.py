@@ -25,7 +25,7 @@ from vllm_segreuse.knowledge.store import DocumentRecord, Store
 from vllm_segreuse.plan import FreezeOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=255, chunk_tokens=40)
-START = [1]
+START = [1] * BLOCK_SIZE
 A, B, C, D, E = ([*range(100 * n, 100 * n + 36)] for n in range(1, 6))
 SHORT = [7] * (siblings.MIN_TOKENS - 1)
 
@@ -39,6 +39,7 @@ class Engine(FakeEngine):
 
     def __init__(self, limit: int = 90) -> None:
         super().__init__(limit)
+        self.start = START
         self.contexts: dict[str, list[list[int]]] = {}
 
     async def compute(self, tokens: list[int], extra_key: str, order: FreezeOrder) -> bool:
@@ -63,10 +64,14 @@ async def serving(
         await service.close()
 
 
-def run(test: Callable[[KnowledgeService, Engine], Awaitable[None]], limit: int = 90) -> None:
+def run(
+    test: Callable[[KnowledgeService, Engine], Awaitable[None]],
+    limit: int = 90,
+    shape: Shape = SHAPE,
+) -> None:
     async def main() -> None:
         engine = Engine(limit)
-        async with serving(engine) as service:
+        async with serving(engine, shape=shape) as service:
             await service.create_base(CreateBase(name="base"))
             await test(service, engine)
             engine.pool.check_integrity()
@@ -138,9 +143,9 @@ def test_siblings_are_cut_and_leave_documents_half_of_the_longest_prompt() -> No
         shape = Shape(16, max_prompt_tokens, 2048)
         return len(contexts([1] * num_base, shape, *texts).of(b"").tokens)
 
-    assert num_tokens(100_000) == 1 + 2 * siblings.SIBLING_TOKENS
-    assert num_tokens(1000) == 1 + 2 * 249
-    assert num_tokens(2 * (2 * siblings.MIN_TOKENS + 1)) == 1 + 2 * siblings.MIN_TOKENS
+    assert num_tokens(100_000) == 2 * siblings.SIBLING_TOKENS, "whole blocks"
+    assert num_tokens(1000) == (1 + 2 * 249) // 16 * 16
+    assert num_tokens(2 * (2 * siblings.MIN_TOKENS + 1)) == 2 * siblings.MIN_TOKENS
     assert num_tokens(2 * (2 * siblings.MIN_TOKENS + 1) - 1) == 1, "too short to be worth it"
     assert num_tokens(1000, num_base=700) == 700, "the preamble alone takes more than half"
 
@@ -316,14 +321,12 @@ def test_creating_again_without_a_context_leaves_it_as_it_is() -> None:
 
 
 def test_room_is_counted_with_the_contexts_that_follow() -> None:
-    """The second document takes ten blocks. So does the first alone, but eleven behind it."""
-    one, two = [*range(100, 139)], [*range(200, 238)]
-
-    def needed(context: int, tokens: int) -> int:
-        return SHAPE.num_blocks(len(START) + context, tokens)
-
-    before, after = needed(0, 39), needed(38, 39) + needed(39, 38)
-    assert after > before + needed(39, 38), "or the test shows nothing"
+    """The first document is one chunk alone, and two behind the second: a block more."""
+    shape = Shape(BLOCK_SIZE, max_prompt_tokens=255, chunk_tokens=200)
+    one, two = [*range(195)], [*range(300, 400)]
+    context = (len(START) + 61) // BLOCK_SIZE * BLOCK_SIZE
+    after = shape.num_blocks(context, 195) + shape.num_blocks(context, 100)
+    assert after == 1 + shape.num_blocks(len(START), 195) + shape.num_blocks(context, 100)
 
     async def fits(service: KnowledgeService, engine: Engine) -> None:
         await add(service, one=one)
@@ -338,8 +341,8 @@ def test_room_is_counted_with_the_contexts_that_follow() -> None:
         await all_warm(service)
         assert behind(service, engine) == {"one": []}
 
-    run(fits, limit=after)
-    run(does_not, limit=after - 1)
+    run(fits, after, shape)
+    run(does_not, after - 1, shape)
 
 
 @pytest.mark.parametrize("method", ["put", "delete"])
@@ -482,8 +485,8 @@ def test_a_base_that_is_damaged_computes_nothing(tmp_path: Path, change: str) ->
 def test_another_rule_or_limit_moves_documents_at_the_next_start(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(siblings, "SIBLING_TOKENS", 5)
-    cut = {"d": B[:5] + A[:5], "b": E[:5] + A[:5], "a": E[:5] + B[:5], "c": E[:5] + B[:5]}
+    monkeypatch.setattr(siblings, "SIBLING_TOKENS", 6)
+    cut = {"d": B[:6] + A[:6], "b": E[:6] + A[:6], "a": E[:6] + B[:6], "c": E[:6] + B[:6]}
     assert restarted(path) == (cut, {})
     monkeypatch.undo()
     assert restarted(path) == (NOW, {})

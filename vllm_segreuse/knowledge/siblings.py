@@ -60,12 +60,14 @@ class Contexts:
         base: tokens before each of its documents.
         leads: beginnings of its lead documents, by digest of their text; none: the documents are
             computed behind `base` only.
-        shape: how documents are cut. Half of the longest prompt is left to them.
+        shape: how documents are cut. Half of the longest prompt is left to them, and siblings end
+            with a whole block.
     """
 
     def __init__(self, base: Tokens, leads: Mapping[bytes, Tokens], shape: Shape) -> None:
         self._base = base
         self._leads = leads
+        self._block_size = shape.block_size
         room = (shape.max_prompt_tokens // 2 - len(base)) // NUM_SIBLINGS
         self._length = min(SIBLING_TOKENS, room) if room >= MIN_TOKENS else 0
         self._of_lead = {text: self._behind(text) for text in leads}
@@ -79,4 +81,7 @@ class Contexts:
         others = (tokens for lead, tokens in self._leads.items() if lead != text)
         siblings = (tokens[: self._length] for tokens in islice(others, NUM_SIBLINGS))
         tokens = np.concatenate((self._base, *siblings))
+        # Whole blocks: the prefix cache has all of them, and the document takes no block more.
+        whole = len(tokens) // self._block_size * self._block_size
+        tokens = tokens[: max(whole, len(self._base))]
         return Context(tokens, digest_of(tokens))
