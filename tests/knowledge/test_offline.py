@@ -51,14 +51,14 @@ def test_all_that_a_call_moves_is_warm_when_it_returns(
     monkeypatch.setattr(siblings, "MIN_TOKENS", 3)
     llm.engine.others = 1  # one document at a time, so that what is not waited for is not there
     base = KnowledgeBase(llm, "handbook")
-    base.add({"a": [5, 6, 7], "short": [5, 6]})
-    base.add({"b": [6, 7, 8]})
+    base.add({"a": [5, 6, 7, 8], "short": [5, 6]})
+    base.add({"b": [6, 7, 8, 9]})
     assert len(llm.engine.computed) == 5
     assert {d.status for d in base.documents()} == {"warm"}
     base.remove("a")
     assert {d.status for d in base.documents()} == {"warm"}
     alone = KnowledgeBase(llm, "alone", context="none")
-    alone.add({"a": [5, 6, 7], "b": [6, 7, 8]})
+    alone.add({"a": [5, 6, 7, 8], "b": [6, 7, 8, 9]})
     assert len(llm.engine.computed) == 5 + 2 + 2
 
 
