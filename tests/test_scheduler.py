@@ -506,10 +506,11 @@ def ingest(
     tokens: list[int] = DOCUMENT,
     name: str = "doc",
     ends_with: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED,
+    context: list[int] = CONTEXT,
 ) -> Any:
-    """Compute and freeze a document behind CONTEXT, padded to whole blocks."""
-    order = FreezeOrder(name, 0, 1, len(CONTEXT)).encode()
-    prompt = [*CONTEXT, *tokens]
+    """Compute and freeze a document behind a context, padded to whole blocks."""
+    order = FreezeOrder(name, 0, 1, len(context)).encode()
+    prompt = [*context, *tokens]
     prompt += prompt[-1:] * (-len(prompt) % SIZE)
     world.ends_with = ends_with
     world.run(world.add(prompt, OPTIONS | {"segreuse_freeze": order}))
@@ -541,6 +542,17 @@ def test_uses_count_requests_that_reuse_it() -> None:
         world.run(world.add(PROMPT))
     assert world.side.frozen()["uses"]["doc"][0] == 3
     assert world.side.frozen()["uses"] == {}, "uses are told once"
+
+
+def test_what_a_document_is_computed_behind_is_no_donor() -> None:
+    """The same text is computed as a document of its own, behind more."""
+    world = World()
+    sibling = [*range(700, 732)]
+    assert ingest(world, context=[*CONTEXT, *sibling])["frozen"] is True
+    for text, reused in ((sibling, 0), (DOCUMENT, len(DOCUMENT))):
+        request = world.add([800, *text, 801, 802])
+        world.run(request)
+        assert world.report(request)["reused_tokens"] == reused
 
 
 def test_ingest_reuses_nothing_of_other_prompts() -> None:

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cache.test_planner import MAX_DEPTH, SIZE, World, at_most_all, half_by_score
-from vllm_segreuse.plan import BoolArray, Boundary, IntArray, Pieces, Recipe, ReusePlan
+from vllm_segreuse.plan import (
+    BoolArray,
+    Boundary,
+    FreezeOrder,
+    IntArray,
+    Pieces,
+    Recipe,
+    ReusePlan,
+)
 
 
 @pytest.fixture
@@ -95,3 +103,15 @@ def test_tokens_that_may_be_chosen_but_need_not_be_do_not_donate(world, document
     world.admit(known)
     assert known.plan is not None
     assert not known.plan.reports
+
+
+@pytest.mark.parametrize(("first_token", "context"), [(0, 0), (3, 0), (4, 1), (11, 2)])
+def test_what_a_document_is_computed_behind_does_not_donate(world, first_token, context):
+    """It stays vLLM's, which computes it once for all documents of a base."""
+    tracked = world.request(world.new_tokens(4 * SIZE))
+    tracked.freeze = FreezeOrder("entry", 0, 1, first_token)
+    assert world.donors.depths(tracked, 0, 4).tolist() == [-1] * context + [0] * (4 - context)
+    assert world.donors.depths(tracked, 1, 2).tolist() == ([-1] * context + [0] * 4)[1:3]
+    blocks = [200, 201, 202, 203]
+    world.donors.index_prefix(tracked, tracked.prompt.tokens, blocks)
+    assert [block in world.index for block in blocks] == [n >= context for n in range(4)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_segreuse.knowledge.answers import Answers
-from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase
+from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import NotFoundError
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord
@@ -22,16 +22,19 @@ def record(document_id: str, entry: str, tokens: int = 9, base: str = "base") ->
     return DocumentRecord(base, document_id, CONTEXT, ids, {"id": document_id}, entry)
 
 
+kept = CatalogueDocument.of
+
+
 @pytest.fixture
 def catalogue() -> Catalogue:
     """`a` and `b` share an entry; `c` has one of its own; `d` is faulty."""
     catalogue = Catalogue(SHAPE)
     base = CatalogueBase(BaseRecord("base", "key", "Read:", {"k": 1}, 5.0), CONTEXT)
     catalogue.bases["base"] = base
-    catalogue.put(base, record("a", "one"), None)
-    catalogue.put(base, record("b", "one"), None)
-    catalogue.put(base, record("c", "two", 30), None)
-    catalogue.put(base, record("d", "two", 30), "torn")
+    catalogue.put(base, kept(record("a", "one")))
+    catalogue.put(base, kept(record("b", "one")))
+    catalogue.put(base, kept(record("c", "two", 30)))
+    catalogue.put(base, kept(record("d", "two", 30), "torn"))
     catalogue.count_uses({"one": (3, 7.0), "two": (2, 8.0), "unknown": (9, 9.0)})
     return catalogue
 
@@ -117,19 +120,19 @@ def test_room_is_counted_as_it_will_be(catalogue: Catalogue) -> None:
     base = catalogue.bases["base"]
     now = catalogue.num_blocks()
     own = SHAPE.num_blocks(1, 15)
-    assert catalogue.num_blocks_with(base, [record("e", "three", 15)]) == now + own
-    assert catalogue.num_blocks_with(base, [record("e", "one")]) == now, "shared"
-    replacing = catalogue.num_blocks_with(base, [record("c", "three", 15)])
+    assert catalogue.num_blocks_with(base, [kept(record("e", "three", 15))]) == now + own
+    assert catalogue.num_blocks_with(base, [kept(record("e", "one"))]) == now, "shared"
+    replacing = catalogue.num_blocks_with(base, [kept(record("c", "three", 15))])
     assert replacing == now + own - SHAPE.num_blocks(1, 30)
     # `b` still has the entry that `a` leaves.
-    assert catalogue.num_blocks_with(base, [record("a", "three", 15)]) == now + own
+    assert catalogue.num_blocks_with(base, [kept(record("a", "three", 15))]) == now + own
     assert catalogue.num_blocks() == now, "only counted"
 
 
 def test_most_used_first_then_last_used(catalogue: Catalogue) -> None:
     base = catalogue.bases["base"]
     for name in ("three", "four"):
-        catalogue.put(base, record(name, name), None)
+        catalogue.put(base, kept(record(name, name)))
     catalogue.count_uses({"three": (2, 9.0)})
     assert catalogue.most_used_first() == ["one", "three", "two", "four"]
 

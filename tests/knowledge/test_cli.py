@@ -62,6 +62,15 @@ def test_from_nothing_to_a_warm_base_and_back(run: Run, docs: Path) -> None:
     assert json.loads(run("ls", "--json").output) == []
 
 
+def test_what_documents_are_computed_behind_is_chosen_and_listed(run: Run) -> None:
+    run("create", "beside")
+    run("create", "alone", "--context", "none")
+    contexts = {row["name"]: row["context"] for row in json.loads(run("ls", "--json").output)}
+    assert contexts == {"beside": "siblings", "alone": "none"}
+    assert "siblings" in run("ls").output
+    assert run("create", "other", "--context", "both").exit_code == 2
+
+
 def test_adding_again_replaces_what_changed(run: Run, docs: Path, server: Served) -> None:
     run("create", "py")
     run("add", "py", docs)

@@ -33,6 +33,9 @@ def test_the_life_of_a_base(client: KnowledgeClient) -> None:
     assert [document.id for document in client.documents("py")] == ["a", "b"]
     assert client.base("py").documents.warm == 2
     assert client.stats().bases == 1
+    assert base.context == "siblings"
+    assert client.create("alone", context="none").context == "none"
+    client.delete("alone")
     client.remove("py", "a")
     assert [document.id for document in client.documents("py")] == ["b"]
     client.delete("py")
@@ -111,7 +114,8 @@ def test_warm_takes_some_or_all(client: KnowledgeClient, server: Served) -> None
 
 def test_watch_shows_every_state_on_the_way() -> None:
     states = [
-        {"name": "py", "extra_key": "py", "preamble": None, "metadata": {}, "created_at": 0,
+        {"name": "py", "extra_key": "py", "preamble": None, "context": "none",
+         "metadata": {}, "created_at": 0,
          "documents": {"warming": n, "warm": 2 - n}, "tokens": 0, "blocks": 0, "hits": 0}
         for n in (2, 1, 0, 9)
     ]  # fmt: skip

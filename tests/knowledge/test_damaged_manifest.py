@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import shutil
 import sqlite3
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.knowledge import rows
 from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.errors import ManifestError
 from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.knowledge.service import KnowledgeService
@@ -29,7 +31,7 @@ SHAPE = Shape(BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 CONTENT = {"a": [*range(20, 40)], "b": [*range(50, 59)]}
 COLUMNS = {
     "about": ["name", "value"],
-    "bases": ["name", "extra_key", "preamble", "metadata", "created_at"],
+    "bases": ["name", "extra_key", "preamble", "metadata", "created_at", "context", "digest"],
     "documents": ["base", "id", "entry", "context", "tokens", "metadata", "digest"],
     "uses": ["entry", "hits", "last_used"],
     "deleted": ["base", "id"],
@@ -54,8 +56,8 @@ class Engine(FakeEngine):
 
 
 @contextlib.asynccontextmanager
-async def serving(path: Path, engine: Engine) -> Any:
-    service = KnowledgeService(engine, Store(str(path), "model"), SHAPE, poll_s=60)
+async def serving(path: Path | str, engine: Engine, shape: Shape = SHAPE) -> Any:
+    service = KnowledgeService(engine, Store(str(path), "model"), shape, poll_s=60)
     await service.start()
     try:
         yield service
@@ -79,6 +81,30 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[Any]]:
                 engine.pool.used(engine.pool._entries[entry].block_ids)
 
     asyncio.run(fill())
+    return path, engine.prompts
+
+
+BESIDE = Shape(BLOCK_SIZE, max_prompt_tokens=255, chunk_tokens=40)
+TEXTS = {"a": [*range(100, 140)], "b": [*range(200, 233)], "c": [*range(300, 336)]}
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[Any]]:
+    """A manifest of documents that are computed behind each other, and what they may cost when any
+    of them are torn."""
+    path, engine = tmp_path_factory.mktemp("beside") / "manifest.sqlite", Engine()
+
+    async def fill(path: Path | str, ids: tuple[str, ...]) -> None:
+        async with serving(path, engine, BESIDE) as service:
+            await service.create_base(CreateBase(name="base", extra_key="key", preamble="Read"))
+            documents: Any = [{"id": i, "token_ids": TEXTS[i], "metadata": {}} for i in ids]
+            await service.add("base", AddDocuments(documents=documents, wait=True))
+            engine.pool.reset()
+
+    asyncio.run(fill(path, tuple(TEXTS)))
+    for count in (1, 2):
+        for ids in itertools.combinations(TEXTS, count):
+            asyncio.run(fill(IN_MEMORY, ids))
     return path, engine.prompts
 
 
@@ -160,6 +186,33 @@ def test_any_value_in_any_column_is_survived_and_never_computed(
     changes: list[tuple[tuple[str, str], Any]],
     loose: bool,
 ) -> None:
+    survive(sound, SHAPE, tmp_path_factory, changes, loose)
+
+
+@settings(
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+)
+@given(st.lists(st.tuples(ANY_COLUMN, VALUES), min_size=1, max_size=3), st.booleans())
+@example([(("documents", "tokens"), b"\1\0\0\0" * 20)], False)
+@example([(("documents", "context"), b"\1\0\0\0" * 20)], True)
+@example([(("bases", "preamble"), None)], False)
+@example([(("bases", "context"), "none")], False)
+def test_documents_behind_damaged_ones_are_computed_behind_sound_ones_only(
+    beside: tuple[Path, set[Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+    changes: list[tuple[tuple[str, str], Any]],
+    loose: bool,
+) -> None:
+    survive(beside, BESIDE, tmp_path_factory, changes, loose)
+
+
+def survive(
+    sound: tuple[Path, set[Any]],
+    shape: Shape,
+    tmp_path_factory: pytest.TempPathFactory,
+    changes: list[tuple[tuple[str, str], Any]],
+    loose: bool,
+) -> None:
     template, prompts = sound
     path = tmp_path_factory.mktemp("damaged") / "manifest.sqlite"
     shutil.copy(template, path)
@@ -167,7 +220,7 @@ def test_any_value_in_any_column_is_survived_and_never_computed(
 
     async def test() -> None:
         engine = Engine()
-        async with serving(path, engine) as service:
+        async with serving(path, engine, shape) as service:
             answers = await ask_everything(service)
         wrong = [a for a in answers if not 200 <= a.status_code < 500]
         assert not wrong, [(a.request.url, a.text) for a in wrong]
@@ -231,7 +284,8 @@ def test_a_key_of_another_type_is_not_the_key_that_it_looks_like(path: Path, col
 def test_a_row_of_one_base_moved_to_another_is_not_taken_for_its_own(path: Path) -> None:
     change(
         path,
-        "INSERT INTO bases SELECT 'other', extra_key, preamble, metadata, created_at FROM bases",
+        "INSERT INTO bases SELECT "
+        "'other', extra_key, preamble, metadata, created_at, 'none', x'' FROM bases",
         "UPDATE documents SET base = 'other' WHERE id = 'a'",
     )
 
@@ -348,7 +402,7 @@ def test_a_version_that_is_no_number_is_mended(path: Path, version: str) -> None
     change(path, f"UPDATE about SET value = {version}")
     assert told(path)[1].keys() == CONTENT.keys()
     with contextlib.closing(sqlite3.connect(path)) as sql:
-        assert set(sql.execute("SELECT value FROM about")) == {("1",)}
+        assert set(sql.execute("SELECT value FROM about")) == {("2",)}
 
 
 def test_pages_that_are_damaged_are_a_sentence(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.knowledge import offline
+from vllm_segreuse.knowledge import offline, siblings
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.errors import ConflictError, NoRoomError
@@ -42,6 +42,24 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     llm.engine, llm.service = engine, service
     yield llm
     offline._of_llm[llm]._loop.close()
+
+
+def test_all_that_a_call_moves_is_warm_when_it_returns(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between calls nothing runs that could compute it."""
+    monkeypatch.setattr(siblings, "MIN_TOKENS", 3)
+    llm.engine.others = 1  # one document at a time, so that what is not waited for is not there
+    base = KnowledgeBase(llm, "handbook")
+    base.add({"a": [5, 6, 7, 8], "short": [5, 6]})
+    base.add({"b": [6, 7, 8, 9]})
+    assert len(llm.engine.computed) == 5
+    assert {d.status for d in base.documents()} == {"warm"}
+    base.remove("a")
+    assert {d.status for d in base.documents()} == {"warm"}
+    alone = KnowledgeBase(llm, "alone", context="none")
+    alone.add({"a": [5, 6, 7, 8], "b": [6, 7, 8, 9]})
+    assert len(llm.engine.computed) == 5 + 2 + 2
 
 
 def test_documents_are_warm_when_the_call_returns(llm: Any) -> None:

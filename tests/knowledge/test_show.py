@@ -23,12 +23,12 @@ def lines(table: Any) -> list[list[str]]:
 
 def test_a_base_has_its_counts_and_sizes() -> None:
     base = KnowledgeBase(
-        name="n", extra_key="k", preamble=None, metadata={}, created_at=NOW,
+        name="n", extra_key="k", preamble=None, context="none", metadata={}, created_at=NOW,
         documents=COUNTS, tokens=1500, blocks=16, hits=17,
     )  # fmt: skip
     head, row = lines(show.bases([base]))
-    assert " ".join(head) == "name extra key warm warming cold failed tokens blocks hits"
-    assert row == ["n", "k", "11", "13", "12", "14", "1,500", "16", "17"]
+    assert " ".join(head) == "name extra key context warm warming cold failed tokens blocks hits"
+    assert row == ["n", "k", "none", "11", "13", "12", "14", "1,500", "16", "17"]
 
 
 def document(**values: Any) -> Document:

@@ -212,7 +212,7 @@ def test_what_is_acknowledged_has_reached_the_disk(path: str) -> None:
 
 def test_a_store_that_was_refused_holds_no_lock(path: str) -> None:
     with sqlite3.connect(path) as sql:
-        sql.execute("UPDATE about SET value = '2'")
+        sql.execute("UPDATE about SET value = '99'")
     with pytest.raises(ManifestError):
         Store(path, "model")
     sql.execute("UPDATE about SET value = '1'")

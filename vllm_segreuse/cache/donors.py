@@ -4,6 +4,12 @@
 request     | prefix hit | computed | reused | computed | answer ...      one with a plan
 donates           yes        yes        no       yes         yes
 depth              0          1                   1           1           above its donors' 0
+
+request     | context    | document | filler                               of a knowledge base
+donates           no         yes        yes
+
+What a document is computed behind has less before it than where it is a document itself, and would
+be a worse donor of the same text.
 """
 
 from __future__ import annotations
@@ -97,12 +103,17 @@ class Donors(BlockListener):
         """Provenance depth of consecutive blocks of a request; -1 where a block may not donate.
 
         Exact blocks have depth 0. Behind a plan's start a block donates if every token of it was
-        computed at every layer, one deeper than the deepest donor of the plan.
+        computed at every layer, one deeper than the deepest donor of the plan. Of a request that
+        computes a document, blocks of the context do not donate, and the others are exact.
         """
-        plan = tracked.plan
+        plan, order = tracked.plan, tracked.freeze
+        size = self._index.block_size
+        if order is not None:
+            context = order.first_token // size
+            is_context = np.arange(first_block, first_block + count) < context
+            return np.where(is_context, -1, 0).astype(np.int32)
         if plan is None:
             return np.zeros(count, dtype=np.int32)
-        size = self._index.block_size
         first = first_block * size
         computed = np.ones(count * size, dtype=np.bool_)
         low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)

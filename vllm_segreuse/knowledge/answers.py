@@ -77,6 +77,7 @@ class Answers:
             name=base.record.name,
             extra_key=base.record.extra_key,
             preamble=base.record.preamble,
+            context=base.record.context,
             metadata=base.record.metadata,
             created_at=datetime.fromtimestamp(base.record.created_at, UTC),
             documents=self._count(documents, warm),

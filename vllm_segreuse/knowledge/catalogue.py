@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import NotFoundError
-from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Tokens
+from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Tokens, digest_of
 
 _ITEM_BYTES = 1024
 """Of a document or base itself: its objects, its names, its places in tables."""
@@ -27,6 +28,9 @@ class CatalogueDocument:
     """A document without its tokens; those stay in the manifest.
 
     Attributes:
+        text: digest of its tokens.
+        context: digest of the tokens before it while it is computed.
+        num_context: how many these are.
         metadata: as JSON, which takes the least room.
         fault: why it cannot be computed.
     """
@@ -34,8 +38,19 @@ class CatalogueDocument:
     id: str
     entry: str
     num_tokens: int
+    text: bytes
+    context: bytes
+    num_context: int
     metadata: str
     fault: str | None = None
+
+    @classmethod
+    def of(cls, record: DocumentRecord, fault: str | None = None) -> Self:
+        """A document of the manifest as the catalogue keeps it."""
+        return cls(
+            *(record.id, record.entry, len(record.tokens), digest_of(record.tokens)),
+            *(digest_of(record.context), len(record.context), json.dumps(record.metadata), fault),
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -45,11 +60,18 @@ class CatalogueDocument:
 
 @dataclass
 class CatalogueBase:
-    """A base, the tokens before each of its documents, and these by id."""
+    """A base.
+
+    Attributes:
+        context: tokens before each of its documents.
+        documents: by id, in the order in which they were added.
+        leads: beginnings of its lead documents by digest of their text (`siblings.py`).
+    """
 
     record: BaseRecord
     context: Tokens
     documents: dict[str, CatalogueDocument] = field(default_factory=dict)
+    leads: dict[bytes, Tokens] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +92,11 @@ class Entry:
     owners: set[tuple[str, str]] = field(default_factory=set)
     hits: int = 0
     last_used: float | None = None
+
+    def continue_counts_of(self, other: Entry | None) -> None:
+        """Hits and last use go on from those of the same text in another context."""
+        if other is not None:
+            self.hits, self.last_used = other.hits, other.last_used
 
 
 class Catalogue:
@@ -116,23 +143,26 @@ class Catalogue:
         documents = sum(document.num_bytes for document in self.documents())
         return documents + sum(base.num_bytes for base in self.bases.values())
 
-    def num_more_bytes(self, base: CatalogueBase, records: Iterable[DocumentRecord]) -> int:
+    def num_more_bytes(self, base: CatalogueBase, documents: Iterable[CatalogueDocument]) -> int:
         """How many more it takes, once these documents are in the base."""
         more = 0
-        for record in records:
-            before = base.documents.get(record.id)
-            more += _described(record).num_bytes - (before.num_bytes if before else 0)
+        for document in documents:
+            before = base.documents.get(document.id)
+            more += document.num_bytes - (before.num_bytes if before else 0)
         return more
 
-    def put(self, base: CatalogueBase, record: DocumentRecord, fault: str | None) -> None:
-        """Add a document, or replace the one with its id."""
-        document = _described(record, fault)
-        base.documents[record.id] = document
-        if fault is None:
-            entry = self.entries.get(record.entry)
-            if entry is None:
-                entry = self.entries[record.entry] = Entry(self._num_blocks(record))
-            entry.owners.add((base.record.name, record.id))
+    def put(self, base: CatalogueBase, document: CatalogueDocument) -> None:
+        """Add a document, or replace the one with its id. A text that moved keeps its hits."""
+        before = base.documents.get(document.id)
+        place(base.documents, document)
+        if document.fault is not None:
+            return
+        entry = self.entries.get(document.entry)
+        if entry is None:
+            entry = self.entries[document.entry] = Entry(self._num_blocks(document))
+            if before is not None and before.text == document.text:
+                entry.continue_counts_of(self.entries.get(before.entry))
+        entry.owners.add((base.record.name, document.id))
 
     def disown(self, base: str, documents: Iterable[CatalogueDocument]) -> list[str]:
         """Documents have left their base; returns the entries that nobody else has."""
@@ -140,7 +170,9 @@ class Catalogue:
         for document in documents:
             entry = self.entries.get(document.entry)
             current = self.bases[base].documents.get(document.id) if base in self.bases else None
-            if entry is None or (current is not None and current.entry == document.entry):
+            if entry is None or (
+                current is not None and current.fault is None and current.entry == document.entry
+            ):
                 continue
             entry.owners.discard((base, document.id))
             if not entry.owners:
@@ -152,19 +184,20 @@ class Catalogue:
         """Blocks that all documents take together when all are warm."""
         return sum(entry.num_blocks for entry in self.entries.values())
 
-    def num_blocks_with(self, base: CatalogueBase, records: Sequence[DocumentRecord]) -> int:
+    def num_blocks_with(self, base: CatalogueBase, documents: Sequence[CatalogueDocument]) -> int:
         """The same, once these documents are in the base."""
         blocks = {name: entry.num_blocks for name, entry in self.entries.items()}
         leaving: dict[str, set[tuple[str, str]]] = {}
-        for record in records:
-            before = base.documents.get(record.id)
+        for document in documents:
+            before = base.documents.get(document.id)
             if before is not None and before.fault is None:
-                leaving.setdefault(before.entry, set()).add((base.record.name, record.id))
+                leaving.setdefault(before.entry, set()).add((base.record.name, document.id))
         for name, owners in leaving.items():
             if self.entries[name].owners <= owners:
                 blocks.pop(name, None)
-        for record in records:
-            blocks[record.entry] = self._num_blocks(record)
+        for document in documents:
+            if document.fault is None:
+                blocks[document.entry] = self._num_blocks(document)
         return sum(blocks.values())
 
     def most_used_first(self) -> list[str]:
@@ -184,11 +217,13 @@ class Catalogue:
             self.entries[name].hits += hits
         return known
 
-    def _num_blocks(self, record: DocumentRecord) -> int:
-        return self._shape.num_blocks(len(record.context), len(record.tokens))
+    def _num_blocks(self, document: CatalogueDocument) -> int:
+        return self._shape.num_blocks(document.num_context, document.num_tokens)
 
 
-def _described(record: DocumentRecord, fault: str | None = None) -> CatalogueDocument:
-    """A document as the catalogue keeps it."""
-    metadata = json.dumps(record.metadata)
-    return CatalogueDocument(record.id, record.entry, len(record.tokens), metadata, fault)
+def place(documents: dict[str, CatalogueDocument], document: CatalogueDocument) -> None:
+    """Put a document among those of its base: behind them, unless its text was there before."""
+    before = documents.get(document.id)
+    if before is not None and before.text != document.text:
+        del documents[document.id]
+    documents[document.id] = document

@@ -27,7 +27,7 @@ from vllm_segreuse.knowledge.client import (
     UnreachableError,
     batches,
 )
-from vllm_segreuse.knowledge.schemas import NewDocument
+from vllm_segreuse.knowledge.schemas import Context, NewDocument
 
 URL_ENV = "VLLM_SEGREUSE_URL"
 
@@ -64,12 +64,19 @@ def create(
     preamble: Annotated[
         str | None, typer.Option(help="Text before every document while it is computed.")
     ] = None,
+    context: Annotated[
+        Context | None,
+        typer.Option(
+            help="Compute documents behind the beginnings of two others of the base, or alone. "
+            "[default: siblings]"
+        ),
+    ] = None,
     url: Url = LOCAL,
     as_json: Json = False,
 ) -> None:
     """Make an empty knowledge base. Does nothing if the same one is there."""
     with _client(url, token) as client:
-        base = client.create(name, extra_key=extra_key, preamble=preamble)
+        base = client.create(name, extra_key=extra_key, preamble=preamble, context=context)
     if as_json:
         _print_json(base)
     else:

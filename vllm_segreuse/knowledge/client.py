@@ -27,6 +27,7 @@ from vllm_segreuse.knowledge.schemas import (
     PREFIX,
     AddDocuments,
     BaseName,
+    Context,
     CreateBase,
     Document,
     DocumentId,
@@ -143,6 +144,7 @@ class KnowledgeClient:
         *,
         extra_key: str | None = None,
         preamble: str | None = None,
+        context: Context | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> KnowledgeBase:
         """Makes a base, or finds the same one; one that differs under this name is a 409.
@@ -151,10 +153,16 @@ class KnowledgeClient:
             name: of the base.
             extra_key: what requests name in `extra_keys` to reuse it; by default its name.
             preamble: text before every document while it is computed.
+            context: `siblings`: documents are computed behind the beginnings of two others of the
+                base; `none`: alone; None: `siblings`, or as the base is that exists.
             metadata: anything that is JSON.
         """
         body = CreateBase(
-            name=name, extra_key=extra_key, preamble=preamble, metadata=dict(metadata or {})
+            name=name,
+            extra_key=extra_key,
+            preamble=preamble,
+            context=context,
+            metadata=dict(metadata or {}),
         )
         return self._send(KnowledgeBase, "POST", "/knowledge-bases", body)
 

@@ -20,7 +20,8 @@ from vllm_segreuse.knowledge.rows import text, to_text
 logger = logging.getLogger("vllm.segreuse")
 
 IN_MEMORY = ":memory:"
-_VERSION = "1"
+_VERSION = "2"
+_READABLE = ("1", _VERSION)
 _PRIVATE = 0o600
 _JOURNALS = ("-journal", "-wal", "-shm")
 
@@ -28,7 +29,8 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS bases (
     name TEXT PRIMARY KEY, extra_key TEXT NOT NULL, preamble TEXT, metadata TEXT NOT NULL,
-    created_at REAL NOT NULL);
+    created_at REAL NOT NULL, context TEXT NOT NULL DEFAULT 'none',
+    digest BLOB NOT NULL DEFAULT x'');
 CREATE TABLE IF NOT EXISTS documents (
     base TEXT NOT NULL, id TEXT NOT NULL, entry TEXT NOT NULL, context BLOB NOT NULL,
     tokens BLOB NOT NULL, metadata TEXT NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (base, id));
@@ -94,6 +96,7 @@ def _prepare(sql: sqlite3.Connection, file: str | None) -> None:
     for statement in _TABLES.split(";"):
         sql.execute(statement)
     _check_version(sql)
+    _migrate(sql)
     sql.commit()
 
 
@@ -109,7 +112,18 @@ def _check_version(sql: sqlite3.Connection) -> None:
     sql.execute("INSERT OR IGNORE INTO about VALUES ('version', ?)", (_VERSION,))
     rows = sql.execute(f"SELECT {text('value')} FROM about WHERE name = 'version'")
     version = to_text(rows.fetchone()[0])
-    if version.isdecimal() and version != _VERSION:
+    if version.isdecimal() and version not in _READABLE:
         raise ValueError(f"it is a manifest of version {version}, not {_VERSION}")
     # Anything else is damaged. Each row tells by itself whether it is sound.
     sql.execute("UPDATE about SET value = ? WHERE name = 'version'", (_VERSION,))
+
+
+def _migrate(sql: sqlite3.Connection) -> None:
+    """Version 1 had no contexts: documents were computed alone, and stay so.
+
+    The table says which version it is, since the version's own row may be damaged.
+    """
+    columns = {column for _, column, *_ in sql.execute("PRAGMA table_info(bases)")}
+    if "context" not in columns:
+        sql.execute("ALTER TABLE bases ADD COLUMN context TEXT NOT NULL DEFAULT 'none'")
+        sql.execute("ALTER TABLE bases ADD COLUMN digest BLOB NOT NULL DEFAULT x''")

@@ -23,6 +23,7 @@ from vllm_segreuse.knowledge.engine import Tokenizer, ingesting, was_frozen
 from vllm_segreuse.knowledge.schemas import (
     MAX_DOCUMENTS,
     AddDocuments,
+    Context,
     CreateBase,
     Document,
     NewDocument,
@@ -110,6 +111,8 @@ class KnowledgeBase:
         name: of the base; one that exists is opened.
         extra_key: requests that name it reuse the documents; the name by default.
         preamble: text before every document while it is computed.
+        context: `siblings`: documents are computed behind the beginnings of two others of the base;
+            `none`: alone; None: `siblings`, or as the base is that exists.
         metadata: anything that JSON can hold.
 
     Raises:
@@ -124,10 +127,15 @@ class KnowledgeBase:
         *,
         extra_key: str | None = None,
         preamble: str | None = None,
+        context: Context | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         body = CreateBase(
-            name=name, extra_key=extra_key, preamble=preamble, metadata=dict(metadata or {})
+            name=name,
+            extra_key=extra_key,
+            preamble=preamble,
+            context=context,
+            metadata=dict(metadata or {}),
         )
         if llm not in _of_llm:
             _of_llm[llm] = _Offline(llm)
@@ -140,6 +148,8 @@ class KnowledgeBase:
         self, documents: Mapping[str, str | Sequence[int]] | Sequence[NewDocument]
     ) -> list[Document]:
         """Compute documents and keep them in memory; equal ones stay as they are.
+
+        Others of the base are computed again if their context changes.
 
         Args:
             documents: text or token ids by id.
@@ -155,6 +165,7 @@ class KnowledgeBase:
             batch = list(documents[first : first + MAX_DOCUMENTS])
             body = AddDocuments(documents=batch, wait=True)
             added += self._run(self._service.add(self.name, body))
+        self._run(self._service.finish())
         return added
 
     def warm(self, ids: Sequence[str] | None = None) -> list[Document]:
@@ -177,6 +188,7 @@ class KnowledgeBase:
         """Forget documents; those that were removed already are no error."""
         for document_id in ids:
             self._run(self._service.delete(self.name, document_id))
+        self._run(self._service.finish())
 
     def delete(self) -> None:
         """Forget the base and its documents."""

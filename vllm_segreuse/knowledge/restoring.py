@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase
+from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import KnowledgeError
-from vllm_segreuse.knowledge.store import BaseRecord, Manifest, Tokens
+from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Manifest, Tokens
 
 MakeContext = Callable[[str | None], Tokens]
 """Tokens before every document of a base with this preamble."""
@@ -27,14 +27,25 @@ def restore(
     for record in manifest.documents:
         base = catalogue.bases[record.base]
         fault = base.record.fault or record.fault
-        if fault is None and not np.array_equal(record.context, base.context):
-            fault = "the model's first tokens, or its tokenizer, have changed: add it again"
+        fault = fault or _context_fault(base, record, shape)
         if fault is None or record.id not in base.documents:
-            catalogue.put(base, record, fault)
+            catalogue.put(base, CatalogueDocument.of(record, fault))
     for name, (hits, last_used) in manifest.uses.items():
         entry = catalogue.entries.get(name)
         if entry is not None:
             entry.hits, entry.last_used = hits, last_used
+
+
+def _context_fault(base: CatalogueBase, record: DocumentRecord, shape: Shape) -> str | None:
+    """Whether siblings are behind the base's context, and which, is for `changes.py`."""
+    begins = record.context[: len(base.context)]
+    if not np.array_equal(begins, base.context):
+        return "the model's first tokens, or its tokenizer, have changed: add it again"
+    try:
+        shape.num_chunks(len(record.context), 1)
+    except KnowledgeError:
+        return "prompts are too short for what it was computed behind: add it again"
+    return None
 
 
 def _base(record: BaseRecord, shape: Shape, make_context: MakeContext) -> CatalogueBase:

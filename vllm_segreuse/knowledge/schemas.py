@@ -30,6 +30,10 @@ Status = Literal["cold", "warming", "warm", "failed"]
 """`warm`: its KV is in GPU memory; `cold`: it is not, and `warm` brings it back; `warming`: it
 waits for its turn or is being computed; `failed`: it cannot be served, see `error`."""
 
+Context = Literal["siblings", "none"]
+"""What a document is computed behind, after the preamble: the beginnings of two other documents of
+its base, or nothing."""
+
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 
 
@@ -97,6 +101,8 @@ class CreateBase(_Request):
     preamble: Annotated[Text, Field(max_length=MAX_PREAMBLE_CHARS)] | None = None
     """Text before every document while it is computed; None: only the tokens that every sequence
     of this model starts with."""
+    context: Context | None = None
+    """None: `siblings` for a new base; one that exists is left as it is."""
     metadata: Metadata = {}
 
 
@@ -155,6 +161,7 @@ class KnowledgeBase(BaseModel):
     name: str
     extra_key: str
     preamble: str | None
+    context: Context
     metadata: dict[str, Any]
     created_at: datetime
     documents: Counts

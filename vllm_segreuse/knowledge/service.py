@@ -31,6 +31,7 @@ from vllm_segreuse.knowledge.catalogue import (
     CatalogueBase,
     CatalogueDocument,
 )
+from vllm_segreuse.knowledge.changes import Change, Changes
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.engine import Engine, fingerprint
@@ -41,7 +42,7 @@ from vllm_segreuse.knowledge.errors import (
     UnavailableError,
 )
 from vllm_segreuse.knowledge.restoring import restore
-from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens, entry_name
+from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
 from vllm_segreuse.knowledge.warming import Urgency, Warming
 
 _T = TypeVar("_T")
@@ -72,6 +73,7 @@ class KnowledgeService:
         self._shape = shape
         self._poll_s = poll_s
         self._catalogue = Catalogue(shape)
+        self._changes = Changes(store, shape)
         self._changing: set[tuple[str, str]] = set()
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="segreuse-knowledge")
@@ -92,6 +94,7 @@ class KnowledgeService:
                 used meanwhile and what should return.
         """
         await self._in_thread(self._load)
+        await self._follow_the_rules()
         self._limit = (await self._state())["limit"]
         if not in_background:
             return
@@ -129,6 +132,19 @@ class KnowledgeService:
     def _load(self) -> None:
         restore(self._catalogue, self._store.load(), self._shape, self._context)
 
+    async def _follow_the_rules(self) -> None:
+        """Contexts are as when they were written, unless a limit, a rule or a lead document's row
+        is not. Nothing is warm yet, so that this costs no computation."""
+        sound = [base for base in self._catalogue.bases.values() if base.record.fault is None]
+        for base in sound:
+            try:
+                change = await self._in_store(self._changes.plan, base)
+                await self._carry_out(base, change)
+            except UnavailableError as error:
+                logger.warning(
+                    "segment reuse: knowledge bases: contexts stay as they are: %s", error
+                )
+
     # Bases.
 
     async def create_base(self, body: schemas.CreateBase) -> tuple[schemas.KnowledgeBase, bool]:
@@ -143,7 +159,10 @@ class KnowledgeService:
             NoRoomError: all bases together would take too much of this process's memory.
         """
         extra_key = body.name if body.extra_key is None else body.extra_key
-        record = BaseRecord(body.name, extra_key, body.preamble, body.metadata, time.time())
+        record = BaseRecord(
+            *(body.name, extra_key, body.preamble, body.metadata, time.time()),
+            body.context or "siblings",
+        )
         context = await self._in_thread(self._context, body.preamble)
         self._shape.num_chunks(len(context), 1)
         async with self._turn:
@@ -153,10 +172,10 @@ class KnowledgeService:
                 self._check_memory(base.num_bytes)
                 await self._in_store(self._store.add_base, record)
                 self._catalogue.bases[body.name] = base
-            elif _content(known.record) != _content(record):
+            elif _content(known.record, body) != _content(record, body):
                 raise ConflictError(
-                    f"a knowledge base {body.name!r} exists with another extra key, preamble or "
-                    "metadata: delete it first, or choose another name",
+                    f"a knowledge base {body.name!r} exists with another extra key, preamble, "
+                    "context or metadata: delete it first, or choose another name",
                     "name",
                 )
         return (await self.base(body.name)), known is None
@@ -205,14 +224,11 @@ class KnowledgeService:
                 if self._catalogue.bases.get(name) is not base:
                     self._catalogue.base(name)
                     raise ConflictError(f"knowledge base {name!r} was just made anew: try again")
-                self._check_room(base, records)
-                self._check_memory(self._catalogue.num_more_bytes(base, records))
-                await self._in_store(self._store.put, base.record.extra_key, records)
-                before = [base.documents.pop(r.id, None) for r in records]
-                for record in records:
-                    self._catalogue.put(base, record, None)
-                await self._disown(name, (d for d in before if d is not None))
-        return await self._warm(base, [r.id for r in records], body.wait)
+                change = await self._in_store(self._changes.plan, base, records)
+                self._check_room(base, change.documents)
+                self._check_memory(self._catalogue.num_more_bytes(base, change.documents))
+                await self._carry_out(base, change)
+        return await self._warm(base, [r.id for r in records], body.wait, change)
 
     async def warm(self, name: str, body: schemas.WarmDocuments) -> list[schemas.Document]:
         """Bring documents back to GPU memory; warm ones stay as they are."""
@@ -247,8 +263,22 @@ class KnowledgeService:
                     if await self._in_store(self._store.was_deleted, name, document_id):
                         return
                     self._catalogue.document(base, document_id)
-                await self._in_store(self._store.delete, name, document_id)
-                await self._disown(name, [base.documents.pop(document_id)])
+                change = await self._in_store(self._changes.plan, base, (), document_id)
+                await self._carry_out(base, change)
+                self._warm_in_background(change)
+
+    async def _carry_out(self, base: CatalogueBase, change: Change) -> None:
+        """The manifest first: whatever happens then, a restart begins with what it says."""
+        if change.documents or change.gone is not None:
+            await self._in_store(self._changes.write, base, change)
+        before = [base.documents.get(document.id) for document in change.documents]
+        if change.gone is not None:
+            before.append(base.documents.pop(change.gone))
+        for document in change.documents:
+            self._catalogue.put(base, document)
+        base.leads = change.leads
+        self._unsaved.update(document.entry for document in change.moved)
+        await self._disown(base.record.name, (d for d in before if d is not None))
 
     async def stats(self) -> schemas.Stats:
         """All bases together."""
@@ -300,19 +330,34 @@ class KnowledgeService:
                 raise
 
     async def _warm(
-        self, base: CatalogueBase, ids: list[str], wait: bool
+        self, base: CatalogueBase, ids: list[str], wait: bool, change: Change | None = None
     ) -> list[schemas.Document]:
+        """Compute documents of a request, and lead documents that change with them; what else
+        changes follows in the background."""
         warm = (await self._state())["warm"]
         wanted = [base.documents[i].entry for i in ids if i in base.documents]
+        if change is not None:
+            wanted += [document.entry for document in change.moved if document.text in base.leads]
         jobs = [
             self._warming.add(name, Urgency.ASKED_FOR)
             for name in wanted
             if name not in warm and name in self._catalogue.entries
         ]
+        if change is not None:
+            self._warm_in_background(change)
         if wait and jobs:
             await asyncio.wait(jobs)
             warm = (await self._state())["warm"]
         return self._answers.documents(base, ids, warm)
+
+    def _warm_in_background(self, change: Change) -> None:
+        for document in change.moved:
+            if self._is_wanted(document.entry):
+                self._warming.add(document.entry, Urgency.BACKGROUND)
+
+    async def finish(self) -> None:
+        """Wait until nothing is to be computed any more."""
+        await self._warming.finish()
 
     def _is_wanted(self, entry: str) -> bool:
         return entry in self._catalogue.entries
@@ -353,16 +398,14 @@ class KnowledgeService:
                     f"documents.{i}.token_ids",
                 )
             tokens = np.array(ids, np.int32)
-            name = entry_name(base.record.extra_key, base.context, tokens)
+            name = base.record.name
             records.append(
-                DocumentRecord(
-                    base.record.name, document.id, base.context, tokens, document.metadata, name
-                )
+                DocumentRecord(name, document.id, base.context, tokens, document.metadata, "")
             )
         return records
 
-    def _check_room(self, base: CatalogueBase, records: list[DocumentRecord]) -> None:
-        needed = self._catalogue.num_blocks_with(base, records)
+    def _check_room(self, base: CatalogueBase, documents: list[CatalogueDocument]) -> None:
+        needed = self._catalogue.num_blocks_with(base, documents)
         if needed > self._limit:
             raise NoRoomError(
                 f"all documents together would need {needed} KV blocks, and knowledge bases may "
@@ -429,8 +472,9 @@ async def start_service(
     return service
 
 
-def _content(base: BaseRecord) -> tuple[Any, ...]:
-    return base.extra_key, base.preamble, base.metadata
+def _content(base: BaseRecord, body: schemas.CreateBase) -> tuple[Any, ...]:
+    context = None if body.context is None else base.context
+    return base.extra_key, base.preamble, base.metadata, context
 
 
 def _page(names: Iterable[str], after: str | None, limit: int) -> tuple[list[str], str | None]:

@@ -15,13 +15,13 @@ _COLOURS = {"warm": "green", "warming": "yellow", "cold": "blue", "failed": "red
 
 def bases(rows: Iterable[KnowledgeBase]) -> Table:
     """One line per base."""
-    table = _table(["name", "extra key"], ["warm", "warming", "cold", "failed"], _SIZES)
+    table = _table(["name", "extra key", "context"], ["warm", "warming", "cold", "failed"], _SIZES)
     for base in rows:
         counts = [
             _number(getattr(base.documents, status), colour) for status, colour in _COLOURS.items()
         ]
         sizes = (_number(n) for n in (base.tokens, base.blocks, base.hits))
-        table.add_row(Text(base.name), Text(base.extra_key), *counts, *sizes)
+        table.add_row(Text(base.name), Text(base.extra_key), Text(base.context), *counts, *sizes)
     return table
 
 

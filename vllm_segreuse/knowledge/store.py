@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from vllm_segreuse.knowledge.rows import (
     to_time,
     to_tokens,
 )
-from vllm_segreuse.knowledge.schemas import MAX_PREAMBLE_CHARS, CreateBase
+from vllm_segreuse.knowledge.schemas import MAX_PREAMBLE_CHARS, Context, CreateBase
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -42,16 +42,21 @@ MAX_DELETED = 10_000
 """Deletions that are remembered, so that the same again is no error."""
 
 _SELECT_BASES = (
-    f"SELECT {are_texts('name', 'extra_key')}, {text('name')}, {text('extra_key')}, "
-    f"{text('preamble', 4 * MAX_PREAMBLE_CHARS)}, {json_text('metadata')}, {number('created_at')} "
-    "FROM bases ORDER BY name"
+    f"SELECT {are_texts('name', 'extra_key', 'context')}, {text('name')}, {text('extra_key')}, "
+    f"{text('preamble', 4 * MAX_PREAMBLE_CHARS)}, {json_text('metadata')}, {number('created_at')}, "
+    f"{text('context')}, {blob('digest', 32)} FROM bases ORDER BY name"
 )
 _SELECT_DOCUMENT = (
     f"SELECT {are_texts('base', 'id', 'entry')}, {text('base')}, {text('id')}, {text('entry')}, "
     f"{blob('context')}, {blob('tokens')}, {json_text('metadata')}, {blob('digest', 32)} "
     "FROM documents"
 )
-_SELECT_DOCUMENTS = f"{_SELECT_DOCUMENT} ORDER BY base, id"
+# In the order in which they were added: a row keeps its place while its text is the same.
+_SELECT_DOCUMENTS = f"{_SELECT_DOCUMENT} ORDER BY rowid"
+_OF_KEY = "WHERE base = ? AND id = ?"
+_UPDATE_DOCUMENT = (
+    "UPDATE documents SET entry = ?, context = ?, tokens = ?, metadata = ?, digest = ? " + _OF_KEY
+)
 _SELECT_USES = (
     f"SELECT {text('entry')}, {number('hits')}, {number('last_used')} FROM uses "
     f"WHERE {are_texts('entry')}"
@@ -72,6 +77,7 @@ class BaseRecord:
     preamble: str | None
     metadata: dict[str, Any]
     created_at: float
+    context: Context = "none"
     fault: str | None = None
 
 
@@ -108,10 +114,12 @@ class Manifest(NamedTuple):
 
 def entry_name(extra_key: str, context: Tokens, tokens: Tokens) -> str:
     """What names equal KV: the same text behind the same context in the same namespace."""
-    digest = hashlib.sha256()
-    for part in (extra_key.encode(), context.tobytes(), tokens.tobytes()):
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()[:32]
+    return _digest(extra_key.encode(), context.tobytes(), tokens.tobytes()).hex()[:32]
+
+
+def digest_of(tokens: Tokens) -> bytes:
+    """Equal for equal tokens."""
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
 class Store:
@@ -147,7 +155,7 @@ class Store:
         return Manifest(bases, self._documents({base.name: base.extra_key for base in bases}), uses)
 
     def _base(self, row: tuple[Any, ...]) -> BaseRecord:
-        are_sound, name, extra_key, preamble, metadata, created_at = row
+        are_sound, name, extra_key, preamble, metadata, created_at, context, digest = row
         base = BaseRecord(
             to_text(name),
             to_text(extra_key),
@@ -156,8 +164,15 @@ class Store:
             to_time(created_at) or 0.0,
         )
         try:
-            CreateBase(name=base.name, extra_key=base.extra_key, preamble=base.preamble)
+            body = CreateBase.model_validate(
+                {"name": base.name, "extra_key": base.extra_key, "preamble": base.preamble}
+                | {"context": to_text(context)}
+            )
+            base.context = body.context or base.context
         except ValueError:
+            are_sound = False
+        # Documents that are computed alone carry the whole of their base's context, which tells.
+        if base.context != "none" and digest != _base_digest(base):
             are_sound = False
         if not are_sound:
             base.fault = "its base in the manifest is damaged: delete the base and make it anew"
@@ -193,19 +208,20 @@ class Store:
 
     def document(self, extra_key: str, base: str, document_id: str) -> DocumentRecord | None:
         """One document of a base with this extra key, or None."""
-        where = "WHERE base = ? AND id = ?"
-        row = self._sql.execute(f"{_SELECT_DOCUMENT} {where}", (base, document_id)).fetchone()
+        key = (base, document_id)
+        row = self._sql.execute(f"{_SELECT_DOCUMENT} {_OF_KEY}", key).fetchone()
         return None if row is None else self._document(row, extra_key)
 
     def add_base(self, base: BaseRecord) -> None:
         """Remember a new base."""
         values = (
             *(base.name, base.extra_key, base.preamble),
-            *(json.dumps(base.metadata), base.created_at),
+            *(json.dumps(base.metadata), base.created_at, base.context),
+            _base_digest(base),
         )
         with self._sql:
             self._sql.execute("DELETE FROM documents WHERE base = ?", (base.name,))  # of none
-            self._sql.execute("INSERT INTO bases VALUES (?, ?, ?, ?, ?)", values)
+            self._sql.execute("INSERT INTO bases VALUES (?, ?, ?, ?, ?, ?, ?)", values)
             self._sql.execute("DELETE FROM deleted WHERE base = ?", (base.name,))
 
     def delete_base(self, name: str) -> None:
@@ -216,28 +232,48 @@ class Store:
             self._sql.execute("DELETE FROM deleted WHERE base = ?", (name,))
             self._bury(name, "")
 
-    def put(self, extra_key: str, documents: Sequence[DocumentRecord]) -> None:
-        """Remember documents of one base, all of them or none."""
-        rows = [
-            (
-                *(d.base, d.id, d.entry, d.context.tobytes(), d.tokens.tobytes()),
-                *(json.dumps(d.metadata), self._digest(extra_key, d)),
-            )
-            for d in documents
-        ]
-        with self._sql:
-            self._sql.executemany(
-                "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows
-            )
-            self._sql.executemany(
-                "DELETE FROM deleted WHERE base = ? AND id = ?", [(d.base, d.id) for d in documents]
-            )
+    def put(self, extra_key: str, documents: Iterable[DocumentRecord]) -> None:
+        """Remember documents of one base, all of them or none.
 
-    def delete(self, base: str, document_id: str) -> None:
-        """Forget a document, but not that it was there."""
+        Those whose text is new, or has changed, go behind all others.
+
+        Args:
+            documents: taken one at a time, since their tokens may be many.
+        """
         with self._sql:
+            self._put(extra_key, documents)
+
+    def delete(
+        self,
+        base: str,
+        document_id: str,
+        extra_key: str = "",
+        moved: Iterable[DocumentRecord] = (),
+    ) -> None:
+        """Forget a document, but not that it was there.
+
+        Args:
+            extra_key: of the base.
+            moved: other documents of the base that change with it, as in `put`.
+        """
+        with self._sql:
+            self._put(extra_key, moved)
             self._delete("documents", base=base, id=document_id)
             self._bury(base, document_id)
+
+    def _put(self, extra_key: str, documents: Iterable[DocumentRecord]) -> None:
+        for document in documents:
+            key, tokens = (document.base, document.id), document.tokens.tobytes()
+            values = (
+                *(document.entry, document.context.tobytes(), tokens),
+                *(json.dumps(document.metadata), self._digest(extra_key, document)),
+            )
+            self._sql.execute(f"DELETE FROM documents {_OF_KEY} AND tokens != ?", (*key, tokens))
+            if not self._sql.execute(_UPDATE_DOCUMENT, (*values, *key)).rowcount:
+                self._sql.execute(
+                    "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", (*key, *values)
+                )
+            self._sql.execute(f"DELETE FROM deleted {_OF_KEY}", key)
 
     def was_deleted(self, base: str, document_id: str = "") -> bool:
         """Whether a base, or a document of it, was there once, `MAX_DELETED` deletions ago."""
@@ -286,12 +322,21 @@ class Store:
         )
 
     def _digest(self, extra_key: str, document: DocumentRecord) -> bytes:
-        digest = hashlib.sha256()
-        for part in (
+        return _digest(
             *(self._model.encode(), extra_key.encode(), document.base.encode()),
             *(document.id.encode(), document.entry.encode()),
             *(document.context.tobytes(), document.tokens.tobytes()),
             json.dumps(document.metadata).encode(),
-        ):
-            digest.update(len(part).to_bytes(8, "big") + part)
-        return digest.digest()
+        )
+
+
+def _base_digest(base: BaseRecord) -> bytes:
+    preamble = json.dumps(base.preamble)
+    return _digest(*(part.encode() for part in (base.name, base.extra_key, preamble, base.context)))
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.digest()

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from itertools import count
 from typing import NamedTuple
 
+from vllm_segreuse.knowledge.changes import UNREADABLE
 from vllm_segreuse.knowledge.engine import Engine
 from vllm_segreuse.knowledge.store import Tokens
 from vllm_segreuse.plan import FreezeOrder
@@ -97,6 +98,11 @@ class Warming:
         """Why it could not be computed the last time."""
         return self._errors.get(entry)
 
+    async def finish(self) -> None:
+        """Wait until nothing waits or is being computed any more."""
+        while self._done:
+            await asyncio.wait(list(self._done.values()))
+
     async def let_go(self, entries: Iterable[str]) -> None:
         """Unfreeze entries that no document has any more, and forget what was wrong with them.
 
@@ -163,7 +169,7 @@ class Warming:
         found = await self._prompts(entry)
         if found is None:
             if self._is_wanted(entry):
-                self._errors[entry] = "it cannot be read from the manifest any more: add it again"
+                self._errors[entry] = UNREADABLE
             return
         extra_key, num_context, prompts = found
         for part, prompt in enumerate(prompts):
