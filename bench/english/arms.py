@@ -15,9 +15,13 @@ from vllm_segreuse.config import RequestError, SegReuseConfig, parse_request
 FULL = "full"
 DEFAULT = "default"
 SHIFT = "shift"
+CLOSE = "close"
+MAX_DRIFT = 4.5
+"""As in `configs/close.yaml`."""
 NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         DEFAULT: {},
+        CLOSE: {"max_drift": MAX_DRIFT},
         SHIFT: {"policy": "shift"},
         "epic": {"policy": "epic", "recompute_ratio": 0.15},
         "cacheblend": {"policy": "cacheblend", "recompute_ratio": 0.15},
@@ -26,17 +30,19 @@ NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "hybrid-half": {"policy": "sparsex", "dense_layers": 0.5, "recompute_ratio": 0.3},
         "prophet": {"policy": "prophet", "recompute_ratio": 0.1},
         "prophet-20": {"policy": "prophet", "recompute_ratio": 0.2},
-        "focus": {"policy": "focus", "recompute_ratio": 0.1},
+        "peaks": {"policy": "peaks", "recompute_ratio": 0.1},
+        "focus-10": {"policy": "focus", "recompute_ratio": 0.1},
         "focus-20": {"policy": "focus", "recompute_ratio": 0.2},
+        "focus-30": {"policy": "focus", "recompute_ratio": 0.3},
         "all": {"policy": "sparsex", "dense_layers": 0, "recompute_ratio": 1.0},
     }
 )
 """Options by name. `all` computes everything again: what it differs by is rounding."""
 PUBLISHED = (
-    *(DEFAULT, SHIFT, "epic", "cacheblend", "sparsex", "hybrid", "hybrid-half"),
-    *("prophet", "prophet-20"),
+    *(DEFAULT, CLOSE, SHIFT, "epic", "cacheblend", "sparsex", "hybrid", "hybrid-half"),
+    *("prophet", "prophet-20", "peaks"),
 )
-QUICK = (DEFAULT, SHIFT)
+QUICK = (DEFAULT, CLOSE, SHIFT)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from bench.english.arms import DEFAULT, FULL, SHIFT
+from bench.english.arms import CLOSE, DEFAULT, FULL, SHIFT
 from bench.english.donors import KNOWLEDGE
 from bench.english.records import Record
 from bench.harness import Row
@@ -176,9 +176,6 @@ def _summary(cells: Cells, able: Mapping[str, bool], rows: Sequence[Row]) -> Sum
     for name, donors in POOLS.items():
         pooled = {cell: found for cell, found in cells.items() if cell[1] in donors}
         summary |= _against_full(name, pooled, able)
-    outcomes = [
-        record.arms[DEFAULT] for found in cells.values() for record in _with(found, DEFAULT)
-    ]
     worse, further = harm(cells, able)
     tasks = sorted(able)
     return summary | {
@@ -186,10 +183,7 @@ def _summary(cells: Cells, able: Mapping[str, bool], rows: Sequence[Row]) -> Sum
         "harm": ", ".join(worse or ()),
         "harm_cells_kl": None if further is None else len(further),
         "harm_kl": ", ".join(further or ()),
-        "kl_p90": _p90([one.first_kl for one in outcomes]) if outcomes else None,
-        "in_full": round(fmean(one.work >= IN_FULL for one in outcomes), DIGITS)
-        if outcomes
-        else None,
+        **_tail(cells),
         "drift_rank_correlation": drift_rank_correlation(cells),
         "tasks": len(tasks),
         "tasks_by_kl_only": ", ".join(task for task in tasks if not able[task]),
@@ -197,6 +191,26 @@ def _summary(cells: Cells, able: Mapping[str, bool], rows: Sequence[Row]) -> Sum
         "comparisons": sum("p_holm" in row for row in rows),
         "margin": statistics.MARGIN,
     }
+
+
+def _tail(cells: Cells) -> Summary:
+    """How far the tenth that is furthest off is from full prefill, and what it took: under
+    `max_drift` where that was measured, else of the default itself."""
+    records = list(chain(*cells.values()))
+    bounded = _with(records, CLOSE)
+    arm = CLOSE if bounded else DEFAULT
+    outcomes = [record.arms[arm] for record in bounded or _with(records, DEFAULT)]
+    names = ("kl_p90", "kl_p90_of", "kl_p90_work", "in_full")
+    if not outcomes:
+        return dict.fromkeys(names)
+    work = [one.work for one in outcomes]
+    figures = (
+        _p90([one.first_kl for one in outcomes]),
+        arm,
+        round(fmean(work), DIGITS),
+        round(fmean(one >= IN_FULL for one in work), DIGITS),
+    )
+    return dict(zip(names, figures, strict=True))
 
 
 def _against_full(name: str, cells: Cells, able: Mapping[str, bool]) -> Summary:

@@ -295,11 +295,28 @@ def test_percentile_and_drift_are_of_the_default() -> None:
         for n in range(11)
     ]
     _, summary = figures.figures(records)
-    assert summary["kl_p90"] == pytest.approx(0.9)
+    assert (summary["kl_p90"], summary["kl_p90_of"]) == (pytest.approx(0.9), "default")
     assert summary["drift_rank_correlation"] == 1
     assert summary["in_full"] == 0
     full = [record(0, default=outcome(work=1.0)), record(1, default=outcome(work=0.5))]
     assert figures.figures(full)[1]["in_full"] == 0.5
+
+
+def test_percentile_and_share_in_full_are_of_the_bounded_policy_where_it_was_asked() -> None:
+    records = [
+        record(
+            n,
+            default=outcome(first_kl=n / 10, drift=n, work=0.2),
+            close=outcome(first_kl=n / 20 if n < 8 else 0.0, drift=n, work=0.2 + (n >= 8)),
+        )
+        for n in range(11)
+    ]
+    _, summary = figures.figures(records)
+    assert (summary["kl_p90"], summary["kl_p90_of"]) == (pytest.approx(0.3), "close")
+    assert summary["kl_p90_work"] == pytest.approx(0.2 + 3 / 11, abs=1e-4)
+    assert summary["in_full"] == pytest.approx(3 / 11, abs=1e-4)
+    assert summary["drift_rank_correlation"] == 1, "of the default's requests"
+    assert summary["alone_work"] == 0.2
 
 
 def test_lengths_have_rows_without_tests() -> None:

@@ -61,6 +61,8 @@ def check_report(report: dict[str, Any], *, policy: str = "focus") -> None:
     assert total == report["prompt_tokens"]
     assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"]
     assert report["matches"] >= 2
+    assert report["in_full"] is False
+    assert report["drift"] is None if policy == "shift" else report["drift"] > 0
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def options(policy: str, **more: object) -> dict[str, object]:
     return NAMESPACE | {"segreuse_policy": policy} | more
 
 
-@pytest.mark.parametrize("policy", ["epic", "cacheblend", "prophet", "focus"])
+@pytest.mark.parametrize("policy", ["epic", "cacheblend", "prophet", "peaks", "focus"])
 def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) -> None:
     documents, prompts = prompts_for(reusing.vocab_size)
     reference = reusing.ask(*prompts)
@@ -73,3 +73,27 @@ def test_the_reported_work_is_the_work_done(
     expected = (computed + len(layers)) / (behind * len(layers))
     assert answer.report["computed_share"] == pytest.approx(expected, abs=1e-4)
     assert answer.report["computed_share"] < 1
+
+
+@pytest.mark.parametrize("policy", ["prophet", "focus"])
+def test_above_its_drift_a_request_is_computed_in_full(reusing: Engine, policy: str) -> None:
+    """It answers as plain vLLM does then, and says what both passes took."""
+    documents, prompts = prompts_for(reusing.vocab_size)
+    reference = reusing.ask(*prompts)
+    reusing.reset()
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    [cheap] = reusing.ask(prompts[0], options=options(policy))
+    drift = cheap.report["drift"]
+    assert drift > 0
+    assert not cheap.report["in_full"]
+    [same] = reusing.ask(prompts[0], options=options(policy, segreuse_max_drift=1.01 * drift))
+    assert same.report == cheap.report
+    strict = options(policy, segreuse_max_drift=0.5 * drift)
+    for answer, expected in zip(reusing.ask(*prompts, options=strict), reference, strict=True):
+        report = answer.report
+        assert report["in_full"]
+        assert report["recomputed_tokens"] == report["reused_tokens"] > 200
+        assert 1 < report["computed_share"] < 2
+        assert_same(answer, expected, noise=2e-3)
+    assert report["drift"] > 0.5 * drift
+    reusing.check_idle()

@@ -37,6 +37,7 @@ OPTIONS = {
     "cacheblend": RECOMPUTING | {"segreuse_policy": "cacheblend"},
     "epic": NAMESPACE | {"segreuse_policy": "epic"},
     "prophet": RECOMPUTING | {"segreuse_policy": "prophet"},
+    "peaks": RECOMPUTING | {"segreuse_policy": "peaks"},
     "focus": RECOMPUTING | {"segreuse_policy": "focus"},
     "exact": NAMESPACE | {"segreuse_policy": "exact"},
 }
@@ -143,8 +144,8 @@ def test_a_pass_asks_once(reusing: Engine, passes: list[list[str]], policy: str)
     assert all(answer.report["bypass_reason"] is None for answer in answers)
     assert all((answer.report["exact_tokens"] > 0) == (policy == "exact") for answer in answers)
     assert passes
-    # How many tokens `focus` chooses is the device's to say.
-    expected = ["index", "tolist"] if policy == "focus" else ["tolist"]
+    # How many tokens `peaks` chooses is the device's to say.
+    expected = ["index", "tolist"] if policy == "peaks" else ["tolist"]
     assert all(asked == expected for asked in passes), passes
 
 

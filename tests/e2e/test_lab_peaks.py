@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `focus` finds on the lab's second model, and what it lost before: it may not get worse."""
+"""What `peaks` finds on the lab's second model: it may not get worse."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -10,13 +10,13 @@ from bench.harness import REPOSITORY
 from bench.quality.engine import FULL, Arm, Lab, lab_engine
 from bench.quality.tasks import example
 from bench.suites import quality
-from vllm_segreuse.policies import focus
+from vllm_segreuse.policies import peaks
 
 pytestmark = pytest.mark.e2e
 
 SHIFT = Arm("shift", {"policy": "shift"})
-FOCUS = Arm("focus", {"policy": "focus", "recompute_ratio": 0.1})
-FEW_PEAKS = Arm("few by peaks", {"policy": "focus", "recompute_ratio": 0.005})
+PEAKS = Arm("peaks", {"policy": "peaks", "recompute_ratio": 0.1})
+FEW_PEAKS = Arm("few by peaks", {"policy": "peaks", "recompute_ratio": 0.005})
 FEW_SUMS = Arm("few by sums", {"policy": "prophet", "recompute_ratio": 0.005})
 
 # Of the tuning examples: questions for four variables that rest on several lookups, and facts that
@@ -37,7 +37,7 @@ def mean_scores(lab: Lab, task: str, numbers: tuple[int, ...], *arms: Arm) -> di
 
 
 def test_peaks_find_with_ten_tokens_what_sums_do_not(lab: Lab) -> None:
-    """Were `focus` to sum, to take the least attended, or to compute fewer, it would not."""
+    """Were `peaks` to sum, to take the least attended, or to compute fewer, it would not."""
     scores = mean_scores(lab, "mq-vt", SEVERAL_LOOKUPS, FULL, FEW_PEAKS, FEW_SUMS, SHIFT)
     assert scores["full"] == 1
     assert scores["few by peaks"] >= 0.95  # one word of 24
@@ -48,7 +48,7 @@ def test_peaks_find_with_ten_tokens_what_sums_do_not(lab: Lab) -> None:
 def test_a_twentieth_of_a_head_is_enough_to_be_computed(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a higher threshold `focus` leaves facts as they were that no one head looks up."""
-    assert mean_scores(lab, "chat memory", WEAK_LOOKUPS, FOCUS)["focus"] >= 0.75
-    monkeypatch.setattr(focus, "LEAST_SHARE", 0.2)
-    assert mean_scores(lab, "chat memory", WEAK_LOOKUPS, FOCUS)["focus"] <= 0.25
+    """With a higher threshold `peaks` leaves facts as they were that no one head looks up."""
+    assert mean_scores(lab, "chat memory", WEAK_LOOKUPS, PEAKS)["peaks"] >= 0.75
+    monkeypatch.setattr(peaks, "LEAST_SHARE", 0.2)
+    assert mean_scores(lab, "chat memory", WEAK_LOOKUPS, PEAKS)["peaks"] <= 0.25
