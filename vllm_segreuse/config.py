@@ -206,8 +206,8 @@ class RequestOptions(BaseModel):
 
     recompute_ratio: Annotated[float | None, BeforeValidator(_ratio_or_null)] = None
     """Share of the reused tokens that is chosen to be computed again, 0..1; None: the policy's own,
-    which is 0.1, and for `focus` 0.18 of what was computed in context and 0.33 of what was computed
-    alone. For `peaks` it is the most; for `sparsex`, overflow and tail are added to it."""
+    which is 0.1, and for `focus` depends on how the reused text was computed (`policies/focus.py`).
+    For `peaks` it is the most; for `sparsex`, overflow and tail are added to it."""
 
     dense_layers: Annotated[int | float, BeforeValidator(_layers)] = 0.15
     """`sparsex`: leading layers that compute every token: a number of layers, or a share s of them,

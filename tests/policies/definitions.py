@@ -144,7 +144,10 @@ def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
                 segment = kind
             if kind != "N":
                 tokens[segment] += 1
-        budget = round(0.18 * tokens["S"] + 0.33 * tokens["A"])
-        found.at_most = min(budget, len(prompt) - len(found.always))
+        reused = sum(tokens.values())
+        budget = 0.1 * tokens["S"] + 0.15 * tokens["A"]
+        if reused:
+            budget += (100 * tokens["S"] + 180 * tokens["A"]) / reused
+        found.at_most = min(math.floor(budget + 0.5), len(prompt) - len(found.always))
     found.score, found.from_layer = "both", layers // 2
     return found

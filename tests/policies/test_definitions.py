@@ -192,14 +192,16 @@ def test_focus_counts_the_attention_of_the_second_half_of_the_layers():
 
 
 def test_focus_computes_more_of_what_was_computed_alone():
-    """Unless a ratio is given, which holds for all."""
-    in_context, alone = ("S", 200), ("A", 100)
+    """A number and a share of tokens; unless a ratio is given, which holds for all."""
+    in_context, alone = ("S", 1000), ("A", 500)
     for parts, chosen, at_a_tenth in (
-        ((in_context,), 36, 20),
-        ((alone,), 33, 10),
-        ((in_context, ("N", 5), alone), 69, 30),
-        ((alone, in_context), 69, 30),
-        ((alone, in_context, alone), 102, 40),
+        ((in_context,), 200, 100),
+        ((alone,), 255, 50),
+        ((in_context, ("N", 5), alone), 302, 150),  # 100 * 2/3 + 180 / 3 + 100 + 75
+        ((alone, in_context), 302, 150),
+        ((alone, in_context, alone), 390, 200),
+        ((("S", 50),), 50, 5),
+        ((("A", 20_000),), 3180, 2000),
     ):
         prompt = prompt_of(*parts, ("N", 3))
         assert recipe_of("focus", prompt, recompute_ratio=None).top_k == chosen

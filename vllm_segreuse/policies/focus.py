@@ -10,9 +10,9 @@ pretrained models (docs/quality.md):
 - What the last few queries pay counts as much as what all of them pay: the score is the geometric
   mean of both sums. The last ones begin to answer, and attend to what the answer is read from; the
   others attend to what the question is about.
-- Segments that were computed with little in front of them need more. Their share is `ALONE`, that
-  of others `IN_CONTEXT`, and all of a prompt's segments share one budget. `recompute_ratio`, where
-  it is set, holds for all.
+- The budget is a number of tokens and a share: what a question looks up grows less than the prompt
+  does. Segments that were computed with little in front of them need more of both. All segments of
+  a prompt share one budget. `recompute_ratio`, where it is set, is the share of all of them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vllm_segreuse.plan import Gather, Probed, Recipe
 from vllm_segreuse.policies import prophet
 from vllm_segreuse.policies.base import Situation
 
-IN_CONTEXT, ALONE = 0.18, 0.33
-"""Shares of a segment's tokens."""
+IN_CONTEXT, ALONE = (100, 0.1), (180, 0.15)
+"""Tokens, and a share of the reused ones, that are recomputed."""
 
 FEW_TOKENS = 64
 """A segment that was computed behind fewer tokens was computed alone: what stands there is a chat
@@ -42,6 +42,10 @@ def recipe(situation: Situation) -> Recipe:
 def _budget(situation: Situation) -> int:
     if situation.recompute_ratio is not None:
         return situation.budget()
-    alone = situation.segments.position < FEW_TOKENS
     lengths = situation.lengths
-    return round(ALONE * int(lengths[alone].sum()) + IN_CONTEXT * int(lengths[~alone].sum()))
+    reused = int(lengths.sum())
+    alone = int(lengths[situation.segments.position < FEW_TOKENS].sum())
+    parts = ((alone, ALONE), (reused - alone, IN_CONTEXT))
+    # Of a prompt that is partly either, as much of each number as it is of that kind.
+    budget = sum(tokens * (number / reused + share) for tokens, (number, share) in parts)
+    return min(round(budget), reused)

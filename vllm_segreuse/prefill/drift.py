@@ -2,11 +2,10 @@
 """How far reused KV is from what its new context would make of it.
 
 What is recomputed was moved before. Both are compared: the values of some of the chosen tokens, at
-a few layers of the second half. A prompt of many segments is further off than one of a few, since
-each of them was computed without all the others; so the *drift* is that mean relative difference,
-times the number of segments. It costs a few small reads per request, and says something about the
-tokens that were not recomputed: docs/quality.md has how closely it follows the divergence from full
-prefill.
+a few layers of the second half. Their mean relative difference says how wrong moved tokens are;
+and the fewer tokens of a segment are recomputed, the more of them stay so. So the *drift* is that
+difference, divided by the recomputed tokens of a segment, per hundred of them. It costs a few small
+reads per request. docs/quality.md has how closely it follows the divergence from full prefill.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from vllm_segreuse.prefill.selection import Choice, mean_over_ranks
 from vllm_segreuse.prefill.tokens import upload
 
 LAYERS = 4
+PER_TOKENS = 100
 TOKENS = 256
 """Most chosen tokens of a plan that are compared, evenly spaced."""
 _SMALLEST_NORM = 1e-6
@@ -37,7 +37,7 @@ class MovedValues:
     """
 
     def __init__(self, layers: LayerRunner, batch: Batch, choice: Choice) -> None:
-        self._layers, self._batch = layers, batch
+        self._layers, self._batch, self._chosen = layers, batch, choice.counts
         parts = choice.chosen.split(choice.counts)
         steps = [max(1, -(-count // TOKENS)) for count in choice.counts]
         sample = [part[::step] for part, step in zip(parts, steps, strict=True)]
@@ -57,8 +57,10 @@ class MovedValues:
         totals.scatter_add_(0, plan, apart)
         totals = mean_over_ranks(totals)  # each has its own heads
         factors = [
-            plan.num_segments / max(1, count)
-            for plan, count in zip(self._batch.plans, self._counts, strict=True)
+            plan.num_segments * PER_TOKENS / max(1, count) / max(1, chosen)
+            for plan, count, chosen in zip(
+                self._batch.plans, self._counts, self._chosen, strict=True
+            )
         ]
         return totals * upload(np.array(factors), totals.device)
 
