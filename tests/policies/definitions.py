@@ -8,6 +8,7 @@ compared with.
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 TAIL = 64
 LEAST_SHARE = 0.05
@@ -145,9 +146,9 @@ def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
             if kind != "N":
                 tokens[segment] += 1
         reused = sum(tokens.values())
-        budget = 0.1 * tokens["S"] + 0.15 * tokens["A"]
+        budget = Fraction(10 * tokens["S"] + 15 * tokens["A"], 100)
         if reused:
-            budget += (100 * tokens["S"] + 180 * tokens["A"]) / reused
-        found.at_most = min(math.floor(budget + 0.5), len(prompt) - len(found.always))
+            budget += Fraction(100 * tokens["S"] + 180 * tokens["A"], reused)
+        found.at_most = min(round(budget), len(prompt) - len(found.always))
     found.score, found.from_layer = "both", layers // 2
     return found
