@@ -30,7 +30,7 @@ from vllm_segreuse.policies import POLICIES
 
 AUTO = "auto"
 RECOMMENDED = "focus"
-"""What `auto`, the default, stands for: what lost least for its work in the quality lab."""
+"""What `auto`, the default, stands for: what lost least on a pretrained model (docs/quality.md)."""
 
 EXTRA_KEYS = "extra_keys"
 """Name of the request's namespace in the body and in `SamplingParams.extra_args`."""

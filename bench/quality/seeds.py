@@ -2,7 +2,7 @@
 """Two sets of examples: one to choose policies, thresholds and models by, one to report on.
 
 A threshold that was chosen on some examples does better on them than on others. So what is chosen
-(`focus`' `LEAST_SHARE`, the hybrid's number of dense layers) is chosen on `tuning`, and every
+(`focus`' shares, the hybrid's number of dense layers) is chosen on `tuning`, and every
 figure that is published comes from `reporting`. Who has looked at figures of `reporting` and then
 changes a policy needs a new seed for it.
 """

@@ -7,8 +7,7 @@ ever new orders. `full` prompts name no extra keys: vLLM computes them in chunks
 `max_num_batched_tokens`, and what decodes waits for a chunk at most. That is the measure.
 
 Both servers are up, and arms and policies take turns in rounds; ratios are against `full` prompts
-of the same server. `default` is the server's own policy: with random weights it chooses next to
-nothing to compute again, so that it shows what waiting costs at the least.
+of the same server. `default` is the server's own policy.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ prefix cache: 37 fresh tokens, the documents in another order (so at odd offsets
 `full` sends it without extra keys: vLLM's own prefill. `shift` moves the documents' KV only.
 `sparsex` also recomputes 10 % of it, with no dense layer. `hybrid` computes 15 % of the layers for
 every token, and then 10 %. `prophet` recomputes the 10 % that the question attends to, at all
-layers: what the default policy does when it uses all of its budget (with random weights, `focus`
-itself would choose next to nothing). All modes take turns, in an order that changes every round.
+layers; the default policy does the same with more tokens of documents that were computed alone. All
+modes take turns, in an order that changes every round.
 
 A speed-up is the ratio of the medians; its interval of 95 % is that of the rounds' own ratios.
 """

@@ -84,7 +84,7 @@ def test_what_was_computed_in_this_very_context_does_not_drift(
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.999, 1.001, 2.0])
-def test_above_its_bound_a_plan_is_computed_in_full_and_no_other_is(
+def test_37_above_its_bound_a_plan_is_computed_in_full_and_no_other_is(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = World(monkeypatch)

@@ -50,7 +50,7 @@ class ResidentFinder:
 
 
 def resident_matches(block_ids: IntArray, first_block: int, block_size: int) -> Matches:
-    """Matches that copy whole blocks to where they have been computed for: no shift, no drift.
+    """Matches that copy whole blocks to where they have been computed for: no shift.
 
     Args:
         block_ids: int32 `[n]`, the resident block of each block of the prompt from `first_block`
