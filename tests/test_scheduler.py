@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half on vLLM's own requests and blocks, without a model or an engine."""
 
+import math
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -388,7 +389,7 @@ def test_26_workers_are_told_once_of_what_was_called_back() -> None:
 
 
 def focused(world: World) -> Request:
-    """A request that was admitted with a plan whose workers choose as many tokens as they like."""
+    """A request that was admitted with a plan of which only the workers know how it ends."""
     request = world.add(PROMPT, OPTIONS | {"segreuse_policy": "focus"})
     world.run(request)
     return request
@@ -410,6 +411,39 @@ def test_what_workers_tell_is_in_the_report_once() -> None:
     # and the last, at three before that; and the last at all layers, by vLLM itself.
     computed = 4 * (1 + 1 + 3) + 3 * 2 + 4
     assert first["computed_share"] == pytest.approx(computed / (4 * 34), abs=1e-4)
+
+
+def test_drift_is_reported_and_that_everything_was_computed_because_of_it() -> None:
+    world = cached_document()
+    near, far = focused(world), focused(world)
+    outcomes = {
+        near.request_id: PlanOutcome(5, drift=2.50004),
+        far.request_id: PlanOutcome(5, drift=7.0, in_full=True),
+    }
+    world.side.note_outcomes(outcomes, {request.request_id: request for request in (near, far)})
+    assert world.stats.data["drift"] == [2.50004, 7.0]
+    assert world.stats.data["in_full"] == 1
+    assert far.prefill_stats is not None
+    assert far.prefill_stats.num_external_cached_tokens == 0, "nothing was saved"
+    wanted = ("recomputed_tokens", "drift", "in_full")
+    reports = world.report(near), world.report(far)
+    assert [[report[name] for name in wanted] for report in reports] == [
+        [3, 2.5, False],
+        [len(DOCUMENT), 7.0, True],
+    ]
+    # What is computed in full comes on top, with the last token, which was probed.
+    shares = [report["computed_share"] for report in reports]
+    assert shares[1] - shares[0] == pytest.approx(1, abs=2e-4)
+
+
+def test_a_plan_carries_its_requests_bound_on_drift() -> None:
+    world = cached_document()
+    options = OPTIONS | {"segreuse_policy": "focus"}
+    for bound, carried in ((None, math.inf), (2.5, 2.5), (0, 0)):
+        request = world.add(PROMPT, options | {"segreuse_max_drift": bound})
+        assert world.match(request, 0)
+        plan = world.side._planner.get(request.request_id).plan
+        assert plan.max_drift == carried
 
 
 def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is kept of a prompt is that of its tokens, and of no others."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -44,9 +46,10 @@ def test_unless_it_is_known_otherwise_no_block_is_resident() -> None:
     assert prompt(3).resident_blocks(2, 5).tolist() == [-1, -1, -1]
 
 
-def test_unless_it_is_told_otherwise_a_request_donates_and_all_of_it_was_computed() -> None:
+def test_by_default_a_request_donates_and_all_of_it_was_computed_once() -> None:
     tracked = TrackedRequest("r", prompt(3), World().finder, 4, new_only)
     assert (tracked.donates, tracked.bypass, tracked.plan, tracked.start) == (True, None, None, 0)
-    assert tracked.num_tokens == 3
+    assert (tracked.num_tokens, tracked.max_drift) == (3, math.inf)
     report = Report(0, 0, 0, 3, 0, "no_match")
     assert (report.exact_tokens, report.computed_share) == (0, 1.0)
+    assert (report.drift, report.in_full) == (None, False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.prefill.loop import KV, TinyDecoder, carry_out
-from tests.prefill.tiny import FIXED, LAYERS, SIZE, World, make_plan
+from tests.prefill.tiny import CHANNELS, FIXED, HEADS, LAYERS, SIZE, World, make_plan
 from vllm_segreuse.plan import Boundary, Deviation, Fixed, Gather, Probed, ReusePlan, Stock
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill import tokens as tokens_module
@@ -107,6 +107,19 @@ def check(world: World, name: str) -> None:
     others = np.setdiff1d(np.arange(100), np.concatenate([plan.block_ids for plan in plans]))
     for cache, saved in zip(world.caches, caches, strict=True):
         assert torch.equal(cache[others], saved[others]), "not a plan's"
+
+
+def test_the_last_queries_of_each_plan_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the plans has fewer."""
+    world = World(monkeypatch)
+    batch = Batch(plans_of(RECIPES["summed over late layers"]), SIZE, CPU)
+    probed, counts = batch.probes.device, batch.counts(batch.probes)
+    queries = torch.randn(len(probed), HEADS, CHANNELS)
+    found = world.layers.attention_paid(batch, 1, probed, counts, queries, last=3)
+    assert counts == [6, 4, 2]
+    kept = [3, 4, 5, 7, 8, 9, 10, 11]
+    expected = world.layers.attention_paid(batch, 1, probed[kept], [3, 3, 2], queries[kept])
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])

@@ -217,6 +217,13 @@ def test_only_some_layers_count_and_the_last_queries_count_twice() -> None:
     assert layers.scored == [(1, probes), (1, probes[-4:])], "not layer 0"
 
 
+def test_of_small_models_the_last_layer_probed_counts() -> None:
+    layers = Known()
+    late = Probed(Gather.SUM, first_layer=LAYERS)
+    finish(programs.run(layers, batch_of(plan(late, [47], 1))))
+    assert layers.scored == [(LAYERS - 2, [47])]
+
+
 def test_sums_are_over_layers_and_peaks_are_not() -> None:
     layers = Known()
     by_layer = [{47: [5, 8]}, {47: [6, 8]}]  # 8 gets a half twice, and 5 and 6 get 1 once

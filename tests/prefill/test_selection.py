@@ -104,6 +104,15 @@ def test_the_geometric_mean_of_two_sums_over_all_ranks_decides(group: Group) -> 
     assert group.calls == ["all_reduce", "broadcast"] * 3
 
 
+def test_a_mean_over_ranks_is_that_of_rank_0_to_the_last_bit(group: Group) -> None:
+    mine = torch.tensor([1.0, 3.0])
+    assert selection.mean_over_ranks(mine) is mine
+    assert group.calls == []
+    group.world_size, group.others = 2, torch.tensor([3.0, 4.0])
+    assert selection.mean_over_ranks(mine).tolist() == [2.0, 3.5]
+    assert group.calls == ["all_reduce", "broadcast"]
+
+
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_the_choice_of_rank_0_is_everyones(group: Group, threshold: float) -> None:
     group.world_size, group.chosen = 2, torch.tensor([2, 0, 4])

@@ -5,7 +5,7 @@
 
 vLLM's own scheduler and pool without a model (`world`), so that hours of traffic take minutes.
 Somebody else holds as many blocks as it takes to keep 95 % of the pool in use. Documents that were
-given back and that a prompt has brought are computed again, as the service of knowledge bases does.
+evicted and that a prompt has contained are computed again, as the service of knowledge bases does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outcome:
     Attributes:
         usage: mean share of the blocks in use.
         first, last: reused share of the passages' tokens in the first and the last tenth.
-        given_back: documents given back under pressure.
+        given_back: documents evicted under pressure.
         spread_plans: plans that were carried out over several steps.
     """
 

@@ -17,6 +17,7 @@ from tests.stateful.faults import OTHERS, SITES, Faults, InjectedError
 from tests.stateful.world import (
     DENSE_LAYERS,
     DOCUMENTS,
+    MAX_DRIFTS,
     RATIOS,
     SIZE,
     Ask,
@@ -44,17 +45,19 @@ SETUPS = st.builds(
     spread_tokens=st.sampled_from([0, 1, 1, 5]),
 )
 OPTIONS = st.builds(
-    lambda policy, ratio, dense, overflow, least: {
+    lambda policy, ratio, dense, overflow, drift, least: {
         "segreuse_policy": policy,
         "segreuse_recompute_ratio": ratio,
         "segreuse_dense_layers": dense,
         "segreuse_overflow_tokens": overflow,
+        "segreuse_max_drift": drift,
         "segreuse_min_reused_tokens": least,
     },
     policy=st.sampled_from([*POLICIES]),
     ratio=st.sampled_from(RATIOS),
     dense=st.sampled_from(DENSE_LAYERS),
     overflow=st.sampled_from([0, 1, None]),
+    drift=st.sampled_from(MAX_DRIFTS),
     least=st.sampled_from([4, 8]),
 )
 PARTS = st.lists(

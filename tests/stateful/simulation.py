@@ -21,7 +21,7 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.stateful.faults import OTHERS, SITES, Faults
-from tests.stateful.world import DENSE_LAYERS, DOCUMENTS, RATIOS, Ask, Setup, World
+from tests.stateful.world import DENSE_LAYERS, DOCUMENTS, MAX_DRIFTS, RATIOS, Ask, Setup, World
 from vllm_segreuse.config import POLICIES
 
 REQUESTS = 300
@@ -167,7 +167,7 @@ class _Run:
         return request.request_id
 
     def _abort_twice(self) -> str:
-        """The end of a request is told twice, to vLLM and to the connector itself."""
+        """The end of a request is reported twice, to vLLM and to the connector itself."""
         if not self._world.live:
             return "nobody"
         request = self._random.choice(self._world.live)
@@ -252,6 +252,7 @@ class _Run:
                 "segreuse_recompute_ratio": choose(RATIOS),
                 "segreuse_dense_layers": choose(DENSE_LAYERS),
                 "segreuse_overflow_tokens": choose([0, 1, None]),
+                "segreuse_max_drift": choose(MAX_DRIFTS),
                 "segreuse_min_reused_tokens": choose([4, 4, 8]),
             },
             max_tokens=random.randint(1, 12),

@@ -20,13 +20,16 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_segreuse.connector import SegReuseWorkerMetadata
-from vllm_segreuse.plan import ReusePlan, Stock
+from vllm_segreuse.plan import PlanOutcome, ReusePlan, Stock
 
 STOP = 1
 """The token that ends a request."""
 
 APPROXIMATE = 0
 """History of a slot that holds anything else than the plain model's KV."""
+
+LARGEST_DRIFT = 4.0
+"""Drifts are drawn from 0 to this."""
 
 
 class Identity(NamedTuple):
@@ -70,6 +73,20 @@ class Running:
     history: list[int] = field(default_factory=list)
     exact_until: int | None = None  # start of its plan
     is_new: bool = True  # in this step, after its admission
+
+
+class Ending(NamedTuple):
+    """What a report must say of a plan that was carried out.
+
+    Attributes:
+        recomputed: reused tokens that were computed again.
+        drift: that the workers reported; None: none.
+        in_full: whether everything was computed because of it.
+    """
+
+    recomputed: int
+    drift: float | None = None
+    in_full: bool = False
 
 
 @dataclass
@@ -127,9 +144,9 @@ class Worker:
         self._requests: dict[str, Running] = {}
         self._spread: dict[str, Spread] = {}
         self._loaded: dict[str, tuple[int, int]] = {}  # span of a spread plan that is done
-        self._told: dict[str, int] = {}  # in this step: tokens computed, where nobody else knows
-        self.recomputed: dict[str, int] = {}
-        """Of each request's first plan, reused tokens that were computed again."""
+        self._outcomes: dict[str, PlanOutcome] = {}  # of this step, where only workers know them
+        self.endings: dict[str, Ending] = {}
+        """Of each request's first plan."""
         self.called_back: set[str] = set()
         self.num_steps = self.spread_plans = 0
 
@@ -140,7 +157,7 @@ class Worker:
             AssertionError: something reads what it must not read.
         """
         self.num_steps += 1
-        self._told = {}
+        self._outcomes = {}
         self.called_back |= set(step.kv_connector_metadata.called_back)
         for name in step.kv_connector_metadata.called_back:
             self._spread.pop(name, None)
@@ -151,13 +168,15 @@ class Worker:
         self._run_plans(step.kv_connector_metadata.plans, step.num_scheduled_tokens, starts)
         sampled = [self._forward(i, starts[i], step.num_scheduled_tokens[i]) for i in ids]
         loaded = self._go_on(step.finished_req_ids)
-        told = SegReuseWorkerMetadata(self._told) if self._told else None
-        output = KVConnectorOutput(finished_recving=loaded or None, kv_connector_worker_meta=told)
+        reported = SegReuseWorkerMetadata(self._outcomes) if self._outcomes else None
+        output = KVConnectorOutput(
+            finished_recving=loaded or None, kv_connector_worker_meta=reported
+        )
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
-            kv_connector_output=output if loaded or told else None,
+            kv_connector_output=output if loaded or reported else None,
         )
 
     def slots(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
@@ -206,8 +225,8 @@ class Worker:
     def _meet(self, request: Running, computed: int) -> None:
         """A prefix hit: its blocks are known to this request's namespace from now on.
 
-        Told twice: before the step's plans, which may read them, and when it is the request's turn,
-        since a block of the hit may have been written by another request of the same step.
+        Called twice: before the step's plans, which may read them, and when it is the request's
+        turn, since a block of the hit may have been written by another request of the same step.
         """
         for block in request.blocks[: computed // self.block_size if request.is_new else 0]:
             self.known_to[block].add(request.identity)
@@ -232,10 +251,10 @@ class Worker:
         if self.fail_next_pass and plans:
             self.fail_next_pass = False
             # As the connector does after an error; what a plan may copy remains what it was, and
-            # so does what is reported, unless it is for the workers to tell.
+            # so does what is reported, unless only the workers know it.
             for plan in plans:
-                done = plan.num_reused if plan.counted else plan.num_recomputed
-                self.recomputed.setdefault(plan.request_id, done)
+                recomputed = plan.num_reused if plan.reports else plan.num_recomputed
+                self.endings.setdefault(plan.request_id, Ending(recomputed))
             plans = [_in_full(plan) for plan in plans]
         requests = [self._request_of(plan) for plan in plans]
         written = self._written(plans, requests, scheduled, starts)
@@ -371,18 +390,7 @@ class Worker:
     def _write_plan(
         self, plan: ReusePlan, request: Running, token: np.ndarray, position: np.ndarray
     ) -> None:
-        candidates = np.flatnonzero(plan.reused & ~plan.recipe.always)
-        rng = np.random.default_rng(self.num_steps)
-        count = plan.recipe.top_k
-        if plan.recipe.program.may_choose_fewer:
-            count = int(rng.integers(count + 1))
-        if plan.counted:
-            asked = int(plan.next_token is not None)
-            self._told[plan.request_id] = int(plan.recipe.always.sum()) + asked + count
-        self.recomputed.setdefault(plan.request_id, plan.recomputed(count))
-        chosen = rng.permutation(candidates)[:count]
-        computed = plan.recipe.always.copy()
-        computed[chosen] = True
+        computed = self._carry_out(plan)
         slots = self._write(request, plan.start, plan.stop)
         self.token[slots] = np.where(computed, plan.token_ids, token)
         self.position[slots] = np.where(computed, np.arange(plan.start, plan.stop), position)
@@ -390,6 +398,26 @@ class Worker:
         self.depth[slots] = plan.donor_depth + 1
         self.copied[slots] = ~computed
         request.exact_until = plan.start
+
+    def _carry_out(self, plan: ReusePlan) -> np.ndarray:
+        """Which tokens of a plan are computed, bool; notes how it ends."""
+        recipe, program = plan.recipe, plan.recipe.program
+        rng = np.random.default_rng(self.num_steps)
+        count = recipe.top_k
+        if program.may_choose_fewer:
+            count = int(rng.integers(count + 1))
+        computed = recipe.always.copy()
+        computed[rng.permutation(np.flatnonzero(plan.reused & ~computed))[:count]] = True
+        drift = float(rng.uniform(0, LARGEST_DRIFT)) if program.measures_drift else None
+        in_full = drift is not None and drift > plan.max_drift
+        if plan.reports:
+            active = int(computed.sum()) + int(plan.next_token is not None)
+            self._outcomes[plan.request_id] = PlanOutcome(active, drift, in_full)
+        if in_full:
+            computed[:] = True
+        recomputed = int((computed & plan.reused).sum())
+        self.endings.setdefault(plan.request_id, Ending(recomputed, drift, in_full))
+        return computed
 
     # The forward.
 

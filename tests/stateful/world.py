@@ -36,7 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import vllm_segreuse
 from bench.shapes import SUPPORTED
 from tests.stateful import invariants
-from tests.stateful.worker import STOP, Identity, Worker
+from tests.stateful.worker import LARGEST_DRIFT, STOP, Identity, Worker
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.plan import FreezeOrder
 
@@ -57,7 +57,8 @@ DOCUMENTS: list[list[int]] = [
 ]
 
 # What requests may ask for, of every policy; most ratios leave something to be chosen.
-RATIOS = (0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
+RATIOS = (None, 0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
+MAX_DRIFTS = (None, None, 0.0, 1.5, LARGEST_DRIFT)
 DENSE_LAYERS = (0, 0, 1, 0.5, 9)
 
 
@@ -324,26 +325,35 @@ class World:
                 f"a report that does not add up: {report}"
             )
             assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"], f"{report}"
-            self._check_recomputed(request, report)
+            self._check_ending(request, report)
             self.counts["frozen"] += report.get("frozen", False)
             self.counts[f"policy: {report['policy']}"] += report["reused_tokens"] > 0
             if self.reports is not None:
                 self.reports[request.request_id] = report
 
-    def _check_recomputed(self, request: Request, report: dict[str, Any]) -> None:
-        """What the workers chose is what the report says, though only they knew."""
-        done = self.worker.recomputed.get(request.request_id)
+    def _check_ending(self, request: Request, report: dict[str, Any]) -> None:
+        """What the workers did is what the report says, though only they knew."""
+        ending = self.worker.endings.get(request.request_id)
         completed = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if (
-            done is None
+            ending is None
             or not report["reused_tokens"]  # its first admission had no plan
-            or request.status not in completed  # it may have ended before they had told
+            or request.status not in completed  # it may have ended before they reported
             or request.request_id in self.worker.called_back
         ):
             return
-        told = report["recomputed_tokens"]
-        assert told == done, f"{request.request_id} reports {told} recomputed tokens, not {done}"
-        self.counts["chosen by workers"] += report["policy"] == "focus" and told > 0
+        reported = report["recomputed_tokens"], report["drift"], report["in_full"]
+        drift = None if ending.drift is None else round(ending.drift, 4)
+        assert reported == ending._replace(drift=drift), (
+            f"{request.request_id} reports {reported}, not {ending}"
+        )
+        max_drift = (request.sampling_params.extra_args or {}).get("segreuse_max_drift")
+        too_far = None not in (drift, max_drift) and ending.drift > max_drift
+        assert report["in_full"] is too_far, f"{ending} where {max_drift} is allowed"
+        assert report["computed_share"] > 1 or not too_far, f"less than all was computed: {report}"
+        self.counts["chosen by workers"] += report["policy"] == "peaks" and ending.recomputed > 0
+        self.counts["drifts"] += ending.drift is not None
+        self.counts["in full"] += ending.in_full
 
 
 @functools.cache
