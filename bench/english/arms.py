@@ -16,7 +16,7 @@ FULL = "full"
 DEFAULT = "default"
 SHIFT = "shift"
 CLOSE = "close"
-MAX_DRIFT = 2.0
+MAX_DRIFT = 1.0
 """As in `configs/close.yaml`."""
 NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

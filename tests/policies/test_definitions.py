@@ -196,11 +196,11 @@ def test_focus_computes_more_of_what_was_computed_alone():
     """A number and a share of tokens; unless a ratio is given, which holds for all."""
     in_context, alone = ("S", 1000), ("A", 500)
     for parts, chosen, at_a_tenth in (
-        ((in_context,), 200, 100),
+        ((in_context,), 170, 100),
         ((alone,), 255, 50),
-        ((in_context, ("N", 5), alone), 302, 150),  # 100 * 2/3 + 180 / 3 + 100 + 75
-        ((alone, in_context), 302, 150),
-        ((alone, in_context, alone), 390, 200),
+        ((in_context, ("N", 5), alone), 278, 150),  # 80 * 2/3 + 180 / 3 + 90 + 75
+        ((alone, in_context), 278, 150),
+        ((alone, in_context, alone), 370, 200),
         ((("S", 50),), 50, 5),
         ((("A", 20_000),), 3180, 2000),
     ):
