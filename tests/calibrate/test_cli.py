@@ -158,7 +158,9 @@ def test_what_drift_says_of_the_chosen_setting_is_reported_and_not_written(
     assert said.endswith("on the prompts it was not chosen by, p90 0.0000, 20.0% in full")
 
 
-def test_max_drift_is_searched_and_written_when_asked_for(model: Model, tmp_path: Path) -> None:
+def test_max_drift_is_searched_and_written_when_asked_for(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model.bad_prompts, model.drifts = {"focus": changed(every=3)}, True
     model.bad = {"shift", "prophet", "sparsex"}
     assert run(tmp_path)[0] == 1, "one prompt in three gets another answer"
@@ -167,6 +169,9 @@ def test_max_drift_is_searched_and_written_when_asked_for(model: Model, tmp_path
     written = yaml.safe_load(out.read_text())
     assert written == {"policy": "focus", "recompute_ratio": 0.01, "max_drift": 0.56}
     SegReuseConfig.model_validate(written)
+    shown = capsys.readouterr().out
+    assert "* focus recompute_ratio=0.01 max_drift=0.56 " in shown
+    assert "rank correlation 0.8" in shown, "of what was measured without a limit"
 
 
 def test_a_policy_that_measures_no_drift_is_written_without_max_drift(
