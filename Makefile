@@ -29,7 +29,7 @@ mutation: setup ## every small change of a module: make mutation ARGS="vllm_segr
 stress: setup ## the models of tests/stateful at length: make stress ARGS="--operations 1000000 --seeds 10000"
 	@nice $(VENV)/python -m tests.stateful.stress $(ARGS)
 
-demo: setup ## start the real server on a small model and show reuse on real text
+demo: setup ## show reuse on a small model and real text; ARGS="--model DIR" shows answers of a real one
 	@$(VENV)/python -m bench.demo $(ARGS)
 
 bench: setup ## run a benchmark: make bench SUITE=ttft ARGS="--quick --json out.json"

@@ -15,7 +15,7 @@ from bench import harness
 SUITES = {
     "ttft": "time to the first token: full prefill against segment reuse",
     "lookup": "finding segments among 100,000 and 1,000,000 indexed blocks",
-    "demo": "what `make demo` shows, as figures",
+    "demo": "what `make demo` shows, as figures; with --model DIR: that model's answers",
     "kernels": "alignment, sparse-query attention and token scores by themselves",
     "quality": "what each policy loses against full prefill, and what it computes",
     "rag": "questions over a knowledge base: the server with extra keys against without",
@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv and argv[0] in COMMANDS:
         module, _ = COMMANDS[argv[0]]
         return int(importlib.import_module(module).main(argv[1:]))
+    if argv[:1] == ["demo"] and any(word.partition("=")[0] == "--model" for word in argv):
+        return int(importlib.import_module("bench.demo").main(argv[1:]))
     commands = {name: text for name, (_, text) in COMMANDS.items()}
     parser = argparse.ArgumentParser(
         prog="python -m bench",

@@ -4,6 +4,8 @@
 The real server is started on a small model, real text (Python's own reference documentation) is
 ingested once, and the official `openai` client asks. Every question is asked twice, in prompts that
 the prefix cache cannot know: without extra keys (vLLM as it is) and with them (segment reuse).
+
+With `--model DIR`, a model of your own answers questions instead: see `bench/english/demo.py`.
 """
 
 import argparse
@@ -101,21 +103,44 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description="Segment reuse on real text.")
     parser.add_argument("--policy", help="instead of the server's default: shift or sparsex")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="show answers of this model: a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--questions", type=int, default=6, metavar="N", help="with --model: how many (%(default)s)"
+    )
     args = parser.parse_args(argv)
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
-    where = harness.environment() | {"quick": False}
+    if args.model:
+        if args.policy or args.json:
+            parser.error("--policy and --json are for the demo without --model")
+        if args.questions < 1:
+            parser.error(f"--questions {args.questions}: at least 1 is needed")
     try:
-        asked = converse(console, args.policy)
-        _show(console, asked)
-        if args.json:
-            harness.write_json(args.json, "demo", where, result(asked))
-    except (DemoError, ServerError) as error:
+        if args.model:
+            from bench.english import demo as english
+
+            english.show(args.model, args.questions)
+        else:
+            _time(args.policy, args.json)
+    except (DemoError, ServerError, harness.BenchError) as error:
         print(f"segreuse demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("segreuse demo: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _time(policy: str | None, json_file: Path | None) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    where = harness.environment() | {"quick": False}
+    asked = converse(console, policy)
+    _show(console, asked)
+    if json_file:
+        harness.write_json(json_file, "demo", where, result(asked))
 
 
 def converse(console: Console, policy: str | None = None) -> list[Asked]:

@@ -41,7 +41,7 @@ COLUMNS = (
 """Of a row, what is printed; its file has more."""
 
 
-class UsageError(ValueError):
+class UsageError(harness.BenchError):
     """What was asked for cannot be; the text is one sentence."""
 
 
@@ -145,11 +145,20 @@ def setting_of(model: Path, which: str) -> Setting:
     Raises:
         UsageError: there is no model in the folder.
     """
+    require_model(model)
+    return Setting(model.resolve().name, model_digest(model), which, text.digest())
+
+
+def require_model(model: Path) -> None:
+    """Look for what a Hugging Face folder must have.
+
+    Raises:
+        UsageError: there is no model in the folder.
+    """
     if not (model / "config.json").is_file() or not weights(model):
         raise UsageError(
             f"no model in {model}: --model needs a folder with config.json, weights and tokenizer"
         )
-    return Setting(model.resolve().name, model_digest(model), which, text.digest())
 
 
 def _named(what: str, given: str | None, known: Iterable[str]) -> tuple[str, ...]:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_segreuse.calibrate import cli
+from vllm_segreuse.calibrate import cli, measure
+from vllm_segreuse.calibrate.report import HEADER
 from vllm_segreuse.calibrate.search import CANDIDATES
+from vllm_segreuse.config import SegReuseConfig
 
 COUNT = 120
 
@@ -22,12 +24,14 @@ class Model:
     Attributes:
         bad: policies that change answers.
         bad_prompts: {policy: last tokens of prompts whose answer it changes}.
+        drifts: whether `focus` reports drift: 2 where it changes an answer, less than 1 elsewhere.
         asked: (last token of the prompt, extra_args) in order; None for a reset.
     """
 
     def __init__(self) -> None:
         self.bad = {"shift"}
         self.bad_prompts: dict[str, set[int]] = {}
+        self.drifts = False
         self.asked: list[Any] = []
         self.llm_engine = Of(model_config=Of(get_vocab_size=lambda: 3))
 
@@ -41,14 +45,20 @@ class Model:
         [prompt] = prompts
         last, options = prompt["prompt_token_ids"][-1], sampling.extra_args or {}
         self.asked.append((last, sampling.extra_args))
-        assert (sampling.max_tokens, sampling.temperature, sampling.logprobs) == (1, 0.0, 3)
         policy = options.get("segreuse_policy")
+        is_context = options and policy is None
+        most = 1 if is_context else measure.ANSWER_TOKENS
+        assert (sampling.max_tokens, sampling.temperature, sampling.logprobs) == (most, 0.0, 3)
         is_bad = policy in self.bad or last in self.bad_prompts.get(policy, ())
         shares = {1: 0.1, 2: 0.9} if is_bad else {1: 0.9, 2: 0.1}
         logprobs = {token: Of(logprob=math.log(share)) for token, share in shares.items()}
         share = options.get("segreuse_recompute_ratio", 0) + options.get("segreuse_dense_layers", 0)
-        report = {"segreuse": {"computed_share": 0.1 + share}} if options else None
-        return [Of(outputs=[Of(logprobs=[logprobs])], kv_transfer_params=report)]
+        share += 0.25 * (policy == "focus" and "segreuse_recompute_ratio" not in options)
+        report: dict[str, Any] = {"computed_share": 0.1 + share}
+        if self.drifts and policy == "focus":
+            report["drift"] = 2.0 if is_bad else 0.5 + last % 7 / 100
+        said = Of(logprobs=[logprobs] * most, token_ids=[2 if is_bad else 1] + [7] * (most - 1))
+        return [Of(outputs=[said], kv_transfer_params={"segreuse": report} if options else None)]
 
     def reset_prefix_cache(self) -> None:
         self.asked.append(None)
@@ -76,10 +86,12 @@ def test_the_cheapest_setting_that_keeps_the_answers_is_written(
     assert yaml.safe_load(out.read_text()) == {"policy": "focus", "recompute_ratio": 0.01}
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if line.startswith("*")] == [
-        "* policy focus, recompute_ratio 0.01: work 0.110, divergence 0.0000 (at most 0.0000), "
-        f"agreement 1.000 (at least {0.05 ** (1 / COUNT):.3f})"
+        f"* {'focus recompute_ratio=0.01':48}"
+        "  0.110  0.0000   0.0000  0.0000  0.0000  1.000"
+        f"     {0.05 ** (1 / COUNT):.3f}   1.000"
     ]
-    assert f"(at least {0.05 ** (2 / COUNT):.3f})" in out.read_text(), "of each half by itself"
+    assert f"  {HEADER}" in shown
+    assert f" {0.05 ** (2 / COUNT):.3f} " in out.read_text(), "of each half by itself"
 
 
 def test_a_setting_that_only_suits_the_half_that_chose_it_is_not_written(
@@ -89,7 +101,8 @@ def test_a_setting_that_only_suits_the_half_that_chose_it_is_not_written(
     status, out = run(tmp_path)
     assert (status, out.exists()) == (1, False)
     captured = capsys.readouterr()
-    assert "agreement 0.000" in captured.out
+    (unseen,) = [line for line in captured.out.splitlines() if "not chosen by" in line]
+    assert unseen.split()[-3:] == ["0.000", "0.000", "0.000"]
     assert "half that it was not chosen by" in captured.err
 
 
@@ -128,9 +141,57 @@ def test_each_prompt_is_asked_alone_under_every_setting_and_in_full_last(
     assert model.asked[model.asked.index(None) + 1][1] == {"extra_keys": ["calibration 1"]}
 
 
+def changed(every: int) -> set[int]:
+    """Last tokens of every so many prompts, alike in both halves."""
+    return {*range(1000, 1000 + COUNT, every)}
+
+
+def test_what_drift_says_of_the_chosen_setting_is_reported_and_not_written(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.bad_prompts, model.drifts = {"focus": changed(every=5)}, True
+    status, out = run(tmp_path, "--max-kl", "1", "--min-agreement", "0.6")
+    assert status == 0
+    assert yaml.safe_load(out.read_text()) == {"policy": "focus", "recompute_ratio": 0.01}
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("drift ")]
+    assert "has rank correlation 0.70 with KL; max_drift 0.56 is for a p90 of KL up to 0.1" in said
+    assert said.endswith("on the prompts it was not chosen by, p90 0.0000, 20.0% in full")
+
+
+def test_max_drift_is_searched_and_written_when_asked_for(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.bad_prompts, model.drifts = {"focus": changed(every=3)}, True
+    model.bad = {"shift", "prophet", "sparsex"}
+    assert run(tmp_path)[0] == 1, "one prompt in three gets another answer"
+    status, out = run(tmp_path, "--max-drift")
+    assert status == 0
+    written = yaml.safe_load(out.read_text())
+    assert written == {"policy": "focus", "recompute_ratio": 0.01, "max_drift": 0.56}
+    SegReuseConfig.model_validate(written)
+    shown = capsys.readouterr().out
+    assert "* focus recompute_ratio=0.01 max_drift=0.56 " in shown
+    assert "rank correlation 0.8" in shown, "of what was measured without a limit"
+
+
+def test_a_policy_that_measures_no_drift_is_written_without_max_drift(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out = run(tmp_path, "--max-drift")
+    assert status == 0
+    assert "max_drift" not in yaml.safe_load(out.read_text())
+    assert "drift is not measured by this policy" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options",
-    [("--max-kl", "nan"), ("--max-kl", "-1"), ("--min-agreement", "1.1"), ("--max-kl", "x")],
+    [
+        ("--max-kl", "nan"),
+        ("--max-kl", "-1"),
+        ("--min-agreement", "1.1"),
+        ("--max-kl", "x"),
+        ("--target-kl", "-1"),
+    ],
 )
 def test_limits_that_are_none_are_refused(
     model: Model, tmp_path: Path, options: tuple[str, str]

@@ -9,6 +9,7 @@ from vllm_segreuse.calibrate import search
 from vllm_segreuse.calibrate.search import (
     Trial,
     Verdict,
+    agreement,
     choose,
     divergence,
     halves,
@@ -20,6 +21,20 @@ from vllm_segreuse.config import RequestOptions
 
 def logs(*shares: float) -> dict[int, float]:
     return {token: math.log(share) for token, share in enumerate(shares)}
+
+
+def verdict(divergence_at_most: float, agreement_at_least: float, work: float) -> Verdict:
+    """One whose means are better than its bounds."""
+    return Verdict(
+        work=work,
+        divergence=divergence_at_most / 2,
+        divergence_at_most=divergence_at_most,
+        divergence_median=0.0,
+        divergence_p90=0.0,
+        agreement=1.0,
+        agreement_at_least=agreement_at_least,
+        tokens=1.0,
+    )
 
 
 def test_divergence_is_that_of_the_definition():
@@ -35,33 +50,28 @@ def test_a_token_that_is_not_known_counts_as_the_least_likely():
 
 
 def test_bounds_are_on_the_cautious_side_and_close_in():
-    few = judge([Trial(0.1, True, 0.2), Trial(0.3, False, 0.4)] * 5)
-    many = judge([Trial(0.1, True, 0.2), Trial(0.3, False, 0.4)] * 500)
-    for verdict in (few, many):
-        assert (verdict.divergence, verdict.agreement, verdict.work) == pytest.approx(
-            (0.2, 0.5, 0.3)
-        )
-        assert verdict.divergence_at_most > 0.2
-        assert verdict.agreement_at_least < 0.5
+    few = judge([Trial(0.1, 1.0, 0.2), Trial(0.3, 0.0, 0.4)] * 5)
+    many = judge([Trial(0.1, 1.0, 0.2), Trial(0.3, 0.0, 0.4)] * 500)
+    for found in (few, many):
+        assert (found.divergence, found.agreement, found.work) == pytest.approx((0.2, 0.5, 0.3))
+        assert found.divergence_at_most > 0.2
+        assert found.agreement_at_least < 0.5
     assert many.divergence_at_most < few.divergence_at_most
     assert many.agreement_at_least > few.agreement_at_least
 
 
 def test_agreement_of_all_is_no_proof():
     # Were the share 0.741, ten of ten would still happen in one of twenty calibrations.
-    assert judge([Trial(0.0, True, 0.1)] * 10).agreement_at_least == pytest.approx(0.05**0.1)
-    assert judge([Trial(0.0, False, 0.1)] * 10).agreement_at_least == 0
-    assert judge([Trial(0.0, True, 0.1)]).divergence_at_most == math.inf
+    assert judge([Trial(0.0, 1.0, 0.1)] * 10).agreement_at_least == pytest.approx(0.05**0.1)
+    assert judge([Trial(0.0, 0.0, 0.1)] * 10).agreement_at_least == 0
+    assert judge([Trial(0.0, 1.0, 0.1)]).divergence_at_most == math.inf
 
 
 def test_the_least_work_within_the_limits_is_taken():
-    def verdict(divergence: float, agreement: float, work: float) -> Verdict:
-        return Verdict(divergence / 2, divergence, 1.0, agreement, work)
-
     verdicts = [
-        ({"policy": "shift"}, verdict(0.5, 0.7, 0.02)),
-        ({"policy": "focus"}, verdict(0.01, 0.99, 0.05)),
-        ({"policy": "sparsex"}, verdict(0.01, 0.99, 0.4)),
+        ("shift", verdict(0.5, 0.7, 0.02)),
+        ("focus", verdict(0.01, 0.99, 0.05)),
+        ("sparsex", verdict(0.01, 0.99, 0.4)),
     ]
     assert choose(verdicts, 0.05, 0.95) == verdicts[1]
     assert choose(verdicts, 1.0, 0.5) == verdicts[0]
@@ -75,23 +85,43 @@ def test_every_candidate_is_what_a_server_takes():
 
 
 def test_limits_are_inclusive_and_both_count():
-    verdict = Verdict(0.0, 0.05, 1.0, 0.9, 0.5)
-    assert verdict.keeps(0.05, 0.9)
-    assert not verdict.keeps(0.0499, 0.9)
-    assert not verdict.keeps(0.05, 0.9001)
+    found = verdict(0.05, 0.9, 0.5)
+    assert found.keeps(0.05, 0.9)
+    assert not found.keeps(0.0499, 0.9)
+    assert not found.keeps(0.05, 0.9001)
 
 
 def test_what_is_no_number_agrees_with_nothing():
     assert divergence({1: math.nan}, logs(0.5, 0.5)) == math.inf
     assert divergence(logs(0.5, 0.5), {0: math.nan, 1: -0.7}) == math.inf
     assert divergence(logs(0.5, 0.5), {0: -0.7, 1: -math.inf}) == math.inf
-    verdict = judge([Trial(math.inf, True, 0.1), Trial(0.0, True, 0.1)])
-    assert verdict.divergence_at_most == math.inf
+    found = judge([Trial(math.inf, 1.0, 0.1), Trial(0.0, 1.0, 0.1)])
+    assert found.divergence_at_most == found.divergence_p90 == math.inf
+
+
+def test_median_and_p90_are_of_the_divergences():
+    found = judge([Trial(number / 10, 1.0, 0.1) for number in (9, 1, 3, 2, 5, 4, 7, 6, 8, 10)])
+    assert (found.divergence_median, found.divergence_p90) == (0.55, 0.9)
+    assert judge([Trial(0.0, 1.0, 0.1)] * 8 + [Trial(1.0, 1.0, 0.1)]).divergence_p90 == 1.0
+
+
+def test_agreement_of_tokens_ends_with_the_first_that_differs():
+    assert agreement([5, 6, 7, 8], [5, 6, 1, 8]) == 0.5
+    assert agreement([5, 6], [5]) == 0.5, "an answer that ends too soon"
+    assert agreement([5, 6], [5, 6, 7]) == 1.0
+    assert agreement([5], [6]) == 0.0
+    # Of the prompts, by the first token; of the tokens, by all of them.
+    found = judge([Trial(0.0, 0.5, 0.1), Trial(0.0, 0.0, 0.1)])
+    assert (found.agreement, found.tokens) == (0.5, 0.25)
+
+
+def test_focus_is_tried_with_the_shares_of_its_own():
+    assert {"policy": "focus"} in search.CANDIDATES
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 11])
 def test_no_prompt_both_chooses_and_checks(count):
-    trials = [Trial(float(number), True, 0.1) for number in range(count)]
+    trials = [Trial(float(number), 1.0, 0.1) for number in range(count)]
     choosing, checking = halves(trials)
     assert [*choosing, *checking] == trials
     assert not {trial.divergence for trial in choosing} & {t.divergence for t in checking}

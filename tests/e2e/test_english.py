@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.english import donors
+from bench.english import demo, donors
 from bench.english.arms import arm
 from bench.english.engine import Lab, english_engine
 from bench.english.tasks import draw
@@ -51,3 +51,14 @@ def test_what_is_forced_is_what_free_decoding_says(lab: Lab) -> None:
     assert [int(one.argmax()) for one in again.logits] == list(full.tokens)
     other = [token + 1 for token in full.tokens]
     assert list(lab._ask(drawn, None, forced=other, salt="other").tokens) == other
+
+
+def test_the_demo_shows_answers_of_a_knowledge_base(lab: Lab) -> None:
+    asked = list(demo.converse(lab, 2))
+    assert [one.example.task for one in asked] == [*demo.TASKS[:2]]
+    for one in asked:
+        assert [*one.outcomes] == ["full", "default", "shift"]
+        assert one.outcomes["shift"].work < one.outcomes["default"].work < 0.6
+        assert one.outcomes["default"].drift is not None
+        assert max(map(len, demo.described(one).splitlines())) <= demo.WIDTH
+    assert demo.summed_up(asked).startswith("segreuse demo ok: speedup=")

@@ -111,4 +111,4 @@ def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert yaml.safe_load(out.read_text())["policy"] != "shift"
-    assert "on the prompts it was not chosen by: " in done.stdout
+    assert "on the prompts it was not chosen by " in done.stdout

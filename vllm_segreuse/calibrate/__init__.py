@@ -3,5 +3,5 @@
 
 The papers set the boundary layer by hand for each task. Here it is measured: each prompt is
 computed in full and under every candidate setting, on segments that were computed in other
-prompts; what is compared is the distribution of the answer's first token.
+prompts; what is compared is the distribution of the answer's first token, and its first tokens.
 """

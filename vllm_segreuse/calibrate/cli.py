@@ -6,28 +6,28 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from vllm_segreuse.calibrate.prompts import Prompt, PromptError, contexts, read_prompts
+from vllm_segreuse.calibrate import drift
+from vllm_segreuse.calibrate.measure import LOGPROBS, try_all
+from vllm_segreuse.calibrate.prompts import Prompt, PromptError, read_prompts
+from vllm_segreuse.calibrate.report import HEADER, LEGEND, about_drift, name_of, row
 from vllm_segreuse.calibrate.search import (
     CANDIDATES,
-    Options,
-    Trial,
+    Setting,
     Verdict,
     choose,
-    divergence,
     halves,
     judge,
-    most_likely,
 )
 
-LOGPROBS = 128
-"""Most likely first tokens that are compared; all of them where the vocabulary is smaller."""
-
-_WAY_OUT = "more prompts narrow the bounds, and --max-kl and --min-agreement move them"
+_WAY_OUT = (
+    "more prompts narrow the bounds, --max-kl and --min-agreement move them, and --max-drift "
+    "computes in full what is far off"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,18 +39,19 @@ def main(arguments: Sequence[str]) -> int:
     except PromptError as error:
         print(f"vllm-segreuse calibrate: {error}", file=sys.stderr)
         return 2
-    trials = _try_all(llm, prompts)
+    measured = list(map(Setting, CANDIDATES, try_all(llm, prompts)))
+    settings = measured
+    if given.max_drift:
+        settings = [drift.with_max_drift(setting, given.target_kl) for setting in measured]
     chosen = choose(
-        [
-            (options, judge(halves(made)[0]))
-            for options, made in zip(CANDIDATES, trials, strict=True)
-        ],
+        [(index, judge(halves(setting.trials)[0])) for index, setting in enumerate(settings)],
         given.max_kl,
         given.min_agreement,
     )
-    for options, made in zip(CANDIDATES, trials, strict=True):
-        mark = "*" if chosen is not None and options is chosen[0] else " "
-        print(f"{mark} {_line(options)}: {_figures(judge(made))}")
+    print(f"{LEGEND}\n  {HEADER}")
+    for index, setting in enumerate(settings):
+        mark = "*" if chosen is not None and index == chosen[0] else " "
+        print(f"{mark} {row(name_of(setting), judge(setting.trials))}")
     if chosen is None:
         print(
             f"no setting kept the divergence at most {given.max_kl} and the agreement at least "
@@ -58,9 +59,10 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    options = chosen[0]
-    unseen = judge(halves(trials[CANDIDATES.index(options)])[1])
-    print(f"on the prompts it was not chosen by: {_figures(unseen)}")
+    index, by_half = chosen
+    unseen = judge(halves(settings[index].trials)[1])
+    print(f"  {row('on the prompts it was not chosen by', unseen)}")
+    print(about_drift(measured[index].trials, given.target_kl))
     if not unseen.keeps(given.max_kl, given.min_agreement):
         print(
             "the setting did not keep the bounds on the half that it was not chosen by, and is not "
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     try:
         given.out.write_text(
-            _yaml(options, chosen[1], unseen, given, len(prompts)), encoding="utf-8"
+            _yaml(settings[index], by_half, unseen, given, len(prompts)), encoding="utf-8"
         )
     except OSError as error:
         print(f"vllm-segreuse calibrate: cannot write {given.out}: {error}", file=sys.stderr)
@@ -100,6 +102,17 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         type=_number(1.0),
         default=0.9,
         help="least share of prompts with the same first token (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-drift",
+        action="store_true",
+        help="give each setting a `max_drift`, as large as --target-kl allows",
+    )
+    parser.add_argument(
+        "--target-kl",
+        type=_number(math.inf),
+        default=0.1,
+        help="what max_drift keeps nine in ten divergences below, in nats (%(default)s)",
     )
     return parser.parse_known_args(arguments)
 
@@ -140,73 +153,15 @@ def _prompts(file: Path, llm: Any) -> list[Prompt]:
     )
 
 
-def _try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
-    """Trials of each candidate, in the order of the prompts."""
-    from tqdm import tqdm
-
-    trials: list[list[Trial]] = [[] for _ in CANDIDATES]
-    for index, prompt in enumerate(tqdm(prompts, desc="prompts", disable=None)):
-        namespace = {"extra_keys": [f"calibration {index}"]}
-        for context in contexts(prompts, index):
-            _first_token(llm, context, namespace)
-        reusing = [
-            _first_token(
-                llm,
-                prompt.token_ids,
-                namespace | {f"segreuse_{key}": value for key, value in options.items()},
-            )
-            for options in CANDIDATES
-        ]
-        # In full last: its blocks are exact, and vLLM's own prefix cache would find them.
-        full, _ = _first_token(llm, prompt.token_ids, None)
-        for made, (other, work) in zip(trials, reusing, strict=True):
-            made.append(
-                Trial(divergence(full, other), most_likely(full) == most_likely(other), work)
-            )
-        llm.reset_prefix_cache()
-    return trials
-
-
-def _first_token(
-    llm: Any, prompt: list[int], extra_args: Mapping[str, Any] | None
-) -> tuple[dict[int, float], float]:
-    """Log-probabilities of the first token, and the share of the work that was done for it."""
-    from vllm import SamplingParams
-
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    sampling = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        logprobs=min(LOGPROBS, vocabulary),
-        extra_args=dict(extra_args) if extra_args else None,
-    )
-    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-    report = (output.kv_transfer_params or {}).get("segreuse", {})
-    [first] = output.outputs[0].logprobs
-    logprobs = {token: entry.logprob for token, entry in first.items()}
-    return logprobs, report.get("computed_share", 1.0)
-
-
-def _line(options: Options) -> str:
-    return ", ".join(f"{key} {value}" for key, value in options.items())
-
-
-def _figures(verdict: Verdict) -> str:
-    return (
-        f"work {verdict.work:.3f}, divergence {verdict.divergence:.4f} "
-        f"(at most {verdict.divergence_at_most:.4f}), agreement {verdict.agreement:.3f} "
-        f"(at least {verdict.agreement_at_least:.3f})"
-    )
-
-
 def _yaml(
-    options: Options, chosen: Verdict, unseen: Verdict, given: argparse.Namespace, count: int
+    setting: Setting, chosen: Verdict, unseen: Verdict, given: argparse.Namespace, count: int
 ) -> str:
     import yaml
 
     head = (
         f"# By vllm-segreuse calibrate on {given.prompts} ({count} prompts), model {given.model}.\n"
-        f"# Chosen by half of them: {_figures(chosen)}.\n"
-        f"# On the other half: {_figures(unseen)}.\n"
+        f"# {HEADER}\n"
+        f"# {row('on the half it was chosen by', chosen)}\n"
+        f"# {row('on the other half', unseen)}\n"
     )
-    return head + yaml.safe_dump(dict(options), sort_keys=False)
+    return head + yaml.safe_dump(dict(setting.options), sort_keys=False)

@@ -6,16 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from itertools import takewhile
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
 
 from vllm_segreuse.calibrate.bounds import mean_at_most, share_at_least
 
 Options = Mapping[str, Any]
+T = TypeVar("T")
 
 CANDIDATES: tuple[Options, ...] = (
     {"policy": "shift"},
-    *({"policy": "focus", "recompute_ratio": ratio} for ratio in (0.01, 0.05, 0.1, 0.2)),
+    {"policy": "focus"},  # with the shares of its own
+    *({"policy": "focus", "recompute_ratio": ratio} for ratio in (0.01, 0.05, 0.1, 0.2, 0.4)),
     *({"policy": "prophet", "recompute_ratio": ratio} for ratio in (0.01, 0.05, 0.1, 0.2)),
     *(
         {"policy": "sparsex", "dense_layers": dense, "recompute_ratio": ratio}
@@ -31,13 +34,22 @@ class Trial:
 
     Attributes:
         divergence: Kullback-Leibler divergence of the first token, in nats.
-        agrees: the most likely first token is the same.
+        agreement: share of the greedy tokens that are the same; 0 if the first is not.
         work: share of (token, layer) pairs computed.
+        drift: as reported; None if the policy does not measure it.
     """
 
     divergence: float
-    agrees: bool
+    agreement: float
     work: float
+    drift: float | None = None
+
+
+class Setting(NamedTuple):
+    """Options, and the trials of them, in the order of the prompts."""
+
+    options: Options
+    trials: Sequence[Trial]
 
 
 @dataclass(frozen=True)
@@ -45,17 +57,22 @@ class Verdict:
     """What trials say of a setting.
 
     Attributes:
-        divergence, divergence_at_most: mean, and its upper bound at 95 % (one-sided; Student's).
-        agreement, agreement_at_least: share, and its lower bound (exact, after Clopper and
-            Pearson).
         work: mean.
+        divergence, divergence_at_most: mean, and its upper bound at 95 % (one-sided; Student's).
+        divergence_median, divergence_p90: see `p90`.
+        agreement, agreement_at_least: share of prompts with the same first token, and its lower
+            bound (exact, after Clopper and Pearson).
+        tokens: mean share of greedy tokens that are the same.
     """
 
+    work: float
     divergence: float
     divergence_at_most: float
+    divergence_median: float
+    divergence_p90: float
     agreement: float
     agreement_at_least: float
-    work: float
+    tokens: float
 
     def keeps(self, max_divergence: float, min_agreement: float) -> bool:
         """Whether both bounds are within the limits."""
@@ -81,6 +98,12 @@ def divergence(full: Mapping[int, float], other: Mapping[int, float]) -> float:
     )
 
 
+def agreement(full: Sequence[int], other: Sequence[int]) -> float:
+    """Share of the tokens of `full` that `other` has, too, up to the first that differs."""
+    pairs = zip(full, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(full)
+
+
 def most_likely(logprobs: Mapping[int, float]) -> int:
     """The token with the largest log-probability."""
     return max(logprobs, key=logprobs.__getitem__)
@@ -95,14 +118,22 @@ def judge(trials: Sequence[Trial]) -> Verdict:
     if not trials:
         raise ValueError("no trials to judge a setting by")
     divergences = [trial.divergence for trial in trials]
-    agreeing = sum(trial.agrees for trial in trials)
+    agreeing = sum(trial.agreement > 0 for trial in trials)
     return Verdict(
-        fmean(divergences),
-        mean_at_most(divergences),
-        agreeing / len(trials),
-        share_at_least(agreeing, len(trials)),
-        fmean(trial.work for trial in trials),
+        work=fmean(trial.work for trial in trials),
+        divergence=fmean(divergences),
+        divergence_at_most=mean_at_most(divergences),
+        divergence_median=median(divergences),
+        divergence_p90=p90(trials),
+        agreement=agreeing / len(trials),
+        agreement_at_least=share_at_least(agreeing, len(trials)),
+        tokens=fmean(trial.agreement for trial in trials),
     )
+
+
+def p90(trials: Sequence[Trial]) -> float:
+    """The least divergence that nine in ten of the trials do not exceed."""
+    return sorted(trial.divergence for trial in trials)[math.ceil(len(trials) * 9 / 10) - 1]
 
 
 def halves(trials: Sequence[Trial]) -> tuple[Sequence[Trial], Sequence[Trial]]:
@@ -116,12 +147,8 @@ def halves(trials: Sequence[Trial]) -> tuple[Sequence[Trial], Sequence[Trial]]:
 
 
 def choose(
-    verdicts: Iterable[tuple[Options, Verdict]], max_divergence: float, min_agreement: float
-) -> tuple[Options, Verdict] | None:
+    verdicts: Iterable[tuple[T, Verdict]], max_divergence: float, min_agreement: float
+) -> tuple[T, Verdict] | None:
     """The setting of least work whose bounds are within the limits; None if there is none."""
-    within = [
-        (options, verdict)
-        for options, verdict in verdicts
-        if verdict.keeps(max_divergence, min_agreement)
-    ]
+    within = [pair for pair in verdicts if pair[1].keeps(max_divergence, min_agreement)]
     return min(within, key=lambda pair: pair[1].work, default=None)

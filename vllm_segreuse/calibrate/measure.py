@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the real engine answers under each setting, next to full prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vllm_segreuse.calibrate.prompts import Prompt, contexts
+from vllm_segreuse.calibrate.search import CANDIDATES, Trial, agreement, divergence
+
+LOGPROBS = 128
+"""Most likely first tokens that are compared; all of them where the vocabulary is smaller."""
+ANSWER_TOKENS = 8
+"""Greedy tokens that are compared."""
+
+
+class Answer(NamedTuple):
+    """The beginning of an answer.
+
+    Attributes:
+        first: log-probabilities of the first token.
+        tokens: at most `ANSWER_TOKENS`, greedy.
+        report: of the request; empty without extra keys.
+    """
+
+    first: Mapping[int, float]
+    tokens: Sequence[int]
+    report: Mapping[str, Any]
+
+
+def try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
+    """Trials of each candidate, in the order of the prompts."""
+    from tqdm import tqdm
+
+    trials: list[list[Trial]] = [[] for _ in CANDIDATES]
+    for index, prompt in enumerate(tqdm(prompts, desc="prompts", disable=None)):
+        namespace = {"extra_keys": [f"calibration {index}"]}
+        for context in contexts(prompts, index):
+            _answer(llm, context, namespace, max_tokens=1)
+        reusing = [
+            _answer(
+                llm,
+                prompt.token_ids,
+                namespace | {f"segreuse_{key}": value for key, value in options.items()},
+            )
+            for options in CANDIDATES
+        ]
+        # In full last: its blocks are exact, and vLLM's own prefix cache would find them.
+        full = _answer(llm, prompt.token_ids, None)
+        for made, other in zip(trials, reusing, strict=True):
+            made.append(_trial(full, other))
+        llm.reset_prefix_cache()
+    return trials
+
+
+def _trial(full: Answer, other: Answer) -> Trial:
+    return Trial(
+        divergence=divergence(full.first, other.first),
+        agreement=agreement(full.tokens, other.tokens),
+        work=other.report.get("computed_share", 1.0),
+        drift=other.report.get("drift"),
+    )
+
+
+def _answer(
+    llm: Any,
+    prompt: list[int],
+    extra_args: Mapping[str, Any] | None,
+    max_tokens: int = ANSWER_TOKENS,
+) -> Answer:
+    from vllm import SamplingParams
+
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        logprobs=min(LOGPROBS, vocabulary),
+        extra_args=dict(extra_args) if extra_args else None,
+    )
+    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    [said] = output.outputs
+    return Answer(
+        first={token: entry.logprob for token, entry in said.logprobs[0].items()},
+        tokens=said.token_ids,
+        report=(output.kv_transfer_params or {}).get("segreuse", {}),
+    )
