@@ -390,7 +390,8 @@ def test_26_workers_are_told_once_of_what_was_called_back() -> None:
 
 def focused(world: World) -> Request:
     """A request that was admitted with a plan of which only the workers know how it ends."""
-    request = world.add(PROMPT, OPTIONS | {"segreuse_policy": "focus"})
+    options = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3}
+    request = world.add(PROMPT, options)
     world.run(request)
     return request
 
