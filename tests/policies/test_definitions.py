@@ -197,12 +197,12 @@ def test_focus_computes_more_of_what_was_computed_alone():
     in_context, alone = ("S", 1000), ("A", 500)
     for parts, chosen, at_a_tenth in (
         ((in_context,), 170, 100),
-        ((alone,), 255, 50),
-        ((in_context, ("N", 5), alone), 278, 150),  # 80 * 2/3 + 180 / 3 + 90 + 75
-        ((alone, in_context), 278, 150),
-        ((alone, in_context, alone), 370, 200),
+        ((alone,), 325, 50),
+        ((in_context, ("N", 5), alone), 315, 150),  # 80 * 2/3 + 230 / 3 + 90 + 95
+        ((alone, in_context), 315, 150),
+        ((alone, in_context, alone), 435, 200),
         ((("S", 50),), 50, 5),
-        ((("A", 20_000),), 3180, 2000),
+        ((("A", 20_000),), 4030, 2000),
     ):
         prompt = prompt_of(*parts, ("N", 3))
         assert recipe_of("focus", prompt, recompute_ratio=None).top_k == chosen
