@@ -25,6 +25,7 @@ KEYS = SOUND_KEYS | st.text(max_size=300) | st.lists(st.text(max_size=9), max_si
 SOUND_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "segreuse_policy": st.sampled_from([*POLICIES]),
     "segreuse_recompute_ratio": st.floats(0, 1),
+    "segreuse_max_drift": st.sampled_from([0, 0.05, 1e9]),
     "segreuse_dense_layers": st.integers(0, 4096) | st.floats(0.01, 0.99),
     "segreuse_overflow_tokens": st.integers(0, 2**31 - 1),
     "segreuse_min_reused_tokens": st.integers(1, 200),
