@@ -65,7 +65,7 @@ WORKING = {
     "prefill.layer_runner.LayerRunner.attention_paid": SELECTED,
     "prefill.selection.choose": SELECTED,
     "model.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
-    "prefill.programs.probed._attention_at_all_layers": FOCUS,
+    "prefill.programs.probed._attention": FOCUS,
 }
 
 Break = Callable[..., list[str]]

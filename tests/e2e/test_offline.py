@@ -67,6 +67,8 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
             "matches": 1,
             "bypass_reason": None,
             "exact_tokens": 0,
+            "drift": None,
+            "in_full": False,
         }
     }
     assert output.num_cached_tokens == len(document)

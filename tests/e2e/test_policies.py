@@ -86,10 +86,11 @@ def test_above_its_drift_a_request_is_computed_in_full(reusing: Engine, policy: 
     drift = cheap.report["drift"]
     assert drift > 0
     assert not cheap.report["in_full"]
-    [same] = reusing.ask(prompts[0], options=options(policy, segreuse_max_drift=1.01 * drift))
-    assert same.report == cheap.report
+    [same] = reusing.ask(prompts[0], options=options(policy, segreuse_max_drift=1.5 * drift))
+    assert same.report == cheap.report | {"drift": pytest.approx(drift, rel=0.1)}
     [half] = reusing.ask(prompts[0], options=options(policy, segreuse_max_drift=0.5 * drift))
-    assert (half.report["in_full"], half.report["drift"]) == (True, drift)
+    assert half.report["in_full"]
+    assert half.report["drift"] == pytest.approx(drift, rel=0.1)
     strict = options(policy, segreuse_max_drift=0)
     for answer, expected in zip(reusing.ask(*prompts, options=strict), reference, strict=True):
         report = answer.report

@@ -2,6 +2,7 @@
 """Plans over several steps: the same answers, and nobody waits for a whole plan."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,12 @@ def at_once(
     return answer
 
 
+def measured(report: dict[str, Any]) -> dict[str, Any]:
+    """A report whose drift may differ by rounding: waves are other batches."""
+    drift = report["drift"]
+    return report | {"drift": drift and pytest.approx(drift, rel=0.02)}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_it_answers_as_it_does_at_once(
     spreading: Engine, prompts: list[list[int]], way: str
@@ -126,7 +133,7 @@ def test_it_answers_as_it_does_at_once(
     submit(spreading, "spread", prompts[0], WAYS[way])
     answers, steps = until(spreading, "spread")
     assert steps >= 2
-    assert answers["spread"].report == alone.report
+    assert measured(answers["spread"].report) == measured(alone.report)
     assert_same(answers["spread"], alone, noise=NOISE)
 
 
