@@ -319,7 +319,12 @@ def test_ranks_gather_scores_as_the_program_does(
     calls: list[str] = []
 
     def called(name: str, result: Any) -> Any:
-        return lambda scores, **_: (calls.append(name), result(scores))[1]
+        def call(scores: torch.Tensor, **_: Any) -> Any:
+            assert scores.dtype == torch.float32, "vLLM's CPU ranks add no other"
+            calls.append(name)
+            return result(scores)
+
+        return call
 
     ranks = SimpleNamespace(
         world_size=2,

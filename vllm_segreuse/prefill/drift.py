@@ -48,14 +48,15 @@ class MovedValues:
     def drift(self) -> torch.Tensor:
         """Drift of each plan, float64 `[plans]`, equal on all ranks; 0 where nothing was chosen.
         To be called once they are recomputed."""
-        apart = torch.zeros(self._slots.numel(), dtype=torch.float64, device=self._slots.device)
+        apart = torch.zeros(self._slots.numel(), device=self._slots.device)
         for moved, new in zip(self._moved, self._values(), strict=True):
             relative = (new - moved).norm(dim=-1) / new.norm(dim=-1).clamp_min(_SMALLEST_NORM)
             apart += relative.mean(-1) / len(self._moved)
         plan = upload(np.repeat(np.arange(len(self._counts)), self._counts), apart.device)
-        totals = torch.zeros(len(self._counts), dtype=torch.float64, device=apart.device)
+        totals = torch.zeros(len(self._counts), device=apart.device)
         totals.scatter_add_(0, plan, apart)
-        totals = mean_over_ranks(totals)  # each has its own heads
+        # Each rank has its own heads. CPU ranks cannot add float64.
+        totals = mean_over_ranks(totals).double()
         factors = [
             plan.num_segments * PER_TOKENS / max(1, count) / max(1, chosen)
             for plan, count, chosen in zip(
