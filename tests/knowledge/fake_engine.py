@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.database import IN_MEMORY
+from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.knowledge.store import Store
 from vllm_segreuse.plan import FreezeOrder
 
 BLOCK_SIZE = 4
@@ -105,3 +112,20 @@ class FakeEngine:
 
     async def unfreeze(self, entries: list[str]) -> None:
         self.pool.release(entries)
+
+
+@asynccontextmanager
+async def serving(
+    engine: FakeEngine,
+    shape: Shape,
+    path: str | Path = IN_MEMORY,
+    model: str = "model",
+    poll_s: float = 0.01,
+) -> AsyncIterator[KnowledgeService]:
+    """A service on this engine, started and closed."""
+    service = KnowledgeService(engine, Store(str(path), model), shape, poll_s=poll_s)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.close()

@@ -8,6 +8,7 @@ import math
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.knowledge import rows
 from vllm_segreuse.knowledge.chunks import Shape
@@ -55,14 +57,7 @@ class Engine(FakeEngine):
         return await super().compute(tokens, extra_key, order)
 
 
-@contextlib.asynccontextmanager
-async def serving(path: Path | str, engine: Engine, shape: Shape = SHAPE) -> Any:
-    service = KnowledgeService(engine, Store(str(path), "model"), shape, poll_s=60)
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.close()
+serving = partial(fake_engine.serving, shape=SHAPE, poll_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +66,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[Any]]:
     path, engine = tmp_path_factory.mktemp("sound") / "manifest.sqlite", Engine()
 
     async def fill() -> None:
-        async with serving(path, engine) as service:
+        async with serving(engine, path=path) as service:
             await service.create_base(CreateBase(name="base", extra_key="key", preamble="Read"))
             documents: Any = [
                 {"id": i, "token_ids": ids, "metadata": {"page": 1}} for i, ids in CONTENT.items()
@@ -95,7 +90,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[Any]]:
     path, engine = tmp_path_factory.mktemp("beside") / "manifest.sqlite", Engine()
 
     async def fill(path: Path | str, ids: tuple[str, ...]) -> None:
-        async with serving(path, engine, BESIDE) as service:
+        async with serving(engine, shape=BESIDE, path=path) as service:
             await service.create_base(CreateBase(name="base", extra_key="key", preamble="Read"))
             documents: Any = [{"id": i, "token_ids": TEXTS[i], "metadata": {}} for i in ids]
             await service.add("base", AddDocuments(documents=documents, wait=True))
@@ -220,7 +215,7 @@ def survive(
 
     async def test() -> None:
         engine = Engine()
-        async with serving(path, engine, shape) as service:
+        async with serving(engine, shape=shape, path=path) as service:
             answers = await ask_everything(service)
         wrong = [a for a in answers if not 200 <= a.status_code < 500]
         assert not wrong, [(a.request.url, a.text) for a in wrong]
@@ -243,7 +238,7 @@ def told(path: Path) -> tuple[Any, dict[str, Any]]:
     """The base and its documents as a server tells them."""
 
     async def tell() -> tuple[Any, dict[str, Any]]:
-        async with serving(path, Engine()) as service:
+        async with serving(Engine(), path=path) as service:
             page = await service.documents("base", None, 100)
             return await service.base("base"), {d.id: d for d in page.data}
 
@@ -290,7 +285,7 @@ def test_a_row_of_one_base_moved_to_another_is_not_taken_for_its_own(path: Path)
     )
 
     async def test() -> None:
-        async with serving(path, Engine()) as service:
+        async with serving(Engine(), path=path) as service:
             [moved] = (await service.documents("other", None, 9)).data
             assert (moved.id, moved.status) == ("a", "failed")
 
@@ -319,7 +314,7 @@ def test_a_base_without_a_sound_extra_key_takes_nothing_until_it_is_made_anew(
 
     async def test() -> None:
         engine = Engine()
-        async with serving(path, engine) as service:
+        async with serving(engine, path=path) as service:
             documents: Any = [{"id": "c", "token_ids": [1, 2]}]
             with pytest.raises(Exception, match="delete the base and make it anew"):
                 await service.add("base", AddDocuments(documents=documents, wait=True))
@@ -343,7 +338,7 @@ def test_documents_of_a_damaged_base_are_not_computed_where_no_context_tells(
     async def fill() -> None:
         engine = Engine()
         engine.start = []
-        async with serving(path, engine) as service:
+        async with serving(engine, path=path) as service:
             await service.create_base(CreateBase(name="base", extra_key="key"))
             documents: Any = [{"id": "a", "token_ids": CONTENT["a"]}]
             await service.add("base", AddDocuments(documents=documents, wait=True))
@@ -352,7 +347,7 @@ def test_documents_of_a_damaged_base_are_not_computed_where_no_context_tells(
     async def restart() -> None:
         engine = Engine()
         engine.start = []
-        async with serving(path, engine) as service:
+        async with serving(engine, path=path) as service:
             await service.warm("base", WarmDocuments(wait=True))
             assert [d.status for d in (await service.documents("base", None, 9)).data] == ["failed"]
         assert engine.prompts == set()
@@ -375,7 +370,7 @@ def test_a_document_with_a_damaged_id_can_be_seen_and_deleted_for_good(
     assert told(path)[1][shown].status == "failed"
 
     async def delete() -> None:
-        async with serving(path, Engine()) as service:
+        async with serving(Engine(), path=path) as service:
             await service.delete("base", shown)
 
     asyncio.run(delete())

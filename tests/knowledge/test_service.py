@@ -3,19 +3,19 @@
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.knowledge import service as service_module
 from vllm_segreuse.knowledge import store
 from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
@@ -32,16 +32,7 @@ from vllm_segreuse.knowledge.warming import Urgency, Warming
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 
 
-@asynccontextmanager
-async def serving(
-    engine: FakeEngine, path: str = IN_MEMORY, model: str = "model", shape: Shape = SHAPE
-) -> AsyncIterator[KnowledgeService]:
-    service = KnowledgeService(engine, Store(path, model), shape, poll_s=0.01)
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.close()
+serving = partial(fake_engine.serving, shape=SHAPE)
 
 
 def run(test: Callable[[KnowledgeService, FakeEngine], Awaitable[None]], **options: Any) -> None:
@@ -294,7 +285,7 @@ def test_hits_are_counted_and_outlive_a_restart_most_used_first(tmp_path: Path) 
 
     async def main() -> None:
         engine = FakeEngine()
-        async with serving(engine, path) as service:
+        async with serving(engine, path=path) as service:
             await service.create_base(CreateBase(name="base"))
             content: Any = {name: [i, *range(8)] for i, name in enumerate("abc")}
             await service.add("base", documents(**content))
@@ -304,7 +295,7 @@ def test_hits_are_counted_and_outlive_a_restart_most_used_first(tmp_path: Path) 
             assert (await service.document("base", "c")).hits == 2
         engine = FakeEngine()
         engine.gate.clear()
-        async with serving(engine, path) as service:
+        async with serving(engine, path=path) as service:
             assert await statuses(service) == dict.fromkeys("abc", "warming")
             engine.gate.set()
             await until(lambda: _all_warm(service))
@@ -318,10 +309,10 @@ def test_with_less_memory_than_before_what_does_not_fit_stays_cold(tmp_path: Pat
     path = str(tmp_path / "manifest.sqlite")
 
     async def main() -> None:
-        async with serving(FakeEngine(), path) as service:
+        async with serving(FakeEngine(), path=path) as service:
             await service.create_base(CreateBase(name="base"))
             await service.add("base", documents(a=[*range(19)], b=[*range(30, 49)]))
-        async with serving(FakeEngine(limit=6), path) as service:
+        async with serving(FakeEngine(limit=6), path=path) as service:
             await until(lambda: _queue_is_empty(service))
             assert sorted((await statuses(service)).values()) == ["cold", "warm"]
 
@@ -332,11 +323,11 @@ def test_another_models_manifest_is_refused_entry_by_entry(tmp_path: Path) -> No
     path = str(tmp_path / "manifest.sqlite")
 
     async def main() -> None:
-        async with serving(FakeEngine(), path) as service:
+        async with serving(FakeEngine(), path=path) as service:
             await service.create_base(CreateBase(name="base", metadata={"kept": [1.5, None]}))
             await service.add("base", documents(a=[*range(9)]))
         engine = FakeEngine()
-        async with serving(engine, path, model="another") as service:
+        async with serving(engine, path=path, model="another") as service:
             (document,) = (await service.documents("base", None, 9)).data
             assert document.status == "failed"
             assert "another model" in str(document.error)
@@ -347,7 +338,7 @@ def test_another_models_manifest_is_refused_entry_by_entry(tmp_path: Path) -> No
             assert await statuses(service) == {"a": "warm"}
         engine = FakeEngine()
         engine.start = [2]  # another tokenizer
-        async with serving(engine, path, model="another") as service:
+        async with serving(engine, path=path, model="another") as service:
             assert await statuses(service) == {"a": "failed"}
 
     asyncio.run(main())
@@ -381,7 +372,7 @@ def test_counts_that_could_not_be_written_are_written_later(tmp_path: Path) -> N
 
     async def main() -> None:
         engine = FakeEngine()
-        async with serving(engine, path) as service:
+        async with serving(engine, path=path) as service:
             await service.create_base(CreateBase(name="base"))
             await service.add("base", documents(a=[*range(9)], b=[*range(20)]))
             writing = Refusing(service._store, "save_uses", FULL)
@@ -390,7 +381,7 @@ def test_counts_that_could_not_be_written_are_written_later(tmp_path: Path) -> N
             use(service, engine, "b")
             await until(lambda: _is(writing.calls > 3))
             writing.is_failing = False
-        async with serving(FakeEngine(), path) as service:
+        async with serving(FakeEngine(), path=path) as service:
             page = await service.documents("base", None, 9)
             assert {d.id: d.hits for d in page.data} == {"a": 1, "b": 1}
 
@@ -408,7 +399,7 @@ def test_what_was_used_since_the_last_look_is_counted_at_the_end(tmp_path: Path)
         await service.add("base", documents(a=[*range(9)]))
         use(service, engine, "a")
         await service.close()
-        async with serving(FakeEngine(), path) as service:
+        async with serving(FakeEngine(), path=path) as service:
             assert (await service.document("base", "a")).hits == 1
 
     asyncio.run(main())
@@ -420,7 +411,7 @@ def test_closing_lets_the_manifest_go_whatever_fails(tmp_path: Path, failing: st
 
     async def main() -> None:
         engine = FakeEngine()
-        async with serving(engine, path) as service:
+        async with serving(engine, path=path) as service:
             await service.create_base(CreateBase(name="base"))
             await service.add("base", documents(a=[*range(9)]))
             use(service, engine, "a")

@@ -5,23 +5,24 @@ import asyncio
 import contextlib
 import shutil
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.knowledge import siblings
 from vllm_segreuse.knowledge.catalogue import CatalogueDocument
 from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.errors import ConflictError, NoRoomError, UnavailableError
 from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, Document
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.siblings import Contexts, lead_documents
-from vllm_segreuse.knowledge.store import DocumentRecord, Store
+from vllm_segreuse.knowledge.store import DocumentRecord
 from vllm_segreuse.plan import FreezeOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=255, chunk_tokens=40)
@@ -52,16 +53,7 @@ class Engine(FakeEngine):
         return [token for context in held for token in context]
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    engine: Engine, path: str | Path = IN_MEMORY, shape: Shape = SHAPE
-) -> AsyncIterator[KnowledgeService]:
-    service = KnowledgeService(engine, Store(str(path), "model"), shape, poll_s=0.01)
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.close()
+serving = partial(fake_engine.serving, shape=SHAPE)
 
 
 def run(
@@ -387,7 +379,7 @@ def restarted(path: Path, shape: Shape = SHAPE) -> tuple[dict[str, list[int]], d
 
     async def main() -> tuple[dict[str, list[int]], dict[str, str]]:
         engine = Engine()
-        async with serving(engine, path, shape) as service:
+        async with serving(engine, shape=shape, path=path) as service:
             await service.finish()
             page = await service.documents("base", None, 100)
             faulty = {d.id: str(d.error) for d in page.data if d.status == "failed"}
@@ -406,7 +398,7 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "manifest.sqlite"
 
     async def fill() -> None:
-        async with serving(Engine(), path) as service:
+        async with serving(Engine(), path=path) as service:
             await service.create_base(CreateBase(name="base"))
             await add(service, d=E, c=C, b=B, a=A)
             await add(service, c=D)
@@ -434,7 +426,7 @@ def test_after_a_crash_nothing_of_a_deleted_text_is_computed(path: Path, tmp_pat
     crashed = tmp_path / "crashed.sqlite"
 
     async def crash() -> None:
-        async with serving(Engine(), path) as service:
+        async with serving(Engine(), path=path) as service:
 
             async def unplug(*_: Any) -> None:
                 shutil.copy(path, crashed)
@@ -464,7 +456,7 @@ def test_a_base_that_is_damaged_computes_nothing(tmp_path: Path, change: str) ->
     path = tmp_path / "manifest.sqlite"
 
     async def fill() -> None:
-        async with serving(Engine(), path) as service:
+        async with serving(Engine(), path=path) as service:
             await service.create_base(CreateBase(name="base", preamble="Read"))
             await add(service, a=A, b=B)
 
@@ -474,7 +466,7 @@ def test_a_base_that_is_damaged_computes_nothing(tmp_path: Path, change: str) ->
 
     async def start() -> None:
         engine = Engine()
-        async with serving(engine, path) as service:
+        async with serving(engine, path=path) as service:
             await service.finish()
             assert (await service.stats()).documents.failed == 2
             assert not engine.computed
@@ -517,7 +509,7 @@ def test_bases_of_a_manifest_of_version_1_go_on_computing_alone(
     old, path = tmp_path / "old.sqlite", tmp_path / "now.sqlite"
 
     async def fill() -> None:
-        async with serving(Engine(), old) as service:
+        async with serving(Engine(), path=old) as service:
             await service.create_base(CreateBase(name="base", context="none"))
             await add(service, a=A, b=B, c=C)
 
@@ -538,7 +530,7 @@ def test_bases_of_a_manifest_of_version_1_go_on_computing_alone(
     assert rows(path) == before
 
     async def go_on() -> None:
-        async with serving(Engine(), path) as service:
+        async with serving(Engine(), path=path) as service:
             base, is_new = await service.create_base(CreateBase(name="base"))
             assert (base.context, is_new) == ("none", False)
             await add(service, d=D)
