@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make demo ARGS="--model DIR"` without an engine: what is asked, and what is shown of it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from bench.english import demo, engine
 from bench.english.arms import Arm
 from bench.english.records import Outcome
 from bench.english.tasks.base import Example
-from tests.bench.test_english_run import Words
+from tests.bench.english_lab import Words, use_lab
 
 FULL = Outcome(score=1.0, said="Lisbon", ttft_ms=1200.0, tokens=2)
 DEFAULT = replace(FULL, said=None, ttft_ms=300.0, work=0.24, reused=1.0, drift=0.5)
@@ -46,13 +44,7 @@ class FakeLab:
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> FakeLab:
     lab = FakeLab()
-
-    @contextmanager
-    def english_engine(*_: Any) -> Iterator[FakeLab]:
-        yield lab
-
-    monkeypatch.setattr(engine, "english_engine", english_engine)
-    monkeypatch.delenv("BENCH_QUALITY_SEEDS", raising=False)
+    use_lab(monkeypatch, lab)
     return lab
 
 

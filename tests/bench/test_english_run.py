@@ -2,8 +2,7 @@
 """`bench english` without an engine: what is asked, kept, gone on with, and what it comes to."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -22,6 +21,7 @@ from bench.english.tape import Tape, divergences, favourites
 from bench.english.tasks import draw
 from bench.english.tasks.base import Example
 from bench.quality import seeds
+from tests.bench.english_lab import Words, use_lab
 
 SETTING = Setting("small", "0123", "reporting", "4567")
 FULL = Outcome(score=1.0, said="4821", ttft_ms=1000.0, tokens=8)
@@ -41,18 +41,6 @@ def record(
     **arms: Outcome,
 ) -> Record:
     return Record(task, kind, number, donors, 4, 500, "abc", replace(FULL, score=full), dict(arms))
-
-
-class Words:
-    """Stands for `Prompts`: a word is a token."""
-
-    chat = True
-
-    def measure(self, passage: str) -> int:
-        return len(passage.split())
-
-    def prompt(self, documents: Sequence[str], question: str) -> list[int]:
-        return [0] * sum(map(self.measure, [*documents, question]))
 
 
 class FakeLab:
@@ -379,14 +367,8 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> FakeLab:
     lab = FakeLab()
-
-    @contextmanager
-    def english_engine(*_: Any) -> Iterator[FakeLab]:
-        yield lab
-
-    monkeypatch.setattr(engine, "english_engine", english_engine)
+    use_lab(monkeypatch, lab)
     monkeypatch.setattr(harness, "commit", lambda: "abc")
-    monkeypatch.delenv("BENCH_QUALITY_SEEDS", raising=False)
     return lab
 
 
