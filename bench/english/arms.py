@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,12 +17,11 @@ FULL = "full"
 DEFAULT = "default"
 SHIFT = "shift"
 CLOSE = "close"
-MAX_DRIFT = 1.0
-"""As in `configs/close.yaml`."""
+CLOSE_CONFIG = Path(__file__).parents[2] / "configs/close.yaml"
 NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         DEFAULT: {},
-        CLOSE: {"max_drift": MAX_DRIFT},
+        CLOSE: {"max_drift": SegReuseConfig.from_yaml(CLOSE_CONFIG).max_drift},
         SHIFT: {"policy": "shift"},
         "epic": {"policy": "epic", "recompute_ratio": 0.15},
         "cacheblend": {"policy": "cacheblend", "recompute_ratio": 0.15},
