@@ -111,22 +111,19 @@ def _policy(value: Any) -> Any:
     return value
 
 
-def _ratio(value: Any) -> float:
-    if not _is_number(value) or not 0 <= value <= 1:
-        raise ValueError("must be a number from 0 to 1")
-    return float(value)
+def _number(most: float, null: str | None = None) -> BeforeValidator:
+    """A number from 0 to `most`; with `null`, also None, which means that."""
+    bounds = "from 0 on" if most == math.inf else f"from 0 to {most:g}"
+    wrong = f"must be a number {bounds}" + (f", or null for {null}" if null else "")
 
+    def check(value: Any) -> float | None:
+        if value is None and null:
+            return None
+        if not (_is_number(value) and 0 <= value <= most):
+            raise ValueError(wrong)
+        return float(value)
 
-def _ratio_or_null(value: Any) -> float | None:
-    if value is not None and not (_is_number(value) and 0 <= value <= 1):
-        raise ValueError("must be a number from 0 to 1, or null for the policy's own")
-    return None if value is None else float(value)
-
-
-def _drift(value: Any) -> float | None:
-    if value is not None and not (_is_number(value) and value >= 0):
-        raise ValueError("must be a number from 0 on, or null for no bound")
-    return None if value is None else float(value)
+    return BeforeValidator(check)
 
 
 def _layers(value: Any) -> Any:
@@ -204,7 +201,7 @@ class RequestOptions(BaseModel):
     policy: Annotated[str, BeforeValidator(_policy)] = RECOMMENDED
     """What is reused, and which of it is computed again; `auto` stands for the recommended one."""
 
-    recompute_ratio: Annotated[float | None, BeforeValidator(_ratio_or_null)] = None
+    recompute_ratio: Annotated[float | None, _number(1, "the policy's own")] = None
     """Share of the reused tokens that is chosen to be computed again, 0..1; None: the policy's own,
     which is 0.1, and for `focus` depends on how the reused text was computed (`policies/focus.py`).
     For `peaks` it is the most; for `sparsex`, overflow and tail are added to it."""
@@ -218,7 +215,7 @@ class RequestOptions(BaseModel):
     """`sparsex`: reused tokens computed again on both sides of new text; None: as many as a KV
     block holds."""
 
-    max_drift: Annotated[float | None, BeforeValidator(_drift)] = None
+    max_drift: Annotated[float | None, _number(math.inf, "no bound")] = None
     """`focus`, `prophet`: a request whose `drift` is above this is computed in full after all;
     None: none is. Other policies do not measure it. docs/quality.md says what drift means."""
 
@@ -250,7 +247,7 @@ class SegReuseConfig(RequestOptions):
     enabled: Annotated[bool, BeforeValidator(_switch)] = True
     """Whether reuse is on when the server starts; the kill switch changes it at run time."""
 
-    frozen_share: Annotated[float, BeforeValidator(_ratio)] = 0.5
+    frozen_share: Annotated[float, _number(1)] = 0.5
     """Most of the KV blocks that knowledge bases may keep, 0..1; 0: none. One request of maximum
     length always fits beside them."""
 

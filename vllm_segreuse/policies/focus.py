@@ -47,5 +47,6 @@ def _budget(situation: Situation) -> int:
     alone = int(lengths[situation.segments.position < FEW_TOKENS].sum())
     parts = ((alone, ALONE), (reused - alone, IN_CONTEXT))
     # Of a prompt that is partly either, as much of each number as it is of that kind.
-    budget = sum(tokens * (number / max(1, reused) + share) for tokens, (number, share) in parts)
-    return min(round(budget), reused)
+    return round(
+        sum(tokens * (number / max(1, reused) + share) for tokens, (number, share) in parts)
+    )

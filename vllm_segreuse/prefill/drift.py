@@ -52,9 +52,9 @@ class MovedValues:
         for moved, new in zip(self._moved, self._values(), strict=True):
             relative = (new - moved).norm(dim=-1) / new.norm(dim=-1).clamp_min(_SMALLEST_NORM)
             apart += relative.mean(-1) / len(self._moved)
-        plan = upload(np.repeat(np.arange(len(self._counts)), self._counts), apart.device)
+        of_plan = upload(np.repeat(np.arange(len(self._counts)), self._counts), apart.device)
         totals = torch.zeros(len(self._counts), device=apart.device)
-        totals.scatter_add_(0, plan, apart)
+        totals.scatter_add_(0, of_plan, apart)
         # Each rank has its own heads. CPU ranks cannot add float64.
         totals = mean_over_ranks(totals).double()
         factors = [
