@@ -4,6 +4,7 @@
 import hashlib
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "overflow_tokens": None,
         "max_drift": None,
         "min_reused_tokens": 128,
+        "observe": False,
         "max_provenance_depth": 4,
         "max_step_tokens": None,
         "spread_tokens": None,
@@ -160,13 +162,30 @@ def test_shares_are_taken_from_0_to_1(option: str) -> None:
             SegReuseConfig.from_options({option: bad})
 
 
-@pytest.mark.parametrize("option", ["enabled", "frozen_returns", "namespaces_trust_programs"])
+@pytest.mark.parametrize("option", ["frozen_returns", "namespaces_trust_programs"])
 def test_switches_are_true_or_false(option: str) -> None:
     for value in (True, False):
         assert getattr(SegReuseConfig.from_options({option: value}), option) is value
     for bad in (1, 0, None, "true", "no"):
         with pytest.raises(ConfigError, match=f"{option}=.* must be true or false"):
             SegReuseConfig.from_options({option: bad})
+
+
+def test_a_flag_of_a_request_may_have_become_a_number() -> None:
+    for value in (True, 1, False, 0):
+        options = parse_request({"segreuse_observe": value}, CONFIG).options
+        assert options.observe is bool(value)
+    for bad in (2, -1, 1.0, None, "true"):
+        with pytest.raises(RequestError, match=r"segreuse_observe=.* must be true or false"):
+            parse_request({"segreuse_observe": bad}, CONFIG)
+
+
+def test_the_switch_has_a_third_state() -> None:
+    for value in (True, False, "observe"):
+        assert SegReuseConfig.from_options({"enabled": value}).enabled == value
+    for bad in (1, 0, None, "true", "Observe", ["observe"]):
+        with pytest.raises(ConfigError, match=r'enabled=.* must be true, false or "observe"'):
+            SegReuseConfig.from_options({"enabled": bad})
 
 
 def test_dense_layers_is_a_number_of_layers_or_a_share_of_them() -> None:
@@ -358,10 +377,12 @@ def test_missing_yaml_is_named(tmp_path: Path) -> None:
         ("FALSE", True, True),
         (None, False, False),
         ("0", False, False),
+        (None, "observe", "observe"),
+        ("1", "observe", False),
     ],
 )
 def test_kill_switch_at_start(
-    monkeypatch: pytest.MonkeyPatch, environment: str | None, enabled: bool, starts: bool
+    monkeypatch: pytest.MonkeyPatch, environment: str | None, enabled: Any, starts: Any
 ) -> None:
     monkeypatch.delenv("VLLM_SEGREUSE_DISABLE", raising=False)
     if environment is not None:

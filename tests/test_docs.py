@@ -53,7 +53,7 @@ def test_an_option_has_its_range_default_and_meaning(tables: dict[str, list[list
     own = "a number from 0 to 1, or null for the policy's own"
     assert rows["`recompute_ratio`"][:2] == [own, "`null`"]
     assert rows["`max_drift`"][:2] == ["a number from 0 on, or null for no bound", "`null`"]
-    assert rows["`enabled`"][:2] == ["true or false", "`true`"]
+    assert rows["`enabled`"][:2] == ['true, false or "observe"', "`true`"]
     assert rows["`knowledge_path`"][:2] == ["a path, or null", "`null`"]
     assert all(len(meaning) > 20 for _, _, meaning in rows.values())
 

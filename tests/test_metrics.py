@@ -19,6 +19,8 @@ def filled() -> SegReuseStats:
     stats.count_tokens("recomputed", 100)
     stats.count_tokens("exact", 64)
     stats.count_tokens("new", 7)
+    stats.count_observed("reused", 300)
+    stats.count_observed("recomputed", 50)
     stats.count_request("reused")
     stats.count_request("bypassed", "too_few_reused_tokens")
     stats.count_request("bypassed", "too_few_reused_tokens")
@@ -100,6 +102,7 @@ def test_aggregate_adds() -> None:
     total = filled().aggregate(SegReuseStats(data=over_the_wire(filled())))
     assert total.data == {
         "tokens": {"prefix": 64, "reused": 2000, "recomputed": 200, "exact": 128, "new": 14},
+        "observed": {"reused": 600, "recomputed": 100},
         "requests": {"reused": {"": 2}, "bypassed": {"too_few_reused_tokens": 4}},
         "seconds": {"match": [0.001, 0.003, 0.001, 0.003]},
         "repeated": 6,
@@ -146,6 +149,8 @@ def test_prometheus_shows_what_was_counted(
     assert value("in_full_total") == 2
     assert value("tokens_total", kind="reused") == 2000
     assert value("tokens_total", kind="prefix") == 64
+    assert value("observed_tokens_total", kind="reused") == 600
+    assert value("observed_tokens_total", kind="recomputed") == 100
     assert value("requests_total", outcome="reused", reason="") == 2
     assert value("requests_total", outcome="bypassed", reason="too_few_reused_tokens") == 4
     assert value("match_seconds_count") == 4
@@ -159,6 +164,7 @@ def test_every_series_has_its_name_labels_and_buckets(
     found = {metric.name: metric for metric in registry.collect()}
     assert set(found) == {
         "vllm:segreuse_tokens",
+        "vllm:segreuse_observed_tokens",
         "vllm:segreuse_requests",
         "vllm:segreuse_not_finite",
         "vllm:segreuse_drift",

@@ -24,6 +24,7 @@ from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE = 4
 OPTIONS = {"extra_keys": "tests", "segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
+SEEN = {"segreuse_observe": True}
 LORA = LoRARequest("adapter", 1, "/adapters/1")
 _ids = count()
 
@@ -249,6 +250,55 @@ def test_an_engine_may_start_switched_off() -> None:
     assert world.match(world.add(PROMPT), 0) == 0
     assert world.side.set_enabled(True)
     assert world.match(world.add(PROMPT), 0) == 33
+
+
+def test_an_engine_that_observes_says_what_it_would_reuse() -> None:
+    world = World(enabled="observe")
+    world.run(world.add(DOCUMENT))
+    assert world.side.status() == {"enabled": "observe", "indexed_blocks": 8}
+    observed = world.add(PROMPT)
+    assert world.run(observed) == 0
+    # Computed in full: its blocks have their exact names, and donate as such.
+    assert world.pool.get_cached_block(observed.block_hashes[1], [0]) is not None
+    report = world.report(observed)
+    assert report["bypass_reason"] == "observed"
+    assert (report["reused_tokens"], report["computed_share"]) == (0, 1.0)
+
+    assert world.side.set_enabled(True) is True
+    twin = world.add(PROMPT, OPTIONS | {"segreuse_policy": "epic"})
+    assert world.match(twin, 0) == 33
+    assert world.side.set_enabled("observe") == "observe"
+    assert world.match(twin, 0) == 0
+    assert not world.side.set_enabled(False)
+    assert world.match(twin, 0) == 0
+    off = world.add(PROMPT, OPTIONS | SEEN)
+    world.run(off)
+    assert world.report(off)["bypass_reason"] == "disabled"
+
+
+def test_what_is_observed_is_what_would_have_been_done() -> None:
+    for policy in ("shift", "epic", "sparsex"):
+        options = OPTIONS | {"segreuse_policy": policy}
+        reusing, observing = cached_document(), cached_document()
+        done, seen = reusing.add(PROMPT, options), observing.add(PROMPT, SEEN | options)
+        assert reusing.run(done) == 33
+        assert observing.run(seen) == 0
+        report, observed = reusing.report(done), observing.report(seen)["observed"]
+        assert observed == {name: report[name] for name in observed}
+        assert set(observed) == {"reused_tokens", "recomputed_tokens", "computed_share", "matches"}
+        counted = observing.stats.data
+        assert counted["observed"].get("reused") == report["reused_tokens"]
+        assert counted["observed"].get("recomputed", 0) == report["recomputed_tokens"]
+        assert "reused" not in counted["tokens"]
+        assert counted["requests"]["bypassed"]["observed"] == 1
+
+
+def test_where_nothing_would_be_reused_nothing_is_observed() -> None:
+    world = World()
+    stranger = world.add(PROMPT, SEEN | OPTIONS)
+    world.run(stranger)
+    report = world.report(stranger)
+    assert (report["bypass_reason"], report["observed"]) == ("too_few_reused_tokens", None)
 
 
 def test_blocks_behind_the_plan_have_no_exact_name() -> None:

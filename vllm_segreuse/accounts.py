@@ -35,6 +35,8 @@ class Accounts:
             share = self._computed_share(plan, request.num_tokens)
             report = report._replace(computed_share=share)
             tracked.awaited = plan if plan.reports else None
+        elif tracked.observed is not None:
+            report = report._replace(observed=self._observed(tracked, request.num_tokens))
         tracked.report = report
         self._count(report, recomputed=tracked.awaited is None)
         if plan is not None:
@@ -59,6 +61,20 @@ class Accounts:
         self._stats.count_tokens("recomputed", recomputed)
         if outcome.drift is not None:
             self._stats.observe_drift(outcome.drift, outcome.in_full)
+
+    def _observed(self, tracked: TrackedRequest, num_tokens: int) -> dict[str, int | float]:
+        """What the plan that is not carried out would have come to."""
+        plan, tracked.observed = tracked.observed, None
+        assert plan is not None
+        observed = {
+            "reused_tokens": plan.num_reused,
+            "recomputed_tokens": plan.num_recomputed,
+            "computed_share": self._computed_share(plan, num_tokens),
+            "matches": tracked.num_segments,
+        }
+        self._stats.count_observed("reused", plan.num_reused)
+        self._stats.count_observed("recomputed", plan.num_recomputed)
+        return observed
 
     def _computed_share(
         self, plan: ReusePlan, num_tokens: int, chosen: int | None = None, in_full: bool = False

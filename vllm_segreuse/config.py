@@ -14,7 +14,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import yaml
 from pydantic import (
@@ -49,6 +49,10 @@ MAX_PROVENANCE_DEPTH = 127
 
 DISABLE_ENV = "VLLM_SEGREUSE_DISABLE"
 """Kill switch at start: `1` starts the server with segment reuse off."""
+
+OBSERVE = "observe"
+Switch = bool | Literal["observe"]
+"""Whether requests reuse segments; `OBSERVE`: what they would reuse is planned and reported."""
 
 STEP_TOKENS = {"cpu": 128, "other": 512}
 """Tokens from which on a pass takes time in proportion to them, by kind of device: to compute more
@@ -161,6 +165,19 @@ def _switch(value: Any) -> Any:
     return value
 
 
+def _flag(value: Any) -> bool:
+    # vLLM turns a true of `vllm_xargs` into 1.
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError("must be true or false")
+    return bool(value)
+
+
+def _switch_or_observe(value: Any) -> Any:
+    if not isinstance(value, bool) and value != OBSERVE:
+        raise ValueError(f'must be true, false or "{OBSERVE}"')
+    return value
+
+
 def _inner_share(value: Any) -> float:
     if not _is_number(value) or not 0 < value <= 1:
         raise ValueError("must be a number above 0 and up to 1")
@@ -222,6 +239,10 @@ class RequestOptions(BaseModel):
     min_reused_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 128
     """Fewer reusable tokens than this, and the request runs without reuse."""
 
+    observe: Annotated[bool, BeforeValidator(_flag)] = False
+    """The request is matched and planned, and runs without reuse; its report says what would have
+    been reused (`observed`)."""
+
 
 class SegReuseConfig(RequestOptions):
     """Options of the server: the defaults of every request, and what requests cannot change.
@@ -244,8 +265,9 @@ class SegReuseConfig(RequestOptions):
     carried out over several steps, that much in each. None: half of `max_num_batched_tokens`; 0:
     never."""
 
-    enabled: Annotated[bool, BeforeValidator(_switch)] = True
-    """Whether reuse is on when the server starts; the kill switch changes it at run time."""
+    enabled: Annotated[Switch, BeforeValidator(_switch_or_observe)] = True
+    """Whether reuse is on when the server starts; the kill switch changes it at run time.
+    "observe": no request reuses anything, and all are reported as with the option `observe`."""
 
     frozen_share: Annotated[float, _number(1)] = 0.5
     """Most of the KV blocks that knowledge bases may keep, 0..1; 0: none. One request of maximum
@@ -323,9 +345,10 @@ class SegReuseConfig(RequestOptions):
         return cls.from_options(data, source=os.fspath(path))
 
     @property
-    def starts_enabled(self) -> bool:
+    def starts_enabled(self) -> Switch:
         """`enabled`, unless the environment's kill switch (`DISABLE_ENV`) is set."""
-        return self.enabled and os.environ.get(DISABLE_ENV, "0").lower() in ("", "0", "false")
+        killed = os.environ.get(DISABLE_ENV, "0").lower() not in ("", "0", "false")
+        return False if killed else self.enabled
 
     def request_defaults(self) -> RequestOptions:
         """The options of a request that names none of its own."""

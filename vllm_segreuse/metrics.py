@@ -20,10 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 TokenKind = Literal["prefix", "reused", "recomputed", "exact", "new"]
+ObservedKind = Literal["reused", "recomputed"]
 Outcome = Literal["reused", "bypassed"]
 Timing = Literal["match", "align", "sparse_pass"]
 
 TOKEN_KINDS: tuple[TokenKind, ...] = ("prefix", "reused", "recomputed", "exact", "new")
+OBSERVED_KINDS: tuple[ObservedKind, ...] = ("reused", "recomputed")
 TIMINGS: dict[Timing, str] = {
     "match": "Time to match a request's prompt against the index, in seconds.",
     "align": "Time to copy and rotate the reused KV of a step, in seconds.",
@@ -38,15 +40,23 @@ _DRIFT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0,
 
 
 def _no_data() -> dict[str, Any]:
-    return {"tokens": {}, "requests": {}, "seconds": {}, "repeated": 0, "drift": [], "in_full": 0}
+    return {
+        "tokens": {},
+        "observed": {},
+        "requests": {},
+        "seconds": {},
+        "repeated": 0,
+        "drift": [],
+        "in_full": 0,
+    }
 
 
 @dataclass
 class SegReuseStats(KVConnectorStats):
     """What happened since the last report; merges with `aggregate`, starts over with `reset`.
 
-    `data` holds `tokens` {kind: n}, `requests` {outcome: {reason: n}}, `seconds` {timing: [s]},
-    `repeated` n, `drift` [of a request] and `in_full` n.
+    `data` holds `tokens` and `observed` {kind: n}, `requests` {outcome: {reason: n}}, `seconds`
+    {timing: [s]}, `repeated` n, `drift` [of a request] and `in_full` n.
     An instance made from the `data` of another process is equal to the original.
     """
 
@@ -60,6 +70,12 @@ class SegReuseStats(KVConnectorStats):
         if n:
             tokens = self.data["tokens"]
             tokens[kind] = tokens.get(kind, 0) + n
+
+    def count_observed(self, kind: ObservedKind, n: int) -> None:
+        """Adds `n` prompt tokens that would have been reused, or computed again of these."""
+        if n:
+            observed = self.data["observed"]
+            observed[kind] = observed.get(kind, 0) + n
 
     def count_request(self, outcome: Outcome, reason: str = "") -> None:
         """Adds one request; `reason` says why it was bypassed, and is empty if it was reused."""
@@ -98,6 +114,8 @@ class SegReuseStats(KVConnectorStats):
         """Adds what `other` counted, and returns itself."""
         for kind, n in other.data["tokens"].items():
             self.count_tokens(kind, n)
+        for kind, n in other.data["observed"].items():
+            self.count_observed(kind, n)
         for outcome, reasons in other.data["requests"].items():
             mine = self.data["requests"].setdefault(outcome, {})
             for reason, n in reasons.items():
@@ -143,6 +161,12 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             "prefix + reused + new = prompt; recomputed and exact are parts of reused.",
             labelnames=[*labelnames, "kind"],
         )
+        self._observed = counter(
+            name="vllm:segreuse_observed_tokens_total",
+            documentation="Prompt tokens that would have been reused, and those of them that would "
+            "have been computed again, of requests that are only observed.",
+            labelnames=[*labelnames, "kind"],
+        )
         self._requests = counter(
             name="vllm:segreuse_requests_total",
             documentation="Requests with extra keys, by outcome and, if bypassed, the reason.",
@@ -184,6 +208,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine]
         for kind in TOKEN_KINDS:
             self._tokens.labels(*labels, kind)
+        for observed in OBSERVED_KINDS:
+            self._observed.labels(*labels, observed)
         self._requests.labels(*labels, "reused", "")
         self._repeated.labels(*labels)
         self._drift.labels(*labels)
@@ -195,6 +221,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for kind, n in transfer_stats_data["tokens"].items():
             self._tokens.labels(*labels, kind).inc(n)
+        for kind, n in transfer_stats_data["observed"].items():
+            self._observed.labels(*labels, kind).inc(n)
         for outcome, reasons in transfer_stats_data["requests"].items():
             for reason, n in reasons.items():
                 self._requests.labels(*labels, outcome, reason).inc(n)

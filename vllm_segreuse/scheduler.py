@@ -32,7 +32,14 @@ from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
-from vllm_segreuse.config import STEP_TOKENS, RequestOptions, SegReuseConfig, parse_request
+from vllm_segreuse.config import (
+    OBSERVE,
+    STEP_TOKENS,
+    RequestOptions,
+    SegReuseConfig,
+    Switch,
+    parse_request,
+)
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import BoolArray, FreezeOrder, PlanOutcome, Recipe, ReusePlan, Segments
@@ -139,17 +146,19 @@ class SchedulerSide:
             clock=time.perf_counter,
             on_match=functools.partial(stats.observe, "match"),
         )
-        self._planner.enabled = config.starts_enabled
+        self.set_enabled(config.starts_enabled)
         pool.attach(requests, budget, self._freezing.make_room, (self._donors, self._freezing))
 
-    def set_enabled(self, enabled: bool) -> bool:
-        """Kill switch. Off: no request reuses anything; donors keep being indexed."""
-        self._planner.enabled = enabled
+    def set_enabled(self, enabled: Switch) -> Switch:
+        """Kill switch. Off: no request reuses anything; donors keep being indexed. `OBSERVE`: what
+        requests would reuse is planned and reported."""
+        self._planner.enabled, self._planner.observes = bool(enabled), enabled == OBSERVE
         return enabled
 
     def status(self) -> dict[str, Any]:
         """What the status route shows."""
-        return {"enabled": self._planner.enabled, "indexed_blocks": len(self._index)}
+        enabled = OBSERVE if self._planner.observes else self._planner.enabled
+        return {"enabled": enabled, "indexed_blocks": len(self._index)}
 
     @_contained(otherwise=None)
     def add(self, request: Request) -> None:
@@ -174,6 +183,7 @@ class SchedulerSide:
             make_recipe=functools.partial(self._recipe, options),
             max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
+            observes=options.observe,
             bypass=bypass,
             donates=bypass not in NEVER_DONATES,
             freeze=freeze,

@@ -319,6 +319,17 @@ def test_switched_off(world, document):
     assert world.decide(tracked) == 12
 
 
+def test_what_is_observed_is_of_the_last_decision_and_pins_nothing(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0])
+    world.planner.observes = True
+    assert world.decide(tracked, needed=5) == 0
+    assert tracked.observed.num_reused == 11
+    assert world.pins.pinned == world.prefix_lookups == 0
+    world.planner.enabled = False
+    assert world.admit(tracked).bypass_reason == "disabled"
+    assert tracked.observed is None
+
+
 def test_donors_that_leave_no_room_are_not_pinned(world, document):
     tracked = world.request(world.new_tokens(1) + document[0])
     world.pins.room = 3 + 4

@@ -345,6 +345,33 @@ def test_kill_switch(server: Server) -> None:
     assert reused() > 0
 
 
+def test_what_is_observed_is_answered_as_without_reuse(server: Server) -> None:
+    salts = itertools.count()
+
+    def check(**options: Any) -> None:
+        prompt, salt = shuffled(), f"nobody else's {next(salts)}"
+        plain = completion(prompt, cache_salt=salt, extra_keys=None, logprobs=5, max_tokens=8)
+        expected = server.post("/v1/completions", plain).raise_for_status().json()
+        body = completion(prompt, logprobs=5, max_tokens=8, **options)
+        answer = server.post("/v1/completions", body).raise_for_status().json()
+        report = answer["kv_transfer_params"]["segreuse"]
+        assert (report["bypass_reason"], report["reused_tokens"]) == ("observed", 0)
+        assert report["observed"]["reused_tokens"] > report["prompt_tokens"] // 2
+        assert report["observed"]["computed_share"] < 1
+        assert answer["choices"] == expected["choices"]
+
+    tokens = "vllm:segreuse_observed_tokens_total"
+    before = metric(server, tokens, kind="reused")
+    check(vllm_xargs={"segreuse_observe": True})
+    assert server.post(f"{SWITCH}/observe", headers=ADMIN).json() == {"enabled": "observe"}
+    try:
+        assert server.get(f"{SWITCH}/status", headers=ADMIN).json()["enabled"] == "observe"
+        check()
+    finally:
+        server.post(f"{SWITCH}/enable", headers=ADMIN).raise_for_status()
+    assert metric(server, tokens, kind="reused") > before
+
+
 def test_32_kill_switch_wants_its_token(server: Server) -> None:
     wrong = {"Authorization": "Bearer wrong"}
     assert server.post(f"{SWITCH}/disable").status_code == 401

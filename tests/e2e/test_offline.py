@@ -69,6 +69,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
             "exact_tokens": 0,
             "drift": None,
             "in_full": False,
+            "observed": None,
         }
     }
     assert output.num_cached_tokens == len(document)

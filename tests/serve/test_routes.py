@@ -15,7 +15,9 @@ from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, make_app, mount
 
 TOKEN = "tökén"
 MAX_BODY_BYTES = 2000
-STATUS, ENABLE, DISABLE = (f"/plugins/segreuse/v1/{x}" for x in ("status", "enable", "disable"))
+STATUS, ENABLE, DISABLE, OBSERVE = (
+    f"/plugins/segreuse/v1/{x}" for x in ("status", "enable", "disable", "observe")
+)
 
 
 class Engine:
@@ -58,9 +60,13 @@ def test_switch_and_status(client: TestClient, engine: Engine) -> None:
     headers = bearer(TOKEN)
     assert client.post(DISABLE, headers=headers).json() == {"enabled": False}
     assert client.get(STATUS, headers=headers).json() == {"enabled": False, "indexed_blocks": 3}
+    assert client.post(OBSERVE, headers=headers).json() == {"enabled": "observe"}
+    assert client.get(STATUS, headers=headers).json()["enabled"] == "observe"
     assert client.post(ENABLE, headers=headers).json() == {"enabled": True}
     assert engine.calls == [
         ("segreuse_set_enabled", False),
+        ("segreuse_status",),
+        ("segreuse_set_enabled", "observe"),
         ("segreuse_status",),
         ("segreuse_set_enabled", True),
     ]

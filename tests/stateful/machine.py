@@ -24,7 +24,7 @@ from tests.stateful.world import (
     Setup,
     World,
 )
-from vllm_segreuse.config import POLICIES
+from vllm_segreuse.config import POLICIES, Switch
 from vllm_segreuse.plan import FreezeOrder
 
 totals: Counter[str] = Counter()
@@ -45,13 +45,14 @@ SETUPS = st.builds(
     spread_tokens=st.sampled_from([0, 1, 1, 5]),
 )
 OPTIONS = st.builds(
-    lambda policy, ratio, dense, overflow, drift, least: {
+    lambda policy, ratio, dense, overflow, drift, least, observe: {
         "segreuse_policy": policy,
         "segreuse_recompute_ratio": ratio,
         "segreuse_dense_layers": dense,
         "segreuse_overflow_tokens": overflow,
         "segreuse_max_drift": drift,
         "segreuse_min_reused_tokens": least,
+        "segreuse_observe": observe,
     },
     policy=st.sampled_from([*POLICIES]),
     ratio=st.sampled_from(RATIOS),
@@ -59,6 +60,7 @@ OPTIONS = st.builds(
     overflow=st.sampled_from([0, 1, None]),
     drift=st.sampled_from(MAX_DRIFTS),
     least=st.sampled_from([4, 8]),
+    observe=st.sampled_from([False, False, False, True]),
 )
 PARTS = st.lists(
     st.tuples(st.integers(0, len(DOCUMENTS) - 1), st.integers(0, 5), st.integers(0, 6)),
@@ -81,7 +83,8 @@ OTHER = st.builds(
     prompt_logprobs=st.sampled_from([False, False, False, True]),
 )
 DISTURBANCES = [
-    *("exhaust", "release", "exhaust", "release", "reset", "preempt all", "off", "on", "on"),
+    *("exhaust", "release", "exhaust", "release", "reset", "preempt all"),
+    *("off", "observe", "on", "on", "on"),
     *("PAUSED_NEW", "PAUSED_ALL", "UNPAUSED", "UNPAUSED"),
 ]
 PICKS = st.integers(0, 7)
@@ -177,8 +180,9 @@ class Machine(RuleBasedStateMachine):
                 world.release()
             case "reset" | "preempt all":
                 world.reset(preempt=what == "preempt all")
-            case "off" | "on":
-                world.switch(what == "on")
+            case "off" | "on" | "observe":
+                states: dict[str, Switch] = {"off": False, "on": True, "observe": "observe"}
+                world.switch(states[what])
             case _:
                 world.pause(PauseState[what])
 

@@ -202,7 +202,7 @@ class _Run:
             case "reset" | "preempt":
                 world.reset(preempt=what == "preempt")
             case "switch":
-                world.switch(random.random() < 0.5)
+                world.switch(random.choice([True, True, False, "observe"]))
             case "pause":
                 world.pause(random.choice(list(PauseState)))
         return what
@@ -254,6 +254,7 @@ class _Run:
                 "segreuse_overflow_tokens": choose([0, 1, None]),
                 "segreuse_max_drift": choose(MAX_DRIFTS),
                 "segreuse_min_reused_tokens": choose([4, 4, 8]),
+                "segreuse_observe": random.random() < 0.1,
             },
             max_tokens=random.randint(1, 12),
             priority=random.randint(0, 2),

@@ -37,7 +37,7 @@ import vllm_segreuse
 from bench.shapes import SUPPORTED
 from tests.stateful import invariants
 from tests.stateful.worker import LARGEST_DRIFT, STOP, Identity, Worker
-from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config import SegReuseConfig, Switch
 from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4
@@ -229,10 +229,10 @@ class World:
         self.side.unfreeze(entries)
         assert not set(entries) & self.side.frozen()["warm"].keys()
 
-    def switch(self, on: bool) -> None:
+    def switch(self, state: Switch) -> None:
         """The kill switch."""
         self.counts["events"] += 1
-        self.side.set_enabled(on)
+        self.side.set_enabled(state)
 
     def pause(self, state: PauseState) -> None:
         """vLLM's own pause."""
@@ -328,8 +328,20 @@ class World:
             self._check_ending(request, report)
             self.counts["frozen"] += report.get("frozen", False)
             self.counts[f"policy: {report['policy']}"] += report["reused_tokens"] > 0
+            self._check_observed(request, report)
             if self.reports is not None:
                 self.reports[request.request_id] = report
+
+    def _check_observed(self, request: Request, report: dict[str, Any]) -> None:
+        """A request that is observed reuses nothing, and says what it would."""
+        observed = report["observed"]
+        self.counts["observed"] += observed is not None
+        asked = (request.sampling_params.extra_args or {}).get("segreuse_observe")
+        assert not (asked and report["reused_tokens"]), f"it was only to be observed: {report}"
+        assert (observed is not None) is (report["bypass_reason"] == "observed"), report
+        if observed is not None:
+            assert 0 < observed["reused_tokens"] <= report["new_tokens"]
+            assert 0 <= observed["recomputed_tokens"] <= observed["reused_tokens"]
 
     def _check_ending(self, request: Request, report: dict[str, Any]) -> None:
         """What the workers did is what the report says, though only they knew."""

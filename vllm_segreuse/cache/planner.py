@@ -69,6 +69,7 @@ class Planner:
 
     Attributes:
         enabled: kill switch. Off: no request reuses anything.
+        observes: all requests are planned, and none of the plans is carried out.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Planner:
         clock: Callable[[], float],
         on_match: Callable[[float], None],
     ) -> None:
-        self.enabled = True
+        self.enabled, self.observes = True, False
         self._requests = requests
         self._pins = pins
         self._make_room = make_room
@@ -156,7 +157,7 @@ class Planner:
             at all in this step if that closed admission; None to decide in a later step.
         """
         self._drop(tracked.request_id)
-        tracked.plan, tracked.start = None, start
+        tracked.plan, tracked.observed, tracked.start = None, None, start
         stop = num_tokens - 1
         tracked.reason = self._bypass_reason(tracked, stop - start)
         if tracked.reason is not None:
@@ -167,6 +168,10 @@ class Planner:
         tracked.num_segments = matches.num_segments
         if matches.num_tokens < tracked.min_reused_tokens:
             tracked.reason = "too_few_reused_tokens"
+            return 0
+        if self.observes or tracked.observes:
+            tracked.observed = self._make_plan(tracked, matches, start, stop)
+            tracked.reason = "observed"
             return 0
         state = prefix()
         if state.fresh:

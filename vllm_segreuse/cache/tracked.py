@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Report(NamedTuple):
     the work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
     both are the most there can be until they have reported. `drift` is then known, too
     (`prefill/drift.py`), and whether everything was computed because of it: the work is more than 1
-    then.
+    then. `observed` is what would have been reused: the fields of these names.
     """
 
     prefix_tokens: int
@@ -33,6 +33,7 @@ class Report(NamedTuple):
     computed_share: float = 1.0
     drift: float | None = None
     in_full: bool = False
+    observed: Mapping[str, int | float] | None = None
 
 
 @dataclass
@@ -47,10 +48,12 @@ class TrackedRequest:
             and their segments.
         max_drift: see `ReusePlan`.
         policy: name of the policy, for the report.
+        observes: it is planned, and runs without reuse.
         bypass: reason why this request never reuses, or None.
         donates: whether its blocks enter the index.
         freeze: what is to become of its blocks when it ends; None: nothing.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
+        observed: the plan that would have been carried out.
         report: outcome of its first admission.
         awaited: the plan that the report is about, until the workers have reported what they
             computed of it.
@@ -66,10 +69,12 @@ class TrackedRequest:
     make_recipe: Callable[[BoolArray, Segments], Recipe]
     max_drift: float = math.inf
     policy: str = ""
+    observes: bool = False
     bypass: str | None = None
     donates: bool = True
     freeze: FreezeOrder | None = None
     plan: ReusePlan | None = None
+    observed: ReusePlan | None = None
     report: Report | None = None
     awaited: ReusePlan | None = None
     start: int = 0

@@ -25,9 +25,9 @@ def install() -> None:
     add_method(EngineCore, "segreuse_unfreeze", segreuse_unfreeze)
 
 
-def segreuse_set_enabled(self: Any, enabled: bool) -> bool:
-    """Turn reuse on or off for the requests to come; returns the state."""
-    return bool(_side(self).set_enabled(enabled))
+def segreuse_set_enabled(self: Any, enabled: bool | str) -> Any:
+    """Turn reuse on or off for the requests to come, or observe them; returns the state."""
+    return _side(self).set_enabled(enabled)
 
 
 def segreuse_status(self: Any) -> dict[str, Any]:

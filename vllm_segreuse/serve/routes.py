@@ -4,6 +4,7 @@
 GET  /plugins/segreuse/v1/status
 POST /plugins/segreuse/v1/enable
 POST /plugins/segreuse/v1/disable
+POST /plugins/segreuse/v1/observe
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
+from vllm_segreuse import config
 from vllm_segreuse.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.serve.bodies import json_or_nothing
 
@@ -18,9 +20,9 @@ router = APIRouter(tags=["switch"], dependencies=[Depends(json_or_nothing)])
 
 
 class Switch(BaseModel):
-    """Whether requests reuse segments."""
+    """Whether requests reuse segments; "observe": none does, and each reports what it would."""
 
-    enabled: bool
+    enabled: config.Switch
 
 
 class SwitchStatus(Switch):
@@ -45,6 +47,12 @@ async def enable(request: Request) -> Switch:
 async def disable(request: Request) -> Switch:
     """Let requests run as vLLM alone would, from the next step on."""
     return Switch(enabled=await _call_engine(request, "segreuse_set_enabled", False))
+
+
+@router.post("/observe")
+async def observe(request: Request) -> Switch:
+    """Let requests run as vLLM alone would, and report what they would have reused."""
+    return Switch(enabled=await _call_engine(request, "segreuse_set_enabled", config.OBSERVE))
 
 
 async def _call_engine(request: Request, method: str, *args: Any) -> Any:
