@@ -37,6 +37,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "max_drift": None,
         "min_reused_tokens": 128,
         "observe": False,
+        "explain": False,
         "max_provenance_depth": 4,
         "max_step_tokens": None,
         "spread_tokens": None,

@@ -293,6 +293,43 @@ def test_what_is_observed_is_what_would_have_been_done() -> None:
         assert counted["requests"]["bypassed"]["observed"] == 1
 
 
+def explained(world: World, tokens: list[int], options: Any = OPTIONS) -> list[tuple[int, str]]:
+    """Tokens of each stretch, and its source or the reason."""
+    request = world.add(tokens, options | {"segreuse_explain": True})
+    world.run(request)
+    return [(s["tokens"], s.get("reason", s["source"])) for s in world.report(request)["explain"]]
+
+
+def test_a_report_explains_the_prompt_where_it_is_asked_for() -> None:
+    world = cached_document()
+    found = [(1, "shorter_than_block"), (32, "segment"), (1, "last_token")]
+    assert explained(world, PROMPT) == found
+    more = OPTIONS | {"segreuse_min_reused_tokens": 33}
+    assert explained(cached_document(), PROMPT, more) == found, "found, and too few to be reused"
+    assert explained(world, PROMPT, OPTIONS | SEEN) == found
+    world.side.set_enabled(False)
+    assert explained(world, PROMPT) == [(34, "disabled")]
+    plain = world.add(PROMPT)
+    world.run(plain)
+    assert "explain" not in world.report(plain)
+
+
+def test_text_that_was_evicted_is_explained_as_such() -> None:
+    world = cached_document()
+    fill_pool(world)
+    assert explained(world, PROMPT) == [(33, "evicted"), (1, "last_token")]
+    assert explained(world, PROMPT, {**OPTIONS, "extra_keys": "others"})[0] == (33, "unknown")
+
+
+def test_what_was_computed_behind_too_much_reused_text_is_explained_as_such() -> None:
+    world = World(max_provenance_depth=0)
+    world.run(world.add(DOCUMENT))
+    behind = [*range(300, 312)]
+    reusing = world.add([7, *DOCUMENT, 8, 9, 10, *behind, 8])
+    assert world.run(reusing) == 48
+    assert explained(world, [7, *behind, 8]) == [(13, "too_deep"), (1, "last_token")]
+
+
 def test_where_nothing_would_be_reused_nothing_is_observed() -> None:
     world = World()
     stranger = world.add(PROMPT, SEEN | OPTIONS)

@@ -243,6 +243,10 @@ class RequestOptions(BaseModel):
     """The request is matched and planned, and runs without reuse; its report says what would have
     been reused (`observed`)."""
 
+    explain: Annotated[bool, BeforeValidator(_flag)] = False
+    """The report says of each stretch of the prompt where it comes from, or why it was not found
+    (`explain`)."""
+
 
 class SegReuseConfig(RequestOptions):
     """Options of the server: the defaults of every request, and what requests cannot change.

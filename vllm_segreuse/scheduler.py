@@ -19,7 +19,9 @@ from vllm_segreuse.arrival import NEVER_DONATES, all_tokens, bypass_reason, name
 from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.exact import ResidentFinder
+from vllm_segreuse.cache.explain import Reasons, explain, unexplored
 from vllm_segreuse.cache.finder import ContentFinder, Finder
+from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.freezing import Freezing
 from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.health import Health
@@ -51,6 +53,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.segreuse")
+
+FORGOTTEN_PER_BLOCK = 4
+"""Blocks that no longer donate are remembered, for each that there is: 36 bytes."""
+
+SEARCHED = (None, "observed", "too_few_reused_tokens", "no_free_blocks")
+"""Reasons for which a request runs as it does after its prompt was searched for."""
 
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -123,8 +131,10 @@ class SchedulerSide:
         self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
         self._by_content: Finder = ContentFinder(index, config.max_provenance_depth)
         self._by_residence: Finder = ResidentFinder(group.block_size)
-        self._donors = Donors(index, requests, config.max_provenance_depth, health)
         num_blocks = pool.num_gpu_blocks - 1  # without vLLM's null block
+        self._forgotten = Forgotten(index, self._namespaces, FORGOTTEN_PER_BLOCK * num_blocks)
+        depth = config.max_provenance_depth
+        self._donors = Donors(index, requests, depth, health, self._forgotten)
         entries = FrozenPool(
             pool,
             self._namespaces,
@@ -184,6 +194,7 @@ class SchedulerSide:
             max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
             observes=options.observe,
+            explains=options.explain,
             bypass=bypass,
             donates=bypass not in NEVER_DONATES,
             freeze=freeze,
@@ -207,6 +218,9 @@ class SchedulerSide:
             self._pool.prefix_state, request, num_hit_tokens, self._manager.watermark_blocks
         )
         supplied = self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
+        if tracked.explains and tracked.report is None:
+            # Now: once it is allocated, its own blocks are in the index.
+            tracked.explanation = self._explained(tracked)
         return supplied, tracked.plan is not None and tracked.plan.spread
 
     @_contained(otherwise=None)
@@ -223,6 +237,10 @@ class SchedulerSide:
         self._donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         if request.num_preemptions:
             return  # counted when it was first admitted, like vLLM's own figures
+        searched = report.bypass_reason in SEARCHED and tracked.explanation is not None
+        if tracked.explains and not searched:
+            reason = report.bypass_reason or "no_match"
+            tracked.explanation = unexplored(report.prefix_tokens, tracked.num_tokens, reason)
         self._accounts.admitted(tracked, request, report)
         self._freezing.used(tracked, hit_blocks)
 
@@ -296,6 +314,8 @@ class SchedulerSide:
             "prompt_tokens": request.num_prompt_tokens,
             **tracked.report._asdict(),
         }
+        if tracked.explanation is not None:
+            report["explain"] = tracked.explanation
         return report if tracked.freeze is None else report | {"frozen": frozen}
 
     def frozen(self) -> dict[str, Any]:
@@ -305,6 +325,20 @@ class SchedulerSide:
     def unfreeze(self, entries: list[str]) -> None:
         """Release entries that were deleted."""
         self._freezing.forget(entries)
+
+    def _explained(self, tracked: TrackedRequest) -> list[dict[str, Any]] | None:
+        """Where each stretch of a prompt comes from that was just decided on; None if nothing was
+        searched for."""
+        plan, memo = tracked.plan or tracked.observed, tracked.prompt.memo
+        if plan is not None:
+            pieces = plan.pieces
+        elif tracked.reason in SEARCHED and memo is not None:
+            pieces = memo.matches.pieces
+        else:
+            return None
+        by_content = Reasons(tracked.prompt, self._index, self._forgotten)
+        reason = (lambda start, stop: "not_cached") if tracked.finder.is_exact else by_content
+        return explain(pieces, tracked.start, tracked.num_tokens, reason)
 
     def _recipe(self, options: RequestOptions, reused: BoolArray, segments: Segments) -> Recipe:
         return POLICIES[options.policy](

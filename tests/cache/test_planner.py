@@ -14,8 +14,10 @@ from vllm_segreuse.cache import budget as budget_module
 from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.finder import ContentFinder
+from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.planner import Planner, PrefixState
 from vllm_segreuse.cache.prompt import Prompt, none_resident
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
@@ -97,7 +99,11 @@ class World:
         self.budget = StepBudget(BUDGET)
         self.finder = ContentFinder(self.index, MAX_DEPTH)
         requests: dict[str, TrackedRequest] = {}
-        self.donors = Donors(self.index, requests, MAX_DEPTH, self.health)
+        namespaces = NamespaceTable()
+        for number in range(4):
+            namespaces.intern(bytes([number]))
+        forgotten = Forgotten(self.index, namespaces, 64)
+        self.donors = Donors(self.index, requests, MAX_DEPTH, self.health, forgotten)
         ticks = count()
         self.planner = Planner(
             requests,

@@ -45,7 +45,7 @@ SETUPS = st.builds(
     spread_tokens=st.sampled_from([0, 1, 1, 5]),
 )
 OPTIONS = st.builds(
-    lambda policy, ratio, dense, overflow, drift, least, observe: {
+    lambda policy, ratio, dense, overflow, drift, least, observe, explain: {
         "segreuse_policy": policy,
         "segreuse_recompute_ratio": ratio,
         "segreuse_dense_layers": dense,
@@ -53,6 +53,7 @@ OPTIONS = st.builds(
         "segreuse_max_drift": drift,
         "segreuse_min_reused_tokens": least,
         "segreuse_observe": observe,
+        "segreuse_explain": explain,
     },
     policy=st.sampled_from([*POLICIES]),
     ratio=st.sampled_from(RATIOS),
@@ -61,6 +62,7 @@ OPTIONS = st.builds(
     drift=st.sampled_from(MAX_DRIFTS),
     least=st.sampled_from([4, 8]),
     observe=st.sampled_from([False, False, False, True]),
+    explain=st.booleans(),
 )
 PARTS = st.lists(
     st.tuples(st.integers(0, len(DOCUMENTS) - 1), st.integers(0, 5), st.integers(0, 6)),

@@ -255,6 +255,7 @@ class _Run:
                 "segreuse_max_drift": choose(MAX_DRIFTS),
                 "segreuse_min_reused_tokens": choose([4, 4, 8]),
                 "segreuse_observe": random.random() < 0.1,
+                "segreuse_explain": random.random() < 0.5,
             },
             max_tokens=random.randint(1, 12),
             priority=random.randint(0, 2),

@@ -329,6 +329,7 @@ class World:
             self.counts["frozen"] += report.get("frozen", False)
             self.counts[f"policy: {report['policy']}"] += report["reused_tokens"] > 0
             self._check_observed(request, report)
+            self._check_explanation(request, report)
             if self.reports is not None:
                 self.reports[request.request_id] = report
 
@@ -342,6 +343,26 @@ class World:
         if observed is not None:
             assert 0 < observed["reused_tokens"] <= report["new_tokens"]
             assert 0 <= observed["recomputed_tokens"] <= observed["reused_tokens"]
+
+    def _check_explanation(self, request: Request, report: dict[str, Any]) -> None:
+        """The stretches are all of the prompt, and add up to what the report says."""
+        asked = (request.sampling_params.extra_args or {}).get("segreuse_explain")
+        assert ("explain" in report) is bool(asked), report
+        if not asked:
+            return
+        end, tokens = 0, Counter[str]()
+        for stretch in report["explain"]:
+            assert stretch["start"] == end, f"not one after the other: {report}"
+            assert stretch["tokens"] > 0, report
+            end += stretch["tokens"]
+            tokens[stretch["source"]] += stretch["tokens"]
+            self.counts[f"explained: {stretch.get('reason', stretch['source'])}"] += 1
+        found = (report["observed"] or report)["reused_tokens"]
+        # Tokens that were generated before a preemption are behind the prompt.
+        assert end >= request.num_prompt_tokens, report
+        assert tokens["prefix"] == report["prefix_tokens"], report
+        if found:
+            assert tokens["segment"] == found, report
 
     def _check_ending(self, request: Request, report: dict[str, Any]) -> None:
         """What the workers did is what the report says, though only they knew."""

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
@@ -37,6 +38,7 @@ class Donors(BlockListener):
         requests: live requests with extra keys, by id.
         max_depth: deepest provenance that may donate.
         health: where errors over the index end.
+        forgotten: remembers what donates no more.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class Donors(BlockListener):
         requests: Mapping[str, TrackedRequest],
         max_depth: int,
         health: Health,
+        forgotten: Forgotten,
     ) -> None:
         self._index = index
         self._requests = requests
         self._max_depth = max_depth
         self._health = health
+        self._forgotten = forgotten
 
     def named(self, blocks: NamedBlocks) -> None:
         """Index those of them that may donate. An error ends the donations of their request."""
@@ -66,6 +70,7 @@ class Donors(BlockListener):
         """Forget a block."""
         if not self._health.broken:
             with self._health.contained("the removal of a block"):
+                self._forgotten.evicted(block_id)
                 self._index.remove(block_id)
 
     def reset(self) -> None:
@@ -136,10 +141,16 @@ class Donors(BlockListener):
         size, first = self._index.block_size, blocks.first
         depths = self.depths(tracked, first, len(blocks.block_ids))
         donors = np.flatnonzero((depths >= 0) & (depths <= MAX_PROVENANCE_DEPTH))
-        if not len(donors):
+        too_deep = tracked.plan is not None and tracked.plan.donor_depth >= self._max_depth
+        if not (len(donors) or too_deep):
             return
         last = first + len(blocks.block_ids)
         tokens = np.asarray(blocks.token_ids[first * size : last * size], dtype=np.int32)
+        if too_deep:
+            others = tokens.reshape(-1, size)[depths < 0]
+            self._forgotten.too_deep(tracked.prompt.namespace, others)
+        if not len(donors):
+            return
         # The index takes runs of consecutive blocks; a block that may not donate ends a run.
         for run in np.split(donors, np.flatnonzero(np.diff(donors) > 1) + 1):
             begin, end = int(run[0]), int(run[-1]) + 1

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Callable
+
+_SECRET = secrets.token_bytes(32)
 
 
 def namespace_key(
@@ -62,6 +66,7 @@ class NamespaceTable:
         self._is_indexed = is_indexed
         self._ids: dict[bytes, int] = {}
         self._keys: list[bytes | None] = []  # by id; None: free
+        self._digests: list[int] = []  # by id
         self._references: list[int] = []  # by id
         self._free: list[int] = []
         self._sweep_at = 1024
@@ -80,8 +85,15 @@ class NamespaceTable:
             namespace = self._new_id()
             self._ids[key] = namespace
             self._keys[namespace] = key
+            digest = hashlib.blake2b(key, digest_size=8, key=_SECRET).digest()
+            self._digests[namespace] = int.from_bytes(digest)
         self._references[namespace] += 1
         return namespace
+
+    def digest(self, namespace: int) -> int:
+        """64 bits that stand for the namespace's key as long as the process lives, also after its
+        id was given to another; nobody else can compute them."""
+        return self._digests[namespace]
 
     def acquire(self, namespace: int) -> None:
         """Take one more reference to an id that the caller knows to be alive.
@@ -121,6 +133,7 @@ class NamespaceTable:
         if self._free:
             return self._free.pop()
         self._keys.append(None)
+        self._digests.append(0)
         self._references.append(0)
         return len(self._keys) - 1
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.prompt import Prompt
@@ -49,12 +49,14 @@ class TrackedRequest:
         max_drift: see `ReusePlan`.
         policy: name of the policy, for the report.
         observes: it is planned, and runs without reuse.
+        explains: its report says where each stretch of the prompt comes from.
         bypass: reason why this request never reuses, or None.
         donates: whether its blocks enter the index.
         freeze: what is to become of its blocks when it ends; None: nothing.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
         observed: the plan that would have been carried out.
         report: outcome of its first admission.
+        explanation: of its first admission (`explain.py`), where it is wanted.
         awaited: the plan that the report is about, until the workers have reported what they
             computed of it.
         start: tokens of vLLM's own prefix hit at the last decision.
@@ -70,12 +72,14 @@ class TrackedRequest:
     max_drift: float = math.inf
     policy: str = ""
     observes: bool = False
+    explains: bool = False
     bypass: str | None = None
     donates: bool = True
     freeze: FreezeOrder | None = None
     plan: ReusePlan | None = None
     observed: ReusePlan | None = None
     report: Report | None = None
+    explanation: list[dict[str, Any]] | None = None
     awaited: ReusePlan | None = None
     start: int = 0
     reason: str | None = None

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each stretch of a prompt has its source, or the nearest reason why it was not found."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_segreuse.cache.explain import Reasons, Stretch, explain, unexplored
+from vllm_segreuse.cache.forgotten import Forgotten, Why
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.matcher import find_matches
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.prompt import Prompt
+
+SIZE = 4
+DOCUMENT = [*range(100, 112)]
+OTHER = [*range(200, 212)]
+
+
+class World:
+    """An index, and what was in it before."""
+
+    def __init__(self, capacity: int = 32) -> None:
+        self.index = SegmentIndex(64, SIZE)
+        self.names = NamespaceTable(lambda namespace: self.index.population(namespace) > 0)
+        self.mine, self.theirs = self.names.intern(b"mine"), self.names.intern(b"theirs")
+        self.forgotten = Forgotten(self.index, self.names, capacity)
+
+    def cache(self, tokens: list[int], first_block: int, namespace: int) -> list[int]:
+        blocks = [*range(first_block, first_block + len(tokens) // SIZE)]
+        self.index.insert(
+            namespace, np.array(blocks, np.int32), np.array(tokens, np.int32), first_position=40
+        )
+        return blocks
+
+    def evict(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.forgotten.evicted(block)
+            self.index.remove(block)
+
+    def explain(self, tokens: list[int], namespace: int, start: int = 0) -> list[Stretch]:
+        prompt = Prompt(namespace, np.array(tokens, np.int32))
+        hashes = prompt.hashes(SIZE)
+        stop = len(tokens) - 1
+        found = find_matches(self.index, namespace, prompt.tokens, hashes, start, stop, 4)
+        reasons = Reasons(prompt, self.index, self.forgotten)
+        return explain(found.pieces, start, len(tokens), reasons)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def new(start: int, tokens: int, reason: str) -> Stretch:
+    return {"start": start, "tokens": tokens, "source": "new", "reason": reason}
+
+
+def reasons(stretches: list[Stretch]) -> list[str]:
+    return [stretch.get("reason", stretch["source"]) for stretch in stretches]
+
+
+def test_prefix_segments_and_new_text_in_order(world: World) -> None:
+    world.cache(DOCUMENT, 0, world.mine)
+    world.cache(OTHER, 8, world.mine)
+    world.index.begin_step()
+    prompt = [1, 2, 3, 4, *OTHER, 5, 6, *DOCUMENT, *range(300, 309), 9]
+    assert world.explain(prompt, world.mine, start=4) == [
+        {"start": 0, "tokens": 4, "source": "prefix"},
+        {"start": 4, "tokens": 12, "source": "segment", "position": 40},
+        new(16, 2, "shorter_than_block"),
+        {"start": 18, "tokens": 12, "source": "segment", "position": 40},
+        new(30, 9, "unknown"),
+        new(39, 1, "last_token"),
+    ]
+
+
+def test_a_segment_that_begins_inside_a_block_has_its_own_position(world: World) -> None:
+    world.cache(DOCUMENT, 0, world.mine)
+    world.index.begin_step()
+    stretches = world.explain([*DOCUMENT[2:], 9], world.mine)
+    assert stretches[0] == {"start": 0, "tokens": 10, "source": "segment", "position": 42}
+
+
+def test_evicted_text_is_told_from_text_that_never_was(world: World) -> None:
+    blocks = world.cache(DOCUMENT, 0, world.mine)
+    world.index.begin_step()
+    world.evict(blocks)
+    assert reasons(world.explain([7, *DOCUMENT, 9], world.mine)) == ["evicted", "last_token"]
+    assert reasons(world.explain([7, *OTHER, 9], world.mine)) == ["unknown", "last_token"]
+
+
+def test_the_nearest_reason_counts(world: World) -> None:
+    world.evict(world.cache(DOCUMENT, 0, world.mine))
+    world.forgotten.too_deep(world.mine, np.array([OTHER[:SIZE]], np.int32))
+    assert reasons(world.explain([*OTHER, 9], world.mine))[0] == "too_deep"
+    assert reasons(world.explain([*OTHER, *DOCUMENT, 9], world.mine))[0] == "evicted"
+    world.cache(DOCUMENT, 0, world.mine)
+    assert reasons(world.explain([*OTHER, *DOCUMENT, 9], world.mine))[0] == "computed_now"
+
+
+def test_all_namespaces_of_an_evicted_block_remember_it(world: World) -> None:
+    blocks = world.cache(DOCUMENT, 0, world.mine)
+    world.index.insert(
+        world.theirs, np.array(blocks, np.int32), np.array(DOCUMENT, np.int32), first_position=40
+    )
+    world.index.begin_step()
+    world.evict(blocks)
+    for namespace in (world.mine, world.theirs):
+        assert reasons(world.explain([*DOCUMENT, 9], namespace))[0] == "evicted"
+
+
+@pytest.mark.parametrize("state", ["evicted", "too deep", "cached", "computed now"])
+def test_nothing_is_said_about_others(state: str) -> None:
+    """Their namespace and one that does not exist answer alike, whatever they hold."""
+    world = World()
+    if state == "too deep":
+        world.forgotten.too_deep(world.theirs, np.array(DOCUMENT, np.int32).reshape(-1, SIZE))
+    else:
+        blocks = world.cache(DOCUMENT, 0, world.theirs)
+        if state != "computed now":
+            world.index.begin_step()
+        if state == "evicted":
+            world.evict(blocks)
+    nobody = world.names.intern(b"nobody")
+    prompt: Any = [*DOCUMENT, *OTHER, 9]
+    assert world.explain(prompt, world.mine) == world.explain(prompt, nobody)
+    assert reasons(world.explain(prompt, nobody)) == ["unknown", "last_token"]
+
+
+def test_an_id_that_another_namespace_gets_tells_nothing_of_the_former() -> None:
+    world = World()
+    blocks = world.cache(DOCUMENT, 0, world.mine)
+    world.index.begin_step()
+    world.evict(blocks)
+    world.names.release(world.mine)
+    again = world.names.intern(b"another")
+    assert again == world.mine, "this test needs the same id"
+    assert reasons(world.explain([*DOCUMENT, 9], again))[0] == "unknown"
+    world.names.release(again)
+    assert world.names.intern(b"mine") == again
+    assert reasons(world.explain([*DOCUMENT, 9], again))[0] == "evicted"
+
+
+def test_the_oldest_is_forgotten_first() -> None:
+    world = World(capacity=4)
+    world.evict(world.cache(DOCUMENT, 0, world.mine))
+    world.evict(world.cache(OTHER, 8, world.mine))
+    known = [
+        world.forgotten.windows(world.mine, np.array(tokens, np.int32), Why.EVICTED).sum()
+        for tokens in (DOCUMENT, OTHER)
+    ]
+    assert known == [1, 3]
+
+
+def test_a_prompt_in_which_nothing_was_searched_for() -> None:
+    prefix = {"start": 0, "tokens": 8, "source": "prefix"}
+    assert unexplored(8, 20, "disabled") == [prefix, new(8, 12, "disabled")]
+    assert unexplored(0, 20, "disabled") == [new(0, 20, "disabled")]

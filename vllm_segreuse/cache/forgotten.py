@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which text was computed in a namespace and donates no more: a bounded memory, for `explain`.
+
+Of each block two hashes of its tokens are kept, mixed with a secret digest of its namespace: what
+is remembered of one namespace can be asked for in that one only. The newest replace the oldest.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from vllm_segreuse.cache.index import SegmentIndex, salt_of
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.rolling_hash import TokenArray, window_anchors, window_hashes
+from vllm_segreuse.plan import BoolArray
+
+
+class Why(IntEnum):
+    """Why a block does not donate; 0 marks an entry that was never used."""
+
+    EVICTED = 1
+    """vLLM took it for other tokens."""
+    TOO_DEEP = 2
+    """It was computed behind reused KV of the largest depth (`max_provenance_depth`)."""
+
+
+class Forgotten:
+    """One per engine.
+
+    Args:
+        index: read before a block is removed from it.
+        namespaces: of the ids in the index.
+        capacity: blocks that are remembered.
+    """
+
+    def __init__(self, index: SegmentIndex, namespaces: NamespaceTable, capacity: int) -> None:
+        self._index = index
+        self._namespaces = namespaces
+        self._marks = np.zeros(capacity, np.uint64)
+        self._why = np.zeros(capacity, np.uint8)
+        self._next = 0
+
+    def evicted(self, block_id: int) -> None:
+        """A block is about to be removed from the index, in all namespaces."""
+        nodes = self._index.nodes
+        entry = block_id
+        if not nodes[entry]["born"]:
+            return
+        anchor = int(nodes[entry]["anchor"])
+        while entry >= 0:
+            node = nodes[entry]
+            namespace = int(node["namespace"])
+            # The key's salt is that of the id, which another namespace may get later.
+            key = int(node["key"]) ^ (int(salt_of(namespace)) & 0xFFFFFFFF)
+            self._note(namespace, key, anchor, Why.EVICTED)
+            entry = int(node["next_view"])
+
+    def too_deep(self, namespace: int, tokens: TokenArray) -> None:
+        """Blocks that were computed and do not donate.
+
+        Args:
+            namespace: id in the `NamespaceTable`.
+            tokens: int32 `[blocks, block_size]`.
+        """
+        size = self._index.block_size
+        keys = window_hashes(tokens.ravel(), size)[::size].astype(np.uint32)
+        anchors = window_anchors(tokens.ravel(), size)[::size]
+        for key, anchor in zip(keys, anchors, strict=True):
+            self._note(namespace, int(key), int(anchor), Why.TOO_DEEP)
+
+    def _note(self, namespace: int, key: int, anchor: int, why: Why) -> None:
+        at = self._next
+        self._marks[at] = (key << 32 | anchor) ^ self._namespaces.digest(namespace)
+        self._why[at] = why
+        self._next = (at + 1) % self._marks.size
+
+    def windows(self, namespace: int, tokens: TokenArray, why: Why) -> BoolArray:
+        """Which windows of a prompt are the content of such blocks: bool `[windows]`.
+
+        Args:
+            namespace: of the prompt.
+            tokens: int32 `[n]`, the prompt.
+            why: what became of the blocks.
+        """
+        size = self._index.block_size
+        keys = window_hashes(tokens, size).astype(np.uint32).astype(np.uint64)
+        marks = keys << np.uint64(32) | window_anchors(tokens, size)
+        marks ^= np.uint64(self._namespaces.digest(namespace))
+        return np.isin(marks, self._marks[self._why == why])
