@@ -77,6 +77,13 @@ def test_prefix_segments_and_new_text_in_order(world: World) -> None:
     ]
 
 
+def test_a_gap_may_be_one_token(world: World) -> None:
+    world.cache(DOCUMENT, 0, world.mine)
+    world.index.begin_step()
+    sources = reasons(world.explain([*DOCUMENT, 5, *DOCUMENT, 9], world.mine))
+    assert sources == ["segment", "shorter_than_block", "segment", "last_token"]
+
+
 def test_a_segment_that_begins_inside_a_block_has_its_own_position(world: World) -> None:
     world.cache(DOCUMENT, 0, world.mine)
     world.index.begin_step()
