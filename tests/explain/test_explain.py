@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-segreuse explain`: what is sent, what is shown, and texts of errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from vllm_segreuse.explain import cli, show
+from vllm_segreuse.explain.client import (
+    EXCERPT_TOKENS,
+    ExplainError,
+    InputError,
+    explain,
+    read_file,
+    read_request,
+)
+
+BODY = {"model": "m", "prompt": "a prompt", "extra_keys": ["docs"], "max_tokens": 50}
+STRETCHES = [
+    {"start": 0, "tokens": 32, "source": "prefix"},
+    {"start": 32, "tokens": 100, "source": "segment", "position": 64},
+    {"start": 132, "tokens": 7, "source": "new", "reason": "evicted"},
+    {"start": 139, "tokens": 1, "source": "new", "reason": "last_token"},
+]
+OBSERVED = {"reused_tokens": 100, "recomputed_tokens": 20, "computed_share": 0.26, "matches": 1}
+REPORT = {
+    "policy": "focus",
+    "prompt_tokens": 140,
+    "reused_tokens": 0,
+    "bypass_reason": "observed",
+    "observed": OBSERVED,
+    "explain": STRETCHES,
+}
+
+
+class Server:
+    """Answers as a server would; remembers what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.report: Any = REPORT
+        self.num_tokens = 140
+        self.answers: dict[str, httpx.Response] = {}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        self.sent.append((request.url.path, body))
+        if request.url.path in self.answers:
+            return self.answers[request.url.path]
+        match request.url.path:
+            case "/tokenize":
+                return httpx.Response(200, json={"tokens": [*range(self.num_tokens)]})
+            case "/detokenize":
+                return httpx.Response(200, json={"prompt": " ".join(map(str, body["tokens"]))})
+        return httpx.Response(200, json={"kv_transfer_params": {"segreuse": self.report}})
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(transport=httpx.MockTransport(self), base_url="http://server")
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def printed(server: Server) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(show.table(explain(server.client(), BODY)))
+    return capture.get()
+
+
+def test_one_token_is_asked_for_and_nothing_approximate_is_computed(server: Server) -> None:
+    body = {
+        **BODY,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 3,
+        "max_completion_tokens": 9,
+        "vllm_xargs": {"segreuse_policy": "epic"},
+    }
+    found = explain(server.client(), body)
+    route, sent = server.sent[0]
+    options = {"segreuse_policy": "epic", "segreuse_explain": True, "segreuse_observe": True}
+    assert route == "/v1/completions"
+    assert sent == {
+        "model": "m",
+        "prompt": "a prompt",
+        "extra_keys": ["docs"],
+        "max_tokens": 1,
+        "n": 1,
+        "vllm_xargs": options,
+    }
+    assert found.stretches == STRETCHES
+    explain(server.client(), BODY, reuse=True)
+    assert [body["vllm_xargs"] for path, body in server.sent if path == route][1] == {
+        "segreuse_explain": True
+    }
+
+
+def test_messages_go_to_the_chat_route(server: Server) -> None:
+    messages = [{"role": "user", "content": "Hi."}]
+    explain(server.client(), {"messages": messages, "extra_keys": "docs", "tools": []})
+    assert [path for path, _ in server.sent][:2] == ["/v1/chat/completions", "/tokenize"]
+    assert server.sent[1][1] == {"messages": messages, "tools": []}
+
+
+def test_each_stretch_is_shown_with_its_text(server: Server) -> None:
+    lines = [line.split(None, 2) for line in printed(server).splitlines()]
+    assert lines[0][:2] == ["from", "tokens"]
+    where = [["0", "32"], ["32", "100"], ["132", "7"], ["139", "1"]]
+    assert [line[:2] for line in lines[1:5]] == where
+    assert lines[1][2].startswith("prefix cache")
+    assert lines[2][2].startswith("segment, moved by -32")
+    assert lines[3][2].startswith("new: was known, and has been evicted")
+    assert lines[3][2].rstrip().endswith("132 133 134 135 136 137 138")
+    asked = [body["tokens"] for path, body in server.sent if path == "/detokenize"]
+    assert [len(tokens) for tokens in asked] == [EXCERPT_TOKENS, EXCERPT_TOKENS, 7, 1]
+    assert asked[1][0] == 32
+
+
+def test_the_verdict_is_a_sentence(server: Server) -> None:
+    assert printed(server).splitlines()[-1] == (
+        "100 of 140 tokens (71%) would be reused with focus, 20 of these computed again: 26% of "
+        "the work behind the prefix."
+    )
+    server.report = {**REPORT, **OBSERVED, "observed": None, "bypass_reason": None}
+    assert " were reused with focus" in printed(server)
+    server.report = {**REPORT, "observed": None, "bypass_reason": "disabled"}
+    assert printed(server).splitlines()[-1] == "Nothing is reused of 140 tokens: disabled."
+
+
+@pytest.mark.parametrize("why", ["no route", "other tokens"])
+def test_without_the_servers_tokenizer_there_is_no_text(server: Server, why: str) -> None:
+    if why == "no route":
+        server.answers["/tokenize"] = httpx.Response(404, json={"detail": "Not Found"})
+    else:
+        server.num_tokens = 139
+    found = explain(server.client(), BODY)
+    assert (found.texts, len(found.stretches)) == ([], 4)
+    assert "segment, moved by -32" in printed(server)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "request.json is no JSON"),
+        ("[1]", "request.json must be the body of a request"),
+        ("{}", "request.json must be the body of a request"),
+        ('{"prompt": "a", "messages": []}', "with either messages"),
+        ('{"prompt": "a"}', 'has no extra_keys: .* add "extra_keys"'),
+        ('{"prompt": "a", "vllm_xargs": [1]}', "vllm_xargs must be an object"),
+    ],
+)
+def test_a_file_that_is_no_request(text: str, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        read_request(text, "request.json")
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*none\.json"):
+        read_file(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"cannot read .*binary\.json"):
+        read_file(tmp_path / "binary.json")
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (httpx.Response(404, json={"error": {"message": "no model m"}}), "status 404: no model m"),
+        (httpx.Response(401, json={"error": "Unauthorized"}), "status 401: Unauthorized"),
+        (httpx.Response(502, text="bad gateway"), "status 502: bad gateway"),
+        (httpx.Response(200, text="<html>"), "status 200: <html>"),
+        (httpx.Response(200, json={"choices": []}), "runs without segment reuse"),
+        (httpx.Response(200, json={"kv_transfer_params": {"segreuse": {}}}), "does not explain"),
+    ],
+)
+def test_a_server_that_does_not_explain(
+    server: Server, answer: httpx.Response, complaint: str
+) -> None:
+    server.answers["/v1/completions"] = answer
+    with pytest.raises(ExplainError, match=complaint):
+        explain(server.client(), BODY)
+
+
+def test_exit_codes_and_one_line_of_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "request.json"
+    assert cli.main([str(file)]) == 2
+    file.write_text(json.dumps(BODY))
+    assert cli.main([str(file), "--url", "http://127.0.0.1:9"]) == 1
+    assert cli.main([str(file), "--url", "http://localhost:port"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3
+    assert all(line.startswith("vllm-segreuse explain: ") for line in errors)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-segreuse explain REQUEST.json --url URL`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from vllm_segreuse.explain import show
+from vllm_segreuse.explain.client import TIMEOUT_S, ExplainError, InputError, explain, read_file
+
+URL = "http://localhost:8000"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; returns the exit status: 1 if the server gave no explanation, 2 for bad input."""
+    args = _parser().parse_args(argv)
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    try:
+        body = read_file(args.request)
+        with httpx.Client(base_url=args.url, headers=headers, timeout=TIMEOUT_S) as server:
+            found = explain(server, body, args.reuse)
+    except (ExplainError, httpx.InvalidURL) as error:
+        print(f"vllm-segreuse explain: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ExplainError) and not isinstance(error, InputError) else 2
+    if args.json:
+        print(json.dumps({"report": found.report, "texts": found.texts}, indent=1))
+    else:
+        Console().print(show.table(found))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-segreuse explain",
+        description="What a running server would reuse of a request, and why not the rest.",
+    )
+    parser.add_argument(
+        "request", type=Path, metavar="REQUEST.json", help="the body of a (chat) completion"
+    )
+    parser.add_argument("--url", default=URL, help=f"of the server ({URL})")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="($OPENAI_API_KEY)"
+    )
+    parser.add_argument(
+        "--reuse", action="store_true", help="reuse what is found, instead of only observing it"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report instead of a table")
+    return parser
