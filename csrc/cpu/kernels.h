@@ -34,6 +34,12 @@ struct AlignArgs {
   DType dtype;
 };
 
+// How products of queries and keys become weights.
+struct Weights {
+  const float* sinks;  // null, or a logit of each head that takes part in its softmax; no key's
+  float scale, soft_cap;  // soft_cap > 0: logits are soft_cap * tanh(logit / soft_cap)
+};
+
 // Queries of one or more requests against the pages of one layer.
 struct AttentionArgs {
   void* out;          // [queries, heads, head_size]
@@ -46,8 +52,9 @@ struct AttentionArgs {
   const int64_t* request;
   const int64_t* positions;
   int64_t queries, heads;
-  float scale;
-  DType dtype;  // of queries, output and cache
+  Weights weights;
+  int64_t window;  // most keys that a query sees, its own and those before it; 0: all before it
+  DType dtype;     // of queries, output and cache
 };
 
 struct ScoreArgs {
@@ -59,7 +66,7 @@ struct ScoreArgs {
   const int32_t* block_ids;
   const int64_t* positions;
   int64_t queries, heads, tokens;
-  float scale;
+  Weights weights;
   DType dtype;      // of queries and cache
   int32_t highest;  // nonzero: the highest weight of a key, not the sum
 };

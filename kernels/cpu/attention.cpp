@@ -47,20 +47,33 @@ void read_queries(const void* query, int64_t heads, int head_size, int group, co
   }
 }
 
-// Hide what a row may not see of a chunk: the keys from `visible` on.
-inline void hide(float* row, int visible) {
-  for (int i = std::max(visible, 0); i < kChunk; ++i) row[i] = kNever;
+// Bounds products, so that times `scale` they are soft_cap * tanh(logit / soft_cap).
+inline void cap(float* products, int count, float scale, float soft_cap) {
+  const float inward = 2 * kLog2E * scale / soft_cap, outward = soft_cap / scale;
+  for (int i = 0; i < count; i += kLanes) {
+    const Floats x = load(products + i);
+    const Floats shrunk = power_of_two(select(x < 0.0f, x, -x) * inward);  // exp(-2|x|)
+    const Floats bounded = outward * (1.0f - shrunk) / (1.0f + shrunk);
+    store(products + i, select(x < 0.0f, -bounded, bounded));
+  }
 }
 
 // The online softmax of a tile's rows: peaks, and sums of weights, lane by lane. Logits are products
 // times a scale, to base 2.
 class Softmax {
  public:
-  Softmax(int64_t rows, float scale) : scale_(scale), peak_(rows), sums_(rows * kLanes) {}
+  Softmax(int64_t rows, const Weights& weights)
+      : scale_(weights.scale * kLog2E), sinks_(weights.sinks), peak_(rows), sums_(rows * kLanes) {}
 
-  void reset() {
+  // Before any key: rows [query, head of a group of heads from `first_head` on].
+  void reset(int64_t first_head, int group) {
     std::fill(peak_.begin(), peak_.end(), kNever);
     std::fill(sums_.begin(), sums_.end(), 0.0f);
+    if (sinks_ == nullptr) return;
+    for (size_t row = 0; row < peak_.size(); ++row) {
+      peak_[row] = sinks_[first_head + row % group] * kLog2E;
+      sums_[row * kLanes] = 1.0f;
+    }
   }
 
   // Takes a row's products with a chunk of keys; write(key, weights, weights of the lanes behind).
@@ -96,38 +109,56 @@ class Softmax {
 
  private:
   float scale_;
+  const float* sinks_;
   std::vector<float> peak_, sums_;
 };
 
-// Products of a tile's rows with the keys that were read last, stripe by stripe, masked. The rows
-// of the first `skipped` queries see none of these keys.
-// visit(first row, rows, products[kStripe][kChunk]).
+// A chunk of keys, and the queries of a tile that see some of it: all between two of them, as their
+// positions ascend.
+struct Chunk {
+  int64_t first;  // key
+  int keys;
+  int64_t from, until;  // queries
+};
+
+// Products of a tile's rows with the keys of a chunk, which were read last, stripe by stripe,
+// capped and masked. visit(first row, rows, products[kStripe][kChunk]).
 template <class Products, class Visit>
-void for_each_stripe(const Products& products, const int64_t* positions, int group, int64_t count,
-                     int64_t skipped, int64_t first, int head_size,
+void for_each_stripe(const Products& products, const int64_t* positions, int group, int64_t window,
+                     const Weights& weights, const Chunk& chunk, int head_size,
                      const typename Products::Query* queries, Visit&& visit) {
   alignas(64) float stripe[kStripe * kChunk];
-  const int end = static_cast<int>(count) * group;
-  for (int row = static_cast<int>(skipped) * group; row < end; row += kStripe) {
+  const int end = static_cast<int>(chunk.until) * group;
+  for (int row = static_cast<int>(chunk.from) * group; row < end; row += kStripe) {
     const int rows = std::min(kStripe, end - row);
     products.logits(queries + int64_t{row} * head_size, rows, stripe);
+    if (weights.soft_cap > 0) cap(stripe, rows * kChunk, weights.scale, weights.soft_cap);
     for (int r = 0; r < rows; ++r) {
-      const int64_t position = positions[(row + r) / group];
-      if (position >= first + kChunk - 1) break;  // so do all later rows
-      hide(stripe + r * kChunk, static_cast<int>(position - first) + 1);
+      const int64_t seen = positions[(row + r) / group] + 1 - chunk.first;
+      if (seen >= kChunk) break;  // so do all later rows
+      std::fill(stripe + r * kChunk + seen, stripe + (r + 1) * kChunk, kNever);
+    }
+    for (int r = rows - 1; window > 0 && r >= 0; --r) {
+      const int64_t before = positions[(row + r) / group] + 1 - window - chunk.first;
+      if (before <= 0) break;  // so do all earlier rows
+      std::fill(stripe + r * kChunk, stripe + r * kChunk + before, kNever);
     }
     visit(row, rows, stripe);
   }
 }
 
-// Walk a tile's keys, chunk by chunk: visit(queries that see none of it, first key, keys).
+// Walk the keys that some query of a tile sees, chunk by chunk: visit(chunk).
 template <class Visit>
-void for_each_chunk(const int64_t* positions, int64_t count, Visit&& visit) {
+void for_each_chunk(const int64_t* positions, int64_t count, int64_t window, Visit&& visit) {
   const int64_t end = positions[count - 1] + 1;
-  int64_t skipped = 0;
-  for (int64_t first = 0; first < end; first += kChunk) {
-    while (positions[skipped] < first) ++skipped;
-    visit(skipped, first, static_cast<int>(std::min<int64_t>(kChunk, end - first)));
+  const int64_t begin = window > 0 ? std::max<int64_t>(0, positions[0] + 1 - window) : 0;
+  Chunk chunk{begin / kChunk * kChunk, 0, 0, window > 0 ? 0 : count};
+  for (; chunk.first < end; chunk.first += kChunk) {
+    chunk.keys = static_cast<int>(std::min<int64_t>(kChunk, end - chunk.first));
+    while (positions[chunk.from] < chunk.first) ++chunk.from;
+    while (chunk.until < count && positions[chunk.until] + 1 - window < chunk.first + chunk.keys)
+      ++chunk.until;
+    if (chunk.from < chunk.until) visit(chunk);
   }
 }
 
@@ -155,7 +186,7 @@ void attend(const AttentionArgs& args) {
     std::vector<typename Products::Query> queries(padded(rows) * head_size);
     std::vector<float> sums(padded(rows) * head_size);
     std::vector<typename Products::Weight> weights(padded(rows) * kChunk);
-    Softmax softmax(rows, args.scale * kLog2E);
+    Softmax softmax(rows, args.weights);
 #pragma omp for schedule(dynamic)
     for (size_t index = 0; index < tiles.size(); ++index) {
       const Tile& tile = tiles[index];
@@ -167,12 +198,12 @@ void attend(const AttentionArgs& args) {
       read_queries<Format, Products>(args.query, args.heads, head_size, group, tile,
                                      queries.data());
       std::fill(sums.begin(), sums.end(), 0.0f);
-      softmax.reset();
-      for_each_chunk(positions, tile.count, [&](int64_t skipped, int64_t first, int seen) {
-        products.read_keys(keys, first, seen);
-        products.read_values(values, first, seen);
+      softmax.reset(int64_t{tile.head} * group, group);
+      for_each_chunk(positions, tile.count, args.window, [&](const Chunk& chunk) {
+        products.read_keys(keys, chunk.first, chunk.keys);
+        products.read_values(values, chunk.first, chunk.keys);
         for_each_stripe(
-            products, positions, group, tile.count, skipped, first, head_size, queries.data(),
+            products, positions, group, args.window, args.weights, chunk, head_size, queries.data(),
             [&](int row, int active, const float* stripe) {
               for (int r = 0; r < active; ++r) {
                 auto* own = &weights[int64_t{row + r} * kChunk];
@@ -185,10 +216,13 @@ void attend(const AttentionArgs& args) {
                   for (int c = 0; c < head_size; ++c) sum[c] *= shrink;
               }
             });
+        // The matrix unit adds whole stripes: rows behind the chunk's add nothing.
+        if (chunk.until < tile.count)
+          std::fill_n(&weights[chunk.until * group * kChunk], kStripe * kChunk, 0);
         // Not stripe by stripe: the matrix unit would wait for weights on their way to the cache.
-        for (int64_t row = skipped * group; row < tile.count * group; row += kStripe)
+        for (int64_t row = chunk.from * group; row < chunk.until * group; row += kStripe)
           products.add(&weights[row * kChunk],
-                       static_cast<int>(std::min<int64_t>(kStripe, tile.count * group - row)),
+                       static_cast<int>(std::min<int64_t>(kStripe, chunk.until * group - row)),
                        &sums[row * head_size]);
       });
       auto* out = static_cast<typename Format::Code*>(args.out);
@@ -210,7 +244,7 @@ void score(const ScoreArgs& args) {
   const int kv_heads = args.keys.heads, head_size = args.keys.channels;
   const int group = static_cast<int>(args.heads / kv_heads);
   const int64_t step = queries_per_tile(group), rows = step * group;
-  const float scale = args.scale * kLog2E;
+  const float scale = args.weights.scale * kLog2E;
   std::vector<Tile> tiles;
   for (int head = 0; head < kv_heads; ++head)
     for (int64_t first = 0; first < args.queries; first += step)
@@ -222,7 +256,7 @@ void score(const ScoreArgs& args) {
   {
     Products products(head_size);
     std::vector<float> columns(kChunk);
-    Softmax softmax(rows, scale);
+    Softmax softmax(rows, args.weights);
     // The logarithm of each row's sum of exponentials.
 #pragma omp for schedule(dynamic)
     for (size_t t = 0; t < tiles.size(); ++t) {
@@ -232,10 +266,10 @@ void score(const ScoreArgs& args) {
       read_queries<Format, Products>(args.query, args.heads, head_size, group, tile, own);
       const HeadReader<Format> keys(args.pages, args.page_stride, args.block_ids, args.keys,
                                     tile.head);
-      softmax.reset();
-      for_each_chunk(positions, tile.count, [&](int64_t skipped, int64_t first, int seen) {
-        products.read_keys(keys, first, seen);
-        for_each_stripe(products, positions, group, tile.count, skipped, first, head_size, own,
+      softmax.reset(int64_t{tile.head} * group, group);
+      for_each_chunk(positions, tile.count, 0, [&](const Chunk& chunk) {
+        products.read_keys(keys, chunk.first, chunk.keys);
+        for_each_stripe(products, positions, group, 0, args.weights, chunk, head_size, own,
                         [&](int row, int active, const float* stripe) {
                           for (int r = 0; r < active; ++r)
                             softmax.step(row + r, stripe + r * kChunk, [](int, Floats, Floats) {});
@@ -258,9 +292,9 @@ void score(const ScoreArgs& args) {
           if (tile.head != head || positions[tile.count - 1] < first) continue;
           if (reader_of != head) products.read_keys(keys, first, seen);
           reader_of = head;
-          int64_t skipped = 0;
-          while (positions[skipped] < first) ++skipped;
-          for_each_stripe(products, positions, group, tile.count, skipped, first, head_size,
+          Chunk chunk{first, seen, 0, tile.count};
+          while (positions[chunk.from] < first) ++chunk.from;
+          for_each_stripe(products, positions, group, 0, args.weights, chunk, head_size,
                           &queries[t * rows * head_size],
                           [&](int row, int active, const float* stripe) {
                             for (int r = 0; r < active; ++r)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged caches and queries for attention and scores, and how far from the truth they may be."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,6 +67,62 @@ def make_batch(
         torch.tensor([place for places in positions for place in places], device=device),
         head_size**-0.5,
     )
+
+
+WINDOWS = (1, 2, 16, 100, 127, 128, 129, 300, 10_000)
+"""In keys: on both sides of a chunk of the C++ kernels, and beyond all queries."""
+
+
+def softmaxes(heads: int) -> dict[str, dict[str, Any]]:
+    """Arguments of attention that change which logits there are, and what they are.
+
+    Sinks are from negligible to overwhelming.
+    """
+    sinks = torch.linspace(-4, 6, heads)
+    return {
+        **{f"window of {window}": {"window": window} for window in WINDOWS},
+        "sinks": {"sinks": sinks},
+        "sinks in bf16": {"sinks": sinks.bfloat16()},
+        "cap": {"soft_cap": 0.7},
+        "all": {"window": 40, "sinks": sinks, "soft_cap": 1.5},
+    }
+
+
+SOFTMAXES = tuple(softmaxes(1))
+
+
+def weights_in_float64(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    first_head: int,
+    *,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+) -> torch.Tensor:
+    """Of one query, head by head.
+
+    Args:
+        query: `[heads, head_size]`, of one KV head.
+        key: `[tokens, head_size]`, up to the query's own.
+        first_head: of `query`, among all.
+
+    Returns:
+        `[heads, tokens]`.
+    """
+    weights = torch.zeros(len(query), len(key), dtype=torch.float64)
+    first = max(0, len(key) - window) if window else 0
+    for head, own in enumerate(query.double()):
+        logits = [float(own @ each) * scale for each in key[first:].double()]
+        if soft_cap:
+            logits = [soft_cap * math.tanh(logit / soft_cap) for logit in logits]
+        sink = [] if sinks is None else [float(sinks[first_head + head])]
+        largest = max(logits + sink)
+        exponentials = [math.exp(logit - largest) for logit in logits + sink]
+        shares = torch.tensor(exponentials, dtype=torch.float64) / math.fsum(exponentials)
+        weights[head, first:] = shares[: len(logits)]
+    return weights
 
 
 def assert_close(

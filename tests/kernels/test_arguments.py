@@ -183,6 +183,12 @@ BOTH: list[tuple[str, Any, str]] = [
     ("positions", slots(0, 0, 0, 0).to("meta"), "not torch.int64 on meta"),
     ("positions", slots(4, 20), r"positions is \(2,\); expected one number for each of 4"),
     ("positions", slots(4, 20, 31, 31)[None], r"positions is \(1, 4\)"),
+    ("soft_cap", -1.0, "soft_cap -1.0; expected 0 or more"),
+    ("soft_cap", float("nan"), "soft_cap nan; expected 0 or more"),
+    ("sinks", torch.zeros(3), r"sinks are \(3,\) torch.float32 on cpu; expected 4 floating-point"),
+    ("sinks", torch.zeros(4, 1), r"sinks are \(4, 1\)"),
+    ("sinks", torch.zeros(4).int(), "sinks are .* torch.int32"),
+    ("sinks", torch.zeros(4, device="meta"), "on meta; expected 4 floating-point numbers on cpu"),
 ]
 ATTENTION: list[tuple[str, Any, str]] = [
     *BOTH,
@@ -205,6 +211,7 @@ ATTENTION: list[tuple[str, Any, str]] = [
     ("block_tables", torch.zeros(2, 3, dtype=torch.int64), r"block_tables is torch.int64 \(2, 3"),
     ("block_tables", torch.zeros(3, dtype=torch.int32), r"int32 \(3,\) on cpu; expected"),
     ("block_tables", torch.zeros(2, 3, device="meta").int(), "on meta; expected torch.int32"),
+    ("window", -1, "window is -1 and soft_cap 0.0; expected 0 or more"),
 ]
 SCORES: list[tuple[str, Any, str]] = [
     *BOTH,

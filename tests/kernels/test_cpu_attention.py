@@ -5,12 +5,19 @@ What queries may not see is NaN (`make_batch`): reading it shows.
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.align_cases import Shape, channel_tiles, hnd, nhd, shape_of
-from tests.kernels.attention_cases import Batch, make_batch
+from tests.kernels.attention_cases import (
+    SOFTMAXES,
+    Batch,
+    make_batch,
+    softmaxes,
+    weights_in_float64,
+)
 from vllm_segreuse.kernels import cpu, reference
 from vllm_segreuse.kernels.pages import TiledStrides
 
@@ -38,12 +45,13 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def run(batch: Batch, shape: Shape) -> torch.Tensor:
+def run(batch: Batch, shape: Shape, **softmax: Any) -> torch.Tensor:
     """What the kernel gives; NaN where it writes nothing."""
     assert shape.values is not None
     out = torch.full_like(batch.query, float("nan"))
     where = batch.block_tables, batch.request, batch.positions, batch.scale
-    cpu.sparse_attention(out, batch.query, batch.pages, shape.keys, shape.values, *where)
+    keys, values = shape.keys, shape.values
+    cpu.sparse_attention(out, batch.query, batch.pages, keys, values, *where, **softmax)
     return out
 
 
@@ -66,9 +74,27 @@ def in_float64(batch: Batch, shape: Shape) -> torch.Tensor:
     return out
 
 
-def check(batch: Batch, shape: Shape) -> None:
+def head_by_head(batch: Batch, shape: Shape, softmax: dict[str, Any]) -> torch.Tensor:
+    """The same, by `weights_in_float64`."""
+    assert shape.values is not None
+    kv_heads, block_size, _ = shape.keys.shape
+    group = batch.query.shape[1] // kv_heads
+    out = torch.zeros(batch.query.shape, dtype=torch.float64)
+    where = zip(batch.request.tolist(), batch.positions.tolist(), strict=True)
+    for i, (row, place) in enumerate(where):
+        pages = batch.pages[batch.block_tables[row, : place // block_size + 1].long()]
+        key, value = (p.tokens(pages)[: place + 1] for p in (shape.keys, shape.values))
+        for head in range(kv_heads):
+            mine = slice(head * group, (head + 1) * group)
+            args = batch.query[i, mine], key[:, head], batch.scale, head * group
+            out[i, mine] = weights_in_float64(*args, **softmax) @ value[:, head].double()
+    return out
+
+
+def check(batch: Batch, shape: Shape, expected: torch.Tensor | None = None, **softmax: Any) -> None:
     """float32 inside, and one rounding at the end; the matrix unit rounds weights, too."""
-    out, expected = run(batch, shape), in_float64(batch, shape)
+    out = run(batch, shape, **softmax)
+    expected = in_float64(batch, shape) if expected is None else expected
     error = (out.double() - expected).abs()
     allowed = 1e-5 + torch.finfo(batch.query.dtype).eps * expected.abs().amax(-1, keepdim=True)
     assert (error <= allowed).all(), float((error - allowed).max())
@@ -94,6 +120,31 @@ def test_scattered_queries_attend_to_their_past(
 ) -> None:
     shape = SHAPES[layout]
     check(make_batch(shape, group, CASES[case], dtype, "cpu"), shape)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize(
+    ("layout", "group", "dtype"),
+    [("tiled by 32", 2, torch.float32), ("pairs", 5, torch.bfloat16), ("NHD", 1, torch.float16)],
+)
+def test_windows_sinks_and_caps(
+    built: str, layout: str, group: int, dtype: torch.dtype, softmax: str
+) -> None:
+    """Queries far apart and side by side in one tile; some chunks are seen by none of them."""
+    shape = SHAPES[layout]
+    places = [[0, 1, 15, 126, 127, 128, 129, 130, 700, 701], [*range(250, 262), 400]]
+    batch = make_batch(shape, group, places, dtype, "cpu")
+    given = softmaxes(batch.query.shape[1])[softmax]
+    check(batch, shape, head_by_head(batch, shape, given), **given)
+
+
+def test_keys_before_all_windows_are_not_read(built: str) -> None:
+    shape = SHAPES["HND"]
+    batch = make_batch(shape, 2, [[600, 610, 650]], torch.float32, "cpu")
+    whole = run(batch, shape, window=60)
+    gone = 512 // shape.keys.shape[1]  # the first window begins in the chunk behind
+    batch.pages[batch.block_tables[0, :gone].long()] = float("nan")
+    assert torch.equal(run(batch, shape, window=60), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -138,6 +189,30 @@ def test_attention_is_the_same_with_any_number_of_threads(built: str, threads: i
     batch = make_batch(shape, 3, places, torch.bfloat16, "cpu")
     check(batch, shape)
     assert torch.equal(run(batch, shape), run(batch, shape))
+
+
+@pytest.mark.parametrize("highest", [False, True], ids=["sum", "peak"])
+@pytest.mark.parametrize("softmax", ["sinks", "sinks in bf16", "cap"])
+@pytest.mark.parametrize(("layout", "dtype"), [("HND", torch.float32), ("pairs", torch.bfloat16)])
+def test_scores_with_sinks_and_caps(
+    built: str, layout: str, dtype: torch.dtype, softmax: str, highest: bool
+) -> None:
+    """A sink takes its share of the attention, once for each query and head."""
+    shape = SHAPES[layout]
+    batch = make_batch(shape, 2, [[0, 5, 127, 128, 300]], dtype, "cpu")
+    heads = batch.query.shape[1]
+    given = softmaxes(heads)[softmax]
+    args = (batch.positions, batch.pages, shape.keys, batch.block_tables[0], 301, batch.scale)
+    scores = cpu.token_scores(batch.query, *args, highest, **given)
+    pages = batch.pages[batch.block_tables[0, : 300 // shape.keys.shape[1] + 1].long()]
+    key, expected = shape.keys.tokens(pages), torch.zeros(301, dtype=torch.float64)
+    for query, place in zip(batch.query, batch.positions.tolist(), strict=True):
+        for head in range(heads):
+            own = key[: place + 1, head // 2], batch.scale, head
+            weights = weights_in_float64(query[head : head + 1], *own, **given)[0]
+            so_far = expected[: place + 1]
+            expected[: place + 1] = torch.maximum(so_far, weights) if highest else so_far + weights
+    torch.testing.assert_close(scores.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def scores_of(
@@ -247,12 +322,23 @@ def test_nothing_to_attend_or_score() -> None:
     assert cpu.token_scores(batch.query, batch.positions, *args, 0, 1.0).shape == (0,)
 
 
-def test_the_reference_gives_the_same(built: str) -> None:
+@pytest.mark.parametrize("softmax", [None, *SOFTMAXES])
+def test_the_reference_gives_the_same(built: str, softmax: str | None) -> None:
     """By which the Triton kernels are measured."""
     shape = SHAPES["NHD"]
     batch = make_batch(shape, 2, [[3, 70, 130], [], [200]], torch.float32, "cpu")
     out = torch.full_like(batch.query, float("nan"))
     where = batch.block_tables, batch.request, batch.positions, batch.scale
     assert shape.values is not None
-    reference.sparse_attention(out, batch.query, batch.pages, shape.keys, shape.values, *where)
-    torch.testing.assert_close(out, run(batch, shape), atol=1e-5, rtol=0)
+    given = {} if softmax is None else softmaxes(batch.query.shape[1])[softmax]
+    keys, values = shape.keys, shape.values
+    reference.sparse_attention(out, batch.query, batch.pages, keys, values, *where, **given)
+    torch.testing.assert_close(out, run(batch, shape, **given), atol=1e-5, rtol=0)
+    given.pop("window", None)
+    args = (batch.query[:3], batch.positions[:3], batch.pages, keys, batch.block_tables[0], 131)
+    for highest in (False, True):
+        mine, other = (
+            score(*args, batch.scale, highest, **given)
+            for score in (cpu.token_scores, reference.token_scores)
+        )
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)

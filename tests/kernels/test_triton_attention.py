@@ -2,6 +2,7 @@
 """The Triton `sparse_attention` is as exact as torch, and reads nothing that it may not see."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.align_cases import Shape, channel_tiles, hnd, nhd, shape_of
-from tests.kernels.attention_cases import Batch, assert_close, make_batch
+from tests.kernels.attention_cases import (
+    SOFTMAXES,
+    Batch,
+    assert_close,
+    make_batch,
+    softmaxes,
+)
 from tests.kernels.triton_running import DEVICE, require_triton
 from tests.prefill.pages import LAYOUTS
 from vllm_segreuse.kernels import reference
@@ -28,7 +35,11 @@ def _seeded() -> None:
 
 
 def run(
-    batch: Batch, shape: Shape, splits: int | None = None, tuning: Tuning | None = None
+    batch: Batch,
+    shape: Shape,
+    splits: int | None = None,
+    tuning: Tuning | None = None,
+    **softmax: Any,
 ) -> torch.Tensor:
     """What the kernel gives; NaN where it writes nothing."""
     keys, values = shape.keys, shape.values
@@ -38,9 +49,8 @@ def run(
     schedule = None
     if splits is not None or tuning is not None:
         schedule = plan(batch.query, keys, *places, splits=splits, tuning=tuning)
-    sparse_attention(
-        out, batch.query, batch.pages, keys, values, *places, batch.scale, schedule=schedule
-    )
+    inputs = out, batch.query, batch.pages, keys, values, *places, batch.scale
+    sparse_attention(*inputs, schedule=schedule, **softmax)
     return out
 
 
@@ -55,7 +65,7 @@ def check(
     )
 
 
-def expected(batch: Batch, shape: Shape) -> torch.Tensor:
+def expected(batch: Batch, shape: Shape, **softmax: Any) -> torch.Tensor:
     """The reference, in float32."""
     out = torch.empty_like(batch.query, dtype=torch.float32)
     assert shape.values is not None
@@ -69,6 +79,7 @@ def expected(batch: Batch, shape: Shape) -> torch.Tensor:
         batch.request,
         batch.positions,
         batch.scale,
+        **softmax,
     )
     return out
 
@@ -119,6 +130,18 @@ def test_the_smallest_whose_offsets_need_more_than_32_bits() -> None:
     tables = torch.tensor([[1, 2]], dtype=torch.int32, device=DEVICE)
     moved = replace(near, pages=far, block_tables=tables)
     assert torch.equal(run(moved, shape), run(near, shape))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_the_smallest_with_windows_sinks_and_caps(softmax: str, splits: int) -> None:
+    """Queries far apart and side by side in one tile; some splits have no key that a row sees."""
+    shape = shape_of("tiled by 16")
+    batch = make_batch(shape, 2, [[0, 1, 15, 16, 17, 90], [], [120, 135]], torch.float32)
+    given = softmaxes(batch.query.shape[1])[softmax]
+    given = {name: each.to(DEVICE) if name == "sinks" else each for name, each in given.items()}
+    found = run(batch, shape, splits, Tuning(16, 16, 4, 2), **given)
+    torch.testing.assert_close(found, expected(batch, shape, **given), atol=2e-6, rtol=1e-5)
 
 
 SCATTERED = [[0, 3, 40, 41, 130], [], [70], [*range(60, 70), 200]]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.align_cases import Shape, channel_tiles, hnd, nhd, shape_of
-from tests.kernels.attention_cases import Batch, assert_close, make_batch
-from tests.kernels.triton_running import require_triton
+from tests.kernels.attention_cases import Batch, assert_close, make_batch, softmaxes
+from tests.kernels.triton_running import DEVICE, require_triton
 from tests.prefill.pages import LAYOUTS
 from vllm_segreuse.kernels import reference
 
@@ -91,6 +91,21 @@ def test_the_smallest(dtype: torch.dtype, splits: int) -> None:
     shape = channel_tiles(2, 8, 24, 8)
     places = [0, 15, 16, 17, 31, 32, 33]
     check(make_batch(shape, 3, [places], dtype), shape, 34, splits, SMALL)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("softmax", ["sinks", "sinks in bf16", "cap"])
+def test_the_smallest_with_sinks_and_caps(softmax: str, splits: int) -> None:
+    """A sink takes its share once, however many splits there are."""
+    shape = shape_of("tiled by 16")
+    batch = make_batch(shape, 2, [[0, 15, 16, 40, 90]], torch.float32)
+    given = softmaxes(batch.query.shape[1])[softmax]
+    given = {name: each.to(DEVICE) if name == "sinks" else each for name, each in given.items()}
+    inputs = batch.query, batch.positions, batch.pages, shape.keys, batch.block_tables[0], 91
+    for highest in (False, True):
+        found = token_scores(*inputs, batch.scale, highest, splits=splits, tuning=SMALL, **given)
+        expected = reference.token_scores(*inputs, batch.scale, highest, **given)
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 def test_the_smallest_with_fewer_keys_than_queries_see() -> None:

@@ -202,6 +202,26 @@ def check_positions(query: torch.Tensor, positions: torch.Tensor) -> None:
         )
 
 
+def check_weights(
+    query: torch.Tensor, window: int, sinks: torch.Tensor | None, soft_cap: float
+) -> None:
+    """How logits become weights: `reference.attend`.
+
+    Raises:
+        ValueError: numbers below 0, or sinks that are not one floating-point number for each head.
+    """
+    if window < 0 or not soft_cap >= 0:
+        raise ValueError(f"window is {window} and soft_cap {soft_cap}; expected 0 or more")
+    if sinks is None:
+        return
+    heads = query.shape[1]
+    if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != query.device:
+        raise ValueError(
+            f"sinks are {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}; expected {heads} "
+            f"floating-point numbers on {query.device}"
+        )
+
+
 def check_tables(
     block_tables: torch.Tensor,
     request: torch.Tensor,

@@ -27,6 +27,7 @@ from vllm_segreuse.kernels.arguments import (
     check_strides,
     check_tables,
     check_tensor,
+    check_weights,
 )
 from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
 
@@ -100,6 +101,14 @@ class _AlignArgs(ctypes.Structure):
     ]
 
 
+class _Weights(ctypes.Structure):
+    _fields_ = [
+        ("sinks", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    ]
+
+
 class _AttentionArgs(ctypes.Structure):
     _fields_ = [
         ("out", ctypes.c_void_p),
@@ -114,7 +123,8 @@ class _AttentionArgs(ctypes.Structure):
         ("positions", ctypes.c_void_p),
         ("queries", ctypes.c_int64),
         ("heads", ctypes.c_int64),
-        ("scale", ctypes.c_float),
+        ("weights", _Weights),
+        ("window", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
     ]
 
@@ -131,7 +141,7 @@ class _ScoreArgs(ctypes.Structure):
         ("queries", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
-        ("scale", ctypes.c_float),
+        ("weights", _Weights),
         ("dtype", ctypes.c_int32),
         ("highest", ctypes.c_int32),
     ]
@@ -246,6 +256,10 @@ def sparse_attention(
     request: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
+    *,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
     """As `reference.sparse_attention`; in addition, computes in float32.
 
@@ -264,7 +278,9 @@ def sparse_attention(
         raise ValueError(f"out is {tuple(out.shape)}; expected {tuple(query.shape)}, as query is")
     check_places(query, block_tables, request, positions, keys.shape[1])
     check_tables(block_tables, request, positions, keys.shape[1], pages)
+    check_weights(query, window, sinks, soft_cap)
     query, tables = query.contiguous(), block_tables.contiguous()
+    sinks = None if sinks is None else sinks.float().contiguous()
     _call(
         "segreuse_attention",
         _AttentionArgs(
@@ -280,7 +296,8 @@ def sparse_attention(
             positions.data_ptr(),
             query.shape[0],
             query.shape[1],
-            scale,
+            _weights(sinks, scale, soft_cap),
+            window,
             _DTYPES[pages.dtype],
         ),
     )
@@ -295,6 +312,9 @@ def token_scores(
     num_tokens: int,
     scale: float,
     highest: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """As `reference.token_scores`; in addition, the same in every run, whatever the number of
     threads.
@@ -310,11 +330,13 @@ def token_scores(
         return scores
     _check(query, pages, keys)
     check_positions(query, positions)
+    check_weights(query, 0, sinks, soft_cap)
     # No query sees a key behind its own position: what lies behind the last one stays 0.
     last = int(positions[-1]) + 1
     check_blocks(block_ids, -(-last // keys.shape[1]), pages)
     query, blocks = query.contiguous(), block_ids.to(torch.int32).contiguous()
     seen = min(num_tokens, last)
+    sinks = None if sinks is None else sinks.float().contiguous()
     _call(
         "segreuse_scores",
         _ScoreArgs(
@@ -328,12 +350,16 @@ def token_scores(
             query.shape[0],
             query.shape[1],
             seen,
-            scale,
+            _weights(sinks, scale, soft_cap),
             _DTYPES[pages.dtype],
             highest,
         ),
     )
     return scores
+
+
+def _weights(sinks: torch.Tensor | None, scale: float, soft_cap: float) -> _Weights:
+    return _Weights(None if sinks is None else sinks.data_ptr(), scale, soft_cap)
 
 
 def _check(query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides) -> None:

@@ -71,6 +71,10 @@ def sparse_attention(
     request: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
+    *,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
     """Causal attention of queries at arbitrary positions over a paged cache.
 
@@ -83,23 +87,67 @@ def sparse_attention(
         block_tables: int32 `[requests, blocks]`.
         request: row of `block_tables` of each query, int64 `[queries]`.
         positions: int64 `[queries]`.
-        scale: softmax scale.
+        scale, window, sinks, soft_cap: see `attend`.
     """
     for row in request.unique().tolist():
         mine = (request == row).nonzero().flatten()
         where = positions[mine]
         count = int(where.max()) + 1
         used = block_tables[row, : -(-count // keys.shape[1])].long()
-        key, value = (
-            part.tokens(pages[used])[:count]
-            .float()
-            .repeat_interleave(query.shape[1] // part.shape[0], dim=1)
-            for part in (keys, values)
+        key, value = (part.tokens(pages[used])[:count] for part in (keys, values))
+        attended = attend(
+            query[mine], key, value, where, scale, window=window, sinks=sinks, soft_cap=soft_cap
         )
-        logits = torch.einsum("qhd,thd->hqt", query[mine].float() * scale, key)
-        future = torch.arange(count, device=pages.device) > where[:, None]
-        weights = logits.masked_fill(future, float("-inf")).softmax(-1)
-        out[mine] = torch.einsum("hqt,thd->qhd", weights, value).to(out.dtype)
+        out[mine] = attended.to(out.dtype)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of one sequence's queries.
+
+    Args:
+        query: `[queries, heads, head_size]`.
+        key, value: `[tokens, kv_heads, head_size]`, of positions from 0 on.
+        positions: int64 `[queries]`.
+        scale: softmax scale.
+        window: most keys that a query sees, its own and those just before it; 0: all before it.
+        sinks: a logit of each head that takes part in its softmax and has no value, `[heads]`.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; 0: they stay as they are.
+
+    Returns:
+        float32 `[queries, heads, head_size]`.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
+    logits = capped(torch.einsum("qhd,thd->hqt", query.float() * scale, key), soft_cap)
+    token, own = torch.arange(len(key), device=key.device), positions[:, None]
+    hidden = token > own
+    if window:
+        hidden |= token <= own - window
+    weights = with_sinks(logits.masked_fill(hidden, float("-inf")), sinks).softmax(-1)
+    return torch.einsum("hqt,thd->qhd", weights[..., : len(key)], value)
+
+
+def capped(logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    """Logits between `-soft_cap` and `soft_cap`; as they are if that is 0."""
+    return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+
+
+def with_sinks(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Logits `[heads, queries, tokens]`, and each head's sink behind the last token."""
+    if sinks is None:
+        return logits
+    sink = sinks.to(logits)[:, None, None].expand(*logits.shape[:2], 1)
+    return torch.cat([logits, sink], dim=-1)
 
 
 def token_scores(
@@ -111,6 +159,9 @@ def token_scores(
     num_tokens: int,
     scale: float,
     highest: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """Attention that all queries and heads together pay to each key (SparseX, equations 1 and 2),
     or the most that one of them pays.
@@ -126,6 +177,7 @@ def token_scores(
         num_tokens: keys of positions `[0, num_tokens)` are scored.
         scale: softmax scale.
         highest: the highest weight of each key, between 0 and 1, instead of the sum.
+        sinks, soft_cap: see `attend`.
 
     Returns:
         float32 `[num_tokens]`.
@@ -148,12 +200,14 @@ def token_scores(
         ).view(kv_heads, block.shape[1], groups, visible)
         hidden_from = min(int(where[0]) + 1, visible)
         future = torch.arange(hidden_from, visible, device=pages.device) > where[:, None]
+        logits = capped(logits, soft_cap)
         logits[..., hidden_from:].masked_fill_(future[None, :, None], float("-inf"))
-        weights = logits.softmax(-1)
+        heads = logits.transpose(1, 2).flatten(0, 1)  # [heads, queries, keys]
+        weights = with_sinks(heads, sinks).softmax(-1)[..., :visible]
         if highest:
-            mass[:visible] = torch.maximum(mass[:visible], weights.amax((0, 1, 2)))
+            mass[:visible] = torch.maximum(mass[:visible], weights.amax((0, 1)))
         else:
-            mass[:visible] += weights.sum((0, 1, 2))
+            mass[:visible] += weights.sum((0, 1))
     return mass
 
 

@@ -15,7 +15,12 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from vllm_segreuse.kernels.arguments import check_places, check_queries, check_strides
+from vllm_segreuse.kernels.arguments import (
+    check_places,
+    check_queries,
+    check_strides,
+    check_weights,
+)
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_schedule import Schedule, plan
@@ -42,6 +47,9 @@ def sparse_attention(
     positions: torch.Tensor,
     scale: float,
     *,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
     schedule: Schedule | None = None,
 ) -> None:
     """As `reference.sparse_attention`; in addition:
@@ -58,6 +66,7 @@ def sparse_attention(
     check_inputs(query, pages, keys, block_tables)
     check_strides(values, pages)
     check_places(query, block_tables, request, positions, keys.shape[1])
+    check_weights(query, window, sinks, soft_cap)
     if out.dtype != query.dtype or out.device != query.device:
         raise ValueError(f"out is {out.dtype} on {out.device}; expected it to be like query")
     if out.stride(2) != 1 or out.shape != (queries, heads, values.shape[2]):
@@ -87,6 +96,7 @@ def sparse_attention(
         block_tables,
         schedule.tiles,
         positions,
+        query if sinks is None else sinks,
         target.stride(-3),
         target.stride(-2),
         query.stride(0),
@@ -96,8 +106,12 @@ def sparse_attention(
         queries,
         splits,
         scale * math.log2(math.e),
+        soft_cap * math.log2(math.e),
         KEYS=keys,
         VALUES=values,
+        WINDOW=window,
+        SINKS=sinks is not None,
+        CAPPED=soft_cap > 0,
         GROUP=schedule.group,
         SPLIT=splits > 1,
         ROWS=tuning.rows,
@@ -146,6 +160,7 @@ def _attend(
     block_tables,
     tiles,
     positions,
+    sinks,
     out_query_stride,
     out_head_stride,
     query_stride,
@@ -155,8 +170,12 @@ def _attend(
     num_queries,
     splits,
     scale_log2,
+    cap_log2,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -185,24 +204,33 @@ def _attend(
 
     seen_by_all = tl.load(positions + first).to(tl.int32) + 1
     end = tl.load(positions + first + count - 1).to(tl.int32) + 1
-    share = tl.cdiv(tl.cdiv(end, STEP), splits)
-    begin = split * share * STEP
+    lowest = 0
+    if WINDOW > 0:  # later queries of the tile see less of it: all steps are masked
+        lowest = tl.maximum(seen_by_all - WINDOW, 0) // STEP * STEP
+    share = tl.cdiv(tl.cdiv(end - lowest, STEP), splits)
+    begin = lowest + split * share * STEP
     stop = tl.minimum(begin + share * STEP, end)
-    masked_from = tl.maximum(begin, tl.minimum(seen_by_all, stop) // STEP * STEP)
+    masked_from = begin
+    if WINDOW == 0:
+        masked_from = tl.maximum(begin, tl.minimum(seen_by_all, stop) // STEP * STEP)
 
     channels: tl.constexpr = triton.next_power_of_2(VALUES.shape[2])
     summed = tl.zeros((ROWS, channels), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    if SINKS:
+        total, highest = with_sinks(total, highest, sinks, head, split)
     for token in tl.range(begin, masked_from, STEP):
         summed, total, highest = _step(
             summed, total, highest, q, position, pages, page_stride, block_table, token, end,
-            kv_head, scale_log2, KEYS, VALUES, key_channels, channels, STEP, False,
+            kv_head, scale_log2, cap_log2, KEYS, VALUES, key_channels, channels, STEP, False,
+            WINDOW, CAPPED,
         )  # fmt: skip
     for token in tl.range(masked_from, stop, STEP):
         summed, total, highest = _step(
             summed, total, highest, q, position, pages, page_stride, block_table, token, end,
-            kv_head, scale_log2, KEYS, VALUES, key_channels, channels, STEP, True,
+            kv_head, scale_log2, cap_log2, KEYS, VALUES, key_channels, channels, STEP, True,
+            WINDOW, CAPPED,
         )  # fmt: skip
 
     # A share of the keys may lie behind a row's position: then its sum is zero.
@@ -215,6 +243,22 @@ def _attend(
     tl.store(out + at, summed.to(out.dtype.element_ty), mask=valid)
     if SPLIT:
         tl.store(lse + out_row * kv_heads * GROUP + head, highest + tl.log2(total), mask=stored)
+
+
+@triton.jit
+def with_sinks(total, highest, sinks, head, split):
+    """Sum and largest logit of rows that have seen their head's sink, which is in one split."""
+    sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+    here = split == 0
+    return tl.where(here, 1.0, total), tl.where(here, sink, highest)
+
+
+@triton.jit
+def capped(logits, cap):
+    """`cap * tanh(logits / cap)`."""
+    shrunk = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(logits) / cap)
+    bounded = cap * (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(logits < 0.0, -bounded, bounded)
 
 
 @triton.jit
@@ -231,12 +275,15 @@ def _step(
     end,
     kv_head,
     scale_log2,
+    cap_log2,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     KEY_CHANNELS: tl.constexpr,
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """One step of the online softmax, in powers of two."""
     token = first_token + tl.arange(0, STEP)
@@ -244,8 +291,13 @@ def _step(
         pages, page_stride, block_table, token, end, kv_head, KEYS, KEY_CHANNELS, MASKED
     )
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if CAPPED:
+        logits = capped(logits, cap_log2)
     if MASKED:
-        logits = tl.where(token[None, :] <= position[:, None], logits, float("-inf"))
+        visible = token[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible &= token[None, :] > position[:, None] - WINDOW
+        logits = tl.where(visible, logits, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(logits, axis=1))
     reference = new_highest
     if MASKED:  # a row that has seen no key yet: -inf - -inf is not a number

@@ -15,10 +15,10 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from vllm_segreuse.kernels import triton_attention
-from vllm_segreuse.kernels.arguments import check_blocks, check_positions
+from vllm_segreuse.kernels.arguments import check_blocks, check_positions, check_weights
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
-from vllm_segreuse.kernels.triton_attention import check_inputs
+from vllm_segreuse.kernels.triton_attention import capped, check_inputs, with_sinks
 from vllm_segreuse.kernels.triton_schedule import (
     Tuning,
     default_tuning,
@@ -42,6 +42,8 @@ def token_scores(
     scale: float,
     highest: bool = False,
     *,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
     splits: int | None = None,
     tuning: Tuning | None = None,
 ) -> torch.Tensor:
@@ -66,6 +68,7 @@ def token_scores(
         return torch.zeros(num_tokens, device=device)
     check_inputs(query, pages, keys, block_ids)
     check_positions(query, positions)
+    check_weights(query, 0, sinks, soft_cap)
     check_blocks(block_ids, triton.cdiv(num_tokens, keys.shape[1]), pages)
     group = heads_per_kv_head(heads, kv_heads)
     tuning = tuning or default_tuning(query.dtype, head_size, queries, group)
@@ -81,9 +84,11 @@ def token_scores(
         queries,
         num_tokens,
         scale * math.log2(math.e),
+        soft_cap * math.log2(math.e),
     )
     sizes = {
         "KEYS": keys,
+        "CAPPED": soft_cap > 0,
         "GROUP": group,
         "ROWS": tuning.rows,
         "STEP": tuning.keys,
@@ -94,7 +99,15 @@ def token_scores(
 
     shares = splits or splits_to_fill(row_tiles * kv_heads, num_tokens, device)
     lse = torch.empty(shares, queries, heads, device=device)
-    _row_sums[(row_tiles * kv_heads, shares)](lse, *inputs, *numbers, shares, **sizes)
+    _row_sums[(row_tiles * kv_heads, shares)](
+        lse,
+        query if sinks is None else sinks,
+        *inputs,
+        *numbers,
+        shares,
+        SINKS=sinks is not None,
+        **sizes,
+    )
     if shares > 1:
         largest = lse.amax(0)
         lse = largest + torch.exp2(lse - largest).sum(0).log2()
@@ -115,6 +128,7 @@ def token_scores(
 @triton.jit(do_not_specialize=["num_queries", "num_tokens", "splits"])
 def _row_sums(
     lse,  # float32 [splits, queries, heads], base 2, written
+    sinks,  # [heads], not read without `SINKS`
     query,
     positions,
     pages,
@@ -125,8 +139,11 @@ def _row_sums(
     num_queries,
     num_tokens,
     scale_log2,
+    cap_log2,
     splits,
+    SINKS: tl.constexpr,
     KEYS: tl.constexpr,
+    CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -155,15 +172,17 @@ def _row_sums(
     masked_from = tl.maximum(begin, tl.minimum(seen_by_all, stop) // STEP * STEP)
     total = tl.zeros((ROWS,), tl.float32)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    if SINKS:
+        total, highest = with_sinks(total, highest, sinks, head, split)
     for token in tl.range(begin, masked_from, STEP):
         total, highest = _add_keys(
             total, highest, q, position, pages, page_stride, block_table, token, end, kv_head,
-            scale_log2, KEYS, channels, STEP, False,
+            scale_log2, cap_log2, KEYS, channels, STEP, False, CAPPED,
         )  # fmt: skip
     for token in tl.range(masked_from, stop, STEP):
         total, highest = _add_keys(
             total, highest, q, position, pages, page_stride, block_table, token, end, kv_head,
-            scale_log2, KEYS, channels, STEP, True,
+            scale_log2, cap_log2, KEYS, channels, STEP, True, CAPPED,
         )  # fmt: skip
 
     at = (split.to(tl.int64) * num_queries + index) * kv_heads * GROUP + head
@@ -200,15 +219,19 @@ def _add_keys(
     end,
     kv_head,
     scale_log2,
+    cap_log2,
     KEYS: tl.constexpr,
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """One step of the online softmax's denominator, in powers of two."""
     token = first_token + tl.arange(0, STEP)
     k = load_tokens(pages, page_stride, block_table, token, end, kv_head, KEYS, CHANNELS, MASKED)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if CAPPED:
+        logits = capped(logits, cap_log2)
     if MASKED:
         visible = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         logits = tl.where(visible, logits, float("-inf"))
@@ -237,9 +260,11 @@ def _columns(
     num_queries,
     num_tokens,
     scale_log2,
+    cap_log2,
     splits,
     HIGHEST: tl.constexpr,
     KEYS: tl.constexpr,
+    CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -267,12 +292,12 @@ def _columns(
     for index in tl.range(begin, unmasked_from, per_tile):
         columns = _add_queries(
             columns, k, token, index, stop, query, query_stride, query_head_stride, positions, lse,
-            kv_head, scale_log2, HIGHEST, KEYS, channels, GROUP, ROWS, True,
+            kv_head, scale_log2, cap_log2, HIGHEST, KEYS, channels, GROUP, ROWS, True, CAPPED,
         )  # fmt: skip
     for index in tl.range(unmasked_from, stop, per_tile):
         columns = _add_queries(
             columns, k, token, index, stop, query, query_stride, query_head_stride, positions, lse,
-            kv_head, scale_log2, HIGHEST, KEYS, channels, GROUP, ROWS, False,
+            kv_head, scale_log2, cap_log2, HIGHEST, KEYS, channels, GROUP, ROWS, False, CAPPED,
         )  # fmt: skip
     at = (split * kv_heads + kv_head).to(tl.int64) * num_tokens + token
     tl.store(mass + at, columns, mask=token < num_tokens)
@@ -292,12 +317,14 @@ def _add_queries(
     lse,
     kv_head,
     scale_log2,
+    cap_log2,
     HIGHEST: tl.constexpr,
     KEYS: tl.constexpr,
     CHANNELS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Weights of a tile of queries, gathered by key."""
     row = tl.arange(0, ROWS)
@@ -309,6 +336,8 @@ def _add_queries(
     at = index.to(tl.int64) * (KEYS.shape[0] * GROUP) + head
     sums = tl.load(lse + at, mask=exists, other=float("inf"))
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if CAPPED:
+        logits = capped(logits, cap_log2)
     weights = tl.exp2(logits - sums[:, None])
     if MASKED:
         position = tl.load(positions + index).to(tl.int32)
