@@ -3,6 +3,7 @@
 vLLM's model runners drive the worker's half through a step."""
 
 import inspect
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from tests.test_worker import Backlog, report
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.kv_group import segment_group
+from vllm_segreuse.plan import ModelLayers
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.supported import RefusedError
 
@@ -98,10 +100,9 @@ def test_hooks_have_the_signatures_of_vllms(llama: Any) -> None:
 
 
 def test_what_vllm_must_not_wait_for(llama: Any) -> None:
-    """Nothing is moved between machines: no handshake, no saves, no blocks held back."""
+    """Nothing is moved between machines: no saves, no blocks held back."""
     subject = connect(llama, WORKER)
     assert subject.requires_kv_delivery is False
-    assert subject.get_handshake_metadata() is None
     assert subject.get_finished_count() is None
     assert subject.reset_cache() is True
     assert subject.get_block_ids_with_load_errors() == set()
@@ -204,6 +205,23 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
     group = segment_group(subject._kv_cache_config)
     assert made == [(subject._vllm_config, subject._config, manager, subject._stats, group)]
     assert subject._kv_cache_manager is manager
+
+
+def test_workers_tell_the_schedulers_half_what_the_layers_are(
+    subject: SegReuseConnector, half: Half, worker: SegReuseConnector, backlog: Any
+) -> None:
+    """By vLLM's handshake, which it makes before the first request."""
+    backlog.prefill = SimpleNamespace(layers=ModelLayers(6, (1, 3)))
+    shaken = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
+    subject.set_xfer_handshake_metadata_pp_aware({(0, 0): shaken, (0, 1): shaken})
+    assert half.asked == [("take_layers", ModelLayers(6, (1, 3)))] * 2
+
+
+def test_workers_without_plans_have_nothing_to_tell(
+    worker: SegReuseConnector, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(worker.worker_side, "backlog", None)
+    assert worker.get_handshake_metadata() is None
 
 
 # Statistics.

@@ -12,10 +12,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from tests.test_supported import WITHOUT
-from vllm_segreuse.kv_group import AttentionKind, KvGroup, segment_group
+from vllm_segreuse.kv_group import KvGroup, segment_group
 from vllm_segreuse.supported import RefusedError
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -35,7 +36,7 @@ def kv_cache(*specs: Any, hash_block_size: int | None = None) -> KVCacheConfig:
 @pytest.mark.parametrize("hash_block_size", [None, 16])
 def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -> None:
     found = segment_group(kv_cache(FULL, hash_block_size=hash_block_size))
-    assert found == KvGroup(0, {"layer 0": AttentionKind.FULL}, 16, FULL)
+    assert found == KvGroup(0, {"layer 0": FULL}, 16)
     assert found.layer_names == ["layer 0"]
     assert found.of(([3, 1, 2],)) == [3, 1, 2]
 
@@ -45,10 +46,6 @@ def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -
     [
         ([FULL, FULL], "2 KV cache groups (FullAttentionSpec)"),
         ([], "0 KV cache groups ()"),
-        (
-            [SlidingWindowSpec(block_size=16, sliding_window=64, **SHAPE)],
-            "1 KV cache groups (SlidingWindowSpec)",
-        ),
         (
             [FULL, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **SHAPE)],
             "2 KV cache groups (ChunkedLocalAttentionSpec, FullAttentionSpec)",
@@ -60,15 +57,45 @@ def test_any_other_shape_of_cache_is_refused(specs: list[Any], found: str) -> No
     with pytest.raises(RefusedError) as refused:
         segment_group(kv_cache(*specs))
     assert str(refused.value) == (
-        f"segment reuse cannot start: the model needs {found}, one group of full attention is "
-        f"supported; {WITHOUT}"
+        f"segment reuse cannot start: the model needs {found}, one group whose blocks are kept for "
+        f"all tokens is supported; {WITHOUT}"
     )
+
+
+@pytest.mark.parametrize("windows", [[64], [64, 128]])
+def test_a_model_of_windows_only_is_refused(windows: list[int]) -> None:
+    specs = [SlidingWindowSpec(block_size=16, sliding_window=w, **SHAPE) for w in windows]
+    with pytest.raises(RefusedError) as refused:
+        segment_group(kv_cache(*specs))
+    assert str(refused.value) == (
+        "segment reuse cannot start: every layer of the model attends to a sliding window; "
+        + WITHOUT
+    )
+
+
+def test_layers_with_windows_are_supported_among_others() -> None:
+    """As vLLM gives them without its hybrid KV cache manager: one spec has the window of some."""
+    some = FullAttentionSpec(block_size=16, sliding_window=64, **SHAPE)
+    assert segment_group(kv_cache(some)).specs == {"layer 0": some}
+
+
+def test_layers_of_several_head_sizes_have_a_spec_each() -> None:
+    wide = FullAttentionSpec(block_size=16, **SHAPE | {"head_size": 64})
+    specs = {"a": FULL, "b": wide}
+    several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    cache = kv_cache(several)
+    cache.kv_cache_groups[0].layer_names[:] = ["b", "a"]
+    found = segment_group(cache)
+    assert (found.specs, found.layer_names, found.block_size) == (specs, ["b", "a"], 16)
+    windowed = SlidingWindowSpec(block_size=16, sliding_window=64, **SHAPE)
+    specs["a"] = windowed  # type: ignore[assignment]
+    with pytest.raises(RefusedError, match=r"1 KV cache groups \(FullAtt\w+, SlidingWindowSpec\)"):
+        segment_group(cache)
 
 
 @pytest.mark.parametrize(
     ("hidden", "what"),
     [
-        ({"sliding_window": 64}, "a sliding window of 64 tokens"),
         ({"attention_chunk_size": 128}, "chunks of 128 tokens"),
         ({"non_causal": True}, "tokens behind their own"),
     ],

@@ -9,9 +9,11 @@ import pytest
 from vllm_segreuse.plan import (
     BoolArray,
     Boundary,
+    Counts,
     Deviation,
     Fixed,
     Gather,
+    ModelLayers,
     Pieces,
     Probed,
     Program,
@@ -24,6 +26,7 @@ START = 8
 NEW = {0, 1, 6, 9}
 """Tokens of ten, counted from the start, that are not reused."""
 LAYERS = 5
+MODEL = ModelLayers.of_full_attention(LAYERS)
 
 SUM, MAX, ABOVE = Probed(Gather.SUM), Probed(Gather.MAX), Probed(Gather.MAX, 0.1)
 PROGRAMS = [Fixed(), Fixed(2), Stock(), Boundary(), Boundary(2), Deviation(1), SUM, MAX, ABOVE]
@@ -86,13 +89,13 @@ def test_what_was_computed_says_how_many_were_chosen(next_token: int | None) -> 
 def test_its_work_is_that_of_its_layers(
     program: Program, options: dict[str, Any], work: int
 ) -> None:
-    assert plan(program, **options).layer_tokens(LAYERS) == work
+    assert plan(program, **options).layer_tokens(MODEL) == work
 
 
 def test_the_work_depends_on_how_many_were_chosen() -> None:
     some = plan(ABOVE, top_k=3, next_token=99)
-    assert some.layer_tokens(LAYERS) - some.layer_tokens(LAYERS, chosen=1) == 2 * LAYERS
-    assert some.layer_tokens(LAYERS, chosen=0) == 5 * (4 + 1) + 4 * (2 + 1)
+    assert some.layer_tokens(MODEL) - some.layer_tokens(MODEL, chosen=1) == 2 * LAYERS
+    assert some.layer_tokens(MODEL, chosen=0) == 5 * (4 + 1) + 4 * (2 + 1)
 
 
 def test_a_dense_layer_has_all_tokens_active() -> None:
@@ -146,5 +149,43 @@ def test_in_full_it_computes_everything_at_every_layer_and_probes_nothing() -> N
     some = plan(ABOVE, top_k=3, next_token=99).in_full()
     assert some.recipe.always.all()
     assert (some.recipe.top_k, some.recipe.program) == (0, Fixed())
-    assert (some.num_recomputed, some.layer_tokens(LAYERS, 0)) == (6, LAYERS * (10 + 1))
+    assert (some.num_recomputed, some.layer_tokens(MODEL, 0)) == (6, LAYERS * (10 + 1))
     assert some.next_token == 99, "its slot has to be written in any case"
+
+
+WINDOWED = ModelLayers(LAYERS, scored=(1, 3))
+"""Layers 0, 2 and 4 attend to a window."""
+
+
+@pytest.mark.parametrize(
+    ("program", "again"),
+    [
+        (Boundary(), 2),  # layers 0 and 1, of which the second gives the scores
+        (Boundary(1), 1),
+        (Boundary(2), 0),
+        (Boundary(3), 1),
+        (Boundary(4), 0),
+        (Boundary(5), 0),
+        (SUM, 4),
+        (Probed(Gather.SUM_AND_LAST, first_layer=2), 4),
+        (Probed(Gather.SUM_AND_LAST, first_layer=4), 4),
+        (Fixed(2), 0),
+        (Deviation(1), 0),
+    ],
+    ids=str,
+)
+def test_scores_are_taken_where_layers_see_the_whole_prompt(program: Program, again: int) -> None:
+    """How many layers some tokens pass twice, until there are scores."""
+    counts = Counts(tokens=100, always=10, chosen=7, probes=10)
+    dense = program.dense_layers
+    once = dense * 100 + (LAYERS - dense) * 17
+    assert program.cost(counts, WINDOWED) == once + again * 10
+
+
+@pytest.mark.parametrize(
+    ("first", "found"), [(0, (1, 3)), (1, (1, 3)), (2, (3,)), (3, (3,)), (4, (3,)), (9, (3,))]
+)
+def test_where_no_scored_layer_is_left_the_last_one_counts(
+    first: int, found: tuple[int, ...]
+) -> None:
+    assert WINDOWED.scored_from(first) == found

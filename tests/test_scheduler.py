@@ -17,9 +17,9 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.kv_group import AttentionKind, KvGroup
+from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import FreezeOrder, PlanOutcome
+from vllm_segreuse.plan import FreezeOrder, ModelLayers, PlanOutcome
 from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE = 4
@@ -57,7 +57,7 @@ class World:
             watermark_blocks=watermark_blocks,
             coordinator=SimpleNamespace(single_type_managers=[tables]),
         )
-        group = KvGroup(0, {"layer": AttentionKind.FULL}, SIZE, spec=None)
+        group = KvGroup(0, {"layer": None}, SIZE)
         given, self.stats = SegReuseConfig(**options), SegReuseStats()
         self.side = SchedulerSide(config, given, manager, self.stats, group)
         self.index, self.frozen = self.side._index, self.side._freezing.entries
@@ -499,6 +499,18 @@ def test_what_workers_tell_is_in_the_report_once() -> None:
     # and the last, at three before that; and the last at all layers, by vLLM itself.
     computed = 4 * (1 + 1 + 3) + 3 * 2 + 4
     assert first["computed_share"] == pytest.approx(computed / (4 * 34), abs=1e-4)
+
+
+def test_work_is_counted_by_the_layers_that_the_workers_found() -> None:
+    """The probes go no further than the last layer that gives scores."""
+    world = cached_document()
+    world.side.take_layers(ModelLayers(4, scored=(1,)))
+    request = focused(world)
+    outcomes = {request.request_id: PlanOutcome(5)}
+    world.side.note_outcomes(outcomes, {request.request_id: request})
+    computed = 4 * (1 + 1 + 3) + 2 * 2 + 4
+    share = world.report(request)["computed_share"]
+    assert share == pytest.approx(computed / (4 * 34), abs=1e-4)
 
 
 def test_drift_is_reported_and_that_everything_was_computed_because_of_it() -> None:

@@ -2,7 +2,6 @@
 """Each engine option and kind of model under which reuse is not proven is refused, in a sentence
 that names it and the way out; everything else is not."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,34 +136,6 @@ def test_drafts_from_hidden_states_are_refused(method: str, llama: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "refused"),
-    [
-        ({"sliding_window": 4096}, True),
-        ({"sliding_window": 4096, "use_sliding_window": True}, True),
-        ({"sliding_window": 4096, "use_sliding_window": False}, False),
-        ({"sliding_window": None}, False),
-        ({}, False),
-    ],
-)
-def test_a_sliding_window_is_refused_where_it_is_used(
-    text: dict[str, Any], refused: bool, llama: Any
-) -> None:
-    """Qwen's configurations name a window that is off."""
-    given = config(llama, text=text)
-    if refused:
-        assert refusal(given) == (
-            f"LlamaForCausalLM uses sliding-window attention (sliding_window=4096); {WITHOUT}"
-        )
-    else:
-        check_config(given)
-
-
-def test_a_window_of_the_checkpoint_is_seen(tmp_path: Path) -> None:
-    given = config(model_config(tmp_path, sliding_window=128))
-    assert "sliding_window=128" in refusal(given)
-
-
 SUPPORTED: list[dict[str, Any]] = [
     {},
     {"model": {"is_moe": True}},
@@ -173,6 +144,7 @@ SUPPORTED: list[dict[str, Any]] = [
     {"speculative": "ngram"},
     {"speculative": "suffix"},
     {"model": {"is_multimodal_model": True}},
+    {"text": {"sliding_window": 4096}},
 ] + [{"cache": {"cache_dtype": dtype}} for dtype in ("auto", "bfloat16", "float16", "float32")]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import PlanOutcome, ReusePlan
+from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -18,12 +18,12 @@ class Accounts:
 
     Args:
         stats: where it is counted.
-        num_layers: of the model.
+        layers: of the model.
     """
 
-    def __init__(self, stats: SegReuseStats, num_layers: int) -> None:
+    def __init__(self, stats: SegReuseStats, layers: ModelLayers) -> None:
         self._stats = stats
-        self._num_layers = num_layers
+        self.layers = layers
 
     def admitted(self, tracked: TrackedRequest, request: Request, report: Report) -> None:
         """A request was admitted for the first time.
@@ -79,11 +79,11 @@ class Accounts:
     def _computed_share(
         self, plan: ReusePlan, num_tokens: int, chosen: int | None = None, in_full: bool = False
     ) -> float:
-        by_vllm = (num_tokens - plan.stop) * self._num_layers  # the last token, as a rule
-        computed = plan.layer_tokens(self._num_layers, chosen) + by_vllm
+        by_vllm = (num_tokens - plan.stop) * self.layers.count  # the last token, as a rule
+        computed = plan.layer_tokens(self.layers, chosen) + by_vllm
         if in_full:  # once more, and all of it
-            computed += plan.in_full().layer_tokens(self._num_layers)
-        return round(computed / ((num_tokens - plan.start) * self._num_layers), 4)
+            computed += plan.in_full().layer_tokens(self.layers)
+        return round(computed / ((num_tokens - plan.start) * self.layers.count), 4)
 
     def _count(self, report: Report, recomputed: bool) -> None:
         self._stats.count_tokens("prefix", report.prefix_tokens)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -25,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
-from vllm_segreuse.plan import PlanOutcome, ReusePlan
+from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.supported import check_config
 from vllm_segreuse.version import require_supported_vllm
 
@@ -60,6 +61,13 @@ class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Tensor-parallel ranks compute the same tokens."""
         return self
+
+
+@dataclass
+class SegReuseHandshake(KVConnectorHandshakeMetadata):
+    """What only the workers know of the model, and the scheduler's side needs."""
+
+    layers: ModelLayers
 
 
 class SegReuseConnector(KVConnectorBase_V1):
@@ -100,6 +108,14 @@ class SegReuseConnector(KVConnectorBase_V1):
         self.scheduler_side = SchedulerSide(
             self._vllm_config, self._config, kv_cache_manager, self._stats, self._group
         )
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """By tensor-parallel rank; all ranks have the same layers."""
+        for found in metadata.values():
+            assert isinstance(found, SegReuseHandshake)
+            self.scheduler_side.take_layers(found.layers)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.add(request)
@@ -144,6 +160,11 @@ class SegReuseConnector(KVConnectorBase_V1):
         self.worker_side = WorkerSide(
             self._vllm_config, self._config, self._kv_cache_config, self._stats
         )
+
+    def get_handshake_metadata(self) -> SegReuseHandshake | None:
+        """Of the workers, who have proven the model by now."""
+        layers = self.worker_side.layers
+        return None if layers is None else SegReuseHandshake(layers)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         with self._own_pass() as metadata:

@@ -8,7 +8,6 @@ There is one group today; nothing outside of this file knows its index, or what 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.supported import WITHOUT, RefusedError
@@ -16,13 +15,7 @@ from vllm_segreuse.supported import WITHOUT, RefusedError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-class AttentionKind(Enum):
-    """Which tokens a token of a layer attends to."""
-
-    FULL = "its own and all before it"
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
 @dataclass(frozen=True)
@@ -31,20 +24,19 @@ class KvGroup:
 
     Attributes:
         index: of the group, in vLLM's lists by group.
-        layers: the kind of each attention layer, by vLLM's name of it, in the group's order.
+        specs: vLLM's `KVCacheSpec` of each attention layer, by vLLM's name of it, in the group's
+            order.
         block_size: tokens per block, in the scheduler's tables.
-        spec: vLLM's `KVCacheSpec` of the group.
     """
 
     index: int
-    layers: Mapping[str, AttentionKind]
+    specs: Mapping[str, Any]
     block_size: int
-    spec: Any
 
     @property
     def layer_names(self) -> list[str]:
         """vLLM's names of its attention layers."""
-        return list(self.layers)
+        return list(self.specs)
 
     def of(self, by_group: Sequence[Any]) -> Any:
         """The group's own entry of a list or tuple that vLLM keeps by group."""
@@ -52,7 +44,10 @@ class KvGroup:
 
 
 def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
-    """The group that segments are reused in: the only one, of full attention, hashed by block.
+    """The group that segments are reused in: the only one, whose blocks are kept for all tokens.
+
+    Its layers may still attend to a window only: without its hybrid KV cache manager, vLLM keeps
+    all blocks for layers of both kinds, if there are both.
 
     Raises:
         RefusedError: the KV cache is of another shape; names what was found.
@@ -60,32 +55,46 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    specs = _by_layer(groups[0]) if len(groups) == 1 else {}
+    if not specs or any(type(spec) is not FullAttentionSpec for spec in specs.values()):
+        raise RefusedError(f"{_other_shape(groups)}{WITHOUT}")
+    for spec in specs.values():
+        _check_spec(spec)
+    block_size = groups[0].kv_cache_spec.block_size
+    hash_block_size = kv_cache_config.hash_block_size or block_size
+    if hash_block_size != block_size:
         raise RefusedError(
-            f"the model needs {len(groups)} KV cache groups ({', '.join(kinds)}), one group of "
-            f"full attention is supported{WITHOUT}"
-        )
-    group = KvGroup(
-        index=0,
-        layers=dict.fromkeys(groups[0].layer_names, AttentionKind.FULL),
-        block_size=groups[0].kv_cache_spec.block_size,
-        spec=groups[0].kv_cache_spec,
-    )
-    _check_full(group.spec)
-    hash_block_size = kv_cache_config.hash_block_size or group.block_size
-    if hash_block_size != group.block_size:
-        raise RefusedError(
-            f"blocks of {group.block_size} tokens are hashed in pieces of {hash_block_size}; leave "
+            f"blocks of {block_size} tokens are hashed in pieces of {hash_block_size}; leave "
             "the hash block size at its default"
         )
-    return group
+    return KvGroup(0, specs, block_size)
 
 
-def _check_full(spec: Any) -> None:
-    """Without vLLM's hybrid KV cache manager other kinds of attention come as full, too."""
+def _by_layer(group: KVCacheGroupSpec) -> dict[str, Any]:
+    """The spec of each layer; layers whose heads differ in size have one each."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def _other_shape(groups: Sequence[KVCacheGroupSpec]) -> str:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    kinds = sorted({type(spec) for group in groups for spec in _by_layer(group).values()}, key=str)
+    if kinds == [SlidingWindowSpec]:
+        return "every layer of the model attends to a sliding window"
+    found = ", ".join(kind.__name__ for kind in kinds)
+    return (
+        f"the model needs {len(groups)} KV cache groups ({found}), one group whose blocks are kept "
+        "for all tokens is supported"
+    )
+
+
+def _check_spec(spec: Any) -> None:
     for wrong, what in (
-        (spec.sliding_window is not None, f"a sliding window of {spec.sliding_window} tokens"),
         (spec.attention_chunk_size is not None, f"chunks of {spec.attention_chunk_size} tokens"),
         (spec.non_causal, "tokens behind their own"),
     ):

@@ -44,7 +44,15 @@ from vllm_segreuse.config import (
 )
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import BoolArray, FreezeOrder, PlanOutcome, Recipe, ReusePlan, Segments
+from vllm_segreuse.plan import (
+    BoolArray,
+    FreezeOrder,
+    ModelLayers,
+    PlanOutcome,
+    Recipe,
+    ReusePlan,
+    Segments,
+)
 from vllm_segreuse.policies import POLICIES, Situation
 
 if TYPE_CHECKING:
@@ -114,17 +122,19 @@ class SchedulerSide:
         self._manager = kv_cache_manager
         self._called_back: list[str] = []
         self._lora = vllm_config.lora_config is not None
-        self._num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        self._layers = ModelLayers.of_full_attention(
+            vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        )
         self._block_size = group.block_size
         self._max_wave_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._spread_above = config.spread_work(self._max_wave_tokens, self._num_layers)
+        self._spread_above = config.spread_work(self._max_wave_tokens, self._layers.count)
         warm_up()
         pool = SegmentBlockPool.adopt(kv_cache_manager.block_pool, group)
         index = SegmentIndex(pool.num_gpu_blocks, group.block_size)
         health = Health()
         requests: dict[str, TrackedRequest] = {}
         budget = StepBudget(_step_tokens(vllm_config, config))
-        self._accounts = Accounts(stats, self._num_layers)
+        self._accounts = Accounts(stats, self._layers)
         self._pool = pool
         self._index = index
         self._health = health
@@ -318,6 +328,10 @@ class SchedulerSide:
             report["explain"] = tracked.explanation
         return report if tracked.freeze is None else report | {"frozen": frozen}
 
+    def take_layers(self, layers: ModelLayers) -> None:
+        """What the workers have found the model's layers to be, before the first request."""
+        self._layers = self._accounts.layers = layers
+
     def frozen(self) -> dict[str, Any]:
         """What knowledge bases need to know of the frozen blocks; uses are reported once only."""
         return self._freezing.state()
@@ -346,7 +360,7 @@ class SchedulerSide:
                 reused=reused,
                 segments=segments,
                 block_size=self._block_size,
-                num_layers=self._num_layers,
+                num_layers=self._layers.count,
                 recompute_ratio=options.recompute_ratio,
                 dense_layers=options.dense_layers,
                 overflow_tokens=options.overflow_tokens,
@@ -365,7 +379,7 @@ class SchedulerSide:
         states would not fit beside those of another that is under way (`memory.py`)."""
         if self._spread_above is None or not compat_manager.is_anybody_admitted(self._manager):
             return False
-        is_long = plan.layer_tokens(self._num_layers) > self._spread_above
+        is_long = plan.layer_tokens(self._layers) > self._spread_above
         return is_long or plan.active_tokens > self._max_wave_tokens
 
 

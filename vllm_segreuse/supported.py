@@ -34,9 +34,6 @@ def check_config(vllm_config: VllmConfig) -> None:
 def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     model = vllm_config.model_config
     name = ", ".join(model.hf_config.architectures or [model.model])
-    text = model.hf_text_config
-    window = getattr(text, "sliding_window", None)
-    windowed = bool(window) and getattr(text, "use_sliding_window", True)
     return [
         (model.runner_type != "generate", f"{name} is a {model.runner_type} model{WITHOUT}"),
         (model.use_mla, f"{name} uses multi-head latent attention (MLA){WITHOUT}"),
@@ -46,7 +43,6 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
         (model.uses_mrope, f"{name} uses multimodal rotary positions (M-RoPE){WITHOUT}"),
-        (windowed, f"{name} uses sliding-window attention (sliding_window={window}){WITHOUT}"),
         (model.enable_prompt_embeds, "prompt embeddings are on; remove --enable-prompt-embeds"),
     ]
 

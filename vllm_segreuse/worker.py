@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm_segreuse.compat.model_runner import loaded_model
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import PlanOutcome, ReusePlan
+from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
@@ -48,6 +48,11 @@ class WorkerSide:
         self._stats = stats
         self._outcomes: dict[str, PlanOutcome] = {}
         self.backlog = _proven_backlog(vllm_config, config, kv_cache_config)
+
+    @property
+    def layers(self) -> ModelLayers | None:
+        """Of the model; None where there is no backlog."""
+        return None if self.backlog is None else self.backlog.prefill.layers
 
     def before_forward(self, plans: list[ReusePlan]) -> None:
         """Carry out a step's plans, or begin those that take several steps."""

@@ -67,7 +67,7 @@ def _measured(shape: str, tokens: int, profiled: DeviceType | None) -> Found:
                 "shape": shape,
                 "policy": policy.label,
                 "most_active": plan.active_tokens,
-                "layer_tokens": plan.layer_tokens(layers),
+                "layer_tokens": plan.layer_tokens(prefill.layers),
                 "wall_ms": wall_ms,
                 "us_per_layer": us_per_layer,
             }

@@ -18,7 +18,7 @@ from tests.prefill.loaded import loaded
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse import config, policies
 from vllm_segreuse.config import ConfigError, SegReuseConfig
-from vllm_segreuse.plan import Program, Recipe, ReusePlan
+from vllm_segreuse.plan import ModelLayers, Program, Recipe, ReusePlan
 from vllm_segreuse.policies import Situation
 from vllm_segreuse.prefill import checks, programs
 from vllm_segreuse.prefill.executor import SparsePrefill
@@ -28,7 +28,7 @@ Patch = pytest.MonkeyPatch
 POLICY = """
 from dataclasses import dataclass
 
-from vllm_segreuse.plan import Counts, Program, Recipe
+from vllm_segreuse.plan import Counts, ModelLayers, Program, Recipe
 from vllm_segreuse.policies.base import Situation
 
 
@@ -36,8 +36,8 @@ from vllm_segreuse.policies.base import Situation
 class Loudest(Program):
     power: int
 
-    def cost(self, counts: Counts, num_layers: int) -> int:
-        return super().cost(counts, num_layers) + counts.tokens  # values are read once
+    def cost(self, counts: Counts, layers: ModelLayers) -> int:
+        return super().cost(counts, layers) + counts.tokens  # values are read once
 
 
 def recipe(situation: Situation) -> Recipe:
@@ -126,7 +126,10 @@ def test_it_is_planned_and_priced() -> None:
     recipe = recipe_of("loudest", reused)
     assert (recipe.top_k, recipe.program.chooses) == (5, True)
     assert recipe.program == type(recipe.program)(power=2)  # type: ignore[call-arg]
-    assert plan("a", 0, recipe).layer_tokens(LAYERS) == LAYERS * (5 + 5) + 30
+    assert (
+        plan("a", 0, recipe).layer_tokens(ModelLayers.of_full_attention(LAYERS))
+        == LAYERS * (5 + 5) + 30
+    )
     assert plan("a", 0, recipe).active_tokens == 5 + 5
 
 

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+from vllm_segreuse.prefill import checks
+from vllm_segreuse.supported import RefusedError
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 20
 LAYERS, HEADS, HEAD_SIZE, POSITIONS = 3, 2, 32, 512
@@ -33,6 +37,20 @@ _LLAMA: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": False,
 }
+
+
+WINDOW = 40
+GEMMA2: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": HEAD_SIZE,
+    "attn_logit_softcapping": 5.0,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "tie_word_embeddings": True,
+}
+"""Windows on some layers, and logits that are capped."""
 
 
 @dataclass
@@ -92,6 +110,7 @@ def loaded(folder: Path, dtype: str = "float32", **changes: Any) -> Iterator[Loa
             max_num_seqs=4,
             max_model_len=POSITIONS,
             is_encoder_decoder=False,
+            disable_hybrid_kv_cache_manager=True,  # as vLLM decides for our connector
         ),
     )
     with ExitStack() as stack:
@@ -155,3 +174,18 @@ def _bind_kv_cache(vllm_config: Any) -> Any:
     # The runner's builder; on CPUs it tells the layers which kernels to use.
     first.get_attn_backend().get_builder_cls()(spec, list(layers), vllm_config, device)
     return kv_cache_config
+
+
+def prove(model: Loaded) -> checks.Runtime:
+    """The proofs of start-up."""
+    return checks.prove(model.model, model.vllm_config, model.kv_cache_config)
+
+
+def refusal(model: Loaded) -> str:
+    """Why the model is not proven."""
+    with pytest.raises(RefusedError) as refused:
+        prove(model)
+    text = str(refused.value)
+    assert text.startswith("segment reuse cannot start: ")
+    assert text.endswith("; serve this model without --segreuse")
+    return text

@@ -36,6 +36,8 @@ class TinyDecoder:
 
     def __init__(self, world: World) -> None:
         self.weights = {k: v.double().numpy() for k, v in world.model.state_dict().items()}
+        self.windows = [kind.window for kind in world.kinds]
+        self.global_layers = [layer for layer in range(LAYERS - 1) if not self.windows[layer]]
 
     def embed(self, token: int, position: int) -> np.ndarray:
         return self.weights["tokens.weight"][token] + self.weights["positions.weight"][position]
@@ -51,13 +53,15 @@ class TinyDecoder:
         return key.reshape(KV_HEADS, CHANNELS), value.reshape(KV_HEADS, CHANNELS)
 
     def shares(self, layer: int, position: int, query: np.ndarray, kv: KV) -> np.ndarray:
-        """Equation 1 of SparseX: how each head divides its attention, `[HEADS, keys seen]`."""
-        found = []
+        """Equation 1 of SparseX: how each head divides its attention, `[HEADS, keys before]`."""
+        found = np.zeros((HEADS, position + 1))
+        window = self.windows[layer]
         for head in range(HEADS):
-            seen = range(position + 1)  # itself and everything before it
+            # Itself and everything before it, or the last of these.
+            seen = range(max(0, position + 1 - window) if window else 0, position + 1)
             keys = np.array([kv[layer, j][0][kv_head(head)] for j in seen])
-            found.append(softmax(keys @ query[head] * SCALE))
-        return np.array(found)
+            found[head, seen] = softmax(keys @ query[head] * SCALE)
+        return found
 
     def run(self, layers: range, states: States, kv: KV) -> States:
         """Layers on some tokens: all write their keys and values, and then each attends."""
@@ -129,10 +133,17 @@ def _attention_at_boundary(
     kv: KV,
     scores: dict[int, float],
 ) -> None:
-    """SparseX: the queries of the boundary layer, which is the last dense one, or the first."""
-    boundary = max(dense - 1, 0)
-    computed = embedded if dense else {p: embedded[p] for p in always}
-    before = decoder.run(range(boundary), computed, dict(kv))
+    """SparseX: the queries of the boundary layer, which is the last dense one, or the first; where
+    that sees a window only, the next that does not, and if there is none, the last before it."""
+    first = max(dense - 1, 0)
+    behind = [layer for layer in decoder.global_layers if layer >= first]
+    boundary = behind[0] if behind else decoder.global_layers[-1]
+    kv, before = dict(kv), embedded
+    if boundary >= dense:  # from there on, only for what is always computed
+        dense_states = decoder.run(range(dense), embedded, kv)
+        before = decoder.run(range(dense, boundary), {p: dense_states[p] for p in always}, kv)
+    else:
+        before = decoder.run(range(boundary), embedded, kv)
     for p, state in before.items():
         kv[boundary, p] = decoder.key_and_value(boundary, state)
     for p in probes:
@@ -153,13 +164,15 @@ def _attention_at_all_layers(
     """ProphetKV: the question alone against the reused KV, at all layers but the last."""
     kv, states = dict(kv), {p: embedded[p] for p in probes}
     gather, by_last = program.gather, dict.fromkeys(scores, 0.0)
+    counting = [layer for layer in decoder.global_layers if layer >= program.first_layer]
+    counting = counting or decoder.global_layers[-1:]
     for layer in range(LAYERS - 1):
         asking = {p: decoder.query(layer, state) for p, state in states.items()}
         states = decoder.run(range(layer, layer + 1), states, kv)
         for p, query in asking.items():
             shares = decoder.shares(layer, p, query, kv)
             for j in range(p + 1):
-                if j not in scores or layer < program.first_layer:
+                if j not in scores or layer not in counting:
                     continue
                 if gather is Gather.MAX:
                     scores[j] = max(scores[j], shares[:, j].max())

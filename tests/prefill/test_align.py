@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aligning plans agrees with a loop over their tokens, wherever sources and targets lie."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, Layer, make_layer
 from vllm_segreuse.kernels import reference
+from vllm_segreuse.kernels.dispatch import Kernels
+from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.rope import DeltaRope
@@ -100,7 +102,19 @@ def make_aligner(layouts: list[str], ropes: list[DeltaRope | None]) -> tuple[Ali
     found = [discover_layout(layer, BLOCK_SIZE) for layer in layers]
     for layer in layers:
         layer.log.clear()
-    return Aligner([*map(LayerKv, layers, found, ropes)], reference.align), layers
+    return Aligner(known(layers, found, ropes)), layers
+
+
+def known(
+    layers: list[Layer],
+    found: list[PageLayout],
+    ropes: list[DeltaRope | None],
+    align: Any = reference.align,
+) -> list[LayerKv]:
+    """With a kernel that aligns, and no other."""
+    nothing: Any = None
+    kernels = Kernels(align, nothing, None, None, "")
+    return [LayerKv(*each, kernels) for each in zip(layers, found, ropes, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +187,9 @@ def test_the_kernel_is_told_where_pages_are_both_read_and_written(
     told = []
     layer = make_layer("HND", NUM_BLOCKS)
     found = discover_layout(layer, BLOCK_SIZE)
-    subject = Aligner([LayerKv(layer, found, ROPE)], lambda pages, parts, moves: told.append(moves))
+    subject = Aligner(
+        known([layer], [found], [ROPE], lambda pages, parts, moves: told.append(moves))
+    )
     source = np.arange(BLOCK_SIZE)
     subject.align(align_module.TokenCopies(source, source + distance, np.zeros_like(source)))
     assert [moves.overlapping for moves in told] == [overlapping]
@@ -186,8 +202,7 @@ def test_layers_that_are_alike_are_aligned_by_one_call() -> None:
     other = DeltaRope(ROPE.frequencies / 4, HEAD_SIZE, True)
     ropes = [ROPE, ROPE, DeltaRope(ROPE.frequencies.clone(), HEAD_SIZE, True), other]
     subject = Aligner(
-        [*map(LayerKv, layers, found, ropes)],
-        lambda pages, parts, moves: calls.append(len(pages)),
+        known(layers, found, ropes, lambda pages, parts, moves: calls.append(len(pages)))
     )
     slots = np.arange(9)
     subject.align(align_module.TokenCopies(slots, slots + 500, slots))

@@ -39,8 +39,10 @@ class World:
         self.scheduled: list[Any] = []
         pages = [make_layer("HND") for _ in range(2)]
         self.layers = [
-            SimpleNamespace(impl=Impl(), kv_cache=p.kv_cache, num_heads=4, head_size=32)
-            for p in pages
+            SimpleNamespace(
+                impl=Impl(), kv_cache=p.kv_cache, num_heads=4, head_size=32, layer_name=name
+            )
+            for p, name in zip(pages, "ab", strict=True)
         ]
         kernels = Kernels(
             align=lambda *_: None,
@@ -50,19 +52,20 @@ class World:
             description="",
         )
         monkeypatch.setattr(attention_module, "pass_context", self._context)
-        rows = SimpleNamespace(vllm_config=None, layer_names=["a", "b"], forward_context=self._rows)
+        rows = SimpleNamespace(vllm_config=None, forward_context=self._rows)
         layers: Any = self.layers
         kv = [
-            LayerKv(layer, discover_layout(page, BLOCK_SIZE), None)
+            LayerKv(layer, discover_layout(page, BLOCK_SIZE), None, kernels)
             for layer, page in zip(layers, pages, strict=True)
         ]
-        self.subject = PassAttention(rows, kv, kernels)  # type: ignore[arg-type]
+        self.subject = PassAttention(rows, kv)  # type: ignore[arg-type]
 
     @contextmanager
     def _context(
-        self, config: Any, names: Any, metadata: Any, tokens: Any, compiled: bool
+        self, config: Any, metadata: dict[str, Any], tokens: Any, compiled: bool
     ) -> Iterator[None]:
-        self.metadata, self.compiled = metadata, compiled
+        assert metadata["a"] is metadata["b"], "layers that are alike share a schedule"
+        self.metadata, self.compiled = metadata["a"], compiled
         yield
 
     @contextmanager

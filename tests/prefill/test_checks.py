@@ -11,11 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.prefill.loaded import BLOCK_SIZE, HEAD_SIZE, HEADS, LAYERS, Loaded, loaded
+from tests.prefill.loaded import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    POSITIONS,
+    Loaded,
+    loaded,
+    prove,
+    refusal,
+)
 from vllm_segreuse import config
 from vllm_segreuse.kernels import cpu
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model import rope
+from vllm_segreuse.model.attention_kind import AttentionKind, kind_of
 from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import (
@@ -31,9 +42,8 @@ from vllm_segreuse.plan import (
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.prefill import checks, programs, rows
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.proofs.plain_attention import check_attention
+from vllm_segreuse.prefill.proofs.causal import check_attention
 from vllm_segreuse.prefill.proofs.rotations import prove_rotation
-from vllm_segreuse.supported import RefusedError
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
 BOTH = pytest.mark.parametrize("model", ["float32", "bfloat16"], indirect=True)
@@ -46,19 +56,6 @@ def model(
 ) -> Iterator[Loaded]:
     with loaded(tmp_path_factory.mktemp(request.param), request.param) as made:
         yield made
-
-
-def prove(model: Loaded) -> checks.Runtime:
-    return checks.prove(model.model, model.vllm_config, model.kv_cache_config)
-
-
-def refusal(model: Loaded) -> str:
-    with pytest.raises(RefusedError) as refused:
-        prove(model)
-    text = str(refused.value)
-    assert text.startswith("segment reuse cannot start: ")
-    assert text.endswith("; serve this model without --segreuse")
-    return text
 
 
 @BOTH
@@ -324,8 +321,8 @@ def test_a_moved_value_is_the_value(off: float, model: Loaded, monkeypatch: Patc
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"sliding_window": 4096}, "has a sliding window of 4096"),
-        ({"has_sink": True}, "has attention sinks"),
+        ({"sliding_window": 64}, "has a sliding window of 64, its backend of None"),
+        ({"has_sink": True}, "has attention sinks that its backend does not show"),
         ({"kv_sharing_target_layer_name": "model.layers.0"}, "shares the KV of another layer"),
         ({"attn_type": "encoder_only"}, "is encoder_only attention"),
         ({"head_size_v": 2 * HEAD_SIZE}, "has values of another size than its keys"),
@@ -340,20 +337,29 @@ def test_a_layer_that_attends_otherwise_is_refused(
     assert f"model.layers.0.self_attn.attn {why}" in refusal(model)
 
 
+def test_layers_with_alibi_are_refused(model: Loaded) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^other has ALiBi positions"):
+        check_attention({"other": _layer(model, alibi_slopes=[0.5] * HEADS)}, BLOCK_SIZE)
+
+
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "kind"),
     [
-        ({"alibi_slopes": [0.5] * HEADS}, "has ALiBi positions"),
-        ({"logits_soft_cap": 30.0}, "caps its attention logits"),
-        ({"per_layer_sliding_window": 64}, "has a sliding window of 64"),
-        ({"sinks": torch.zeros(HEADS)}, "has attention sinks"),
+        ({}, AttentionKind()),
+        ({"logits_soft_cap": 30.0}, AttentionKind(soft_cap=30.0)),
+        ({"per_layer_sliding_window": 64}, AttentionKind(window=64)),
+        ({"per_layer_sliding_window": POSITIONS - 1}, AttentionKind(window=POSITIONS - 1)),
+        ({"per_layer_sliding_window": POSITIONS}, AttentionKind()),
+        ({"sinks": torch.zeros(HEADS)}, AttentionKind(has_sinks=True)),
     ],
 )
-def test_layers_as_vllm_makes_them_are_refused(
-    options: dict[str, Any], why: str, model: Loaded
+def test_the_kind_of_layers_as_vllm_makes_them(
+    options: dict[str, Any], kind: AttentionKind, model: Loaded
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"^other {why}"):
-        check_attention({"other": _layer(model, **options)}, BLOCK_SIZE)
+    """A window that no request can leave is none."""
+    layer = _layer(model, **options)
+    check_attention({"other": layer}, BLOCK_SIZE)
+    assert kind_of(layer, POSITIONS) == kind
 
 
 def test_plain_layers_are_not_refused(model: Loaded) -> None:
@@ -374,7 +380,7 @@ def test_a_window_of_the_backends_own_is_refused(
     window: Any, model: Loaded, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(model.first.impl, "sliding_window", window)
-    assert f"has a sliding window of {window}" in refusal(model)
+    assert "has a sliding window of None, its backend of 128" in refusal(model)
 
 
 @pytest.mark.parametrize("nowhere", [None, -1, (-1, -1)])
@@ -424,6 +430,63 @@ def test_positions_that_no_rotary_module_explains_are_refused(tmp_path: Any) -> 
         assert "carries positions that no rotary module explains" in refusal(model)
 
 
+# Attention sinks; windows and capped logits: test_windows.py.
+
+
+@pytest.fixture
+def sinking(model: Loaded, monkeypatch: Patch) -> Loaded:
+    """Whose attention has sinks."""
+    for number, layer in enumerate(model.attention.values()):
+        monkeypatch.setattr(layer, "has_sink", True)
+        monkeypatch.setattr(layer.impl, "sinks", torch.tensor([0.5, -1.0]) * (1 + number))
+    return model
+
+
+@pytest.fixture
+def only_by_layer(monkeypatch: Patch) -> None:
+    """Rounding may hide a mistake among random tokens: those that are made for it must find it."""
+    monkeypatch.setattr(checks, "prove_passes", lambda *_: 0.0)
+
+
+@BOTH
+def test_a_model_with_sinks_is_proven(sinking: Loaded) -> None:
+    assert prove(sinking).prefill.layers.scored == (0, 1)
+
+
+@BOTH
+@pytest.mark.usefixtures("only_by_layer")
+def test_a_sink_that_is_dropped_is_found(sinking: Loaded, monkeypatch: Patch) -> None:
+    attend = cpu.sparse_attention
+    monkeypatch.setattr(
+        cpu,
+        "sparse_attention",
+        lambda *given, sinks: attend(*given),
+    )
+    assert "the pass does not attend to all tokens before, with sinks" in refusal(sinking)
+
+
+@pytest.mark.usefixtures("only_by_layer")
+def test_a_backend_that_does_otherwise_than_its_layer_says_is_found(
+    sinking: Loaded, monkeypatch: Patch
+) -> None:
+    attend = type(sinking.first.impl).forward
+
+    def without_sinks(impl: Any, *given: Any, **more: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(impl, "sinks", None)
+            return attend(impl, *given, **more)
+
+    monkeypatch.setattr(type(sinking.first.impl), "forward", without_sinks)
+    assert "the stock backend does not attend to all tokens before" in refusal(sinking)
+
+
+@BOTH
+def test_scores_without_the_sinks_are_found(sinking: Loaded, monkeypatch: Patch) -> None:
+    scores = cpu.token_scores
+    monkeypatch.setattr(cpu, "token_scores", lambda *given, sinks: scores(*given))
+    assert "the scores of tokens are not the attention" in refusal(sinking)
+
+
 # What follows from the configuration.
 
 
@@ -452,5 +515,5 @@ def test_the_builder_has_room_for_every_row(scattered: Any, rows: int) -> None:
     """Each token may be a row of its own, unless a kernel of ours takes scattered ones."""
     scheduler = SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=32)
     given: Any = SimpleNamespace(scheduler_config=scheduler)
-    kernels: Any = SimpleNamespace(sparse_attention=scattered)
+    kernels: Any = [SimpleNamespace(sparse_attention=one) for one in (object(), scattered)]
     assert checks._most_rows(given, kernels) == rows

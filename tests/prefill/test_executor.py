@@ -157,7 +157,7 @@ def test_a_donor_that_is_spoilt_where_layers_are_dense_does_no_harm(
         copied.append(len(layers))
         reference.align(layers, parts, moves)
 
-    monkeypatch.setattr(world.prefill._aligner, "_kernel", align)
+    monkeypatch.setattr(world, "align", align)
     assert world.prefill.run(plans).not_finite == []
     assert_equal(pages(world, plans[0]), pages(clean, plans[0]))
     assert copied == [LAYERS - 2]
@@ -352,7 +352,7 @@ def test_seconds_are_those_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return pass_by
 
-    monkeypatch.setattr(world.prefill._aligner, "_kernel", passes(5))
+    monkeypatch.setattr(world, "align", passes(5))
     world.spoil = passes(1)  # behind each of the layers that is run whole
     prepared = world.prefill.prepare(pair(RECIPES["fixed"]), 12)
     now += 1000

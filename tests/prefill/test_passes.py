@@ -83,10 +83,10 @@ def assert_holds(world: World, plan: ReusePlan, expected: KV) -> None:
 
 
 @functools.cache
-def by_the_loop(name: str) -> list[tuple[list[int], KV]]:
+def by_the_loop(name: str, windows: tuple[int, ...]) -> list[tuple[list[int], KV]]:
     """What `carry_out` says of each plan; all worlds begin alike."""
     with pytest.MonkeyPatch.context() as patch:
-        world = World(patch)
+        world = World(patch, windows=windows)
         decoder = TinyDecoder(world)
         return [carry_out(decoder, plan, world.kv(plan)) for plan in plans_of(RECIPES[name])]
 
@@ -98,7 +98,8 @@ def check(world: World, name: str) -> None:
     before = [world.kv(plan) for plan in plans]
     caches = [cache.clone() for cache in world.caches]
     _, active = carried_out(world, plans)
-    for plan, kv, found, expected in zip(plans, before, active, by_the_loop(name), strict=True):
+    looped = by_the_loop(name, tuple(kind.window for kind in world.kinds))
+    for plan, kv, found, expected in zip(plans, before, active, looped, strict=True):
         assert found == expected[0]
         assert_holds(world, plan, expected[1])
         left, rest = world.kv(plan), set(range(plan.stop)) - set(found)
@@ -129,8 +130,39 @@ def test_a_pass_does_what_the_loop_does(
 ) -> None:
     world = World(monkeypatch, scattered)
     check(world, name)
-    by_kernel = [isinstance(metadata, ScatteredQueries) for metadata, _, _ in world.contexts]
-    assert any(by_kernel) == (scattered and name not in ("stock", "everything dense"))
+    assert any(by_kernel(world)) == (scattered and name not in ("stock", "everything dense"))
+
+
+def by_kernel(world: World) -> list[bool]:
+    """Of each context, whether a layer's queries were scattered."""
+    return [
+        isinstance(metadata, dict)
+        and any(isinstance(of_layer, ScatteredQueries) for of_layer in metadata.values())
+        for metadata, _, _ in world.contexts
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("windows", [(5, 0, 5, 0), (0, 7, 3, 5), (5, 5, 0, 5)], ids=str)
+@pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])
+def test_layers_with_windows(
+    name: str, windows: tuple[int, ...], scattered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(World(monkeypatch, scattered, windows=windows), name)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "name", ["boundary", "summed over all layers", "fixed behind dense layers"]
+)
+def test_layers_without_a_kernel_attend_in_rows_beside_others(
+    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, windows=(5, 0, 5, 0), in_rows=(1, 2))
+    world.layers.compiled = compiled
+    check(world, name)
+    assert any(by_kernel(world))
+    assert world.in_rows
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -165,14 +197,17 @@ def test_a_host_that_does_not_know_what_was_chosen(
     check(World(monkeypatch), name)
 
 
+@pytest.mark.parametrize("windows", [(0,) * LAYERS, (5, 5, 0, 5), (5, 0, 5, 0)], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_work_that_is_reported_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_that_is_reported_is_done(
+    name: str, windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A token counts at a layer if its keys and values are written there."""
-    world = World(monkeypatch)
+    world = World(monkeypatch, windows=windows)
     plans = plans_of(RECIPES[name])
     _, active = carried_out(world, plans)
     promised = 0
     for plan, found in zip(plans, active, strict=True):
         always = int(plan.recipe.always.sum()) + (plan.next_token is not None)
-        promised += plan.layer_tokens(LAYERS, len(found) - always)
+        promised += plan.layer_tokens(world.layers.model, len(found) - always)
     assert world.layer_tokens == promised

@@ -12,12 +12,14 @@ import torch
 from tests.prefill.tiny import make_plan
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import LayerState
 from vllm_segreuse.plan import (
     Boundary,
     Deviation,
     Fixed,
     Gather,
+    ModelLayers,
     Pieces,
     Probed,
     Program,
@@ -81,6 +83,7 @@ class Known:
         layout = PageLayout(half(0), half(1))
         cache = torch.randn(2 * TOKENS // SIZE, 2, HEADS, SIZE, CHANNELS)
         self.layouts = [layout] * LAYERS
+        self.model = ModelLayers.of_full_attention(LAYERS)
         self.attention: dict[int, list[int]] = {}
         self.scored: list[tuple[int, list[int]]] = []
         attention = [
@@ -107,9 +110,9 @@ class Known:
     def all_layers(self, tokens, batch) -> Waves[LayerState]:
         return (yield from self.run(0, LAYERS, tokens, None, batch))
 
-    def queries(self, tokens, batch) -> Waves[list[torch.Tensor]]:
-        yield from self.run(0, LAYERS - 1, tokens, None, batch)
-        return [torch.zeros(len(tokens), HEADS, CHANNELS)] * (LAYERS - 1)
+    def queries(self, tokens, layers, batch) -> Waves[list[torch.Tensor]]:
+        yield from self.run(0, layers[-1] + 1, tokens, None, batch)
+        return [torch.zeros(len(tokens), HEADS, CHANNELS)] * len(layers)
 
     def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return self.computed
@@ -353,11 +356,11 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
     torch.manual_seed(1)
     caches = [torch.randn(40, 2, kv_heads, size, channels) for _ in range(2)]
     attention = [SimpleNamespace(kv_cache=c, impl=SimpleNamespace(scale=0.7)) for c in caches]
+    kernels: Any = SimpleNamespace(token_scores=reference.token_scores)
     layers = LayerRunner(
         SimpleNamespace(attention=attention),  # type: ignore[arg-type]
-        [PageLayout(keys, keys)] * 2,
+        [LayerKv(of, PageLayout(keys, keys), None, kernels) for of in attention],  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
-        reference.token_scores,
         None,  # type: ignore[arg-type]
         100,
     )

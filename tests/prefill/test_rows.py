@@ -142,9 +142,62 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> rows.RowBuilder:
 
     monkeypatch.setattr(rows, "private_builder", private_builder)
     config: Any = SimpleNamespace(device_config=SimpleNamespace(device="cpu"))
-    made = rows.RowBuilder(config, ["a", "b"], "spec", "backend", 2)
-    assert asked == [("backend", "spec", ["a", "b"], config, 2, torch.device("cpu"))]
+    attention: Any = {name: Attention() for name in "ab"}
+    made = rows.RowBuilder(config, attention, {"a": "spec", "b": "spec"}, 2)
+    assert asked == [(Backend, "spec", ["a", "b"], config, 2, torch.device("cpu"))]
     return made
+
+
+class Backend:
+    """vLLM's attention backend of layers."""
+
+    @staticmethod
+    def full_cls_name() -> str:
+        return "backend"
+
+
+class OtherBackend(Backend):
+    @staticmethod
+    def full_cls_name() -> str:
+        return "other"
+
+
+class Attention:
+    """vLLM's attention layer."""
+
+    def __init__(self, backend: Any = Backend, num_heads: int = 4) -> None:
+        self.get_attn_backend, self.num_heads = lambda: backend, num_heads
+
+
+def test_layers_are_grouped_as_the_runner_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One builder for equal backends, specs and numbers of heads; each has its own metadata."""
+    groups = []
+
+    def private_builder(backend: Any, spec: str, names: list[str], *_: Any) -> Builder:
+        groups.append((backend.full_cls_name(), spec, names))
+        return Builder()
+
+    monkeypatch.setattr(rows, "private_builder", private_builder)
+    config: Any = SimpleNamespace(device_config=SimpleNamespace(device="cpu"))
+    attention: Any = {
+        "a": Attention(),
+        "b": Attention(),
+        "c": Attention(),
+        "d": Attention(num_heads=8),
+        "e": Attention(OtherBackend),
+    }
+    specs = {"a": "narrow", "b": "wide", "c": "narrow", "d": "narrow", "e": "narrow"}
+    made = rows.RowBuilder(config, attention, specs, 2)
+    assert groups == [
+        ("backend", "narrow", ["a", "c"]),
+        ("backend", "wide", ["b"]),
+        ("backend", "narrow", ["d"]),
+        ("other", "narrow", ["e"]),
+    ]
+    metadata = made.metadata(table_of([[3, 4]]), torch.zeros(1, 7, dtype=torch.int32))
+    assert set(metadata) == set("abcde")
+    assert metadata["a"] is metadata["c"]
+    assert len({id(of_layer) for of_layer in metadata.values()}) == 4
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -6,6 +6,7 @@ Passes run on it as they do on a loaded model: through `LayerRunner`, `DecoderSt
 `tests/prefill/loop.py` computes the same token by token.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,7 @@ from torch import nn
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
+from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack
 from vllm_segreuse.plan import Fixed, Pieces, Program, Recipe, ReusePlan
@@ -86,13 +88,15 @@ class Backend:
                 pages[:, part].transpose(1, 2).reshape(-1, KV_HEADS, CHANNELS)[:seen]
                 for part in (0, 1)
             )
+            window = self._world.kinds[self._index].window or seen
             first, last = bounds[row], bounds[row + 1]
             for number in range(first, last):
                 visible = seen - (last - 1 - number)
+                hidden = max(0, visible - window)
                 for head in range(HEADS):
                     of = head // (HEADS // KV_HEADS)
-                    weights = (keys[:visible, of] @ query[number, head] * SCALE).softmax(0)
-                    out[number, head] = weights @ values[:visible, of]
+                    weights = (keys[hidden:visible, of] @ query[number, head] * SCALE).softmax(0)
+                    out[number, head] = weights @ values[hidden:visible, of]
 
 
 class Attention(nn.Module):
@@ -102,6 +106,7 @@ class Attention(nn.Module):
 
     def __init__(self, world: "World", index: int, kv_cache: torch.Tensor) -> None:
         super().__init__()
+        self.layer_name = str(index)
         self.world, self.kv_cache = world, kv_cache
         self.impl = Backend(world, index)
 
@@ -111,6 +116,8 @@ class Attention(nn.Module):
         key, value = (x.view(-1, KV_HEADS, CHANNELS) for x in (key, value))
         self.impl.do_kv_cache_update(self, key, value, self.kv_cache, tokens.slots)
         out = torch.full_like(query, torch.nan)
+        if isinstance(metadata, dict):
+            metadata = metadata[self.layer_name]
         self.impl.forward(self, query, key, value, self.kv_cache, metadata, out)
         return out.view(-1, HIDDEN)
 
@@ -165,8 +172,6 @@ class Model(nn.Module):
 class Rows:
     """`RowBuilder` without vLLM's configuration."""
 
-    layer_names = ()
-
     def __init__(self, world: "World") -> None:
         self.vllm_config = world
 
@@ -178,6 +183,10 @@ class Rows:
         with self.vllm_config.entered(metadata, tokens, compiled):
             yield
 
+    def metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
+        metadata = common_metadata(tokens, block_tables)
+        return dict.fromkeys(map(str, range(LAYERS)), metadata)
+
 
 class World:
     """The model with a cache of random pages, and what runs passes on it.
@@ -185,20 +194,30 @@ class World:
     Args:
         scattered: whether scattered queries have a kernel; else all of them attend in rows.
         max_wave_tokens: see `LayerRunner`.
+        windows: of each layer; 0: none.
+        in_rows: layers whose scattered queries have no kernel, whatever the others have.
 
     Attributes:
+        kinds: of the layers.
         in_place: whether norms write over their input.
         written: (layer, slots) of every write of keys and values.
         in_rows: calls of the stock backend.
+        align: the kernel that moves tokens.
         spoil: called with what leaves each layer: index, positions, hidden states, residual.
     """
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, scattered: bool = True, max_wave_tokens: int = 1000
+        self,
+        patch: pytest.MonkeyPatch,
+        scattered: bool = True,
+        max_wave_tokens: int = 1000,
+        windows: tuple[int, ...] = (0,) * LAYERS,
+        in_rows: tuple[int, ...] = (),
     ) -> None:
         torch.manual_seed(0)
         self.written: list[tuple[int, list[int]]] = []
         self.in_rows = 0
+        self.kinds = [AttentionKind(window) for window in windows]
         self.in_place = True
         self.spoil: Any = None
         self.context: Any = None
@@ -210,25 +229,29 @@ class World:
                 part.weight *= 4  # heads that look for something
         by_name = {str(i): layer.attn for i, layer in enumerate(self.model.layers)}
         self.stack = DecoderStack(self.model, by_name)
+        self.align = reference.align
         kernels = Kernels(
-            reference.align,
+            lambda *given: self.align(*given),
             reference.token_scores,
             reference.sparse_attention if scattered else None,
             None,
             "reference",
         )
-        layouts = [LAYOUT] * LAYERS
-        kv = [LayerKv(layer, LAYOUT, None) for layer in self.stack.attention]
+        rows_only = dataclasses.replace(kernels, sparse_attention=None)
+        kv = [
+            LayerKv(layer, LAYOUT, None, rows_only if index in in_rows else kernels, kind)
+            for index, (layer, kind) in enumerate(
+                zip(self.stack.attention, self.kinds, strict=True)
+            )
+        ]
         self.layers = LayerRunner(
             self.stack,
-            layouts,
-            PassAttention(Rows(self), kv, kernels),  # type: ignore[arg-type]
-            kernels.token_scores,
+            kv,
+            PassAttention(Rows(self), kv),  # type: ignore[arg-type]
             SimpleNamespace(preferred=nullcontext),  # type: ignore[arg-type]
             max_wave_tokens,
         )
-        aligner = Aligner(kv, reference.align)
-        self.prefill = SparsePrefill(self.layers, aligner)
+        self.prefill = SparsePrefill(self.layers, Aligner(kv))
         patch.setattr(attention_module, "pass_context", _pass_context)
         patch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
@@ -263,7 +286,7 @@ class World:
 
 
 def _pass_context(
-    world: World, names: Any, metadata: Any, tokens: TokenTable, compiled: bool
+    world: World, metadata: Any, tokens: TokenTable, compiled: bool
 ) -> AbstractContextManager[None]:
     return world.entered(metadata, tokens, compiled)
 

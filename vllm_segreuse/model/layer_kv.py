@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of one attention layer's KV: where it lies, what turns, and who attends to it."""
+"""What is known of one attention layer: where its KV lies, what turns, who attends to it, and by
+which kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, Part, flat_pages
-from vllm_segreuse.kv_group import AttentionKind
+from vllm_segreuse.model.attention_kind import FULL, AttentionKind, of_impl
 from vllm_segreuse.model.rope import DeltaRope
 
 
 @dataclass(frozen=True)
 class LayerKv:
-    """The KV of an attention layer of the loaded model.
+    """An attention layer of the loaded model.
 
     Attributes:
         attention: vLLM's `Attention` layer, KV cache bound.
         layout: where keys and values lie in its pages, as found (`kv_layout.py`).
         rope: how its keys turn with their position; None where they carry none (NoPE).
+        kernels: those that take its pages.
         kind: what its tokens attend to.
     """
 
     attention: torch.nn.Module
     layout: PageLayout
     rope: DeltaRope | None
-    kind: AttentionKind = AttentionKind.FULL
+    kernels: Kernels
+    kind: AttentionKind = FULL
 
     @property
     def pages(self) -> torch.Tensor:
@@ -39,6 +44,16 @@ class LayerKv:
         rotation = None if self.rope is None else self.rope.rotation
         return [Part(self.layout.keys, rotation), Part(self.layout.values, None)]
 
+    def softmax(self) -> dict[str, Any]:
+        """What the kernels need to know of its softmax, beside the scale: as a rule, nothing."""
+        arguments: dict[str, Any] = {}
+        if self.kind.soft_cap:
+            arguments["soft_cap"] = self.kind.soft_cap
+        if self.kind.has_sinks:
+            # Read anew each time: weights may be reloaded, and backends convert them.
+            arguments["sinks"] = of_impl(self.attention, "sinks")
+        return arguments
+
     def moves_like(self, other: LayerKv) -> bool:
         """Whether one call of a kernel may move tokens of both layers."""
         if self.rope is None or other.rope is None:
@@ -48,6 +63,7 @@ class LayerKv:
         own, others = self.pages, other.pages
         return (
             same_rope
+            and self.kernels == other.kernels
             and self.layout == other.layout
             and (own.dtype, own.stride(), own.device)
             == (others.dtype, others.stride(), others.device)

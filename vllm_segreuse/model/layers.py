@@ -126,10 +126,20 @@ class DecoderStack:
         hidden_states = caught.pop("hidden_states")
         residual = caught.pop("residual", None)
         caught.pop("positions")
+        self._check_extras(caught)
         self._extras = caught
         assert isinstance(hidden_states, torch.Tensor)
         assert residual is None or isinstance(residual, torch.Tensor)
         return LayerState(hidden_states, residual)
+
+    def _check_extras(self, extras: dict[str, object]) -> None:
+        """What else the first layer is given is given to all of them, whatever their tokens."""
+        of_tokens = [name for name, value in extras.items() if isinstance(value, torch.Tensor)]
+        if of_tokens:
+            raise UnsupportedModelError(
+                f"{type(self.layers[0]).__name__}.forward takes more than hidden states of each "
+                f"token ({', '.join(of_tokens)})"
+            )
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's own forward, all layers; what `embed` and `run` together must reproduce.

@@ -24,6 +24,29 @@ class Gather(Enum):
     SUM_AND_LAST = "the geometric mean of the sum, and of that over `LAST_PROBES` queries only"
 
 
+@dataclass(frozen=True)
+class ModelLayers:
+    """The decoder layers of a model, as programs see them.
+
+    Attributes:
+        count: how many.
+        scored: those whose attention may give scores, ascending: they attend to the whole prompt,
+            and are not the last, whose queries a pass does not compute.
+    """
+
+    count: int
+    scored: tuple[int, ...]
+
+    @classmethod
+    def of_full_attention(cls, count: int) -> ModelLayers:
+        """Layers that all attend to the whole prompt."""
+        return cls(count, tuple(range(count - 1)))
+
+    def scored_from(self, first: int) -> tuple[int, ...]:
+        """Those of `scored` from layer `first` on; the last of them where there is none."""
+        return tuple(layer for layer in self.scored if layer >= first) or self.scored[-1:]
+
+
 class Counts(NamedTuple):
     """Tokens of a plan, by what is done with them.
 
@@ -73,9 +96,9 @@ class Program:
         """Most tokens that any layer computes."""
         return counts.tokens if self.dense_layers else counts.always + counts.chosen
 
-    def cost(self, counts: Counts, num_layers: int) -> int:
+    def cost(self, counts: Counts, layers: ModelLayers) -> int:
         """Tokens computed, summed over the layers of the model."""
-        sparse_layers = num_layers - self.dense_layers
+        sparse_layers = layers.count - self.dense_layers
         return self.dense_layers * counts.tokens + sparse_layers * (counts.always + counts.chosen)
 
 
@@ -97,15 +120,20 @@ class Stock(Program):
 @dataclass(frozen=True)
 class Boundary(Program):
     """SparseX: by the attention that the probes pay at the boundary layer, which is the last dense
-    one, or the first."""
+    one, or the first. Where that attends to a window only, the next one that does not."""
 
     dense_layers: int = 0
     probes_next_token = True
 
-    def cost(self, counts: Counts, num_layers: int) -> int:
-        """Without dense layers, what is always computed passes the first layer twice."""
-        again = 0 if self.dense_layers else counts.always
-        return super().cost(counts, num_layers) + again
+    def scored_layer(self, layers: ModelLayers) -> int:
+        """The layer whose attention gives the scores."""
+        return layers.scored_from(max(self.dense_layers - 1, 0))[0]
+
+    def cost(self, counts: Counts, layers: ModelLayers) -> int:
+        """Behind the dense layers, what is always computed passes the layers up to the scored one
+        twice."""
+        again = max(0, self.scored_layer(layers) + 1 - self.dense_layers)
+        return super().cost(counts, layers) + again * counts.always
 
 
 @dataclass(frozen=True)
@@ -117,8 +145,8 @@ class Deviation(Program):
 
 @dataclass(frozen=True)
 class Probed(Program):
-    """By the attention that the probes pay at all layers but the last, through which they run
-    first.
+    """By the attention that the probes pay at all layers that attend to the whole prompt, but the
+    last; they run through these first.
 
     Attributes:
         gather: how that attention becomes a score.
@@ -141,6 +169,11 @@ class Probed(Program):
         """Without a threshold: how many tokens are compared is known then without waiting."""
         return not self.threshold
 
-    def cost(self, counts: Counts, num_layers: int) -> int:
-        """The probes are computed once more, at all layers but the last."""
-        return super().cost(counts, num_layers) + (num_layers - 1) * counts.probes
+    def scored_layers(self, layers: ModelLayers) -> tuple[int, ...]:
+        """The layers whose attention gives the scores."""
+        return layers.scored_from(self.first_layer)
+
+    def cost(self, counts: Counts, layers: ModelLayers) -> int:
+        """The probes are computed once more, up to the last scored layer."""
+        again = self.scored_layers(layers)[-1] + 1
+        return super().cost(counts, layers) + again * counts.probes

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.pieces import Pieces
-from vllm_segreuse.plan.programs import Counts, Fixed, Program
+from vllm_segreuse.plan.programs import Counts, Fixed, ModelLayers, Program
 
 
 @dataclass(frozen=True)
@@ -167,16 +167,16 @@ class ReusePlan:
         all_tokens = np.ones(self.num_tokens, dtype=np.bool_)
         return replace(self, recipe=Recipe.without_choice(all_tokens))
 
-    def layer_tokens(self, num_layers: int, chosen: int | None = None) -> int:
+    def layer_tokens(self, layers: ModelLayers, chosen: int | None = None) -> int:
         """Tokens computed, summed over the layers: the work of the pass.
 
         Args:
-            num_layers: of the model.
+            layers: of the model.
             chosen: tokens chosen by their score; None: as many as the recipe allows.
         """
         recipe = self.recipe
         chosen = recipe.top_k if chosen is None else chosen
-        return recipe.program.cost(recipe.counts(chosen, self._behind), num_layers)
+        return recipe.program.cost(recipe.counts(chosen, self._behind), layers)
 
     @property
     def active_tokens(self) -> int:

@@ -8,7 +8,6 @@ written where they share a page, so overlapping sources and destinations are saf
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,16 +61,10 @@ class Aligner:
     """Copies and rotates KV for the layers of a model.
 
     Args:
-        layers: their KV, in layer order.
-        kernel: `align` of `kernels/`.
+        layers: in order.
     """
 
-    def __init__(
-        self,
-        layers: list[LayerKv],
-        kernel: Callable[..., None],
-    ) -> None:
-        self._kernel = kernel
+    def __init__(self, layers: list[LayerKv]) -> None:
         self._block_size = layers[0].layout.keys.shape[1]
         self._groups: list[_Group] = []
         for index, layer in enumerate(layers):
@@ -104,7 +97,7 @@ class Aligner:
                 tables = group.tables(torch.from_numpy(distinct))
                 cos, sin = (upload(table.numpy(), device) for table in tables)
                 moves = Moves(sources, targets, angles_of, cos, sin, overlapping)
-                self._kernel(pages, group.first.parts, moves)
+                group.first.kernels.align(pages, group.first.parts, moves)
 
     def _overlap(self, copies: TokenCopies) -> bool:
         """Whether a page is both read and written."""

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from vllm_segreuse.compat.attention_impl import replaced_forward
-from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill.rows import RowBuilder, pass_context
@@ -31,7 +30,7 @@ LONG_RUN = 16
 class ScatteredQueries:
     """Attention metadata of the sparse-query kernel, instead of a backend's own.
 
-    `schedule` is made by the first layer, for all of them.
+    `schedule` is made by the first of the layers that share it.
     """
 
     block_tables: torch.Tensor
@@ -79,20 +78,23 @@ class PassAttention:
 
     Args:
         rows: builds rows of the stock backend.
-        layers: the KV of each.
-        kernels: the kernels in use.
+        layers: of the model.
     """
 
-    def __init__(
-        self,
-        rows: RowBuilder,
-        layers: list[LayerKv],
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, rows: RowBuilder, layers: list[LayerKv]) -> None:
         self._rows = rows
-        self._layouts = {id(layer.attention): layer.layout for layer in layers}
-        self._impls = [layer.attention.impl for layer in layers]
-        self._kernels = kernels
+        self._layers = {id(layer.attention): layer for layer in layers}
+        with_kernel = [layer for layer in layers if layer.kernels.sparse_attention is not None]
+        self._impls = [layer.attention.impl for layer in with_kernel]
+        self._impls_in_rows = [
+            layer.attention.impl for layer in layers if layer.kernels.sparse_attention is None
+        ]
+        # Layers of equal shape share a schedule.
+        alike: dict[Any, list[str]] = {}
+        for layer in with_kernel:
+            shape = (layer.layout.keys.shape, layer.attention.num_heads)
+            alike.setdefault(shape, []).append(layer.attention.layer_name)
+        self._alike = list(alike.values())
 
     def stock_context(
         self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool
@@ -122,21 +124,32 @@ class PassAttention:
             compiled: let the model run as vLLM has compiled it, if it runs as a whole.
             queries: collects those that reach attention.
         """
-        if self._kernels.sparse_attention is None or _has_long_runs(tokens):
-            watched: AbstractContextManager[None] = nullcontext()
-            if queries is not None:
-                watched = replaced_forward(self._impls, _kept_in(queries, _attend_in_rows))
-            with watched, self._rows.forward_context(tokens, block_tables, compiled):
+        if not self._impls or _has_long_runs(tokens):
+            with (
+                _watched(self._impls + self._impls_in_rows, queries),
+                self._rows.forward_context(tokens, block_tables, compiled),
+            ):
                 yield
             return
-        scattered = ScatteredQueries(block_tables, tokens.request, tokens.positions)
-        config, names = self._rows.vllm_config, self._rows.layer_names
         attend = self._attend if queries is None else _kept_in(queries, self._attend)
         with (
             replaced_forward(self._impls, attend),
-            pass_context(config, names, scattered, tokens, compiled),
+            _watched(self._impls_in_rows, queries),
+            pass_context(
+                self._rows.vllm_config, self._metadata(tokens, block_tables), tokens, compiled
+            ),
         ):
             yield
+
+    def _metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
+        """Of scattered queries, by layer; the stock backend's where there is no kernel."""
+        metadata: dict[str, Any] = {}
+        if self._impls_in_rows:
+            metadata = self._rows.metadata(tokens, block_tables)
+        for names in self._alike:
+            scattered = ScatteredQueries(block_tables, tokens.request, tokens.positions)
+            metadata |= dict.fromkeys(names, scattered)
+        return metadata
 
     def _attend(
         self,
@@ -150,15 +163,18 @@ class PassAttention:
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        assert self._kernels.sparse_attention is not None
-        layout = self._layouts[id(layer)]
+        known = self._layers[id(layer)]
+        kernels, layout = known.kernels, known.layout
+        assert kernels.sparse_attention is not None
         where = (queries.block_tables, queries.request, queries.positions)
-        prepared = {}
-        if self._kernels.plan_attention is not None:
+        more = known.softmax()
+        if known.kind.window:
+            more["window"] = known.kind.window
+        if kernels.plan_attention is not None:
             if queries.schedule is None:
-                queries.schedule = self._kernels.plan_attention(query, layout.keys, *where)
-            prepared["schedule"] = queries.schedule
-        self._kernels.sparse_attention(
+                queries.schedule = kernels.plan_attention(query, layout.keys, *where)
+            more["schedule"] = queries.schedule
+        kernels.sparse_attention(
             output,
             query,
             flat_pages(kv_cache),
@@ -166,9 +182,16 @@ class PassAttention:
             layout.values,
             *where,
             layer.impl.scale,
-            **prepared,
+            **more,
         )
         return output
+
+
+def _watched(impls: list[Any], queries: Queries | None) -> AbstractContextManager[None]:
+    """Layers that attend in rows, and whose queries are collected, if anybody wants them."""
+    if queries is None:
+        return nullcontext()
+    return replaced_forward(impls, _kept_in(queries, _attend_in_rows))
 
 
 def _attend_in_rows(

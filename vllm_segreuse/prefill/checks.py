@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.kernels import dispatch
 from vllm_segreuse.kv_group import segment_group
+from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
@@ -25,9 +26,10 @@ from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import LONG_RUN, PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.proofs.attention import prove_attention
+from vllm_segreuse.prefill.proofs.causal import check_attention, check_scored
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
-from vllm_segreuse.prefill.proofs.plain_attention import check_attention
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch
@@ -68,49 +70,52 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         check_attention(attention, block_size)
         stack = DecoderStack(model, attention)
         layouts = [discover_layout(layer, block_size) for layer in stack.attention]
-        first = stack.attention[0]
-        kernels = dispatch.choose(first.kv_cache.device, first.kv_cache.dtype, layouts[0])
+        first = stack.attention[0].kv_cache
+        kernels = {
+            layout: dispatch.choose(first.device, first.dtype, layout)
+            for layout in dict.fromkeys(layouts)
+        }
         rows = RowBuilder(
-            vllm_config,
-            group.layer_names,
-            group.spec,
-            first.get_attn_backend(),
-            _most_rows(vllm_config, kernels),
+            vllm_config, attention, group.specs, _most_rows(vllm_config, list(kernels.values()))
         )
         fast_ops = FastOps(model)
         scratch = Scratch(
             stack, rows, fast_ops, block_size, kv_cache_config.num_blocks, vllm_config
         )
         ropes = prove_rotations(scratch)
-        layers_kv = [
-            LayerKv(layer, layout, rope, group.layers[layer.layer_name])
+        max_model_len = vllm_config.model_config.max_model_len
+        known = [
+            LayerKv(layer, layout, rope, kernels[layout], kind_of(layer, max_model_len))
             for layer, layout, rope in zip(stack.attention, layouts, ropes, strict=True)
         ]
-        aligner = Aligner(layers_kv, kernels.align)
+        aligner = Aligner(known)
+        pass_attention = PassAttention(rows, known)
         layers = LayerRunner(
             stack,
-            layouts,
-            PassAttention(rows, layers_kv, kernels),
-            kernels.token_scores,
+            known,
+            pass_attention,
             fast_ops,
             vllm_config.scheduler_config.max_num_batched_tokens,
         )
+        check_scored(layers.model)
         prefill = SparsePrefill(layers, aligner)
         prove_moves(scratch, aligner, layouts, ropes)
-        prove_scores(scratch, kernels.token_scores, layouts)
+        prove_scores(scratch, known)
         max_deviation = prove_passes(scratch, prefill)
+        prove_attention(scratch, known, rows, pass_attention)
         warm_up(scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
-        return Runtime(prefill, max_deviation, kernels.description)
+        descriptions = dict.fromkeys(chosen.description for chosen in kernels.values())
+        return Runtime(prefill, max_deviation, "; ".join(descriptions))
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}; serve this model without --segreuse") from error
 
 
-def _most_rows(vllm_config: VllmConfig, kernels: dispatch.Kernels) -> int:
+def _most_rows(vllm_config: VllmConfig, kernels: list[dispatch.Kernels]) -> int:
     """Most runs of active tokens that the stock backend is given at once."""
     scheduler = vllm_config.scheduler_config
     tokens = scheduler.max_num_batched_tokens
-    if kernels.sparse_attention is None:
+    if any(chosen.sparse_attention is None for chosen in kernels):
         return tokens
     # Long on average, or, in the exact tier, whole blocks and one end of each plan.
     return tokens // LONG_RUN + scheduler.max_num_seqs + 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_segreuse.plan import PlanOutcome, Program, ReusePlan
+from vllm_segreuse.plan import ModelLayers, PlanOutcome, Program, ReusePlan
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
@@ -65,6 +65,11 @@ class SparsePrefill:
         self._aligner = aligner
         self._block_size = layers.layouts[0].keys.shape[1]
         self._device = layers.stack.attention[0].kv_cache.device
+
+    @property
+    def layers(self) -> ModelLayers:
+        """The model's, as programs see them."""
+        return self._layers.model
 
     def run(self, plans: list[ReusePlan]) -> PassReport:
         """Fill the KV of `[start, stop)` of every plan; plans with equal programs share passes."""

@@ -5,20 +5,27 @@ pay to keys of the cache."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
-from vllm_segreuse.kernels.pages import PageLayout, flat_pages
+from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model.fast_ops import FastOps
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
-from vllm_segreuse.plan import Gather
+from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.tokens import TokenTable
 from vllm_segreuse.prefill.waves import Waves
+
+
+def model_layers(layers: list[LayerKv]) -> ModelLayers:
+    """The layers of a model, as programs see them."""
+    scored = [index for index, layer in enumerate(layers[:-1]) if layer.kind.sees_all]
+    return ModelLayers(len(layers), tuple(scored))
 
 
 class LayerRunner:
@@ -28,13 +35,14 @@ class LayerRunner:
 
     Args:
         stack: the model's decoder layers.
-        layouts: page layout of each layer.
+        layers: what is known of the attention of each.
         attention: how the pass's queries attend.
-        token_scores: the kernel that scores reused tokens.
         fast_ops: the kernels that layers prefer when they run eagerly.
         max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
 
     Attributes:
+        model: the layers, as programs see them.
+        layouts: page layout of each layer.
         compiled: whether passes through all layers run as vLLM has compiled them; set once it has.
     """
 
@@ -43,16 +51,16 @@ class LayerRunner:
     def __init__(
         self,
         stack: DecoderStack,
-        layouts: list[PageLayout],
+        layers: list[LayerKv],
         attention: PassAttention,
-        token_scores: Callable[..., torch.Tensor],
         fast_ops: FastOps,
         max_wave_tokens: int,
     ) -> None:
         self.stack = stack
-        self.layouts = layouts
+        self.model = model_layers(layers)
+        self.layouts = [layer.layout for layer in layers]
+        self._layers = layers
         self._attention = attention
-        self._token_scores = token_scores
         self._fast_ops = fast_ops
         self._max_wave_tokens = max_wave_tokens
 
@@ -119,15 +127,17 @@ class LayerRunner:
             yield len(wave) * len(self)
         return outputs.state
 
-    def queries(self, tokens: TokenTable, batch: Batch) -> Waves[list[torch.Tensor]]:
-        """The queries `[tokens, heads, head_size]` of these tokens at every layer but the last,
-        whose queries a pass need not compute."""
-        queries = Queries(self.stack.attention[:-1])
+    def queries(
+        self, tokens: TokenTable, layers: Sequence[int], batch: Batch
+    ) -> Waves[list[torch.Tensor]]:
+        """The queries `[tokens, heads, head_size]` of these tokens at some layers, ascending,
+        without the last, whose queries a pass need not compute."""
+        queries = Queries([self.stack.attention[layer] for layer in layers])
         if self.compiled:
             context = functools.partial(self._attention.forward_context, queries=queries)
             yield from self._model(context, tokens, batch)
         else:
-            yield from self.run(0, len(self) - 1, tokens, None, batch, queries)
+            yield from self.run(0, layers[-1] + 1, tokens, None, batch, queries)
         return queries.by_layer()
 
     def keys_and_values(
@@ -173,15 +183,16 @@ class LayerRunner:
         Returns:
             float32 `[tokens]`.
         """
-        attention = self.stack.attention[layer]
-        pages, keys = flat_pages(attention.kv_cache), self.layouts[layer].keys
+        attention, known = self.stack.attention[layer], self._layers[layer]
+        pages, keys = flat_pages(attention.kv_cache), known.layout.keys
+        softmax = known.softmax()
         paid, first = [], 0
         lengths = np.diff(batch.bounds).tolist()
         for row, (plan, length) in enumerate(zip(batch.plans, lengths, strict=True)):
             behind = first + counts[row]
             mine = slice(first if last is None else max(first, behind - last), behind)
             first = behind
-            mass = self._token_scores(
+            mass = known.kernels.token_scores(
                 queries[mine],
                 probed[mine] - int(batch.bounds[row]) + plan.start,
                 pages,
@@ -190,6 +201,7 @@ class LayerRunner:
                 plan.start + length,
                 attention.impl.scale,
                 gather is Gather.MAX,
+                **softmax,
             )
             paid.append(mass[plan.start :])
         return torch.cat(paid)

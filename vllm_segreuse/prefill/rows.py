@@ -9,7 +9,7 @@ every query.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,17 +26,16 @@ from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
 @contextmanager
 def pass_context(
     vllm_config: VllmConfig,
-    layer_names: list[str],
-    metadata: Any,
+    metadata: Mapping[str, Any],
     tokens: TokenTable,
     compiled: bool = False,
 ) -> Iterator[None]:
-    """vLLM's forward context for a pass over these tokens, with one metadata for all layers."""
+    """vLLM's forward context for a pass over these tokens, with metadata by layer."""
     with set_forward_context(
-        dict.fromkeys(layer_names, metadata),
+        dict(metadata),
         vllm_config,
         num_tokens=len(tokens),
-        slot_mapping=dict.fromkeys(layer_names, tokens.slots),
+        slot_mapping=dict.fromkeys(metadata, tokens.slots),
         skip_compiled=not compiled,
     ):
         # Otherwise mixture-of-experts layers are told apart by counting calls per context (vLLM
@@ -46,28 +45,46 @@ def pass_context(
 
 
 class RowBuilder:
-    """Builds attention metadata for the pass with a builder of its own.
+    """Builds attention metadata for the pass with builders of its own.
+
+    Layers are grouped as vLLM's runner groups them (`AttentionGroupKey` in
+    `v1/worker/gpu_model_runner.py`), so that what its kernels get is what they get from the runner:
+    windows do not tell groups apart, backends take them from the layer.
 
     Args:
-        backend: vLLM's attention backend of the layers.
+        attention: vLLM's attention layers, by name.
+        specs: vLLM's `KVCacheSpec` of each.
         max_rows: most rows of one pass.
     """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
-        layer_names: list[str],
-        kv_cache_spec: Any,
-        backend: Any,
+        attention: Mapping[str, torch.nn.Module],
+        specs: Mapping[str, Any],
         max_rows: int,
     ) -> None:
         self.vllm_config = vllm_config
-        self.layer_names = layer_names
         self._max_rows = max_rows
         device = torch.device(vllm_config.device_config.device)
-        self._builder = private_builder(
-            backend, kv_cache_spec, layer_names, vllm_config, max_rows, device
-        )
+        groups: dict[Any, list[str]] = {}
+        for name, layer in attention.items():
+            backend = layer.get_attn_backend().full_cls_name()
+            groups.setdefault((backend, specs[name], layer.num_heads), []).append(name)
+        self._builders = [
+            (
+                names,
+                private_builder(
+                    attention[names[0]].get_attn_backend(),
+                    specs[names[0]],
+                    names,
+                    vllm_config,
+                    max_rows,
+                    device,
+                ),
+            )
+            for names in groups.values()
+        ]
 
     @contextmanager
     def forward_context(
@@ -81,17 +98,26 @@ class RowBuilder:
             compiled: whether the model may run as vLLM has compiled it, or does so eagerly.
 
         Raises:
-            ValueError: more rows than the builder has room for.
+            ValueError: more rows than the builders have room for.
         """
+        metadata = self.metadata(tokens, block_tables)
+        with pass_context(self.vllm_config, metadata, tokens, compiled):
+            yield
+
+    def metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
+        """Metadata of each layer's backend; arguments and errors as of `forward_context`."""
         common = common_metadata(tokens, block_tables)
         if common.num_reqs > self._max_rows:
             raise ValueError(
                 f"{len(tokens)} active tokens are {common.num_reqs} runs; the pass has room for "
                 f"{self._max_rows}"
             )
-        metadata = self._builder.build(0, common)
-        with pass_context(self.vllm_config, self.layer_names, metadata, tokens, compiled):
-            yield
+        return {
+            name: metadata
+            for names, builder in self._builders
+            for metadata in [builder.build(0, common)]
+            for name in names
+        }
 
 
 def common_metadata(tokens: TokenTable, block_tables: torch.Tensor) -> CommonAttentionMetadata:

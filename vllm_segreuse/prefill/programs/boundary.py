@@ -12,32 +12,44 @@ from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
 from vllm_segreuse.prefill.selection import with_chosen
+from vllm_segreuse.prefill.tokens import Index
 from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Boundary
 
 
 def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
-    """Choose by the attention that the probes pay at the boundary layer."""
-    dense_layers = program.dense_layers
-    boundary = max(dense_layers, 1)
-    probes = batch.probes
-    first = batch.everything if dense_layers else batch.always
-    assert first.host is not None
-    assert probes.host is not None
-    probing = np.flatnonzero(np.isin(first.host, probes.host))
-    queries = Queries([layers.stack.attention[boundary - 1]], probing)
-    state = yield from layers.run(0, boundary, batch.tokens.take(first), None, batch, queries)
-    [at_boundary] = queries.by_layer()
-    counts = batch.counts(probes)
-    scores = layers.attention_paid(batch, boundary - 1, probes.device, counts, at_boundary)
+    """Choose by the attention that the probes pay at the scored layer.
+
+    Behind the dense layers, only what is always computed goes on to that layer before the choice.
+    """
+    dense_layers, scored = program.dense_layers, program.scored_layer(layers.model)
+    reach_it = batch.everything if scored < dense_layers else batch.always
+    queries = Queries([layers.stack.attention[scored]], _among(reach_it, batch.probes))
+    state = None
+    if dense_layers:
+        state = yield from layers.run(0, dense_layers, batch.tokens, None, batch, queries)
+    if scored >= dense_layers:
+        before = None if state is None else state.take(batch.always.device)
+        always = batch.tokens.take(batch.always)
+        yield from layers.run(dense_layers, scored + 1, always, before, batch, queries)
+    [asking] = queries.by_layer()
+    counts = batch.counts(batch.probes)
+    scores = layers.attention_paid(batch, scored, batch.probes.device, counts, asking)
     active = with_chosen(batch, scores).active
     tokens = batch.tokens.take(active)
-    if not dense_layers:  # the first layer once more, for some: cheaper than to stop behind it
+    if state is None:  # some layers once more, for some tokens: cheaper than to stop behind them
         return active.device, (yield from layers.all_layers(tokens, batch))
     state = state.take(active.device)
-    state = yield from layers.run(boundary, len(layers), tokens, state, batch)
+    state = yield from layers.run(dense_layers, len(layers), tokens, state, batch)
     return active.device, state
+
+
+def _among(tokens: Index, wanted: Index) -> np.ndarray:
+    """Where the wanted ones stand among some tokens that contain them."""
+    assert tokens.host is not None
+    assert wanted.host is not None
+    return np.flatnonzero(np.isin(tokens.host, wanted.host))
 
 
 def proof_cases(_: int) -> list[ProofCase]:

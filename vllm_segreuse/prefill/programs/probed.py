@@ -39,9 +39,9 @@ def _attention(program: Probed, layers: LayerRunner, batch: Batch) -> Waves[torc
     add = torch.maximum if gather is Gather.MAX else torch.add
     scores = torch.zeros(1 + (gather is Gather.SUM_AND_LAST), len(batch.tokens))
     scores = scores.to(probes.device.device)
-    queries = yield from layers.queries(batch.tokens.take(probes), batch)
-    first = min(program.first_layer, len(queries) - 1)
-    for layer, of_layer in enumerate(queries[first:], first):
+    scored = program.scored_layers(layers.model)
+    queries = yield from layers.queries(batch.tokens.take(probes), scored, batch)
+    for layer, of_layer in zip(scored, queries, strict=True):
         asked = batch, layer, probes.device, counts, of_layer
         scores[0] = add(scores[0], layers.attention_paid(*asked, gather=gather))
         if gather is Gather.SUM_AND_LAST:

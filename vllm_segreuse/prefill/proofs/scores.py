@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vllm_segreuse.kernels import reference
-from vllm_segreuse.kernels.pages import PageLayout, flat_pages
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import Gather
 from vllm_segreuse.prefill.proofs.scratch import Scratch, tolerance
 
 
 @torch.inference_mode()
-def prove_scores(
-    scratch: Scratch, token_scores: Callable[..., torch.Tensor], layouts: list[PageLayout]
-) -> None:
-    """The kernel that scores tokens must agree with plain torch, at every layer.
+def prove_scores(scratch: Scratch, layers: list[LayerKv]) -> None:
+    """The kernel that scores tokens must agree with plain torch, at every layer that may be asked.
 
     Nothing else here would notice: whatever is chosen, the pass reproduces the KV.
     """
@@ -26,15 +22,19 @@ def prove_scores(
     blocks = torch.from_numpy(scratch.own).to(device)
     positions = torch.arange(scratch.count % 5, scratch.count, 5, device=device)
     generator = torch.Generator().manual_seed(0)
-    for layer, layout in zip(scratch.stack.attention, layouts, strict=True):
+    for known in layers:
+        if not known.kind.sees_all:
+            continue
+        layer = known.attention
         shape = (len(positions), layer.num_heads, layer.head_size)
         query = torch.randn(shape, generator=generator).to(device, scratch.dtype)
-        pages = flat_pages(layer.kv_cache)
-        given = (query, positions, pages, layout.keys, blocks, scratch.count, layer.impl.scale)
+        keys, scale = known.layout.keys, layer.impl.scale
+        given = (query, positions, known.pages, keys, blocks, scratch.count, scale)
+        softmax = known.softmax()
         for gather in Gather:
             highest = gather is Gather.MAX
-            expected = reference.token_scores(*given, highest)
-            found = token_scores(*given, highest)
+            expected = reference.token_scores(*given, highest, **softmax)
+            found = known.kernels.token_scores(*given, highest, **softmax)
             error = float((found - expected).norm() / expected.norm())
             if not error <= tolerance(scratch.dtype):
                 raise UnsupportedModelError(

@@ -33,7 +33,7 @@ class Scratch:
 
     Attributes:
         stack, block_size: as given.
-        dtype: of the model.
+        dtype, max_model_len: of the model.
         count: number of the scratch tokens.
         token_ids: int32 `[count]`.
         distance: positions that a move covers, so that all stay within those of the model.
@@ -64,6 +64,7 @@ class Scratch:
         self._fast_ops = fast_ops
         self.block_size = block_size
         self.dtype = vllm_config.model_config.dtype
+        self.max_model_len = vllm_config.model_config.max_model_len
         self.count = min(
             self._BLOCKS * block_size - 3,
             vllm_config.scheduler_config.max_num_batched_tokens,

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention layers the pass reproduces: no proof would notice a window or a sink that the
-scratch tokens do not reach."""
+"""Which attention layers the pass reproduces: causal ones, over the whole prompt or a window."""
 
 from __future__ import annotations
 
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
+from vllm_segreuse.model.attention_kind import of_impl
 from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.plan import ModelLayers
 
 
 def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
-    """Every layer must attend causally to all tokens before, in pages as large as blocks.
+    """Every layer must attend causally, in pages as large as blocks.
 
     Args:
         attention: vLLM `Attention` layers by name, KV caches bound.
@@ -27,14 +28,17 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
         kernel_tokens = layer.kv_cache.numel() // (
             layer.kv_cache.shape[0] * layer.num_kv_heads * 2 * layer.head_size
         )
-        alibi = getattr(layer.impl, "alibi_slopes", None) is not None
-        window = getattr(layer.impl, "sliding_window", None)
+        window, of_backend = layer.sliding_window, _window_of_backend(layer)
         for wrong, why in (
-            (layer.sliding_window is not None, f"has a sliding window of {layer.sliding_window}"),
-            (window not in (None, -1, (-1, -1)), f"has a sliding window of {window}"),
-            (layer.has_sink, "has attention sinks"),
-            (alibi, "has ALiBi positions"),
-            (bool(getattr(layer.impl, "logits_soft_cap", 0)), "caps its attention logits"),
+            (
+                window != of_backend,
+                f"has a sliding window of {window}, its backend of {of_backend}",
+            ),
+            (of_impl(layer, "alibi_slopes") is not None, "has ALiBi positions"),
+            (
+                layer.has_sink != (of_impl(layer, "sinks") is not None),
+                "has attention sinks that its backend does not show",
+            ),
             (layer.kv_sharing_target_layer_name is not None, "shares the KV of another layer"),
             (layer.attn_type != "decoder", f"is {layer.attn_type} attention"),
             (layer.head_size_v != layer.head_size, "has values of another size than its keys"),
@@ -45,3 +49,20 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
         ):
             if wrong:
                 raise UnsupportedModelError(f"{name} {why}")
+
+
+def _window_of_backend(layer: nn.Module) -> int | None:
+    """Most keys that a query sees; some backends count those before its own, and behind it."""
+    found = of_impl(layer, "sliding_window")
+    keys = found[0] + 1 if isinstance(found, tuple) else found
+    return keys if keys is not None and keys > 0 else None
+
+
+def check_scored(layers: ModelLayers) -> None:
+    """Some layer before the last must attend to the whole prompt: tokens are chosen by it.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    if not layers.scored:
+        raise UnsupportedModelError("no layer before the last one attends to the whole prompt")

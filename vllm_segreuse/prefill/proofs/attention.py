@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each layer attends to what its kind says, with the weights that it says: in the stock backend,
+and in the kernels of the pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_segreuse.kernels import reference
+from vllm_segreuse.model.attention_kind import AttentionKind
+from vllm_segreuse.model.layer_kv import LayerKv
+from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.prefill.attention import PassAttention
+from vllm_segreuse.prefill.proofs.scratch import Scratch, tolerance
+from vllm_segreuse.prefill.rows import RowBuilder
+from vllm_segreuse.prefill.tokens import TokenTable
+
+
+@torch.inference_mode()
+def prove_attention(
+    scratch: Scratch, layers: list[LayerKv], rows: RowBuilder, attention: PassAttention
+) -> None:
+    """Queries on both sides of every edge of a window must attend as `kernels/reference.py` does.
+
+    The first two tokens have values, all others are zero. A window that is one key too wide, a sink
+    that is dropped or logits that are not capped then change an output by its own size, however
+    long the window is: random tokens would hide them in the rounding. As all other pages are equal,
+    one page stands for them, and a window may be longer than the scratch blocks.
+    """
+    for layer in layers:
+        case = _case(scratch, layer)
+        expected = _by_reference(layer, case)
+        for who, context in (
+            ("the stock backend", rows.forward_context),
+            ("the pass", attention.forward_context),
+        ):
+            layer.pages[scratch.copy.tolist()] = 0
+            with context(case.tokens, case.block_table):
+                found = layer.attention(case.query, case.key, case.value)
+            _compare(layer, case, who, found.view_as(expected).float(), expected)
+
+
+class _Case(NamedTuple):
+    """Queries of a layer: tokens to place them, `[tokens, heads * head_size]` of each."""
+
+    tokens: TokenTable
+    block_table: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def _case(scratch: Scratch, layer: LayerKv) -> _Case:
+    """The first two tokens, and queries at every edge of the window."""
+    attention, size = layer.attention, scratch.block_size
+    edge = layer.kind.window or 2 * size
+    wanted = {0, 1, edge // 2, edge - 1, edge, edge + 1}
+    positions = torch.tensor(sorted(p for p in wanted if p < scratch.max_model_len))
+    first, others = scratch.copy[:2].tolist()
+    table = torch.full((int(positions[-1]) // size + 1,), others, dtype=torch.int32)
+    table[0] = first
+    shape = (len(positions), attention.num_kv_heads, attention.head_size)
+    key, value = torch.zeros(shape), torch.zeros(shape)
+    for token, share in ((0, 2.0), (1, 1.8)):
+        # Capped, these logits lie beside each other; as they are, the first one has all the weight.
+        logit = share * layer.kind.soft_cap
+        key[positions == token] = logit / (attention.head_size * attention.impl.scale)
+        value[positions == token] = token + 1.0
+    query = torch.ones(len(positions), attention.num_heads, attention.head_size)
+    device, nobody = layer.pages.device, torch.zeros_like(positions)
+    slots = table[positions // size].long() * size + positions % size
+    tokens = TokenTable(*(each.to(device) for each in (nobody, positions, nobody, slots)))
+    flat = (each.flatten(1).to(device, scratch.dtype) for each in (query, key, value))
+    return _Case(tokens, table[None].to(device), *flat)
+
+
+def _by_reference(layer: LayerKv, case: _Case) -> torch.Tensor:
+    """float32 `[tokens, heads, head_size]`."""
+    attention, positions = layer.attention, case.tokens.positions
+    shape = (len(positions), -1, attention.head_size)
+    seen = (int(positions[-1]) + 1, attention.num_kv_heads, attention.head_size)
+    key, value = (given.new_zeros(seen) for given in (case.key, case.value))
+    key[positions], value[positions] = case.key.view(shape), case.value.view(shape)
+    return reference.attend(
+        case.query.view(shape),
+        key,
+        value,
+        positions,
+        attention.impl.scale,
+        window=layer.kind.window,
+        **layer.softmax(),
+    )
+
+
+def _compare(
+    layer: LayerKv, case: _Case, who: str, found: torch.Tensor, expected: torch.Tensor
+) -> None:
+    """Relative to what one key of equal weight contributes, where an output is smaller."""
+    visible = case.tokens.positions + 1
+    if layer.kind.window:
+        visible = visible.clamp(max=layer.kind.window)
+    least = (1 / visible.float())[:, None, None]
+    error = float(((found - expected).abs() / expected.abs().maximum(least)).max())
+    if not error <= tolerance(case.query.dtype):
+        raise UnsupportedModelError(
+            f"{layer.attention.layer_name}: {who} does not attend to {_described(layer.kind)} "
+            f"(off by {error:.2g})"
+        )
+
+
+def _described(kind: AttentionKind) -> str:
+    keys = f"the last {kind.window} tokens" if kind.window else "all tokens before"
+    sinks = ", with sinks" if kind.has_sinks else ""
+    cap = f", with logits capped at {kind.soft_cap:g}" if kind.soft_cap else ""
+    return keys + sinks + cap
