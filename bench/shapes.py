@@ -66,6 +66,15 @@ def _scaled(why: str, **rope: Any) -> Shape:
     return _tiny("llama", why, rope_parameters={"rope_theta": 10000.0, **rope})
 
 
+_LAYER_TYPES = {"s": "sliding_attention", "f": "full_attention"}
+
+
+def _windowed(model_type: str, why: str, layers: str, **config: Any) -> Shape:
+    """A model whose layers attend to a window (`s`) or to everything (`f`)."""
+    types = [_LAYER_TYPES[layer] for layer in layers]
+    return _tiny(model_type, why, layer_types=types, **{"sliding_window": 96} | config)
+
+
 SUPPORTED: dict[str, Shape] = {
     "llama": _tiny("llama", "dense, GQA, plain RoPE"),
     "llama_hd64": _tiny("llama", "wider heads", hidden_size=256, head_dim=64),
@@ -109,13 +118,59 @@ SUPPORTED: dict[str, Shape] = {
     ),
     "ernie": _tiny("ernie4_5", "interleaved RoPE", use_bias=False),
     "glm4": _tiny("glm4", "interleaved and partial RoPE", hidden_size=256, head_dim=64),
+    "gemma2": _windowed(
+        "gemma2",
+        "windows on some layers, attention logits are capped",
+        "sfsf",
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=5.0,
+        tie_word_embeddings=True,
+    ),
+    "gemma3": _windowed(
+        "gemma3_text",
+        "windows on some layers, another RoPE on these",
+        "sfsf",
+        query_pre_attn_scalar=32,
+    ),
+    "gemma4": _windowed(
+        "gemma4_text",
+        "windows on some layers, wider heads on the others",
+        "sfsf",
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+    ),
+    "cohere2": _windowed(
+        "cohere2", "windows on some layers, no RoPE on the others", "ssfs", logit_scale=1.0
+    ),
+    "gpt_oss": _windowed(
+        "gpt_oss",
+        "windows on some layers, attention sinks on all, experts",
+        "sfsf",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
 }
 """Shapes that segment reuse supports: four layers, a moment to load."""
 
 REFUSED: dict[str, Shape] = {
     "mistral_window": _tiny("mistral", "sliding window on every layer", sliding_window=1024),
-    "gemma3": _tiny(
-        "gemma3_text", "sliding window on some layers", sliding_window=512, query_pre_attn_scalar=32
+    "gemma4_shared": _windowed(
+        "gemma4_text",
+        "layers that share the KV of others",
+        "sfsfsf",
+        num_hidden_layers=6,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=2,
     ),
     "phi3_longrope": _tiny(
         "phi3",
@@ -238,8 +293,9 @@ def _write_weights(shape: Shape, directory: Path) -> None:
         std = _weight_std(parameter_name, parameter.shape)
         with torch.no_grad():
             if std is None:
-                # Gemma's norms multiply by 1 + weight.
-                parameter.fill_(0.0 if shape.model_type.startswith("gemma") else 1.0)
+                # Norms of Gemma 2 and 3 multiply by 1 + weight.
+                from_one = shape.model_type.startswith(("gemma2", "gemma3"))
+                parameter.fill_(0.0 if from_one else 1.0)
             else:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * std)
@@ -258,6 +314,8 @@ def _weight_std(name: str, size: tuple[int, ...]) -> float | None:
         return 1.0
     if name.endswith("bias"):
         return 0.1
+    if name.endswith("sinks"):
+        return 1.0
     gain = 1.0
     if "lm_head" in name:
         gain = 2.0

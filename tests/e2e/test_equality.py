@@ -15,7 +15,7 @@ EVERYTHING = NAMESPACE | {
     "segreuse_recompute_ratio": 1.0,
     "segreuse_min_reused_tokens": 16,
 }
-QUICK = ("llama", "llama3", "qwen3", "qwen3_moe")
+QUICK = ("llama", "llama3", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
 """Shapes that are compared in every run; the others are slow together."""
 
 WAYS = {

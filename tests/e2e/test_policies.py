@@ -50,6 +50,11 @@ def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) 
 def test_the_reported_work_is_the_work_done(
     reusing: Engine, policy: str, dense_layers: int
 ) -> None:
+    check_reported_work(reusing, policy, dense_layers)
+
+
+def check_reported_work(reusing: Engine, policy: str, dense_layers: int) -> None:
+    """Of a cold engine."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
@@ -77,7 +82,11 @@ def test_the_reported_work_is_the_work_done(
 
 @pytest.mark.parametrize("policy", ["prophet", "focus"])
 def test_above_its_drift_a_request_is_computed_in_full(reusing: Engine, policy: str) -> None:
-    """It answers as plain vLLM does then, and says what both passes took."""
+    check_drift(reusing, policy)
+
+
+def check_drift(reusing: Engine, policy: str) -> None:
+    """Above it, a request answers as plain vLLM does, and says what both passes took."""
     documents, prompts = prompts_for(reusing.vocab_size)
     reference = reusing.ask(*prompts)
     reusing.reset()

@@ -10,8 +10,8 @@ import pytest
 from tests.e2e.engine import NAMESPACE, Prompts, engine
 
 REFUSED = {
-    "mistral_window": "sliding-window attention",
-    "gemma3": "sliding-window attention",
+    "mistral_window": "every layer of the model attends to a sliding window",
+    "gemma4_shared": "shares the KV of another layer",
     "phi3_longrope": "carries positions that no rotary module explains",
     "deepseek_v2": "multi-head latent attention",
     "lfm2": "layers without attention",
