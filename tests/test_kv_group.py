@@ -87,10 +87,17 @@ def test_layers_of_several_head_sizes_have_a_spec_each() -> None:
     cache.kv_cache_groups[0].layer_names[:] = ["b", "a"]
     found = segment_group(cache)
     assert (found.specs, found.layer_names, found.block_size) == (specs, ["b", "a"], 16)
+
+
+def test_layers_with_windows_that_keep_fewer_blocks_are_refused() -> None:
+    """As vLLM's hybrid KV cache manager has them."""
     windowed = SlidingWindowSpec(block_size=16, sliding_window=64, **SHAPE)
-    specs["a"] = windowed  # type: ignore[assignment]
-    with pytest.raises(RefusedError, match=r"1 KV cache groups \(FullAtt\w+, SlidingWindowSpec\)"):
-        segment_group(cache)
+    with pytest.raises(RefusedError) as refused:
+        segment_group(kv_cache(FULL, windowed))
+    assert str(refused.value) == (
+        "segment reuse cannot start: layers with a sliding window do not keep the blocks of all "
+        "tokens; remove --no-disable-hybrid-kv-cache-manager"
+    )
 
 
 @pytest.mark.parametrize(

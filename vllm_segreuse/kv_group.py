@@ -57,7 +57,7 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
     groups = kv_cache_config.kv_cache_groups
     specs = _by_layer(groups[0]) if len(groups) == 1 else {}
     if not specs or any(type(spec) is not FullAttentionSpec for spec in specs.values()):
-        raise RefusedError(f"{_other_shape(groups)}{WITHOUT}")
+        raise RefusedError(_other_shape(groups))
     for spec in specs.values():
         _check_spec(spec)
     block_size = groups[0].kv_cache_spec.block_size
@@ -81,15 +81,21 @@ def _by_layer(group: KVCacheGroupSpec) -> dict[str, Any]:
 
 
 def _other_shape(groups: Sequence[KVCacheGroupSpec]) -> str:
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    """What was found instead, and the way out."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    kinds = sorted({type(spec) for group in groups for spec in _by_layer(group).values()}, key=str)
-    if kinds == [SlidingWindowSpec]:
-        return "every layer of the model attends to a sliding window"
-    found = ", ".join(kind.__name__ for kind in kinds)
+    kinds = {type(spec) for group in groups for spec in _by_layer(group).values()}
+    if kinds == {SlidingWindowSpec}:
+        return f"every layer of the model attends to a sliding window{WITHOUT}"
+    if kinds == {FullAttentionSpec, SlidingWindowSpec}:
+        return (
+            "layers with a sliding window do not keep the blocks of all tokens; remove "
+            "--no-disable-hybrid-kv-cache-manager"
+        )
+    found = ", ".join(sorted(kind.__name__ for kind in kinds))
     return (
         f"the model needs {len(groups)} KV cache groups ({found}), one group whose blocks are kept "
-        "for all tokens is supported"
+        f"for all tokens is supported{WITHOUT}"
     )
 
 

@@ -92,7 +92,8 @@ def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
 
 
 @pytest.mark.slow
-def test_passes_of_a_compiled_model_answer_like_eager_ones() -> None:
+@pytest.mark.parametrize("shape", ["qwen3", "gemma3"])
+def test_passes_of_a_compiled_model_answer_like_eager_ones(shape: str) -> None:
     """Only a model that vLLM has compiled runs compiled passes; all other tests here are eager."""
     ways = {
         "scattered tokens": NAMESPACE | {"segreuse_policy": "shift"},
@@ -102,7 +103,7 @@ def test_passes_of_a_compiled_model_answer_like_eager_ones() -> None:
     }
     answers: dict[bool, list[list[Answer]]] = {}
     for eager in (True, False):
-        with engine("qwen3", dtype="float32", enforce_eager=eager) as reusing:
+        with engine(shape, dtype="float32", enforce_eager=eager) as reusing:
             documents, prompts = prompts_for(reusing.vocab_size)
             answers[eager] = []
             for options in ways.values():
