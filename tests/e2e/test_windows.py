@@ -29,9 +29,8 @@ SHAPES = ("gemma3", "gemma2", "gemma4", "cohere2", "gpt_oss")
     params=[pytest.param(s, marks=[] if s == QUICK else pytest.mark.slow) for s in SHAPES],
 )
 def windowed(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with engine(
-        request.param, segreuse={"spread_tokens": 48}, dtype="float32", max_model_len=1024
-    ) as started:
+    options = {"spread_tokens": 48, "max_provenance_depth": 0}
+    with engine(request.param, segreuse=options, dtype="float32", max_model_len=1024) as started:
         yield started
         started.check_idle()
 

@@ -323,7 +323,6 @@ def test_a_moved_value_is_the_value(off: float, model: Loaded, monkeypatch: Patc
     [
         ({"sliding_window": 64}, "has a sliding window of 64, its backend of None"),
         ({"has_sink": True}, "has attention sinks that its backend does not show"),
-        ({"kv_sharing_target_layer_name": "model.layers.0"}, "shares the KV of another layer"),
         ({"attn_type": "encoder_only"}, "is encoder_only attention"),
         ({"head_size_v": 2 * HEAD_SIZE}, "has values of another size than its keys"),
     ],
@@ -373,6 +372,20 @@ def _layer(model: Loaded, **options: Any) -> Any:
     del model.attention["other"]
     layer.kv_cache = model.first.kv_cache
     return layer
+
+
+@pytest.mark.parametrize("where", ["of the group", "beside it"])
+def test_layers_that_share_the_kv_of_others_are_refused(
+    where: str, model: Loaded, monkeypatch: Patch
+) -> None:
+    """vLLM leaves them out of the group that it shows to connectors."""
+    sharing: Any = SimpleNamespace(kv_sharing_target_layer_name="model.layers.0")
+    if where == "of the group":
+        monkeypatch.setattr(model.first, "kv_sharing_target_layer_name", "model.layers.0")
+    else:
+        monkeypatch.setitem(model.attention, "model.layers.9", sharing)
+    name = "layers.0.self_attn.attn" if where == "of the group" else "layers.9"
+    assert f"model.{name} shares the KV of another layer" in refusal(model)
 
 
 @pytest.mark.parametrize("window", [128, (127, 0)])

@@ -27,7 +27,7 @@ from vllm_segreuse.prefill.attention import LONG_RUN, PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.proofs.attention import prove_attention
-from vllm_segreuse.prefill.proofs.causal import check_attention, check_scored
+from vllm_segreuse.prefill.proofs.causal import check_attention, check_scored, check_sharing
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
@@ -67,6 +67,7 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     attention = {name: by_name[name] for name in group.layer_names}
     block_size = group.block_size
     try:
+        check_sharing(by_name)
         check_attention(attention, block_size)
         stack = DecoderStack(model, attention)
         layouts = [discover_layout(layer, block_size) for layer in stack.attention]

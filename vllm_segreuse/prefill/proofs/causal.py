@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
@@ -39,7 +41,6 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
                 layer.has_sink != (of_impl(layer, "sinks") is not None),
                 "has attention sinks that its backend does not show",
             ),
-            (layer.kv_sharing_target_layer_name is not None, "shares the KV of another layer"),
             (layer.attn_type != "decoder", f"is {layer.attn_type} attention"),
             (layer.head_size_v != layer.head_size, "has values of another size than its keys"),
             (
@@ -49,6 +50,22 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
         ):
             if wrong:
                 raise UnsupportedModelError(f"{name} {why}")
+
+
+def check_sharing(layers: Mapping[str, nn.Module]) -> None:
+    """No layer may read the KV of another.
+
+    vLLM adds such layers to the group only after the connector has seen it.
+
+    Args:
+        layers: all that vLLM knows by name (`static_forward_context`), of whatever kind.
+
+    Raises:
+        UnsupportedModelError: naming the first that does.
+    """
+    for name, layer in layers.items():
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            raise UnsupportedModelError(f"{name} shares the KV of another layer")
 
 
 def _window_of_backend(layer: nn.Module) -> int | None:
