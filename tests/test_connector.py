@@ -207,7 +207,7 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
     assert subject._kv_cache_manager is manager
 
 
-def test_workers_tell_the_schedulers_half_what_the_layers_are(
+def test_workers_report_what_the_layers_are(
     subject: SegReuseConnector, half: Half, worker: SegReuseConnector, backlog: Any
 ) -> None:
     """By vLLM's handshake, which it makes before the first request."""
@@ -217,7 +217,7 @@ def test_workers_tell_the_schedulers_half_what_the_layers_are(
     assert half.asked == [("take_layers", ModelLayers(6, (1, 3)))] * 2
 
 
-def test_workers_without_plans_have_nothing_to_tell(
+def test_workers_without_plans_report_nothing(
     worker: SegReuseConnector, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(worker.worker_side, "backlog", None)

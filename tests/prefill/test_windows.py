@@ -84,21 +84,19 @@ def test_a_backend_with_another_window_than_its_layer_is_found(
     assert "has a sliding window of None, its backend of 40" in refusal(gemma)
 
 
-def test_scores_at_a_layer_with_a_window_are_never_asked_for(
-    gemma: Loaded, monkeypatch: Patch
-) -> None:
+def test_no_scores_are_computed_at_a_layer_with_a_window(gemma: Loaded, monkeypatch: Patch) -> None:
     """Neither by a program nor by a proof."""
-    asked = set()
+    scored = set()
     scores = cpu.token_scores
 
     def noting(query: Any, positions: Any, pages: torch.Tensor, *given: Any, **more: Any) -> Any:
-        asked.add(pages.data_ptr())
+        scored.add(pages.data_ptr())
         return scores(query, positions, pages, *given, **more)
 
     monkeypatch.setattr(cpu, "token_scores", noting)
     prove(gemma)
     full = [layer for layer in gemma.attention.values() if not layer.sliding_window]
-    assert asked == {flat_pages(layer.kv_cache).data_ptr() for layer in full}
+    assert scored == {flat_pages(layer.kv_cache).data_ptr() for layer in full}
 
 
 def test_scores_without_the_cap_are_found(gemma: Loaded, monkeypatch: Patch) -> None:
