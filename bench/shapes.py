@@ -28,6 +28,14 @@ _BUILDING = threading.Lock()
 
 VOCAB_SIZE = 8192
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VISION_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""Last tokens of a vision model's vocabulary, by their names in its config."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -38,11 +46,13 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """One model to be made: its `model_type` in transformers, its config, and why it is here."""
+    """One model to be made: its `model_type` in transformers, its config, why it is here, and the
+    engine arguments that it needs."""
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     why: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 _TINY: dict[str, Any] = {
@@ -56,6 +66,9 @@ _TINY: dict[str, Any] = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": False,
 }
+
+
+_NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def _tiny(model_type: str, why: str, **config: Any) -> Shape:
@@ -73,6 +86,19 @@ def _windowed(model_type: str, why: str, layers: str, **config: Any) -> Shape:
     """A model whose layers attend to a window (`s`) or to everything (`f`)."""
     types = [_LAYER_TYPES[layer] for layer in layers]
     return _tiny(model_type, why, layer_types=types, **{"sliding_window": 96} | config)
+
+
+def _vision(model_type: str, why: str, mrope_section: list[int], **vision: Any) -> Shape:
+    """A model of text and images."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": mrope_section}
+    small = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    config = {
+        "text_config": _TINY | _NO_SPECIAL_TOKENS | {"rope_parameters": rope},
+        "vision_config": small | {"out_hidden_size": _TINY["hidden_size"]} | vision,
+        "tie_word_embeddings": False,
+    }
+    config |= {name: VOCAB_SIZE - 4 + i for i, name in enumerate(VISION_TOKENS)}
+    return Shape(model_type, config, why, {"limit_mm_per_prompt": {"image": 1, "video": 0}})
 
 
 SUPPORTED: dict[str, Shape] = {
@@ -161,6 +187,23 @@ SUPPORTED: dict[str, Shape] = {
 }
 """Shapes that segment reuse supports: four layers, a moment to load."""
 
+VISION: dict[str, Shape] = {
+    "qwen2_5_vl": _vision(
+        "qwen2_5_vl",
+        "M-RoPE: channels of time, height and width side by side",
+        [4, 6, 6],
+        fullatt_block_indexes=[0],
+    ),
+    "qwen3_vl": _vision(
+        "qwen3_vl",
+        "interleaved M-RoPE",
+        [6, 5, 5],
+        deepstack_visual_indexes=[0],
+        num_position_embeddings=64,
+    ),
+}
+"""Supported, too: reuse for prompts of text. Serving them needs torchvision."""
+
 REFUSED: dict[str, Shape] = {
     "mistral_window": _tiny("mistral", "sliding window on every layer", sliding_window=1024),
     "gemma4_shared": _windowed(
@@ -229,7 +272,7 @@ BENCH: dict[str, Shape] = {
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
 attention, yet a run is over in minutes."""
 
-SHAPES: dict[str, Shape] = SUPPORTED | REFUSED | BENCH
+SHAPES: dict[str, Shape] = SUPPORTED | VISION | REFUSED | BENCH
 
 
 def cache_root() -> Path:
@@ -260,7 +303,11 @@ def make_model(name: str, root: Path | str | None = None) -> Path:
     draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=models))
     try:
         _write_weights(shape, draft)
-        _write_tokenizer(draft)
+        if "vision_config" in shape.config:
+            _write_tokenizer(draft, tuple(VISION_TOKENS.values()))
+            _write_processors(draft, shape)
+        else:
+            _write_tokenizer(draft)
         draft.chmod(0o755)
         try:
             draft.rename(target)
@@ -281,13 +328,12 @@ def _recipe_hash(shape: Shape) -> str:
 
 def _write_weights(shape: Shape, directory: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(
-        shape.model_type, **shape.config, bos_token_id=None, eos_token_id=2, pad_token_id=0
-    )
+    config = AutoConfig.for_model(shape.model_type, **shape.config, **_NO_SPECIAL_TOKENS)
+    auto = AutoModelForImageTextToText if "vision_config" in shape.config else AutoModelForCausalLM
     with _BUILDING:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     for parameter_name, parameter in model.named_parameters():
         std = _weight_std(parameter_name, parameter.shape)
@@ -338,7 +384,7 @@ def _training_text() -> Iterator[str]:
         yield text
 
 
-def _write_tokenizer(directory: Path) -> None:
+def _write_tokenizer(directory: Path, last_tokens: tuple[str, ...] = ()) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -346,12 +392,13 @@ def _write_tokenizer(directory: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE - len(last_tokens),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_training_text(), trainer)
+    tokenizer.add_special_tokens(list(last_tokens))
     end_of_text, _, im_end = SPECIAL_TOKENS
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -360,6 +407,22 @@ def _write_tokenizer(directory: Path) -> None:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(directory)
+
+
+def _write_processors(directory: Path, shape: Shape) -> None:
+    """Of images and videos; both cut them into patches as the model's configuration says."""
+    vision = json.loads((directory / "config.json").read_text())["vision_config"]
+    common = {
+        "patch_size": vision["patch_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 224 * 224},
+    }
+    video = "Qwen3VLVideoProcessor" if shape.model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    image = common | {"image_processor_type": "Qwen2VLImageProcessor"}
+    (directory / "preprocessor_config.json").write_text(json.dumps(image))
+    video_processor = common | {"video_processor_type": video}
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(video_processor))
 
 
 def main() -> None:

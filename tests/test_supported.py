@@ -66,7 +66,6 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"is_hybrid": True}, "has layers without attention (a hybrid or state-space model)"),
     ({"is_attention_free": True}, "has layers without attention (a hybrid or state-space model)"),
     ({"is_encoder_decoder": True}, "is an encoder-decoder model"),
-    ({"uses_mrope": True}, "uses multimodal rotary positions (M-RoPE)"),
 ]
 
 

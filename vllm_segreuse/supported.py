@@ -42,7 +42,6 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"{name} has layers without attention (a hybrid or state-space model){WITHOUT}",
         ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
-        (model.uses_mrope, f"{name} uses multimodal rotary positions (M-RoPE){WITHOUT}"),
         (model.enable_prompt_embeds, "prompt embeddings are on; remove --enable-prompt-embeds"),
     ]
 

@@ -91,4 +91,5 @@ def test_chat_template_marks_turns(root: Path) -> None:
 def test_every_shape_is_described(name: str) -> None:
     shape = shapes.SHAPES[name]
     assert shape.why
-    assert shape.config["num_attention_heads"] % shape.config["num_key_value_heads"] == 0
+    text = shape.config.get("text_config", shape.config)
+    assert text["num_attention_heads"] % text["num_key_value_heads"] == 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.shapes import make_model
+from bench.shapes import SHAPES, make_model
 
 NAMESPACE = {"extra_keys": ["tests"]}
 BLOCK_SIZE = 32
@@ -49,15 +49,24 @@ class Engine:
         return None if connector is None else connector.scheduler_side._index
 
     def ask(
-        self, *prompts: list[int], options: dict[str, Any] | None = None, **sampling: Any
+        self,
+        *prompts: list[int] | dict[str, Any],
+        options: dict[str, Any] | list[dict[str, Any] | None] | None = None,
+        adapters: list[Any] | None = None,
+        **sampling: Any,
     ) -> list[Answer]:
-        """Run prompts (token ids) together; `options` are the request's `extra_args`."""
+        """Run prompts (token ids, or what vLLM takes instead) together; `options` are the
+        `extra_args` of all requests or of each, `adapters` the LoRA adapter of each."""
         from vllm import SamplingParams
 
         sampling = {"max_tokens": 4, "temperature": 0.0, "logprobs": 8} | sampling
-        params = SamplingParams(extra_args=options, **sampling)
-        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        each = options if isinstance(options, list) else [options] * len(prompts)
+        params = [SamplingParams(extra_args=extra, **sampling) for extra in each]
+        inputs: Any = [
+            prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+            for prompt in prompts
+        ]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapters)
         return [_answer(output) for output in outputs]
 
     def children(
@@ -115,15 +124,19 @@ def engine(
     if segreuse is not False:
         options = {"max_step_tokens": 4096} | ({} if segreuse is True else segreuse)
         arguments["kv_transfer_config"] = vllm_segreuse.kv_transfer_config(**options)
-    arguments = {
-        "model": str(make_model(shape)),
-        "dtype": "bfloat16",
-        "max_model_len": 4096,
-        "max_num_batched_tokens": 4096,
-        "block_size": BLOCK_SIZE,
-        "enforce_eager": True,
-        "seed": 0,
-    } | arguments
+    arguments = (
+        {
+            "model": str(make_model(shape)),
+            "dtype": "bfloat16",
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 4096,
+            "block_size": BLOCK_SIZE,
+            "enforce_eager": True,
+            "seed": 0,
+        }
+        | SHAPES[shape].arguments
+        | arguments
+    )
     if backend := os.environ.get("SEGREUSE_TEST_BACKEND"):  # on a GPU, each of its backends
         arguments.setdefault("attention_backend", backend)
     llm = None

@@ -8,7 +8,7 @@ any mistake there changes every token behind it.
 import pytest
 
 from bench.shapes import SUPPORTED
-from tests.e2e.engine import NAMESPACE, Answer, Prompts, engine
+from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 
 EVERYTHING = NAMESPACE | {
     "segreuse_policy": "sparsex",
@@ -60,18 +60,29 @@ def check_everything(shape: str, dtype: str, noise: float) -> None:
         documents, prompts = prompts_for(plain.vocab_size)
         reference = plain.ask(*prompts)
     with engine(shape, dtype=dtype) as reusing:
-        for way, options in WAYS.items():
-            reusing.reset()
-            reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
-            together = reusing.ask(*prompts, options=options)
-            for ours, theirs in zip(together, reference, strict=True):
-                assert ours.report["bypass_reason"] is None, way
-                assert ours.report["reused_tokens"] > 200
-                assert ours.cached_tokens == ours.report["prefix_tokens"] + (
-                    ours.report["reused_tokens"] - ours.report["recomputed_tokens"]
-                )
-                assert_same(ours, theirs, noise)
-        reusing.check_idle()
+        check_every_way(reusing, documents, prompts, reference, noise)
+
+
+def check_every_way(
+    reusing: Engine,
+    documents: list[list[int]],
+    prompts: list[list[int]],
+    reference: list[Answer],
+    noise: float,
+) -> None:
+    """Every way of recomputing everything answers like plain vLLM."""
+    for way, options in WAYS.items():
+        reusing.reset()
+        reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+        together = reusing.ask(*prompts, options=options)
+        for ours, theirs in zip(together, reference, strict=True):
+            assert ours.report["bypass_reason"] is None, way
+            assert ours.report["reused_tokens"] > 200
+            assert ours.cached_tokens == ours.report["prefix_tokens"] + (
+                ours.report["reused_tokens"] - ours.report["recomputed_tokens"]
+            )
+            assert_same(ours, theirs, noise)
+    reusing.check_idle()
 
 
 @pytest.mark.parametrize(

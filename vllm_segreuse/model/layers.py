@@ -29,7 +29,7 @@ class LayerState:
     hidden_states: torch.Tensor
     residual: torch.Tensor | None
 
-    def take(self, index: torch.Tensor) -> LayerState:
+    def take(self, index: torch.Tensor | slice) -> LayerState:
         """The states of the given rows."""
         return LayerState(
             self.hidden_states[index], None if self.residual is None else self.residual[index]
@@ -83,13 +83,24 @@ class _KeysReady(BaseException):
 class DecoderStack:
     """Decoder layers of a loaded vLLM model, in order, with their attention layers.
 
+    Args:
+        model: the loaded model.
+        attention_by_name: its `Attention` layers.
+        position_rows: see `positions.position_rows`.
+
     Attributes:
         layers: decoder layers.
         attention: the vLLM `Attention` layer inside each decoder layer.
     """
 
-    def __init__(self, model: nn.Module, attention_by_name: dict[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        attention_by_name: dict[str, nn.Module],
+        position_rows: int | None = None,
+    ) -> None:
         self._model = model
+        self._position_rows = position_rows
         self.layers, self.attention = _find_layers(model, attention_by_name)
         parameters = inspect.signature(self.layers[0].forward).parameters
         if "positions" not in parameters or "hidden_states" not in parameters:
@@ -144,14 +155,17 @@ class DecoderStack:
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's own forward, all layers; what `embed` and `run` together must reproduce.
 
-        The tensors are of the types and the alignment that the runner's have: compiled code takes
-        both for granted.
+        The tensors are of the types, shapes and alignment that the runner's have: compiled code
+        takes all three for granted.
 
         Returns:
             The hidden states behind the last layer and norm.
         """
+        if self._position_rows is not None:
+            positions = positions.expand(self._position_rows, -1)
         hidden_states = self._model(
-            input_ids=token_ids.to(torch.int32, copy=True), positions=positions.clone()
+            input_ids=token_ids.to(torch.int32, copy=True),
+            positions=positions.clone(),
         )
         assert isinstance(hidden_states, torch.Tensor)
         return hidden_states

@@ -21,6 +21,7 @@ from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.model.positions import position_rows
 from vllm_segreuse.model.rope import RopeError
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import LONG_RUN, PassAttention
@@ -69,7 +70,7 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     try:
         check_sharing(by_name)
         check_attention(attention, block_size)
-        stack = DecoderStack(model, attention)
+        stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
         layouts = [discover_layout(layer, block_size) for layer in stack.attention]
         first = stack.attention[0].kv_cache
         kernels = {

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of text and images (M-RoPE): text is reused, prompts with images run without reuse.
+
+vLLM imports torchvision for them, and transformers looks for it once. As a script, this file is the
+engine, with a stand-in for torchvision on its path:
+    python -m tests.e2e.test_vision SHAPE
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.shapes import VISION, VISION_TOKENS
+from tests.e2e.engine import NAMESPACE, Engine, engine
+from tests.e2e.test_equality import EVERYTHING, assert_same, check_every_way, prompts_for
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+NOISE = 2e-3  # of float32
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"],
+)
+def test_35_text_is_reused_and_images_are_not(shape: str) -> None:
+    assert shape in VISION
+    path = os.pathsep.join([str(STAND_INS), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.test_vision", shape],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+
+
+def with_image(text: list[int], color: str, first_special: int) -> dict[str, Any]:
+    """A prompt with a picture of one color behind its first tokens."""
+    from PIL import Image
+
+    start, end, image, _ = range(first_special, first_special + len(VISION_TOKENS))
+    tokens = [*text[:300], start, image, end, *text[300:]]
+    picture = Image.new("RGB", (112, 112), color)
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": picture}}
+
+
+def check(shape: str) -> None:
+    """All of it, in one engine beside plain vLLM."""
+    with engine(shape, segreuse=False, dtype="float32") as plain:
+        words = plain.vocab_size - len(VISION_TOKENS)
+        documents, prompts = prompts_for(words)
+        pictures = [with_image(prompts[0], color, words) for color in ("red", "blue")]
+        expected, pictured = plain.ask(*prompts), plain.ask(*pictures)
+    with pytest.raises(AssertionError, match="log-probabilities differ"):
+        assert_same(pictured[0], pictured[1], 5 * NOISE)
+    with engine(shape, dtype="float32") as reusing:
+        check_every_way(reusing, documents, prompts, expected, NOISE)
+        check_part(reusing, documents, prompts, expected)
+        check_images(reusing, documents, prompts, expected, pictures, pictured)
+
+
+def check_part(reusing: Engine, documents: Any, prompts: Any, expected: Any) -> None:
+    """Some tokens are recomputed: the answers are others, and their reports say what was saved."""
+    reusing.reset()
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    part = EVERYTHING | {"segreuse_policy": "sparsex", "segreuse_recompute_ratio": 0.2}
+    answers = reusing.ask(*prompts, options=part)
+    for ours in answers:
+        assert 0 < ours.report["recomputed_tokens"] < ours.report["reused_tokens"] / 2
+        assert ours.report["computed_share"] < 1
+    with pytest.raises(AssertionError, match="log-probabilities differ"):
+        assert_same(answers[0], expected[0], 5 * NOISE)
+
+
+def check_images(
+    reusing: Engine, documents: Any, prompts: Any, expected: Any, pictures: Any, pictured: Any
+) -> None:
+    """Beside a request that reuses, in one step."""
+    reusing.reset()
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    donors = len(reusing.index)
+    *images, text = reusing.ask(*pictures, prompts[1], options=EVERYTHING)
+    assert text.report["reused_tokens"] > 200
+    assert_same(text, expected[1], NOISE)
+    for ours, theirs in zip(images, pictured, strict=True):
+        assert (ours.report["bypass_reason"], ours.report["reused_tokens"]) == ("multimodal", 0)
+        assert_same(ours, theirs, NOISE)
+    # Of the text nothing but its own new blocks was added.
+    assert len(reusing.index) - donors <= len(prompts[1]) // 32
+
+
+if __name__ == "__main__":
+    check(sys.argv[1])
