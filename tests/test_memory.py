@@ -18,6 +18,7 @@ def config(
     dtype: torch.dtype = torch.bfloat16,
     max_model_len: int = 1000,
     wave: int = 100_000,
+    lora: bool = False,
 ) -> Any:
     model = SimpleNamespace(
         dtype=dtype,
@@ -30,6 +31,7 @@ def config(
         model_config=model,
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=wave),
+        lora_config=object() if lora else None,
         attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
     )
 
@@ -40,6 +42,11 @@ def test_states_of_the_longest_prompt_and_of_a_step_beside_it(
 ) -> None:
     hidden_states_and_residual = 2 * (1000 + 100_000) * 64 * element
     assert pass_bytes(config(dtype=dtype)) == hidden_states_and_residual + FIXED
+
+
+def test_with_lora_a_long_prompt_may_be_computed_beside_one_that_is_under_way() -> None:
+    another = 2 * 1000 * 64 * 2
+    assert pass_bytes(config(lora=True)) - pass_bytes(config()) == another
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])

@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import FreezeOrder, ModelLayers, PlanOutcome
+from vllm_segreuse.plan import FreezeOrder, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE = 4
@@ -34,7 +34,6 @@ class World:
 
     def __init__(
         self,
-        lora: bool = False,
         watermark_blocks: int = 0,
         max_model_len: int = 64,
         **options: Any,
@@ -42,7 +41,6 @@ class World:
         init_none_hash(sha256)
         self.pool: Any = BlockPool(64, enable_caching=True, hash_block_size=SIZE)
         config: Any = SimpleNamespace(
-            lora_config=object() if lora else None,
             model_config=SimpleNamespace(
                 get_num_layers=lambda parallel: 4, max_model_len=max_model_len
             ),
@@ -63,6 +61,7 @@ class World:
         self.index, self.frozen = self.side._index, self.side._freezing.entries
         self.ends_with: RequestStatus | None = None
         self.answer: dict[str, Any] | None = None
+        self.plans: list[ReusePlan] = []  # of the last step that was run
 
     def add(self, tokens: list[int], options: Any = OPTIONS, **fields: Any) -> Request:
         """A request arrives."""
@@ -94,7 +93,7 @@ class World:
         blocks = self.pool.get_new_blocks(full + 1)
         self.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
         self.side.allocated(request, [b.block_id for b in blocks])
-        self.side.take_plans()
+        self.plans = self.side.take_plans()
         if self.ends_with is not None:
             request.status = self.ends_with
             self.answer = self.side.finished(request, [b.block_id for b in blocks])
@@ -137,7 +136,7 @@ def image(identifier: str) -> dict[str, Any]:
 
 
 def cached_document(**fields: Any) -> World:
-    world = World(lora=fields.pop("lora", False))
+    world = World()
     request = world.add(DOCUMENT, **fields)
     world.run(request)
     world.side.finished(request, [])
@@ -188,13 +187,14 @@ def test_35_nothing_is_donated_from_placeholder_tokens(reason: str, donates: boo
     assert len(world.index) == (len(DOCUMENT) // SIZE if donates else 0)
 
 
-def test_34_with_lora_enabled_everything_is_bypassed() -> None:
-    for adapter in (None, LORA):
-        world = cached_document(lora=True)
-        request = world.add(PROMPT, lora_request=adapter)
-        assert world.run(request) == 0
-        assert world.report(request)["bypass_reason"] == "lora"
-        assert len(world.index) == 0
+@pytest.mark.parametrize(("adapter", "lora_id"), [(None, 0), (LORA, LORA.lora_int_id)])
+def test_34_a_plan_says_with_which_adapter_it_is_computed(
+    adapter: LoRARequest | None, lora_id: int
+) -> None:
+    world = cached_document(lora_request=adapter)
+    request = world.add(PROMPT, lora_request=adapter)
+    assert world.run(request) == len(PROMPT) - 1
+    assert [plan.lora_id for plan in world.plans] == [lora_id]
 
 
 def test_15_pooling_requests_are_none_of_ours() -> None:
@@ -440,6 +440,14 @@ def test_a_pass_larger_than_a_wave_is_spread_however_little_work_it_is() -> None
         request = world.add([*range(1000, 1000 + new), *DOCUMENT, 8])
         assert world.side.match(request, 0) == (new + 32, spread)
         world.side.take_plans()
+
+
+def test_a_plan_with_an_adapter_is_carried_out_in_the_step_that_has_it_loaded() -> None:
+    world = World(spread_tokens=1)
+    world.run(world.add(DOCUMENT, lora_request=LORA))
+    world.tables["runs"] = [1]
+    request = world.add([7, 6, *DOCUMENT, 8], lora_request=LORA)
+    assert world.side.match(request, 0) == (len(DOCUMENT) + 2, False)
 
 
 def test_a_spread_plan_leaves_the_step_to_others_and_no_pin_behind() -> None:

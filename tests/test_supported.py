@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import CacheConfig, ParallelConfig
+from vllm.config import CacheConfig, LoRAConfig, ParallelConfig
 
 from tests.prefill.loaded import model_config
 from vllm_segreuse.supported import RefusedError, check_config
@@ -38,6 +38,7 @@ def config(
     parallel: dict[str, Any] | None = None,
     text: dict[str, Any] | None = None,
     speculative: str | None = None,
+    lora: LoRAConfig | None = None,
 ) -> Any:
     """vLLM's defaults, and what differs from them."""
     model = dict(model or {})
@@ -49,6 +50,7 @@ def config(
         cache_config=Changed(CacheConfig(), cache or {}),
         parallel_config=Changed(ParallelConfig(), parallel or {}),
         speculative_config=method,
+        lora_config=lora,
     )
 
 
@@ -109,6 +111,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"parallel": {"enable_eplb": True}},
         "expert load balancing is on; remove --enable-eplb",
     ),
+    (
+        {"lora": LoRAConfig(enable_tower_connector_lora=True)},
+        "LoRA adapts the vision tower, too; remove --enable-tower-connector-lora",
+    ),
     ({"parallel": {"use_ubatching": True}}, "micro-batching is on; remove --enable-dbo"),
 ]
 
@@ -142,7 +148,8 @@ SUPPORTED: list[dict[str, Any]] = [
     {"parallel": {"tensor_parallel_size": 2}},
     {"speculative": "ngram"},
     {"speculative": "suffix"},
-    {"model": {"is_multimodal_model": True}},
+    {"lora": LoRAConfig()},
+    {"model": {"is_multimodal_model": True, "uses_mrope": True}},
     {"text": {"sliding_window": 4096}},
 ] + [{"cache": {"cache_dtype": dtype}} for dtype in ("auto", "bfloat16", "float16", "float32")]
 

@@ -135,13 +135,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model_config(tmp_path_factory.mktemp("llama"))
 
 
-def started(llama: Any, lora: Any = None, **options: Any) -> tuple[WorkerSide, Any, Any]:
+def started(llama: Any, **options: Any) -> tuple[WorkerSide, Any, Any]:
     """A worker's half, and the configurations that it was given."""
     vllm_config: Any = SimpleNamespace(
         model_config=llama,
         parallel_config=ParallelConfig(),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
-        lora_config=lora,
     )
     kv_cache_config: Any = object()
     config = SegReuseConfig(**options)
@@ -160,18 +159,5 @@ def test_the_model_is_proven(
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
     assert proven == [(model, vllm_config, kv_cache_config)]
-    assert side.backlog is not None
     assert side.backlog.prefill == "prefill"
     assert side.backlog._step_work == share
-
-
-def test_with_lora_nothing_is_proven_and_nothing_is_under_way(
-    llama: Any, monkeypatch: Patch
-) -> None:
-    """The scheduler's half makes no plans then."""
-    monkeypatch.setattr(module, "prove", lambda *_: pytest.fail("it was proven"))
-    side, *_ = started(llama, lora=object())
-    assert side.backlog is None
-    side.before_forward([])
-    assert side.after_forward([], {"ended"}) == set()
-    assert side.take_outcomes() == {}

@@ -13,18 +13,17 @@ from vllm_segreuse.plan import IntArray
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-NEVER_DONATES = ("lora", "multimodal", "prompt_embeds", "streaming_input")
+NEVER_DONATES = ("multimodal", "prompt_embeds", "streaming_input")
 """Reasons for which the blocks of a request are not indexed: its tokens do not say all of them."""
 
 
-def bypass_reason(request: Request, lora_enabled: bool) -> str | None:
+def bypass_reason(request: Request) -> str | None:
     """Why a request of this kind never reuses, or None."""
     params = request.sampling_params
     reasons = {
         "pooling": params is None,
         "prompt_logprobs": params is not None and params.prompt_logprobs is not None,
         "prefix_cache_skipped": request.skip_reading_prefix_cache,
-        "lora": lora_enabled,
         "multimodal": bool(request.mm_features),
         "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
         "streaming_input": request.resumable,
@@ -41,6 +40,11 @@ def namespace_of(request: Request, extra_keys: tuple[str, ...]) -> bytes:
         (lora.lora_name, lora.lora_path) if lora else None,
         tuple(feature.identifier for feature in request.mm_features),
     )
+
+
+def lora_id_of(request: Request) -> int:
+    """vLLM's number of the request's LoRA adapter; 0: none."""
+    return request.lora_request.lora_int_id if request.lora_request else 0
 
 
 def all_tokens(request: Request) -> IntArray:

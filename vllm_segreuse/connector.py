@@ -161,10 +161,9 @@ class SegReuseConnector(KVConnectorBase_V1):
             self._vllm_config, self._config, self._kv_cache_config, self._stats
         )
 
-    def get_handshake_metadata(self) -> SegReuseHandshake | None:
+    def get_handshake_metadata(self) -> SegReuseHandshake:
         """Of the workers, who have proven the model by now."""
-        layers = self.worker_side.layers
-        return None if layers is None else SegReuseHandshake(layers)
+        return SegReuseHandshake(self.worker_side.layers)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         with self._own_pass() as metadata:

@@ -28,7 +28,10 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     """
     model = vllm_config.model_config
     element = model.dtype.itemsize
-    tokens = model.max_model_len + vllm_config.scheduler_config.max_num_batched_tokens
+    # A plan with an adapter is never spread: it runs beside one that is under way.
+    prompts = 1 if vllm_config.lora_config is None else 2
+    tokens = prompts * model.max_model_len
+    tokens += vllm_config.scheduler_config.max_num_batched_tokens
     states = 2 * tokens * model.get_hidden_size() * element
     return states + SCRATCH_BYTES + _builder_bytes(vllm_config)
 

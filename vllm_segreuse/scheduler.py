@@ -15,7 +15,13 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from vllm_segreuse.accounts import Accounts
-from vllm_segreuse.arrival import NEVER_DONATES, all_tokens, bypass_reason, namespace_of
+from vllm_segreuse.arrival import (
+    NEVER_DONATES,
+    all_tokens,
+    bypass_reason,
+    lora_id_of,
+    namespace_of,
+)
 from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.exact import ResidentFinder
@@ -121,7 +127,6 @@ class SchedulerSide:
         self._config = config
         self._manager = kv_cache_manager
         self._called_back: list[str] = []
-        self._lora = vllm_config.lora_config is not None
         self._layers = ModelLayers.of_full_attention(
             vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
         )
@@ -187,7 +192,7 @@ class SchedulerSide:
         parsed = parse_request(params.extra_args if params else None, self._config, trusted=True)
         if parsed.extra_keys is None:
             return
-        options, bypass = parsed.options, bypass_reason(request, self._lora)
+        options, bypass = parsed.options, bypass_reason(request)
         freeze = None if parsed.freeze is None else FreezeOrder.parse(parsed.freeze)
         if freeze is not None:
             # What is shared between users must hold nothing of anybody's prompt.
@@ -207,6 +212,7 @@ class SchedulerSide:
             explains=options.explain,
             bypass=bypass,
             donates=bypass not in NEVER_DONATES,
+            lora_id=lora_id_of(request),
             freeze=freeze,
         )
         self._planner.add(tracked)
@@ -376,8 +382,14 @@ class SchedulerSide:
 
     def _is_spread(self, plan: ReusePlan) -> bool:
         """Whether a plan is so large that others who run would wait for it too long, or that its
-        states would not fit beside those of another that is under way (`memory.py`)."""
-        if self._spread_above is None or not compat_manager.is_anybody_admitted(self._manager):
+        states would not fit beside those of another that is under way (`memory.py`).
+
+        vLLM keeps an adapter loaded in the steps of its requests only, so a plan with an adapter
+        is carried out in one step.
+        """
+        if plan.lora_id or self._spread_above is None:
+            return False
+        if not compat_manager.is_anybody_admitted(self._manager):
             return False
         is_long = plan.layer_tokens(self._layers) > self._spread_above
         return is_long or plan.active_tokens > self._max_wave_tokens

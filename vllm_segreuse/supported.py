@@ -48,7 +48,7 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
 
 def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
+    speculative, lora = vllm_config.speculative_config, vllm_config.lora_config
     experts = vllm_config.model_config.is_moe
     return [
         (
@@ -70,6 +70,10 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (
             parallel.data_parallel_size > 1 and experts,
             f"a mixture of experts with data_parallel_size={parallel.data_parallel_size}; use 1",
+        ),
+        (
+            lora is not None and lora.enable_tower_connector_lora,
+            "LoRA adapts the vision tower, too; remove --enable-tower-connector-lora",
         ),
         (parallel.enable_eplb, "expert load balancing is on; remove --enable-eplb"),
         (parallel.use_ubatching, "micro-batching is on; remove --enable-dbo"),

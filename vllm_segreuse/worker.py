@@ -32,7 +32,7 @@ class WorkerSide:
         stats: counts what happens.
 
     Attributes:
-        backlog: plans under way; None with LoRA, where the scheduler makes no plans.
+        backlog: plans under way.
 
     Raises:
         RefusedError: what could not be proven.
@@ -50,15 +50,14 @@ class WorkerSide:
         self.backlog = _proven_backlog(vllm_config, config, kv_cache_config)
 
     @property
-    def layers(self) -> ModelLayers | None:
-        """Of the model; None where there is no backlog."""
-        return None if self.backlog is None else self.backlog.prefill.layers
+    def layers(self) -> ModelLayers:
+        """Of the model."""
+        return self.backlog.prefill.layers
 
     def before_forward(self, plans: list[ReusePlan]) -> None:
         """Carry out a step's plans, or begin those that take several steps."""
         if not plans:
             return
-        assert self.backlog is not None
         report = self.backlog.take(plans)
         if report is not None:
             self._note(report)
@@ -73,8 +72,6 @@ class WorkerSide:
         Returns:
             Requests for which vLLM need not wait any more.
         """
-        if self.backlog is None:
-            return set()
         self.backlog.drop(called_back)
         over = self.backlog.drop(ended)
         done = self.backlog.advance()
@@ -100,10 +97,7 @@ class WorkerSide:
 
 def _proven_backlog(
     vllm_config: VllmConfig, config: SegReuseConfig, kv_cache_config: KVCacheConfig
-) -> Backlog | None:
-    if vllm_config.lora_config is not None:
-        logger.warning("segment reuse: every request runs without reuse while LoRA is enabled")
-        return None
+) -> Backlog:
     runtime = prove(loaded_model(), vllm_config, kv_cache_config)
     step_work = config.spread_work(
         vllm_config.scheduler_config.max_num_batched_tokens,

@@ -54,7 +54,6 @@ class Managed:
         init_none_hash(sha256)
         self.manager = manager_of(num_blocks, **options)
         config: Any = SimpleNamespace(
-            lora_config=None,
             model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=LIMIT),
             parallel_config=None,
             cache_config=SimpleNamespace(block_size=SIZE),

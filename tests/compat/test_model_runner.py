@@ -30,6 +30,7 @@ def config(backend: str | None = None, connector: bool = True) -> Any:
         model_config=model,
         parallel_config=None,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=100_000),
+        lora_config=None,
         attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
         kv_transfer_config=kv_transfer_config() if connector else None,
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any range of a model's layers runs on any tokens, as the model itself would run it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_segreuse.model.layers import (
 from vllm_segreuse.prefill.tokens import TokenTable
 
 TABLES = torch.arange(10, dtype=torch.int32)[None]
+WITHOUT_ADAPTER: Any = SimpleNamespace(lora_id=0)
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_keys_and_values_are_those_that_the_layer_would_write(world: World) -> N
         state = world.stack.run(0, layer, given.positions, state)
         before = [cache.clone() for cache in world.caches]
         entered = state.clone()
-        found = world.layers.keys_and_values(layer, given, state)
+        found = world.layers.keys_and_values(layer, given, state, WITHOUT_ADAPTER)
         assert torch.equal(state.hidden_states, entered.hidden_states), "it is needed once more"
         assert state.residual is not None
         assert entered.residual is not None

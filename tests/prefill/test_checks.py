@@ -504,20 +504,17 @@ def test_scores_without_the_sinks_are_found(sinking: Loaded, monkeypatch: Patch)
 
 
 @pytest.mark.parametrize(
-    ("eager", "multimodal", "experts", "compiled"),
-    [
-        (False, False, False, True),
-        (True, False, False, False),
-        (False, True, False, False),
-        (False, False, True, False),
-    ],
+    ("only", "compiled"),
+    [(None, True), ("eager", False), ("multimodal", False), ("experts", False), ("lora", False)],
 )
-def test_which_models_run_as_compiled(
-    eager: bool, multimodal: bool, experts: bool, compiled: bool
-) -> None:
+def test_which_models_run_as_compiled(only: str | None, compiled: bool) -> None:
+    eager = only == "eager"
     mode = checks.CompilationMode.NONE if eager else checks.CompilationMode.VLLM_COMPILE
     given: Any = SimpleNamespace(
-        model_config=SimpleNamespace(is_multimodal_model=multimodal, is_moe=experts),
+        model_config=SimpleNamespace(
+            is_multimodal_model=only == "multimodal", is_moe=only == "experts"
+        ),
+        lora_config=object() if only == "lora" else None,
         compilation_config=SimpleNamespace(mode=mode),
     )
     assert checks._may_run_compiled(given) is compiled

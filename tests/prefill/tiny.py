@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
@@ -196,6 +197,7 @@ class World:
         max_wave_tokens: see `LayerRunner`.
         windows: of each layer; 0: none.
         in_rows: layers whose scattered queries have no kernel, whatever the others have.
+        lora_manager: vLLM's, where LoRA is enabled.
 
     Attributes:
         kinds: of the layers.
@@ -213,6 +215,7 @@ class World:
         max_wave_tokens: int = 1000,
         windows: tuple[int, ...] = (0,) * LAYERS,
         in_rows: tuple[int, ...] = (),
+        lora_manager: Any = None,
     ) -> None:
         torch.manual_seed(0)
         self.written: list[tuple[int, list[int]]] = []
@@ -249,6 +252,7 @@ class World:
             kv,
             PassAttention(Rows(self), kv),  # type: ignore[arg-type]
             SimpleNamespace(preferred=nullcontext),  # type: ignore[arg-type]
+            Adapters(SimpleNamespace(lora_manager=lora_manager)),
             max_wave_tokens,
         )
         self.prefill = SparsePrefill(self.layers, Aligner(kv))
@@ -302,6 +306,7 @@ def make_plan(
     probes: list[int] | None = None,
     program: Program = FIXED,
     top_k: int = 0,
+    lora_id: int = 0,
 ) -> ReusePlan:
     """A plan of `count` tokens from `start` on.
 
@@ -310,6 +315,7 @@ def make_plan(
             given.
         pieces: see `ReusePlan`.
         program, top_k: see `Recipe`.
+        lora_id: see `ReusePlan`.
     """
     masks = []
     for indices in (always, always if probes is None else probes):
@@ -329,4 +335,5 @@ def make_plan(
         block_ids=blocks.astype(np.int32),
         next_token=next_token,
         reports=recipe.program.reports,
+        lora_id=lora_id,
     )

@@ -269,6 +269,7 @@ class Planner:
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             max_drift=tracked.max_drift,
             reports=recipe.program.reports,
+            lora_id=tracked.lora_id,
         )
 
     def _room_beside(self, donor_blocks: list[int], needed: int) -> int:

@@ -52,6 +52,7 @@ class TrackedRequest:
         explains: its report says where each stretch of the prompt comes from.
         bypass: reason why this request never reuses, or None.
         donates: whether its blocks enter the index.
+        lora_id: see `ReusePlan`.
         freeze: what is to become of its blocks when it ends; None: nothing.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
         observed: the plan that would have been carried out.
@@ -75,6 +76,7 @@ class TrackedRequest:
     explains: bool = False
     bypass: str | None = None
     donates: bool = True
+    lora_id: int = 0
     freeze: FreezeOrder | None = None
     plan: ReusePlan | None = None
     observed: ReusePlan | None = None

@@ -102,6 +102,7 @@ class ReusePlan:
         spread: carried out over several steps, while the request is set aside.
         max_drift: above it everything is computed after all, where drift is measured.
         reports: the workers report a `PlanOutcome`, also if they have to compute the plan in full.
+        lora_id: vLLM's number of the request's LoRA adapter; 0: none.
     """
 
     request_id: str
@@ -117,6 +118,7 @@ class ReusePlan:
     spread: bool = False
     max_drift: float = math.inf
     reports: bool = False
+    lora_id: int = 0
 
     @property
     def num_tokens(self) -> int:

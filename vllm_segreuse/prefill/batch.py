@@ -14,7 +14,7 @@ from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
 
 class Batch:
-    """Tokens `[start, stop)` of plans with equal programs, as flat tensors.
+    """Tokens `[start, stop)` of plans with equal programs and the same adapter, as flat tensors.
 
     Behind them stands the token at `stop`, where it is probed; it is always computed, too.
 
@@ -32,6 +32,7 @@ class Batch:
         lengths: tokens of each plan.
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
+        lora_id: adapter of the plans.
         sound: bool `[plans]`, on the device: no score was NaN.
         drift: float64 `[plans]`, on the device; NaN where it is not measured.
     """
@@ -46,6 +47,7 @@ class Batch:
         self.plans = plans
         self.program = plans[0].recipe.program
         self.wave_work = wave_work
+        self.lora_id = plans[0].lora_id
         widest = max(len(plan.block_ids) for plan in plans)
         tables = np.zeros((len(plans), widest), dtype=np.int32)
         for row, plan in zip(tables, plans, strict=True):

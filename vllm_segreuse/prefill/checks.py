@@ -14,6 +14,7 @@ from torch import nn
 from vllm.config import CompilationMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels import dispatch
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.model.attention_kind import kind_of
@@ -81,8 +82,9 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             vllm_config, attention, group.specs, _most_rows(vllm_config, list(kernels.values()))
         )
         fast_ops = FastOps(model)
+        adapters = Adapters(model)
         scratch = Scratch(
-            stack, rows, fast_ops, block_size, kv_cache_config.num_blocks, vllm_config
+            stack, rows, fast_ops, adapters, block_size, kv_cache_config.num_blocks, vllm_config
         )
         ropes = prove_rotations(scratch)
         max_model_len = vllm_config.model_config.max_model_len
@@ -97,6 +99,7 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             known,
             pass_attention,
             fast_ops,
+            adapters,
             vllm_config.scheduler_config.max_num_batched_tokens,
         )
         check_scored(layers.model)
@@ -127,8 +130,10 @@ def _may_run_compiled(vllm_config: VllmConfig) -> bool:
     """Whether there is a compiled model that takes token ids and positions, and nothing else of
     the runner's.
 
-    Multimodal models take embeddings; experts count their calls, and take a mask of the padding.
+    Multimodal models take embeddings; experts count their calls, and take a mask of the padding;
+    layers with adapters read the step's mapping.
     """
     model = vllm_config.model_config
     eager = vllm_config.compilation_config.mode == CompilationMode.NONE
-    return not (eager or model.is_multimodal_model or model.is_moe)
+    adapted = vllm_config.lora_config is not None
+    return not (eager or adapted or model.is_multimodal_model or model.is_moe)

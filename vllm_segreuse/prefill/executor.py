@@ -35,7 +35,7 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Plans that are laid out and aligned, by program.
+    """Plans that are laid out and aligned, by program and adapter.
 
     Attributes:
         seconds: what that took.
@@ -72,7 +72,8 @@ class SparsePrefill:
         return self._layers.model
 
     def run(self, plans: list[ReusePlan]) -> PassReport:
-        """Fill the KV of `[start, stop)` of every plan; plans with equal programs share passes."""
+        """Fill the KV of `[start, stop)` of every plan; plans with equal programs and the same
+        adapter share passes."""
         return finish(self.compute(self.prepare(plans)))
 
     @torch.inference_mode()
@@ -84,12 +85,7 @@ class SparsePrefill:
             wave_work: see `Batch`.
         """
         started = time.perf_counter()
-        by_program: dict[Program, list[ReusePlan]] = {}
-        for plan in plans:
-            by_program.setdefault(plan.recipe.program, []).append(plan)
-        batches = [
-            Batch(group, self._block_size, self._device, wave_work) for group in by_program.values()
-        ]
+        batches = self._batches(plans, wave_work)
         for batch in batches:
             copies = token_copies(batch.plans, self._block_size, skip_always=True)
             self._aligner.align(copies, first_layer=batch.program.dense_layers)
@@ -124,8 +120,7 @@ class SparsePrefill:
                 )
             if plan.reports:
                 reported[plan.request_id] = outcome
-        if again:
-            in_full = Batch(again, self._block_size, self._device, prepared.wave_work)
+        for in_full in self._batches(again, prepared.wave_work):
             yield from clock.running(self._compute(in_full))
         return PassReport(
             align_s=prepared.seconds,
@@ -133,6 +128,15 @@ class SparsePrefill:
             not_finite=not_finite,
             outcomes=reported,
         )
+
+    def _batches(self, plans: list[ReusePlan], wave_work: int | None) -> list[Batch]:
+        """Plans by what they share a pass with: their program, and their adapter."""
+        groups: dict[tuple[Program, int], list[ReusePlan]] = {}
+        for plan in plans:
+            groups.setdefault((plan.recipe.program, plan.lora_id), []).append(plan)
+        return [
+            Batch(group, self._block_size, self._device, wave_work) for group in groups.values()
+        ]
 
     def _compute(self, batch: Batch) -> Waves[torch.Tensor]:
         """Run plans of one program.

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
+from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.layer_kv import LayerKv
@@ -38,6 +39,7 @@ class LayerRunner:
         layers: what is known of the attention of each.
         attention: how the pass's queries attend.
         fast_ops: the kernels that layers prefer when they run eagerly.
+        adapters: the model's LoRA adapters.
         max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
 
     Attributes:
@@ -54,6 +56,7 @@ class LayerRunner:
         layers: list[LayerKv],
         attention: PassAttention,
         fast_ops: FastOps,
+        adapters: Adapters,
         max_wave_tokens: int,
     ) -> None:
         self.stack = stack
@@ -62,6 +65,7 @@ class LayerRunner:
         self._layers = layers
         self._attention = attention
         self._fast_ops = fast_ops
+        self._adapters = adapters
         self._max_wave_tokens = max_wave_tokens
 
     def __len__(self) -> int:
@@ -87,7 +91,11 @@ class LayerRunner:
         outputs = Collected(len(tokens))
         for part, wave in self._waves(tokens, last - first, batch):
             attending = self._attention.forward_context(wave, batch.block_tables, queries=queries)
-            with attending, self._fast_ops.preferred():
+            with (
+                attending,
+                self._fast_ops.preferred(),
+                self._adapters.applied(batch.lora_id, len(wave)),
+            ):
                 if state is None:
                     inputs = self.stack.embed(wave.token_ids, wave.positions)
                 else:
@@ -121,7 +129,8 @@ class LayerRunner:
     ) -> Waves[LayerState]:
         outputs = Collected(len(tokens))
         for part, wave in self._waves(tokens, len(self), batch):
-            with context(wave, batch.block_tables, self.compiled):
+            attending = context(wave, batch.block_tables, self.compiled)
+            with attending, self._adapters.applied(batch.lora_id, len(wave)):
                 hidden_states = self.stack.forward(wave.token_ids, wave.positions)
             outputs.add(part, LayerState(hidden_states, None))
             yield len(wave) * len(self)
@@ -141,11 +150,17 @@ class LayerRunner:
         return queries.by_layer()
 
     def keys_and_values(
-        self, layer: int, tokens: TokenTable, state: LayerState
+        self, layer: int, tokens: TokenTable, state: LayerState, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, heads, head_size]` that a layer would write for this state."""
-        with self._fast_ops.preferred():
-            return self.stack.keys_and_values(layer, tokens.positions, state.clone())
+        keys, values = [], []
+        for part, wave in _parts(tokens, self._max_wave_tokens):
+            with self._fast_ops.preferred(), self._adapters.applied(batch.lora_id, len(wave)):
+                entering = state.take(part).clone()
+                key, value = self.stack.keys_and_values(layer, wave.positions, entering)
+            keys.append(key)
+            values.append(value)
+        return torch.cat(keys), torch.cat(values)
 
     def _waves(
         self, tokens: TokenTable, num_layers: int, batch: Batch
@@ -154,9 +169,7 @@ class LayerRunner:
         size = self._max_wave_tokens
         if batch.wave_work is not None:
             size = min(size, max(1, batch.wave_work // max(1, num_layers)))
-        for begin in range(0, len(tokens), size):
-            part = slice(begin, begin + size)
-            yield part, tokens.take(part)
+        return _parts(tokens, size)
 
     def attention_paid(
         self,
@@ -205,3 +218,10 @@ class LayerRunner:
             )
             paid.append(mass[plan.start :])
         return torch.cat(paid)
+
+
+def _parts(tokens: TokenTable, size: int) -> Iterator[tuple[slice, TokenTable]]:
+    """At most so many tokens at once, in order, and where they stand."""
+    for begin in range(0, len(tokens), size):
+        part = slice(begin, begin + size)
+        yield part, tokens.take(part)

@@ -21,7 +21,7 @@ def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Waves[Computed
     """Choose by the squared distance of keys and values."""
     boundary = program.dense_layers
     state = yield from layers.run(0, boundary, batch.tokens, None, batch)
-    computed = layers.keys_and_values(boundary, batch.tokens, state)
+    computed = layers.keys_and_values(boundary, batch.tokens, state, batch)
     pages = flat_pages(layers.stack.attention[boundary].kv_cache)
     layout = layers.layouts[boundary]
     distance = torch.zeros(len(batch.tokens), device=pages.device)

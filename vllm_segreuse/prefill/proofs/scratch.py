@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
@@ -27,6 +28,7 @@ class Scratch:
         stack: the model's decoder layers.
         rows: builds rows of the stock backend.
         fast_ops: the kernels that layers prefer when they run eagerly.
+        adapters: the model's LoRA adapters; proofs use none.
         block_size: tokens per block.
         num_blocks: of the KV cache.
         vllm_config: the engine's.
@@ -51,6 +53,7 @@ class Scratch:
         stack: DecoderStack,
         rows: RowBuilder,
         fast_ops: FastOps,
+        adapters: Adapters,
         block_size: int,
         num_blocks: int,
         vllm_config: VllmConfig,
@@ -62,6 +65,7 @@ class Scratch:
         self.stack = stack
         self._rows = rows
         self._fast_ops = fast_ops
+        self._adapters = adapters
         self.block_size = block_size
         self.dtype = vllm_config.model_config.dtype
         self.max_model_len = vllm_config.model_config.max_model_len
@@ -91,7 +95,8 @@ class Scratch:
             slots + positions % self.block_size,
         )
         # With the pass's own kernels: the pass is compared, not the rounding of two kernels.
-        with self._fast_ops.preferred(), self._rows.forward_context(tokens, blocks[None]):
+        computing = self._rows.forward_context(tokens, blocks[None])
+        with self._fast_ops.preferred(), self._adapters.applied(0, self.count), computing:
             self.stack.forward(tokens.token_ids, positions + distance)
 
     def clear_copy(self) -> None:
