@@ -285,7 +285,7 @@ def test_requests_without_extra_keys_are_unknown(world):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"bypass": "lora"}, "lora"),
+        ({"bypass": "multimodal"}, "multimodal"),
         ({"min_reused_tokens": 13}, "too_few_reused_tokens"),
         ({"min_reused_tokens": 15}, "too_few_tokens"),
         ({"namespace": 1}, "too_few_reused_tokens"),
@@ -587,7 +587,7 @@ class Protocol(RuleBasedStateMachine):
         order=st.lists(st.integers(0, 3), max_size=4),
         gap=st.integers(0, 70),
         recipe=st.sampled_from([new_only, everything, half_by_score, at_most_all, dense]),
-        bypass=st.sampled_from([None, None, None, "lora"]),
+        bypass=st.sampled_from([None, None, None, "multimodal"]),
     )
     def arrive(self, order, gap, recipe, bypass) -> None:
         tokens = self.world.new_tokens(gap)
