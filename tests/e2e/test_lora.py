@@ -95,7 +95,7 @@ def cached(running: Engine, adapters: Adapters) -> list[list[int]]:
 
 def test_the_adapters_answer_differently(expected: list[Answer]) -> None:
     for other in expected[1:3]:
-        with pytest.raises(AssertionError, match="log-probabilities differ"):
+        with pytest.raises(AssertionError):
             assert_same(expected[0], other, 20 * NOISE)
 
 
