@@ -3,13 +3,14 @@
 that names it and the way out; everything else is not."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from vllm.config import CacheConfig, LoRAConfig, ParallelConfig
+from vllm.config.cache import CacheDType
 
 from tests.prefill.loaded import model_config
-from vllm_segreuse.supported import RefusedError, check_config
+from vllm_segreuse.supported import KV_CACHE_DTYPES, RefusedError, check_config
 
 WITHOUT = "serve this model without --segreuse"
 
@@ -78,6 +79,8 @@ def test_models_that_cannot_be_proven_are_refused_by_name(
     assert refusal(config(llama, model)) == f"LlamaForCausalLM {why}; {WITHOUT}"
 
 
+QUANTISED_OTHERWISE = sorted(set(get_args(CacheDType)) - set(KV_CACHE_DTYPES))
+
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"model": {"enable_prompt_embeds": True}},
@@ -88,8 +91,17 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "prefix caching is off; remove --no-enable-prefix-caching",
     ),
     (
-        {"cache": {"cache_dtype": "fp8_e4m3"}},
-        "kv_cache_dtype=fp8_e4m3 is quantised; use --kv-cache-dtype auto",
+        {"cache": {"cache_dtype": "fp8_e4m3", "kv_cache_dtype_skip_layers": ["0", "3"]}},
+        "some layers are not quantised (kv_cache_dtype_skip_layers=['0', '3']), others are; remove "
+        "--kv-cache-dtype-skip-layers, or use --kv-cache-dtype auto",
+    ),
+    *(
+        (
+            {"cache": {"cache_dtype": dtype}},
+            f"kv_cache_dtype={dtype} is quantised in a way that reuse does not handle; "
+            "use --kv-cache-dtype fp8 or auto",
+        )
+        for dtype in QUANTISED_OTHERWISE
     ),
     (
         {"parallel": {"pipeline_parallel_size": 2}},
@@ -151,7 +163,8 @@ SUPPORTED: list[dict[str, Any]] = [
     {"lora": LoRAConfig()},
     {"model": {"is_multimodal_model": True, "uses_mrope": True}},
     {"text": {"sliding_window": 4096}},
-] + [{"cache": {"cache_dtype": dtype}} for dtype in ("auto", "bfloat16", "float16", "float32")]
+    {"cache": {"kv_cache_dtype_skip_layers": ["0"]}},
+] + [{"cache": {"cache_dtype": dtype}} for dtype in KV_CACHE_DTYPES]
 
 
 @pytest.mark.parametrize("changes", SUPPORTED, ids=str)

@@ -12,6 +12,9 @@ WITHOUT = "; serve this model without --segreuse"
 
 """Ends a refusal that only another model, or another configuration of it, gets around."""
 
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""What `--kv-cache-dtype` may be."""
+
 
 class RefusedError(RuntimeError):
     """Segment reuse cannot be proven right here; the text says why and what to do."""
@@ -56,8 +59,15 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             "prefix caching is off; remove --no-enable-prefix-caching",
         ),
         (
-            cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
-            f"kv_cache_dtype={cache.cache_dtype} is quantised; use --kv-cache-dtype auto",
+            cache.cache_dtype not in KV_CACHE_DTYPES,
+            f"kv_cache_dtype={cache.cache_dtype} is quantised in a way that reuse does not handle; "
+            "use --kv-cache-dtype fp8 or auto",
+        ),
+        (
+            bool(cache.kv_cache_dtype_skip_layers) and cache.cache_dtype.startswith("fp8"),
+            f"some layers are not quantised (kv_cache_dtype_skip_layers="
+            f"{cache.kv_cache_dtype_skip_layers}), others are; remove "
+            "--kv-cache-dtype-skip-layers, or use --kv-cache-dtype auto",
         ),
         (
             parallel.pipeline_parallel_size > 1,

@@ -324,6 +324,7 @@ class _Layer(torch.nn.Module):
         self.layer_name = "bench"
         self.num_kv_heads, self.head_size = case.kv_heads, case.head_size
         self.kv_cache_torch_dtype = torch.bfloat16
+        self.kv_cache_dtype = "auto"
         self.kv_cache = torch.zeros(
             blocks, case.kv_heads, case.block_size, 2 * case.head_size, dtype=torch.bfloat16
         )

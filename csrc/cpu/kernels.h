@@ -53,8 +53,10 @@ struct AttentionArgs {
   const int64_t* positions;
   int64_t queries, heads;
   Weights weights;
-  int64_t window;  // most keys that a query sees, its own and those before it; 0: all before it
-  DType dtype;     // of queries, output and cache
+  int64_t window;     // most keys that a query sees, its own and those before it; 0: all before it
+  float value_scale;  // of stored values
+  DType dtype;        // of queries and output
+  DType pages_dtype;  // the same, or fp8
 };
 
 struct ScoreArgs {
@@ -67,8 +69,9 @@ struct ScoreArgs {
   const int64_t* positions;
   int64_t queries, heads, tokens;
   Weights weights;
-  DType dtype;      // of queries and cache
-  int32_t highest;  // nonzero: the highest weight of a key, not the sum
+  DType dtype;        // of queries
+  DType pages_dtype;  // the same, or fp8
+  int32_t highest;    // nonzero: the highest weight of a key, not the sum
 };
 
 }  // namespace segreuse::cpu

@@ -20,10 +20,11 @@ namespace segreuse::cpu {
 // Query rows that the products take at a time: their logits stay in the innermost cache.
 constexpr int kStripe = 16;
 
-// For any format: queries, keys and values are unpacked to float32.
-template <class Format>
+// For any formats: queries, keys and values are unpacked to float32.
+template <class Format, class Stored>
 class FloatProducts {
  public:
+  using Reader = HeadReader<Stored>;
   using Query = float;
   using Weight = float;
 
@@ -34,7 +35,7 @@ class FloatProducts {
     for (int i = 0; i < count; ++i) out[i] = Format::decode(from[i]);
   }
 
-  void read_keys(const HeadReader<Format>& reader, int64_t first, int count) {
+  void read_keys(const Reader& reader, int64_t first, int count) {
     reader.by_channel(first, count, keys_.data());
   }
 
@@ -49,7 +50,7 @@ class FloatProducts {
     store(out + kLanes, high);
   }
 
-  void read_values(const HeadReader<Format>& reader, int64_t first, int count) {
+  void read_values(const Reader& reader, int64_t first, int count) {
     reader.by_token(first, count, values_.data());
   }
 
@@ -74,6 +75,7 @@ class FloatProducts {
 // was there, which other libraries count on.
 class MatrixProducts {
  public:
+  using Reader = HeadReader<BFloat16>;
   using Query = uint16_t;
   using Weight = uint16_t;
 
@@ -105,7 +107,7 @@ class MatrixProducts {
     std::memcpy(out, from, count * sizeof *from);
   }
 
-  void read_keys(const HeadReader<BFloat16>& reader, int64_t first, int count) {
+  void read_keys(const Reader& reader, int64_t first, int count) {
     reader.key_tiles(first, count, keys_.data(), key_tiles_);
   }
 
@@ -140,7 +142,7 @@ class MatrixProducts {
     std::memcpy(out, &rounded, sizeof rounded);
   }
 
-  void read_values(const HeadReader<BFloat16>& reader, int64_t first, int count) {
+  void read_values(const Reader& reader, int64_t first, int count) {
     reader.value_tiles(first, count, values_.data(), value_tiles_);
   }
 

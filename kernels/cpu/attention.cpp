@@ -192,8 +192,8 @@ void attend(const AttentionArgs& args) {
       const Tile& tile = tiles[index];
       const int32_t* blocks =
           args.block_tables + args.request[tile.first] * args.table_stride;
-      const HeadReader<Format> keys(args.pages, args.page_stride, blocks, args.keys, tile.head);
-      const HeadReader<Format> values(args.pages, args.page_stride, blocks, args.values, tile.head);
+      const typename Products::Reader keys(args.pages, args.page_stride, blocks, args.keys, tile.head);
+      const typename Products::Reader values(args.pages, args.page_stride, blocks, args.values, tile.head);
       const int64_t* positions = args.positions + tile.first;
       read_queries<Format, Products>(args.query, args.heads, head_size, group, tile,
                                      queries.data());
@@ -230,7 +230,7 @@ void attend(const AttentionArgs& args) {
         auto* to = out + ((tile.first + q) * args.heads + int64_t{tile.head} * group) * head_size;
         for (int g = 0; g < group; ++g) {
           const float* sum = &sums[(q * group + g) * head_size];
-          const float inverse = 1.0f / softmax.sum(q * group + g);
+          const float inverse = args.value_scale / softmax.sum(q * group + g);
           for (int c = 0; c < head_size; ++c)
             to[g * head_size + c] = Format::encode(sum[c] * inverse);
         }
@@ -264,7 +264,7 @@ void score(const ScoreArgs& args) {
       const int64_t* positions = args.positions + tile.first;
       auto* own = &queries[t * rows * head_size];
       read_queries<Format, Products>(args.query, args.heads, head_size, group, tile, own);
-      const HeadReader<Format> keys(args.pages, args.page_stride, args.block_ids, args.keys,
+      const typename Products::Reader keys(args.pages, args.page_stride, args.block_ids, args.keys,
                                     tile.head);
       softmax.reset(int64_t{tile.head} * group, group);
       for_each_chunk(positions, tile.count, 0, [&](const Chunk& chunk) {
@@ -285,7 +285,7 @@ void score(const ScoreArgs& args) {
       const int seen = static_cast<int>(std::min<int64_t>(kChunk, args.tokens - first));
       std::fill(columns.begin(), columns.end(), 0.0f);
       for (int head = 0, reader_of = -1; head < kv_heads; ++head) {
-        const HeadReader<Format> keys(args.pages, args.page_stride, args.block_ids, args.keys, head);
+        const typename Products::Reader keys(args.pages, args.page_stride, args.block_ids, args.keys, head);
         for (size_t t = 0; t < tiles.size(); ++t) {
           const Tile& tile = tiles[t];
           const int64_t* positions = args.positions + tile.first;
@@ -319,33 +319,46 @@ void score(const ScoreArgs& args) {
   args.highest ? score<Format, Products, true>(args) : score<Format, Products, false>(args);
 }
 
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// run(format of queries, Type<Products>) for these queries and pages.
+template <class Run>
+void with_formats(DType queries, DType pages, [[maybe_unused]] int head_size, Run&& run) {
+#if defined(__AMX_BF16__)
+  if (queries == DType::kBFloat16 && pages == queries && MatrixProducts::takes(head_size))
+    return run(BFloat16{}, Type<MatrixProducts>{});
+#endif
+  const auto with_pages = [&](auto format) {
+    using Format = decltype(format);
+    switch (pages) {
+      case DType::kFloat8E4M3: return run(format, Type<FloatProducts<Format, Float8E4M3>>{});
+      case DType::kFloat8E5M2: return run(format, Type<FloatProducts<Format, Float8E5M2>>{});
+      default: return run(format, Type<FloatProducts<Format, Format>>{});
+    }
+  };
+  switch (queries) {
+    case DType::kFloat32: return with_pages(Float32{});
+    case DType::kBFloat16: return with_pages(BFloat16{});
+    default: return with_pages(NativeFloat16{});
+  }
+}
+
 }  // namespace
 }  // namespace segreuse::cpu
 
 void segreuse_attention(const segreuse::cpu::AttentionArgs* args) {
-  using namespace segreuse;
   using namespace segreuse::cpu;
-#if defined(__AMX_BF16__)
-  if (args->dtype == DType::kBFloat16 && MatrixProducts::takes(args->keys.channels))
-    return attend<BFloat16, MatrixProducts>(*args);
-#endif
-  switch (args->dtype) {
-    case DType::kFloat32: return attend<Float32, FloatProducts<Float32>>(*args);
-    case DType::kBFloat16: return attend<BFloat16, FloatProducts<BFloat16>>(*args);
-    default: return attend<NativeFloat16, FloatProducts<NativeFloat16>>(*args);
-  }
+  with_formats(args->dtype, args->pages_dtype, args->keys.channels, [&](auto format, auto products) {
+    attend<decltype(format), typename decltype(products)::type>(*args);
+  });
 }
 
 void segreuse_scores(const segreuse::cpu::ScoreArgs* args) {
-  using namespace segreuse;
   using namespace segreuse::cpu;
-#if defined(__AMX_BF16__)
-  if (args->dtype == DType::kBFloat16 && MatrixProducts::takes(args->keys.channels))
-    return score<BFloat16, MatrixProducts>(*args);
-#endif
-  switch (args->dtype) {
-    case DType::kFloat32: return score<Float32, FloatProducts<Float32>>(*args);
-    case DType::kBFloat16: return score<BFloat16, FloatProducts<BFloat16>>(*args);
-    default: return score<NativeFloat16, FloatProducts<NativeFloat16>>(*args);
-  }
+  with_formats(args->dtype, args->pages_dtype, args->keys.channels, [&](auto format, auto products) {
+    score<decltype(format), typename decltype(products)::type>(*args);
+  });
 }

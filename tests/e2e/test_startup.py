@@ -30,7 +30,10 @@ def test_10_models_that_cannot_be_proven_are_refused_by_name(shape: str) -> None
     ("arguments", "why"),
     [
         ({"enable_prefix_caching": False}, "prefix caching is off"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype=fp8_e5m2 is quantised"),
+        (
+            {"kv_cache_dtype": "fp8_per_token_head"},
+            "kv_cache_dtype=fp8_per_token_head is quantised in a way that reuse does not handle",
+        ),
     ],
 )
 def test_10_configurations_that_cannot_be_proven_are_refused(

@@ -22,7 +22,8 @@ class Batch:
         pages: `[num_blocks, page_elements]`.
         block_tables: int32 `[requests, blocks]`; blocks that are not needed do not exist.
         request, positions: int64 `[queries]`.
-        scale: softmax scale.
+        scale: softmax scale, times that of keys.
+        value_scale: what values are multiplied by.
     """
 
     query: torch.Tensor
@@ -31,6 +32,7 @@ class Batch:
     request: torch.Tensor
     positions: torch.Tensor
     scale: float
+    value_scale: float = 1.0
 
 
 def make_batch(
@@ -39,14 +41,22 @@ def make_batch(
     positions: list[list[int]],
     dtype: torch.dtype,
     device: str = DEVICE,
+    stored: torch.dtype | None = None,
 ) -> Batch:
-    """Random numbers for queries at the given positions of each request."""
+    """Random numbers for queries at the given positions of each request.
+
+    Args:
+        dtype: of queries.
+        stored: of pages; None: the same. Only where it is another, keys and values have scales.
+    """
     heads, block_size, head_size = shape.keys.shape
     filled = [max(places, default=-1) + 1 for places in positions]
     widest = max(-(-count // block_size) for count in filled) + 1
     used = sum(-(-count // block_size) for count in filled)
     ids = iter(torch.randperm(used + 2).tolist())
-    pages = torch.full((used + 2, shape.page_elements), float("nan"), dtype=dtype)
+    pages = torch.full(
+        (used + 2, shape.page_elements), float("nan"), dtype=dtype if stored is None else stored
+    )
     tables = torch.full((len(filled), widest), 1 << 30, dtype=torch.int32)
     for row, count in enumerate(filled):
         for block in range(-(-count // block_size)):
@@ -55,9 +65,9 @@ def make_batch(
             for part in (shape.keys, shape.values):
                 assert part is not None
                 view = part.view(pages[page : page + 1]).permute(0, 2, 3, 1, 4, 5)[0]
-                numbers = torch.randn(block_size, *view.shape[2:]).to(dtype)
+                numbers = torch.randn(block_size, *view.shape[2:])
                 numbers[tokens:] = float("nan")
-                view.copy_(numbers.view_as(view))
+                view.copy_(numbers.to(pages.dtype).view_as(view))
     request = [row for row, places in enumerate(positions) for _ in places]
     return Batch(
         torch.randn(len(request), heads * group, head_size).to(dtype).to(device),
@@ -65,7 +75,8 @@ def make_batch(
         tables.to(device),
         torch.tensor(request, device=device),
         torch.tensor([place for places in positions for place in places], device=device),
-        head_size**-0.5,
+        head_size**-0.5 * (1.0 if stored is None else 0.7),
+        1.0 if stored is None else 0.3,
     )
 
 

@@ -22,6 +22,7 @@ from vllm_segreuse.kernels import cpu, reference
 from vllm_segreuse.kernels.pages import TiledStrides
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHAPES = {
     **{name: shape_of(name) for name in ("HND", "NHD", "tiled by 32", "tiled by 16", "pairs")},
     **{name: shape_of(name) for name in ("K beside V", "K and V interleaved")},
@@ -51,7 +52,8 @@ def run(batch: Batch, shape: Shape, **softmax: Any) -> torch.Tensor:
     out = torch.full_like(batch.query, float("nan"))
     where = batch.block_tables, batch.request, batch.positions, batch.scale
     keys, values = shape.keys, shape.values
-    cpu.sparse_attention(out, batch.query, batch.pages, keys, values, *where, **softmax)
+    scaled = {"value_scale": batch.value_scale, **softmax}
+    cpu.sparse_attention(out, batch.query, batch.pages, keys, values, *where, **scaled)
     return out
 
 
@@ -70,7 +72,7 @@ def in_float64(batch: Batch, shape: Shape) -> torch.Tensor:
         )
         query = batch.query[i].double().view(kv_heads, -1, size)
         weights = (query @ key.transpose(1, 2) * batch.scale).softmax(-1)
-        out[i] = (weights @ value).flatten(0, 1)
+        out[i] = (weights @ value * batch.value_scale).flatten(0, 1)
     return out
 
 
@@ -145,6 +147,34 @@ def test_keys_before_all_windows_are_not_read(built: str) -> None:
     gone = 512 // shape.keys.shape[1]  # the first window begins in the chunk behind
     batch.pages[batch.block_tables[0, :gone].long()] = float("nan")
     assert torch.equal(run(batch, shape, window=60), whole)
+
+
+@pytest.mark.parametrize("stored", FP8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["HND", "tiled by 32", "pairs"])
+def test_pages_may_be_fp8(built: str, layout: str, dtype: torch.dtype, stored: torch.dtype) -> None:
+    shape, places = SHAPES[layout], [[0, 5, 63, 64, 65], [1, 127, 128, 300, 767]]
+    check(make_batch(shape, 2, places, dtype, "cpu", stored), shape)
+
+
+@pytest.mark.parametrize("stored", FP8, ids=str)
+def test_every_finite_number_of_fp8_is_read(built: str, stored: torch.dtype) -> None:
+    """One key each, so that its value is the answer."""
+    codes = torch.arange(256, dtype=torch.uint8).view(stored)
+    numbers = codes.float()[codes.float().isfinite()]
+    shape = hnd(1, 16, 16)
+    count = -(-len(numbers) // 16)
+    pages = torch.zeros(count, shape.page_elements, dtype=stored)
+    padded = torch.cat([numbers, numbers.new_zeros(16 * count - len(numbers))]).view(count, 16)
+    assert shape.values is not None
+    shape.values.view(pages)[:, 0, 0, 0, 0] = padded.to(stored)
+    tables = torch.arange(count, dtype=torch.int32)[:, None]
+    request, positions = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    out = torch.zeros(count, 1, 16)
+    cpu.sparse_attention(
+        out, out.clone(), pages, shape.keys, shape.values, tables, request, positions, 1.0
+    )
+    assert torch.equal(out[:, 0], padded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -265,6 +295,16 @@ def test_scores_are_those_of_a_dense_softmax(
         assert float(scores.sum()) == pytest.approx(batch.query.shape[:2].numel(), rel=1e-4)
 
 
+@pytest.mark.parametrize("stored", FP8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_of_fp8_keys(built: str, dtype: torch.dtype, stored: torch.dtype) -> None:
+    shape = SHAPES["tiled by 32"]
+    batch = make_batch(shape, 2, [[0, 127, 128, 130, 383]], dtype, "cpu", stored)
+    for highest in (False, True):
+        scores, expected = scores_of(batch, shape, 384, highest)
+        torch.testing.assert_close(scores.double(), expected, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129])
 def test_scores_of_fewer_keys_than_queries_see(built: str, num_tokens: int) -> None:
     """They are shares of the attention to all keys that a query sees: the sum is less than one."""
@@ -307,7 +347,10 @@ def test_weights_are_exact_to_the_last_digits(built: str) -> None:
 def test_what_the_kernel_cannot_do_is_refused() -> None:
     odd = TiledStrides((1, 32, 24), 0, 0, 32, 0, 1, 24, 0, 32)
     assert not cpu.supports_attention(odd, torch.float32)
-    assert not cpu.supports_attention(SHAPES["HND"].keys, torch.float8_e4m3fn)
+    keys = SHAPES["HND"].keys
+    assert not cpu.supports_attention(keys, torch.float8_e4m3fn), "queries in fp8"
+    assert all(cpu.supports_attention(keys, stored, torch.float16) for stored in FP8)
+    assert not cpu.supports_attention(keys, torch.bfloat16, torch.float32)
     assert all(cpu.supports_attention(SHAPES["HND"].keys, dtype) for dtype in DTYPES)
     query, positions = torch.randn(1, 1, 24), torch.tensor([0])
     with pytest.raises(ValueError, match=r"head size of 24; the .* multiples of 16"):

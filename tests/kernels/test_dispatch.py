@@ -68,7 +68,7 @@ def test_a_gpu_runs_cuda_or_triton(missing: str | None, monkeypatch: pytest.Monk
         (256, torch.float16, True),
         (8, torch.bfloat16, False),
         (257, torch.bfloat16, False),
-        (128, torch.float8_e4m3fn, False),
+        (128, torch.float8_e4m3fn, False),  # queries, too
     ],
 )
 def test_a_gpu_attends_by_triton_where_triton_can(

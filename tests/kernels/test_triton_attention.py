@@ -50,7 +50,7 @@ def run(
     if splits is not None or tuning is not None:
         schedule = plan(batch.query, keys, *places, splits=splits, tuning=tuning)
     inputs = out, batch.query, batch.pages, keys, values, *places, batch.scale
-    sparse_attention(*inputs, schedule=schedule, **softmax)
+    sparse_attention(*inputs, value_scale=batch.value_scale, schedule=schedule, **softmax)
     return out
 
 
@@ -79,6 +79,7 @@ def expected(batch: Batch, shape: Shape, **softmax: Any) -> torch.Tensor:
         batch.request,
         batch.positions,
         batch.scale,
+        value_scale=batch.value_scale,
         **softmax,
     )
     return out
@@ -94,11 +95,12 @@ def in_plain_torch(batch: Batch, shape: Shape) -> torch.Tensor:
     ):
         pages = batch.pages[batch.block_tables[row, : place // size + 1].long()]
         key, value = (
-            part.tokens(pages)[: place + 1].transpose(0, 1) for part in (shape.keys, shape.values)
+            part.tokens(pages)[: place + 1].transpose(0, 1).to(out.dtype)
+            for part in (shape.keys, shape.values)
         )
         query = batch.query[i].view(heads, -1, key.shape[2])
         weights = (query @ key.transpose(1, 2) * batch.scale).softmax(-1)
-        out[i] = (weights @ value).flatten(0, 1)
+        out[i] = (weights @ value * batch.value_scale).flatten(0, 1)
     return out
 
 
@@ -155,6 +157,17 @@ def test_dtypes_groups_and_head_sizes(
 ) -> None:
     shape = nhd(1, 16, head_size)
     check(make_batch(shape, group, SCATTERED, dtype), shape, splits)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_the_smallest_with_pages_in_fp8(
+    stored: torch.dtype, dtype: torch.dtype, splits: int
+) -> None:
+    shape = channel_tiles(2, 8, 24, 8)
+    places = [[0], [], [15, 16, 17], [3, 31, 32, 33, 34, 47, 48]]
+    check(make_batch(shape, 3, places, dtype, stored=stored), shape, splits, Tuning(16, 16, 4, 2))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -75,7 +75,7 @@ def in_plain_torch(
     """Every step in the dtype of the queries."""
     heads, size, channels = shape.keys.shape
     pages = batch.pages[batch.block_tables[0, : -(-num_tokens // size)].long()]
-    key = shape.keys.tokens(pages)[:num_tokens].permute(1, 2, 0)
+    key = shape.keys.tokens(pages)[:num_tokens].permute(1, 2, 0).to(batch.query.dtype)
     query = batch.query.view(len(batch.query), heads, -1, channels).transpose(0, 1)
     logits = query.flatten(1, 2) @ key * batch.scale
     tokens = torch.arange(num_tokens, device=key.device)
@@ -106,6 +106,14 @@ def test_the_smallest_with_sinks_and_caps(softmax: str, splits: int) -> None:
         found = token_scores(*inputs, batch.scale, highest, splits=splits, tuning=SMALL, **given)
         expected = reference.token_scores(*inputs, batch.scale, highest, **given)
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_the_smallest_with_keys_in_fp8(stored: torch.dtype) -> None:
+    shape = channel_tiles(2, 8, 24, 8)
+    places = [0, 15, 16, 17, 31, 32, 33]
+    for dtype in DTYPES:
+        check(make_batch(shape, 3, [places], dtype, stored=stored), shape, 34, 2, SMALL)
 
 
 def test_the_smallest_with_fewer_keys_than_queries_see() -> None:

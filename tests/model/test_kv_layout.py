@@ -6,7 +6,10 @@ import torch
 
 from tests.prefill.pages import BLOCK_SIZE, HALF, HEAD_SIZE, HEADS, LAYOUTS, Layer, make_layer
 from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
+
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -25,6 +28,84 @@ def test_what_the_backend_writes_is_read_back(layout: str, dtype: torch.dtype) -
     some = torch.tensor([3, 0])
     expected = keys.view(4, BLOCK_SIZE, HEADS, HEAD_SIZE)[some].flatten(0, 1)
     assert torch.equal(found.keys.tokens(layer.pages[some]), expected)
+
+
+class Fp8Layer(Layer):
+    """Whose backend rounds to nearest, as vLLM's kernels on GPUs do, or cuts off, as on CPUs."""
+
+    cuts = False
+
+    def stored(self, numbers: torch.Tensor, scale: float) -> torch.Tensor:
+        kind = FP8[self.kv_cache_dtype]
+        divided = (numbers.float() / scale).clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
+        codes = divided.to(kind)
+        if self.cuts:
+            away = codes.float().abs() > divided.abs()
+            codes = (codes.view(torch.uint8) - away.to(torch.uint8)).view(kind)
+        return codes.view(torch.uint8)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 0.0123), (0.99, 260.0)])
+@pytest.mark.parametrize("cuts", [False, True], ids=["rounds", "cuts"])
+@pytest.mark.parametrize("kind", FP8)
+@pytest.mark.parametrize("layout", ["NHD", "tiled by 32", "pairs"])
+def test_fp8_is_found_by_its_digits(
+    layout: str, kind: str, cuts: bool, scales: tuple[float, float]
+) -> None:
+    plain = make_layer(layout)
+    bytes_ = torch.randint(0, 256, (3, 2 * HALF), dtype=torch.uint8)
+    layer = Fp8Layer(bytes_, plain.key_at, plain.value_at, kv_cache_dtype=kind)
+    layer.cuts = cuts
+    layer._k_scale_float, layer._v_scale_float = scales
+    before = layer.pages.clone()
+    assert discover_layout(layer, BLOCK_SIZE) == discover_layout(plain, BLOCK_SIZE)
+    assert torch.equal(layer.pages, before), "the scratch block was not restored"
+
+
+@pytest.mark.parametrize("off", [0.8, 1.25])
+@pytest.mark.parametrize("kind", FP8)
+def test_scales_that_the_backend_does_not_apply_are_refused(kind: str, off: float) -> None:
+    plain = make_layer("HND")
+    pages = torch.zeros(3, 2 * HALF, dtype=torch.uint8)
+
+    class Other(Fp8Layer):
+        def stored(self, numbers: torch.Tensor, scale: float) -> torch.Tensor:
+            return super().stored(numbers, scale * off)
+
+    layer = Other(pages, plain.key_at, plain.value_at, kv_cache_dtype=kind)
+    with pytest.raises(LayoutError, match="not in its page"):
+        discover_layout(layer, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_the_cpu_backend_of_vllm_in_fp8(kind: str) -> None:
+    """It cuts off; should it round one day, nothing here changes."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, HEAD_SIZE, kind)
+    scales = {"k_scale": 0.37, "v_scale": 2.1}
+
+    class CpuLayer(Layer):
+        def write(self, layer, key, value, kv_cache, slots):
+            halves = kv_cache.view(len(kv_cache), HEADS, 2 * BLOCK_SIZE, -1).chunk(2, dim=2)
+            ops.cpu_attn_reshape_and_cache(
+                key, value, *halves, slots, isa, **scales, kv_cache_dtype=kind
+            )
+
+    nothing = torch.empty(0)
+    layer = CpuLayer(
+        torch.zeros(4, 2 * HALF, dtype=torch.uint8), nothing, nothing, kv_cache_dtype=kind
+    )
+    layer._k_scale_float, layer._v_scale_float = scales.values()
+    found = discover_layout(layer, BLOCK_SIZE)
+    slots = torch.randperm(4 * BLOCK_SIZE)
+    given = torch.randn(2, len(slots), HEADS, HEAD_SIZE).bfloat16()
+    layer.write(layer, *given, layer.kv_cache, slots)
+    step = torch.finfo(FP8[kind]).eps
+    for new, half, scale in zip(given, (found.keys, found.values), scales.values(), strict=True):
+        stored = half.tokens(typed_pages(layer))[slots].float() * scale
+        torch.testing.assert_close(stored, new.float(), rtol=step, atol=scale * 2.0**-9)
 
 
 def test_the_cpu_backend_of_vllm() -> None:

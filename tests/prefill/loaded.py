@@ -78,7 +78,7 @@ def model_config(folder: Path, dtype: str = "float32", **changes: Any) -> Any:
 
     Args:
         folder: where its `config.json` is written.
-        dtype: of weights and KV cache.
+        dtype: of weights, and of the KV cache unless it has one of its own.
         changes: fields of `config.json` that are not as usual.
     """
     from vllm.config import ModelConfig
@@ -94,17 +94,20 @@ def model_config(folder: Path, dtype: str = "float32", **changes: Any) -> Any:
 
 
 @contextmanager
-def loaded(folder: Path, dtype: str = "float32", **changes: Any) -> Iterator[Loaded]:
+def loaded(
+    folder: Path, dtype: str = "float32", kv_cache_dtype: Any = "auto", **changes: Any
+) -> Iterator[Loaded]:
     """Load the model; vLLM's configuration of it and its parallel groups are set meanwhile.
 
     Args:
         folder, dtype, changes: see `model_config`.
+        kv_cache_dtype: as vLLM's option.
     """
     from vllm.config import CacheConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
 
     vllm_config = VllmConfig(
         model_config=model_config(folder, dtype, **changes),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, cache_dtype=kv_cache_dtype),
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=POSITIONS,
             max_num_seqs=4,

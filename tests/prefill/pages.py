@@ -85,6 +85,10 @@ class Layer:
     layer_name: str = "model.layers.3.attn"
     num_kv_heads: int = HEADS
     head_size: int = HEAD_SIZE
+    kv_cache_dtype: str = "auto"
+    dtype: torch.dtype = torch.bfloat16
+    _k_scale_float: float = 1.0
+    _v_scale_float: float = 1.0
     log: list[str] = field(default_factory=list)
 
     @property
@@ -110,8 +114,12 @@ class Layer:
         self.log.append("write")
         for k, v, slot in zip(key, value, slots.tolist(), strict=True):
             page, token = self.pages[slot // BLOCK_SIZE], slot % BLOCK_SIZE
-            page[self.key_at[token]] = k
-            page[self.value_at[token]] = v
+            page[self.key_at[token]] = self.stored(k, self._k_scale_float)
+            page[self.value_at[token]] = self.stored(v, self._v_scale_float)
+
+    def stored(self, numbers: torch.Tensor, scale: float) -> torch.Tensor:
+        """What a backend makes of keys or values."""
+        return numbers.to(self.pages.dtype)
 
     def read(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value `[head, channel]` of one slot."""

@@ -40,7 +40,12 @@ class World:
         pages = [make_layer("HND") for _ in range(2)]
         self.layers = [
             SimpleNamespace(
-                impl=Impl(), kv_cache=p.kv_cache, num_heads=4, head_size=32, layer_name=name
+                impl=Impl(),
+                kv_cache=p.kv_cache,
+                kv_cache_dtype="auto",
+                num_heads=4,
+                head_size=32,
+                layer_name=name,
             )
             for p, name in zip(pages, "ab", strict=True)
         ]
@@ -160,7 +165,7 @@ def test_the_schedule_is_made_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> 
                 out = torch.empty_like(query)
                 layer.impl.forward(layer, query, None, None, layer.kv_cache, world.metadata, out)
     assert world.log == ["plan", "kernel", "kernel"] * 2
-    assert world.scheduled == [{"schedule": "the plan"}] * 4
+    assert world.scheduled == [{"value_scale": 1.0, "schedule": "the plan"}] * 4
 
 
 def test_an_error_in_the_pass_leaves_the_layers_as_they_were(

@@ -27,6 +27,7 @@ from vllm_segreuse.kernels import cpu
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model import rope
 from vllm_segreuse.model.attention_kind import AttentionKind, kind_of
+from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import (
@@ -46,7 +47,8 @@ from vllm_segreuse.prefill.proofs.causal import check_attention
 from vllm_segreuse.prefill.proofs.rotations import prove_rotation
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
-BOTH = pytest.mark.parametrize("model", ["float32", "bfloat16"], indirect=True)
+FP8 = ("bfloat16 fp8_e4m3", "float16 fp8_e5m2", "float32 fp8_e4m3")
+FORMATS = pytest.mark.parametrize("model", ["float32", "bfloat16", *FP8], indirect=True)
 Patch = pytest.MonkeyPatch
 
 
@@ -54,20 +56,49 @@ Patch = pytest.MonkeyPatch
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Loaded]:
-    with loaded(tmp_path_factory.mktemp(request.param), request.param) as made:
+    """Of a dtype, and a KV cache of another, whose scales are not 1."""
+    with loaded(tmp_path_factory.mktemp("model"), *request.param.split()) as made:
+        if made.first.kv_cache_dtype != "auto":
+            for number, layer in enumerate(made.attention.values()):
+                layer._k_scale_float, layer._v_scale_float = 0.37, 0.05 + number
         yield made
 
 
-@BOTH
+@FORMATS
 def test_a_sound_model_is_proven_on_scratch_blocks(model: Loaded) -> None:
     before = flat_pages(model.first.kv_cache).clone()
     runtime = prove(model)
     # Rounding, not more: vLLM's kernel and ours add in another order.
-    assert runtime.max_deviation < torch.finfo(model.first.kv_cache.dtype).eps * 8
+    eps = torch.finfo(model.vllm_config.model_config.dtype).eps
+    stored = typed_pages(model.first).dtype
+    near_ties = (eps * torch.finfo(stored).eps) ** 0.5 if stored.itemsize == 1 else 0.0
+    assert runtime.max_deviation < eps * 8 + 2 * near_ties
+    assert "attention and scores by C++" in runtime.kernels
     assert runtime.kernels
     after = flat_pages(model.first.kv_cache)
     changed = (before != after).any(1).nonzero().flatten().tolist()
     assert set(changed) <= set(range(1, 9)), "blocks beyond the scratch blocks were written"
+
+
+@pytest.mark.parametrize("model", FP8, indirect=True)
+@pytest.mark.parametrize("change", [{"_k_scale_float": 0.8}, {"_v_scale_float": 0.8}], ids=str)
+def test_kernels_that_read_other_scales_than_the_backend_are_found(
+    change: dict[str, float], model: Loaded, monkeypatch: Patch
+) -> None:
+    """By those that are declared: the backend writes by others."""
+    write = type(model.first.impl).do_kv_cache_update
+    true = {name: getattr(model.first, name) for name in change}
+
+    def written(layer: Any, *given: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in true.items():
+                patch.setattr(layer, name, value)
+            write(layer.impl, layer, *given)
+
+    for name, value in change.items():
+        monkeypatch.setattr(model.first, name, value)
+    monkeypatch.setattr(model.first.impl, "do_kv_cache_update", written)
+    assert "values written by the backend are not in its page" in refusal(model)
 
 
 # What is run.
@@ -180,7 +211,9 @@ def _with_moves(patch: Patch, change: Callable[..., Any]) -> None:
 def _scattered_queries_see_the_future(patch: Patch) -> None:
     attend = cpu.sparse_attention
     patch.setattr(
-        cpu, "sparse_attention", lambda *given: attend(*given[:-2], given[-2] + 1, given[-1])
+        cpu,
+        "sparse_attention",
+        lambda *given, **more: attend(*given[:-2], given[-2] + 1, given[-1], **more),
     )
 
 
@@ -229,7 +262,7 @@ MISTAKES = {
 }
 
 
-@BOTH
+@FORMATS
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__.strip("_"))
 def test_a_mistake_is_found(
     mistake: Callable[[Patch], None], model: Loaded, monkeypatch: Patch
@@ -461,19 +494,19 @@ def only_by_layer(monkeypatch: Patch) -> None:
     monkeypatch.setattr(checks, "prove_passes", lambda *_: 0.0)
 
 
-@BOTH
+@FORMATS
 def test_a_model_with_sinks_is_proven(sinking: Loaded) -> None:
     assert prove(sinking).prefill.layers.scored == (0, 1)
 
 
-@BOTH
+@FORMATS
 @pytest.mark.usefixtures("only_by_layer")
 def test_a_sink_that_is_dropped_is_found(sinking: Loaded, monkeypatch: Patch) -> None:
     attend = cpu.sparse_attention
     monkeypatch.setattr(
         cpu,
         "sparse_attention",
-        lambda *given, sinks: attend(*given),
+        lambda *given, sinks, **more: attend(*given, **more),
     )
     assert "the pass does not attend to all tokens before, with sinks" in refusal(sinking)
 
@@ -493,7 +526,7 @@ def test_a_backend_that_does_otherwise_than_its_layer_says_is_found(
     assert "the stock backend does not attend to all tokens before" in refusal(sinking)
 
 
-@BOTH
+@FORMATS
 def test_scores_without_the_sinks_are_found(sinking: Loaded, monkeypatch: Patch) -> None:
     scores = cpu.token_scores
     monkeypatch.setattr(cpu, "token_scores", lambda *given, sinks: scores(*given))

@@ -87,7 +87,9 @@ class Known:
         self.attention: dict[int, list[int]] = {}
         self.scored: list[tuple[int, list[int]]] = []
         attention = [
-            SimpleNamespace(kv_cache=cache, num_heads=HEADS, head_size=CHANNELS)
+            SimpleNamespace(
+                kv_cache=cache, kv_cache_dtype="auto", num_heads=HEADS, head_size=CHANNELS
+            )
             for _ in range(LAYERS)
         ]
         self.stack = SimpleNamespace(attention=attention)
@@ -355,7 +357,8 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
     keys = TiledStrides(shape, 0, head, size, head, channels, channels, channels, 1)
     torch.manual_seed(1)
     caches = [torch.randn(40, 2, kv_heads, size, channels) for _ in range(2)]
-    attention = [SimpleNamespace(kv_cache=c, impl=SimpleNamespace(scale=0.7)) for c in caches]
+    impl = SimpleNamespace(scale=0.7)
+    attention = [SimpleNamespace(kv_cache=c, kv_cache_dtype="auto", impl=impl) for c in caches]
     kernels: Any = SimpleNamespace(token_scores=reference.token_scores)
     layers = LayerRunner(
         SimpleNamespace(attention=attention),  # type: ignore[arg-type]

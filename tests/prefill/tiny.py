@@ -104,6 +104,7 @@ class Attention(nn.Module):
     """vLLM's `Attention` layer."""
 
     num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, CHANNELS
+    kv_cache_dtype = "auto"
 
     def __init__(self, world: "World", index: int, kv_cache: torch.Tensor) -> None:
         super().__init__()

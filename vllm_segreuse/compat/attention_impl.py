@@ -16,6 +16,23 @@ from typing import Any
 
 
 @contextlib.contextmanager
+def queries_as_computed(layers: Sequence[Any]) -> Iterator[None]:
+    """Attention layers that quantise their queries, beside fp8 caches, do not for a while.
+
+    Args:
+        layers: vLLM's attention layers.
+    """
+    quantising = [layer.query_quant for layer in layers]
+    for layer in layers:
+        layer.query_quant = None
+    try:
+        yield
+    finally:
+        for layer, quantise in zip(layers, quantising, strict=True):
+            layer.query_quant = quantise
+
+
+@contextlib.contextmanager
 def replaced_forward(impls: Sequence[Any], forward: Callable[..., Any]) -> Iterator[None]:
     """Has `forward(layer, query, key, value, kv_cache, metadata, output, ...)` compute attention.
 

@@ -13,6 +13,9 @@ import torch
 
 from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""What pages may hold beside the dtype of queries."""
+
 
 def check_pages(pages: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:
     """Flat pages of layers that are moved by one call.
@@ -125,6 +128,12 @@ def check_moves(moves: Moves, parts: Sequence[Part], pages: torch.Tensor) -> Non
     check_range("angles", moves.angles, moves.cos.shape[0])
 
 
+def fit(queries: torch.dtype, pages: torch.dtype, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether queries of one dtype, of those that a kernel computes in, attend to pages of another:
+    the same, or fp8."""
+    return queries in dtypes and pages in (queries, *FP8)
+
+
 def check_queries(
     query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides, dtypes: Sequence[torch.dtype]
 ) -> None:
@@ -133,13 +142,13 @@ def check_queries(
     Raises:
         ValueError: they do not fit the pages, or the pages their description.
     """
-    check_pages([pages], dtypes)
+    check_pages([pages], (*dtypes, *FP8))
     check_strides(keys, pages)
     kv_heads, _, head_size = keys.shape
-    if query.dtype != pages.dtype or query.device != pages.device:
+    if not fit(query.dtype, pages.dtype, dtypes) or query.device != pages.device:
         raise ValueError(
             f"query is {query.dtype} on {query.device}; pages are {pages.dtype} on {pages.device}, "
-            "and it must be alike"
+            "and it must be alike, unless these are fp8"
         )
     shaped = query.dim() == 3 and query.shape[2] == head_size
     if not shaped or not query.shape[1] or query.shape[1] % kv_heads:

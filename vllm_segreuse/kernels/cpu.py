@@ -28,6 +28,7 @@ from vllm_segreuse.kernels.arguments import (
     check_tables,
     check_tensor,
     check_weights,
+    fit,
 )
 from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
 
@@ -35,7 +36,7 @@ _DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
     torch.float16: 2,
-    torch.float8_e4m3fn: 3,  # fp8: see `kernels/__init__.py`
+    torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,7 +126,9 @@ class _AttentionArgs(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("weights", _Weights),
         ("window", ctypes.c_int64),
+        ("value_scale", ctypes.c_float),
         ("dtype", ctypes.c_int32),
+        ("pages_dtype", ctypes.c_int32),
     ]
 
 
@@ -143,6 +146,7 @@ class _ScoreArgs(ctypes.Structure):
         ("tokens", ctypes.c_int64),
         ("weights", _Weights),
         ("dtype", ctypes.c_int32),
+        ("pages_dtype", ctypes.c_int32),
         ("highest", ctypes.c_int32),
     ]
 
@@ -241,9 +245,12 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     )
 
 
-def supports_attention(keys: TiledStrides, dtype: torch.dtype) -> bool:
-    """Whether `sparse_attention` and `token_scores` take pages of this shape and dtype."""
-    return keys.shape[2] % _VECTOR == 0 and dtype in _FLOATS
+def supports_attention(
+    keys: TiledStrides, dtype: torch.dtype, queries: torch.dtype | None = None
+) -> bool:
+    """Whether `sparse_attention` and `token_scores` take pages of this shape and dtype, and queries
+    of theirs."""
+    return keys.shape[2] % _VECTOR == 0 and fit(queries or dtype, dtype, _FLOATS)
 
 
 def sparse_attention(
@@ -260,6 +267,7 @@ def sparse_attention(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
+    value_scale: float = 1.0,
 ) -> None:
     """As `reference.sparse_attention`; in addition, computes in float32.
 
@@ -298,6 +306,8 @@ def sparse_attention(
             query.shape[1],
             _weights(sinks, scale, soft_cap),
             window,
+            value_scale,
+            _DTYPES[query.dtype],
             _DTYPES[pages.dtype],
         ),
     )
@@ -351,6 +361,7 @@ def token_scores(
             query.shape[1],
             seen,
             _weights(sinks, scale, soft_cap),
+            _DTYPES[query.dtype],
             _DTYPES[pages.dtype],
             highest,
         ),
@@ -365,7 +376,7 @@ def _weights(sinks: torch.Tensor | None, scale: float, soft_cap: float) -> _Weig
 def _check(query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides) -> None:
     _check_device("pages", pages)
     check_queries(query, pages, keys, _FLOATS)
-    if not supports_attention(keys, pages.dtype):
+    if not supports_attention(keys, pages.dtype, query.dtype):
         raise ValueError(
             f"keys have a head size of {keys.shape[2]}; the C++ kernel takes multiples of {_VECTOR}"
         )

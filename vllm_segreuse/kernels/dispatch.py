@@ -32,18 +32,24 @@ class Kernels:
     description: str
 
 
-def choose(device: torch.device, dtype: torch.dtype, layout: PageLayout) -> Kernels:
-    """The kernels for pages of one device, dtype and layout."""
-    return _for_cpu(dtype, layout) if device.type == "cpu" else _for_gpu(dtype, layout)
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: PageLayout,
+    queries: torch.dtype | None = None,
+) -> Kernels:
+    """The kernels for pages of one device, dtype and layout; queries may be of another dtype."""
+    choice = _for_cpu if device.type == "cpu" else _for_gpu
+    return choice(dtype, layout, queries or dtype)
 
 
-def _for_cpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
+def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Kernels:
     missing = cpu.unavailable()
     if missing:
         return _plain(missing)
     name = f"C++ ({cpu.instruction_set()})"
-    if not cpu.supports_attention(layout.keys, dtype):
-        return _without_attention(cpu.align, name, _shape(layout, dtype))
+    if not cpu.supports_attention(layout.keys, dtype, queries):
+        return _without_attention(cpu.align, name, _shape(layout, dtype, queries))
     return Kernels(
         cpu.align,
         cpu.token_scores,
@@ -53,7 +59,7 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
     )
 
 
-def _for_gpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
+def _for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Kernels:
     try:
         triton_align, attention, schedule, scores = (
             importlib.import_module(f"vllm_segreuse.kernels.triton_{name}")
@@ -66,8 +72,8 @@ def _for_gpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
     name = f"Triton ({missing})" if missing else "CUDA C++"
     if not aligner.supports(layout, dtype):
         return _plain(f"{name} does not move {dtype}")
-    if not (attention.supports(layout, dtype) and scores.supports(layout, dtype)):
-        return _without_attention(aligner.align, name, _shape(layout, dtype))
+    if not all(kernel.supports(layout, dtype, queries) for kernel in (attention, scores)):
+        return _without_attention(aligner.align, name, _shape(layout, dtype, queries))
     return Kernels(
         aligner.align,
         scores.token_scores,
@@ -77,8 +83,9 @@ def _for_gpu(dtype: torch.dtype, layout: PageLayout) -> Kernels:
     )
 
 
-def _shape(layout: PageLayout, dtype: torch.dtype) -> str:
-    return f"head size {layout.keys.shape[2]} in {dtype}"
+def _shape(layout: PageLayout, dtype: torch.dtype, queries: torch.dtype) -> str:
+    beside = "" if queries == dtype else f", queries in {queries}"
+    return f"head size {layout.keys.shape[2]} in {dtype}{beside}"
 
 
 def _without_attention(align: Callable[..., None], name: str, why: str) -> Kernels:

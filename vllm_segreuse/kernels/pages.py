@@ -58,6 +58,10 @@ class TiledStrides:
         unpacked = self.view(pages).permute(0, 2, 3, 1, 4, 5)
         return unpacked.reshape(pages.shape[0] * tokens, heads, channels)
 
+    def tokens_of(self, pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """The same for some blocks, int64 `[blocks]`."""
+        return self.tokens(indexable(pages)[blocks]).view(pages.dtype)
+
 
 @dataclass(frozen=True)
 class PageLayout:
@@ -113,6 +117,11 @@ class Moves:
 
     def __len__(self) -> int:
         return self.sources.numel()
+
+
+def indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements in a type that torch can index everywhere: bytes instead of fp8."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def flat_pages(kv_cache: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
+from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides, indexable
 
 _SCORE_ELEMENTS = 1 << 24  # bound on one block of attention weights (64 MiB in float32)
 
@@ -17,8 +17,7 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     """Copy tokens from slot to slot, keys turned by each token's own distance (SparseX, 3.1).
 
     Every source is read before any target is written. Rotates in float32 and rounds once. fp8
-    (which no served cache is yet, see `kernels/__init__.py`) saturates; its scales need no care:
-    source and target share them, and a rotation is linear.
+    saturates; its scales do not matter: source and target share them, and a rotation is linear.
 
     Args:
         pages: flat pages `[num_blocks, page_elements]` of each layer, of one dtype and one layout.
@@ -75,30 +74,32 @@ def sparse_attention(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Causal attention of queries at arbitrary positions over a paged cache.
 
     Args:
         out: `[queries, heads, head_size]`, written.
         query: `[queries, heads, head_size]`, rotated, sorted by request, then by position.
-        pages: flat pages `[num_blocks, page_elements]` of the layer; positions up to each query's
-            own are filled.
+        pages: flat pages `[num_blocks, page_elements]` of the layer, of the queries' dtype or fp8;
+            positions up to each query's own are filled.
         keys, values: where they lie in a page.
         block_tables: int32 `[requests, blocks]`.
         request: row of `block_tables` of each query, int64 `[queries]`.
         positions: int64 `[queries]`.
-        scale, window, sinks, soft_cap: see `attend`.
+        scale, window, sinks, soft_cap: see `attend`; the scale times that of the stored keys.
+        value_scale: what stored values are multiplied by.
     """
     for row in request.unique().tolist():
         mine = (request == row).nonzero().flatten()
         where = positions[mine]
         count = int(where.max()) + 1
         used = block_tables[row, : -(-count // keys.shape[1])].long()
-        key, value = (part.tokens(pages[used])[:count] for part in (keys, values))
+        key, value = (part.tokens_of(pages, used)[:count] for part in (keys, values))
         attended = attend(
             query[mine], key, value, where, scale, window=window, sinks=sinks, soft_cap=soft_cap
         )
-        out[mine] = attended.to(out.dtype)
+        out[mine] = (attended * value_scale).to(out.dtype)
 
 
 def attend(
@@ -171,11 +172,11 @@ def token_scores(
     Args:
         query: `[queries, heads, head_size]`, rotated.
         positions: int64 `[queries]`, ascending.
-        pages: flat pages `[num_blocks, page_elements]` of the layer.
+        pages: flat pages `[num_blocks, page_elements]` of the layer, of the queries' dtype or fp8.
         keys: where keys lie in a page.
         block_ids: the request's block table, `[blocks]`.
         num_tokens: keys of positions `[0, num_tokens)` are scored.
-        scale: softmax scale.
+        scale: softmax scale, times that of the stored keys.
         highest: the highest weight of each key, between 0 and 1, instead of the sum.
         sinks, soft_cap: see `attend`.
 
@@ -185,7 +186,7 @@ def token_scores(
     kv_heads, block_size, head_size = keys.shape
     groups = query.shape[1] // kv_heads
     used = block_ids[: -(-num_tokens // block_size)].long()
-    key = keys.tokens(pages[used])[:num_tokens]
+    key = keys.tokens_of(pages, used)[:num_tokens]
     # [kv_heads, head_size, tokens] and [kv_heads, queries, groups, head_size]
     transposed = key.float().permute(1, 2, 0).contiguous()
     grouped = (query.float() * scale).view(-1, kv_heads, groups, head_size).transpose(0, 1)
@@ -217,14 +218,14 @@ def read_tokens(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor)
     # tiled pages would be a strided read per element.
     size = strides.shape[1]
     blocks, page_of = torch.unique(slots // size, return_inverse=True)
-    tokens = strides.tokens(_indexable(pages)[blocks])[page_of * size + slots % size]
+    tokens = indexable(strides.tokens_of(pages, blocks))[page_of * size + slots % size]
     return tokens.view(pages.dtype)
 
 
 def pick_tokens(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor) -> torch.Tensor:
     """The same for a few tokens: element by element, and without waiting for the device."""
     heads, _, channels = strides.shape
-    tokens = _tiles(_indexable(pages), strides)[_tile_of(strides, slots)]
+    tokens = _tiles(indexable(pages), strides)[_tile_of(strides, slots)]
     return tokens.reshape(-1, heads, channels).view(pages.dtype)
 
 
@@ -233,7 +234,7 @@ def _write(
 ) -> None:
     """Write tokens `[tokens, heads, head_size]` to the given slots."""
     heads, _, channels = strides.shape
-    _tiles(_indexable(pages), strides)[_tile_of(strides, slots)] = _indexable(tokens).view(
+    _tiles(indexable(pages), strides)[_tile_of(strides, slots)] = indexable(tokens).view(
         -1, heads, channels // strides.channel_tile, strides.channel_tile
     )
 
@@ -248,8 +249,3 @@ def _tile_of(strides: TiledStrides, slots: torch.Tensor) -> tuple[torch.Tensor, 
     size, tile = strides.shape[1], strides.token_tile
     offset = slots % size
     return slots // size, offset // tile, offset % tile
-
-
-def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    """torch cannot index fp8; it can index the bytes."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -21,27 +21,17 @@ from vllm_segreuse.kernels.arguments import check_moves, check_pages, check_part
 from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, Rotation, TiledStrides
 from vllm_segreuse.kernels.scratch import layers_at_once
 from vllm_segreuse.kernels.triton_addresses import element
+from vllm_segreuse.kernels.triton_formats import STORED_AS, decode, encode
 
 # A program holds this many elements at once, 32 in each of its 128 threads; but not fewer tokens
 # than let threads have whole vectors of 16 bytes of the few channels that turn in MLA.
 _TILE_ELEMENTS = 4096
 _MIN_TILE_TOKENS = 16
 
-# How elements are stored, and how many mantissa bits fp8 has (0: not fp8). fp8 is taken apart and
-# put together by hand: sm_80 has no instructions for it, and so it rounds and saturates alike
-# everywhere. No served cache is fp8 yet, see `kernels/__init__.py`.
-_STORED = {
-    torch.float32: (tl.float32, 0),
-    torch.float16: (tl.float16, 0),
-    torch.bfloat16: (tl.bfloat16, 0),
-    torch.float8_e4m3fn: (tl.uint8, 3),
-    torch.float8_e5m2: (tl.uint8, 2),
-}
-
 
 def supports(layout: PageLayout, dtype: torch.dtype) -> bool:
     """Whether `align` takes pages of this layout and dtype."""
-    return dtype in _STORED and layout.keys.shape[0] == layout.values.shape[0]
+    return dtype in STORED_AS and layout.keys.shape[0] == layout.values.shape[0]
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,7 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
 
 
 def _check(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
-    check_pages(pages, tuple(_STORED))
+    check_pages(pages, tuple(STORED_AS))
     check_parts(parts, pages[0])
     for part in parts:
         if part.strides.shape[0] != parts[0].strides.shape[0]:
@@ -152,7 +142,7 @@ def _launch(
     source: _End,
     target: _End,
 ) -> None:
-    stored, fp8_bits = _STORED[dtype]
+    stored, fp8_bits = STORED_AS[dtype]
     heads = transfers[0].source.shape[0]
     widest = max(transfer.source.shape[2] for transfer in transfers)
     block_tokens = max(_MIN_TILE_TOKENS, _TILE_ELEMENTS // triton.next_power_of_2(widest))
@@ -324,60 +314,22 @@ def _turn_halves(
     FP8_BITS: tl.constexpr,
 ):
     """Pairs `(i, i + dim/2)`."""
-    first = _decode(tl.load(source_first, mask=valid, other=0), FP8_BITS)
-    second = _decode(tl.load(source_second, mask=valid, other=0), FP8_BITS)
+    first = decode(tl.load(source_first, mask=valid, other=0), FP8_BITS)
+    second = decode(tl.load(source_second, mask=valid, other=0), FP8_BITS)
     stored: tl.constexpr = target_first.dtype.element_ty
     new_first = first * cosine - second * sine
     new_second = second * cosine + first * sine
-    tl.store(target_first, _encode(new_first, stored, FP8_BITS), mask=valid)
-    tl.store(target_second, _encode(new_second, stored, FP8_BITS), mask=valid)
+    tl.store(target_first, encode(new_first, stored, FP8_BITS), mask=valid)
+    tl.store(target_second, encode(new_second, stored, FP8_BITS), mask=valid)
 
 
 @triton.jit
 def _turn_neighbours(source, target, cosine, sine, valid, FP8_BITS: tl.constexpr):
     """Pairs `(2i, 2i + 1)`: read and written as they lie, taken apart in registers."""
-    both = _decode(tl.load(source, mask=valid, other=0), FP8_BITS)
+    both = decode(tl.load(source, mask=valid, other=0), FP8_BITS)
     tokens: tl.constexpr = both.shape[0]
     pairs: tl.constexpr = both.shape[1] // 2
     first, second = tl.split(tl.reshape(both, (tokens, pairs, 2)))
     turned = tl.join(first * cosine - second * sine, second * cosine + first * sine)
     turned = tl.reshape(turned, (tokens, 2 * pairs))
-    tl.store(target, _encode(turned, target.dtype.element_ty, FP8_BITS), mask=valid)
-
-
-@triton.jit
-def _decode(stored, FP8_BITS: tl.constexpr):
-    """float32 of what is stored."""
-    if FP8_BITS == 0:
-        value = stored.to(tl.float32)
-    elif FP8_BITS == 2:  # e5m2 is the upper half of a float16
-        value = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:  # e4m3fn moved into a float16 is too small by the difference of their biases, 2 ** 8
-        code = stored.to(tl.uint16)
-        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-    return value
-
-
-@triton.jit
-def _encode(value, STORED: tl.constexpr, FP8_BITS: tl.constexpr):
-    """What is stored of float32: rounded to nearest even, and in fp8 never beyond the largest."""
-    if FP8_BITS == 0:
-        stored = value.to(STORED)
-    else:
-        bias: tl.constexpr = 15 if FP8_BITS == 2 else 7
-        largest: tl.constexpr = 57344.0 if FP8_BITS == 2 else 448.0
-        dropped: tl.constexpr = 23 - FP8_BITS
-        magnitude = tl.minimum(tl.abs(value), largest)
-        bits = magnitude.to(tl.int32, bitcast=True)
-        bits += ((bits >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
-        normal = (bits >> dropped) - ((127 - bias) << FP8_BITS)
-        # Beside `unit`, one step of float32 is one step of fp8 numbers without leading one.
-        unit: tl.constexpr = 2.0 ** (1 - bias + dropped)
-        tiny = (magnitude + unit).to(tl.int32, bitcast=True) - ((128 - bias + dropped) << 23)
-        code = tl.where(magnitude < 2.0 ** (1 - bias), tiny, normal)
-        code = tl.where(value != value, 0x7F, code)
-        sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
-        stored = (code | sign).to(STORED)
-    return stored
+    tl.store(target, encode(turned, target.dtype.element_ty, FP8_BITS), mask=valid)

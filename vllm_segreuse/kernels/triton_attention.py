@@ -20,20 +20,22 @@ from vllm_segreuse.kernels.arguments import (
     check_queries,
     check_strides,
     check_weights,
+    fit,
 )
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
+from vllm_segreuse.kernels.triton_formats import in_type, readable
 from vllm_segreuse.kernels.triton_schedule import Schedule, plan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def supports(layout: PageLayout, dtype: torch.dtype) -> bool:
-    """Whether `sparse_attention` takes pages of this layout and dtype.
+def supports(layout: PageLayout, dtype: torch.dtype, queries: torch.dtype | None = None) -> bool:
+    """Whether `sparse_attention` takes pages of this layout and dtype, and queries of theirs.
 
     Triton's `dot` takes 16 channels or more; tiles of more than 256 do not fit shared memory.
     """
-    return dtype in DTYPES and 16 <= layout.keys.shape[2] <= 256
+    return fit(queries or dtype, dtype, DTYPES) and 16 <= layout.keys.shape[2] <= 256
 
 
 def sparse_attention(
@@ -50,6 +52,7 @@ def sparse_attention(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
+    value_scale: float = 1.0,
     schedule: Schedule | None = None,
 ) -> None:
     """As `reference.sparse_attention`; in addition:
@@ -92,7 +95,7 @@ def sparse_attention(
         target,
         lse,
         query,
-        pages,
+        readable(pages),
         block_tables,
         schedule.tiles,
         positions,
@@ -107,6 +110,7 @@ def sparse_attention(
         splits,
         scale * math.log2(math.e),
         soft_cap * math.log2(math.e),
+        value_scale,
         KEYS=keys,
         VALUES=values,
         WINDOW=window,
@@ -171,6 +175,7 @@ def _attend(
     splits,
     scale_log2,
     cap_log2,
+    value_scale,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -234,7 +239,7 @@ def _attend(
         )  # fmt: skip
 
     # A share of the keys may lie behind a row's position: then its sum is zero.
-    summed = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+    summed = summed / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
     channel = tl.arange(0, channels)[None, :]
     stored = row < count * GROUP
     out_row = split.to(tl.int64) * num_queries + index
@@ -290,6 +295,7 @@ def _step(
     k = load_tokens(
         pages, page_stride, block_table, token, end, kv_head, KEYS, KEY_CHANNELS, MASKED
     )
+    k = in_type(k, q.dtype)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAPPED:
         logits = capped(logits, cap_log2)
@@ -306,6 +312,7 @@ def _step(
     decay = tl.exp2(highest - reference)
     total = total * decay + tl.sum(weights, axis=1)
     v = load_tokens(pages, page_stride, block_table, token, end, kv_head, VALUES, CHANNELS, MASKED)
+    v = in_type(v, q.dtype)
     summed = tl.dot(weights.to(v.dtype), v, summed * decay[:, None], input_precision="ieee")
     return summed, total, new_highest
 

@@ -19,6 +19,7 @@ from vllm_segreuse.kernels.arguments import check_blocks, check_positions, check
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_attention import capped, check_inputs, with_sinks
+from vllm_segreuse.kernels.triton_formats import in_type, readable
 from vllm_segreuse.kernels.triton_schedule import (
     Tuning,
     default_tuning,
@@ -27,9 +28,10 @@ from vllm_segreuse.kernels.triton_schedule import (
 )
 
 
-def supports(layout: PageLayout, dtype: torch.dtype) -> bool:
-    """Whether `token_scores` takes pages of this layout and dtype: tiles are those of attention."""
-    return triton_attention.supports(layout, dtype)
+def supports(layout: PageLayout, dtype: torch.dtype, queries: torch.dtype | None = None) -> bool:
+    """Whether `token_scores` takes pages of this layout and dtype, and queries of theirs: tiles are
+    those of attention."""
+    return triton_attention.supports(layout, dtype, queries)
 
 
 def token_scores(
@@ -76,7 +78,7 @@ def token_scores(
         raise ValueError(f"tiles of {tuning.rows} rows cannot hold {group} heads; give more rows")
     per_tile = tuning.rows // group
     row_tiles, key_tiles = triton.cdiv(queries, per_tile), triton.cdiv(num_tokens, tuning.keys)
-    inputs = (query, positions, pages, block_ids)
+    inputs = (query, positions, readable(pages), block_ids)
     numbers = (
         query.stride(0),
         query.stride(1),
@@ -229,6 +231,7 @@ def _add_keys(
     """One step of the online softmax's denominator, in powers of two."""
     token = first_token + tl.arange(0, STEP)
     k = load_tokens(pages, page_stride, block_table, token, end, kv_head, KEYS, CHANNELS, MASKED)
+    k = in_type(k, q.dtype)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAPPED:
         logits = capped(logits, cap_log2)
@@ -281,6 +284,7 @@ def _columns(
     k = load_tokens(
         pages, page_stride, block_table, token, num_tokens, kv_head, KEYS, channels, True
     )
+    k = in_type(k, query.dtype.element_ty)
 
     first = tl.load(some + tile).to(tl.int32)
     masked = tl.cdiv(tl.load(every + tile).to(tl.int32) - first, per_tile)

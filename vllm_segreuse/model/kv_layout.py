@@ -13,9 +13,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
+from vllm_segreuse.model.kv_format import is_fp8, kv_scales, stored_dtype, typed_pages
 
-_CODE_BASE = 128  # integers below 256 are exact in bf16, fp16 and fp32
+# Integers below these are exact, and not rounded to others once a quarter is added.
+_BASES = {torch.float8_e4m3fn: 16, torch.float8_e5m2: 8}
+_BASE = 128  # of bf16, fp16 and fp32
 
 
 class LayoutError(RuntimeError):
@@ -35,7 +38,7 @@ def discover_layout(layer: torch.nn.Module, block_size: int) -> PageLayout:
         LayoutError: naming the layer, if the page cannot be located or expressed as strides.
     """
     try:
-        pages = flat_pages(layer.kv_cache)
+        pages = typed_pages(layer)
     except ValueError as error:
         raise LayoutError(f"{layer.layer_name}: {error}") from None
     shape = (layer.num_kv_heads, block_size, layer.head_size)
@@ -55,22 +58,21 @@ def _locate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Page element index of every K and V element, each `[head, token, channel]`.
 
-    Every element gets a number; its digits are written one after the other (each digit exact in any
-    cache dtype), and read back from the raw page.
+    Every element gets a number; its digits are written one after the other (each digit exact in the
+    cache's dtype), and read back from the raw page.
     """
     heads, tokens, channels = shape
     count = heads * tokens * channels
     numbers = torch.arange(1, 2 * count + 1, dtype=torch.int64).view(2, tokens, heads, channels)
     slots = torch.arange(tokens, 2 * tokens, dtype=torch.int64, device=pages.device)
     found = torch.zeros(pages.shape[1], dtype=torch.int64)
-    scale, largest = 1, 2 * count
-    while scale <= largest:
-        digits = (numbers // scale) % _CODE_BASE
-        key, value = (d.to(pages.device, layer.kv_cache_torch_dtype) for d in digits)
+    base, unit = _BASES.get(pages.dtype, _BASE), 1
+    while unit <= 2 * count:
+        keys, values = _written_as(layer, (numbers // unit) % base)
         pages[1].zero_()
-        layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
-        found += pages[1].to("cpu", torch.float32).to(torch.int64) * scale
-        scale *= _CODE_BASE
+        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+        found += pages[1].to("cpu", torch.float32).to(torch.int64) * unit
+        unit *= base
     where = np.full(2 * count + 1, -1, dtype=np.int64)
     raw = found.numpy()
     inside = np.flatnonzero((raw > 0) & (raw <= 2 * count))
@@ -79,6 +81,23 @@ def _locate(
         raise LayoutError(f"{layer.layer_name}: values written by the backend are not in its page")
     located = where[1:].reshape(2, tokens, heads, channels).transpose(0, 2, 1, 3)
     return located[0], located[1]
+
+
+def _written_as(layer: torch.nn.Module, digits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a backend has to be given as keys and values for it to store these digits, `[2, ...]`.
+
+    Some backends cut fp8 off (vLLM's on CPUs), others round it: a quarter more is stored as the
+    digit, or as less than the next, by both, whatever the division by the scale adds or takes.
+    """
+    if not is_fp8(stored_dtype(layer)):
+        keys, values = digits.to(layer.kv_cache.device, layer.kv_cache_torch_dtype)
+        return keys, values
+    scales = kv_scales(layer)
+    keys, values = (
+        ((half + 0.25) * scale).to(layer.kv_cache.device, layer.dtype)
+        for half, scale in zip(digits, (scales.key, scales.value), strict=True)
+    )
+    return keys, values
 
 
 def _fit(located: np.ndarray, shape: tuple[int, int, int]) -> TiledStrides:

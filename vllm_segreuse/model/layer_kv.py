@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from vllm_segreuse.kernels.dispatch import Kernels
-from vllm_segreuse.kernels.pages import PageLayout, Part, flat_pages
+from vllm_segreuse.kernels.pages import PageLayout, Part
 from vllm_segreuse.model.attention_kind import FULL, AttentionKind, of_impl
+from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.model.rope import DeltaRope
 
 
@@ -35,8 +36,8 @@ class LayerKv:
 
     @property
     def pages(self) -> torch.Tensor:
-        """Its flat pages, `[num_blocks, page_elements]`."""
-        return flat_pages(self.attention.kv_cache)
+        """Its flat pages, `[num_blocks, page_elements]`, in the type of what they hold."""
+        return typed_pages(self.attention)
 
     @property
     def parts(self) -> list[Part]:

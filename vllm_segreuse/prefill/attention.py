@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_segreuse.compat.attention_impl import replaced_forward
-from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.kv_format import kv_scales, plain_queries
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill.rows import RowBuilder, pass_context
 from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
@@ -58,7 +58,7 @@ class Queries:
         """The queries of a wave at a layer; they may be overwritten once attention is done."""
         if id(layer) not in self._kept:
             return
-        query = query.view(-1, layer.num_heads, layer.head_size)
+        query = plain_queries(layer, query).view(-1, layer.num_heads, layer.head_size)
         if self._selected is None:
             query = query.clone()
         else:
@@ -163,9 +163,10 @@ class PassAttention:
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        known = self._layers[id(layer)]
+        known, scales = self._layers[id(layer)], kv_scales(layer)
         kernels, layout = known.kernels, known.layout
         assert kernels.sparse_attention is not None
+        query = plain_queries(layer, query)
         where = (queries.block_tables, queries.request, queries.positions)
         more = known.softmax()
         if known.kind.window:
@@ -177,11 +178,12 @@ class PassAttention:
         kernels.sparse_attention(
             output,
             query,
-            flat_pages(kv_cache),
+            known.pages,
             layout.keys,
             layout.values,
             *where,
-            layer.impl.scale,
+            layer.impl.scale * scales.key,
+            value_scale=scales.value,
             **more,
         )
         return output

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_segreuse.kernels.pages import TiledStrides
+from vllm_segreuse.kernels.pages import TiledStrides, indexable
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
@@ -100,7 +100,7 @@ class Batch:
         return counts.scatter_add_(0, request, torch.ones_like(request))
 
     def held(self, pages: torch.Tensor, strides: TiledStrides) -> torch.Tensor:
-        """What the tokens' slots hold: `[tokens, heads, channels]`.
+        """What the tokens' slots hold: `[tokens, heads, channels]`, in the type of the pages.
 
         Args:
             pages: flat pages `[num_blocks, page_elements]` of a layer.
@@ -108,5 +108,5 @@ class Batch:
         """
         blocks, which = np.unique(self._slots // self._block_size, return_inverse=True)
         token = which * self._block_size + self._slots % self._block_size
-        held = strides.tokens(pages[upload(blocks, self._device)])
-        return held[upload(token, self._device)]
+        held = strides.tokens_of(pages, upload(blocks, self._device))
+        return indexable(held)[upload(token, self._device)].view(pages.dtype)

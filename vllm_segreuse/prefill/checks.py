@@ -19,6 +19,7 @@ from vllm_segreuse.kernels import dispatch
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.fast_ops import FastOps
+from vllm_segreuse.model.kv_format import check_format, typed_pages
 from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
@@ -71,11 +72,12 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     try:
         check_sharing(by_name)
         check_attention(attention, block_size)
+        check_format(attention.values())
         stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
         layouts = [discover_layout(layer, block_size) for layer in stack.attention]
-        first = stack.attention[0].kv_cache
+        first, queries = typed_pages(stack.attention[0]), vllm_config.model_config.dtype
         kernels = {
-            layout: dispatch.choose(first.device, first.dtype, layout)
+            layout: dispatch.choose(first.device, first.dtype, layout, queries)
             for layout in dict.fromkeys(layouts)
         }
         rows = RowBuilder(

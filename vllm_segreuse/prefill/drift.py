@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.kernels.reference import pick_tokens
+from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.selection import Choice, mean_over_ranks
@@ -69,7 +69,7 @@ class MovedValues:
         stack, layouts = self._layers.stack, self._layers.layouts
         return [
             pick_tokens(
-                flat_pages(stack.attention[layer].kv_cache), layouts[layer].values, self._slots
+                typed_pages(stack.attention[layer]), layouts[layer].values, self._slots
             ).float()
             for layer in _spread_over(len(layouts))
         ]

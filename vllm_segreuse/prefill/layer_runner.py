@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from vllm_segreuse.compat.lora_manager import Adapters
-from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model.fast_ops import FastOps
+from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
@@ -197,7 +197,8 @@ class LayerRunner:
             float32 `[tokens]`.
         """
         attention, known = self.stack.attention[layer], self._layers[layer]
-        pages, keys = flat_pages(attention.kv_cache), known.layout.keys
+        pages, keys = known.pages, known.layout.keys
+        scale = attention.impl.scale * kv_scales(attention).key
         softmax = known.softmax()
         paid, first = [], 0
         lengths = np.diff(batch.bounds).tolist()
@@ -212,7 +213,7 @@ class LayerRunner:
                 keys,
                 batch.block_tables[row],
                 plan.start + length,
-                attention.impl.scale,
+                scale,
                 gather is Gather.MAX,
                 **softmax,
             )

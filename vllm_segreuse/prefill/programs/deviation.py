@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.kv_format import kv_scales, typed_pages
 from vllm_segreuse.plan import Deviation
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -22,12 +22,13 @@ def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Waves[Computed
     boundary = program.dense_layers
     state = yield from layers.run(0, boundary, batch.tokens, None, batch)
     computed = layers.keys_and_values(boundary, batch.tokens, state, batch)
-    pages = flat_pages(layers.stack.attention[boundary].kv_cache)
-    layout = layers.layouts[boundary]
+    attention, layout = layers.stack.attention[boundary], layers.layouts[boundary]
+    pages, scales = typed_pages(attention), kv_scales(attention)
     distance = torch.zeros(len(batch.tokens), device=pages.device)
-    for new, strides in zip(computed, (layout.keys, layout.values), strict=True):
-        held = batch.held(pages, strides)
-        distance += (new.float() - held.float()).square().sum((1, 2))
+    halves = ((layout.keys, scales.key), (layout.values, scales.value))
+    for new, (strides, scale) in zip(computed, halves, strict=True):
+        held = batch.held(pages, strides).float() * scale
+        distance += (new.float() - held).square().sum((1, 2))
     active = with_chosen(batch, distance).active
     tokens, state = batch.tokens.take(active), state.take(active.device)
     state = yield from layers.run(boundary, len(layers), tokens, state, batch)

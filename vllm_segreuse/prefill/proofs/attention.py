@@ -10,6 +10,7 @@ import torch
 
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.model.attention_kind import AttentionKind
+from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.prefill.attention import PassAttention
@@ -31,7 +32,6 @@ def prove_attention(
     """
     for layer in layers:
         case = _case(scratch, layer)
-        expected = _by_reference(layer, case)
         for who, context in (
             ("the stock backend", rows.forward_context),
             ("the pass", attention.forward_context),
@@ -39,6 +39,7 @@ def prove_attention(
             layer.pages[scratch.copy.tolist()] = 0
             with context(case.tokens, case.block_table):
                 found = layer.attention(case.query, case.key, case.value)
+            expected = _by_reference(layer, case)
             _compare(layer, case, who, found.view_as(expected).float(), expected)
 
 
@@ -77,14 +78,20 @@ def _case(scratch: Scratch, layer: LayerKv) -> _Case:
 
 
 def _by_reference(layer: LayerKv, case: _Case) -> torch.Tensor:
-    """float32 `[tokens, heads, head_size]`."""
+    """float32 `[tokens, heads, head_size]`, of keys and values as they were written: fp8 rounds."""
     attention, positions = layer.attention, case.tokens.positions
-    shape = (len(positions), -1, attention.head_size)
+    scales = kv_scales(attention)
     seen = (int(positions[-1]) + 1, attention.num_kv_heads, attention.head_size)
-    key, value = (given.new_zeros(seen) for given in (case.key, case.value))
-    key[positions], value[positions] = case.key.view(shape), case.value.view(shape)
+    key, value = (torch.zeros(seen, device=positions.device) for _ in range(2))
+    for into, part, scale in (
+        (key, layer.layout.keys, scales.key),
+        (value, layer.layout.values, scales.value),
+    ):
+        into[positions] = (
+            reference.read_tokens(layer.pages, part, case.tokens.slots).float() * scale
+        )
     return reference.attend(
-        case.query.view(shape),
+        case.query.view(len(positions), -1, attention.head_size),
         key,
         value,
         positions,

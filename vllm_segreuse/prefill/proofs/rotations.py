@@ -23,8 +23,10 @@ def prove_rotations(scratch: Scratch) -> list[DeltaRope | None]:
     the same relative positions, so every layer must cache the same keys, rotated by that
     distance. Leaves the tokens' KV at their own positions in the first scratch blocks.
     """
-    moved, _ = _keys(scratch, scratch.distance)
-    keys, rotary = _keys(scratch, 0)
+    with scratch.unrounded():
+        moved, _ = _keys(scratch, scratch.distance)
+        keys, rotary = _keys(scratch, 0)
+    scratch.forward()
     ropes = []
     for layer, key, shifted, module in zip(
         scratch.stack.attention, keys, moved, rotary, strict=True

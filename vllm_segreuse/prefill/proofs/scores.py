@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from vllm_segreuse.kernels import reference
+from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import Gather
@@ -28,7 +29,7 @@ def prove_scores(scratch: Scratch, layers: list[LayerKv]) -> None:
         layer = known.attention
         shape = (len(positions), layer.num_heads, layer.head_size)
         query = torch.randn(shape, generator=generator).to(device, scratch.dtype)
-        keys, scale = known.layout.keys, layer.impl.scale
+        keys, scale = known.layout.keys, layer.impl.scale * kv_scales(layer).key
         given = (query, positions, known.pages, keys, blocks, scratch.count, scale)
         softmax = known.softmax()
         for gather in Gather:

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from vllm_segreuse.compat.attention_impl import queries_as_computed, replaced_forward
 from vllm_segreuse.compat.lora_manager import Adapters
-from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.kernels.reference import attend
 from vllm_segreuse.model.fast_ops import FastOps
+from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.tokens import TokenTable
@@ -84,25 +88,66 @@ class Scratch:
 
     def forward(self, distance: int = 0) -> None:
         """The model's own forward on the scratch tokens, with positions from `distance` on."""
+        # With the pass's own kernels: the pass is compared, not the rounding of two kernels.
+        with self._fast_ops.preferred():
+            self._forward(slice(0, self.count), self.own, distance)
+
+    def forward_rounded_otherwise(self) -> None:
+        """The same into the copy's blocks, in two chunks and by the kernels that vLLM prefers."""
+        half = self.count // 2
+        for part in (slice(0, half), slice(half, self.count)):
+            self._forward(part, self.copy)
+
+    def _forward(self, part: slice, into: np.ndarray, distance: int = 0) -> None:
         device = self.stack.attention[0].kv_cache.device
-        positions = torch.arange(self.count, device=device)
-        blocks = torch.from_numpy(self.own).to(device)
+        positions = torch.arange(part.start, part.stop, device=device)
+        blocks = torch.from_numpy(into).to(device)
         slots = blocks[positions // self.block_size].long() * self.block_size
         tokens = TokenTable(
-            torch.from_numpy(self.token_ids).long().to(device),
+            torch.from_numpy(self.token_ids[part]).long().to(device),
             positions,
             torch.zeros_like(positions),
             slots + positions % self.block_size,
         )
-        # With the pass's own kernels: the pass is compared, not the rounding of two kernels.
         computing = self._rows.forward_context(tokens, blocks[None])
-        with self._fast_ops.preferred(), self._adapters.applied(0, self.count), computing:
+        with self._adapters.applied(0, len(tokens)), computing:
             self.stack.forward(tokens.token_ids, positions + distance)
 
     def clear_copy(self) -> None:
         """Zero the blocks that passes and moves write to."""
         for layer in self.stack.attention:
-            flat_pages(layer.kv_cache)[self.copy.tolist()] = 0
+            typed_pages(layer)[self.copy.tolist()] = 0
+
+    @contextmanager
+    def unrounded(self) -> Iterator[None]:
+        """Forwards attend to keys and values as they are computed, not as fp8 caches round them.
+
+        The same keys, turned further, are rounded to other numbers: from layer to layer that grows
+        to more than a wrong rotation makes of plain caches.
+        """
+        layers = self.stack.attention
+        if not is_fp8(stored_dtype(layers[0])):
+            yield
+            return
+        impls = [layer.impl for layer in layers]
+        with queries_as_computed(layers), replaced_forward(impls, _attend_to_all_before):
+            yield
+
+
+def _attend_to_all_before(
+    layer: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Any,
+    output: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """Causal attention of one request's tokens `[tokens, heads, head_size]`, all of them given."""
+    positions = torch.arange(len(query), device=query.device)
+    return output.copy_(attend(query, key, value, positions, layer.impl.scale))
 
 
 def tolerance(dtype: torch.dtype) -> float:
