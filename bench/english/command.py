@@ -72,13 +72,14 @@ def run(args: argparse.Namespace) -> int:
     load = load_of(args)
     commit = harness.commit()
     file = records_file(args.json) if args.json else None
-    records = Records.open(file, setting_of(args.model, load.seeds), commit, args.resume)
+    setting = setting_of(args.model, load.seeds, args.kv_cache_dtype)
+    records = Records.open(file, setting, commit, args.resume)
     where = harness.environment() | {"quick": args.quick}
     started = time.monotonic()
 
     from bench.english.engine import english_engine
 
-    with english_engine(args.model, args.kv_space_gib) as lab:
+    with english_engine(args.model, args.kv_space_gib, args.kv_cache_dtype) as lab:
         where["chat_template"] = lab.prompts.chat
         done = measure(lab, load, records, commit)
     if not len(records):
@@ -103,8 +104,7 @@ def result_of(records: Records) -> harness.SuiteResult:
     """Figures of all records."""
     rows, summary = figures(records)
     setting = records.setting
-    names = {"model": setting.model, "model_digest": setting.model_digest, "seeds": setting.seeds}
-    return {"rows": rows, "summary": names | {"text": setting.text} | summary}
+    return {"rows": rows, "summary": setting.entry() | summary}
 
 
 def shown(result: harness.SuiteResult) -> harness.SuiteResult:
@@ -139,14 +139,14 @@ def load_of(args: argparse.Namespace) -> Load:
     )
 
 
-def setting_of(model: Path, which: str) -> Setting:
+def setting_of(model: Path, which: str, kv_cache_dtype: str = "auto") -> Setting:
     """What records of this run have in common.
 
     Raises:
         UsageError: there is no model in the folder.
     """
     require_model(model)
-    return Setting(model.resolve().name, model_digest(model), which, text.digest())
+    return Setting(model.resolve().name, model_digest(model), which, text.digest(), kv_cache_dtype)
 
 
 def require_model(model: Path) -> None:
@@ -197,5 +197,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--kv-space-gib", type=int, default=4, metavar="N", help="memory for KV on the CPU (4)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="NAME", help="vLLM's option, as fp8 (auto)"
     )
     return parser

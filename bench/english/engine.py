@@ -49,7 +49,9 @@ class Full(NamedTuple):
 
 
 @contextmanager
-def english_engine(model: Path, kv_space_gib: int = KV_SPACE_GIB) -> Iterator[Lab]:
+def english_engine(
+    model: Path, kv_space_gib: int = KV_SPACE_GIB, kv_cache_dtype: str = "auto"
+) -> Iterator[Lab]:
     """A model, served with segment reuse in this process.
 
     Raises:
@@ -64,6 +66,7 @@ def english_engine(model: Path, kv_space_gib: int = KV_SPACE_GIB) -> Iterator[La
         max_model_len=context_tokens(model),
         max_num_batched_tokens=MAX_TOKENS,
         enforce_eager=True,
+        kv_cache_dtype=kv_cache_dtype,
         logits_processors=[Recorder],
     ) as llm:
         lab = Lab(llm)

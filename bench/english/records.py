@@ -95,12 +95,21 @@ class Setting:
         model_digest: see `model_digest`.
         seeds: name of the set of seeds.
         text: digest of the paragraphs that documents are made of.
+        kv_cache_dtype: vLLM's option.
     """
 
     model: str
     model_digest: str
     seeds: str
     text: str
+    kv_cache_dtype: str = "auto"
+
+    def entry(self) -> dict[str, str]:
+        """Its line in a file: what is as usual is omitted, as in files that are older than it."""
+        return {name: value for name, value in asdict(self).items() if value != _USUAL.get(name)}
+
+
+_USUAL = {"kv_cache_dtype": "auto"}
 
 
 class Records:
@@ -131,7 +140,7 @@ class Records:
             return records
         if not file.exists() or not file.stat().st_size:
             file.parent.mkdir(parents=True, exist_ok=True)
-            records._write({"english": asdict(setting)})
+            records._write({"english": setting.entry()})
             return records
         whole = file.read_bytes().rpartition(b"\n")[0]
         for number, line in enumerate(whole.splitlines()):
@@ -175,9 +184,10 @@ class Records:
             if not isinstance(other, dict):
                 raise RecordsError(f"{file} is no file of `bench english`: choose another name")
             for name, value in asdict(self.setting).items():
-                if other.get(name) != value:
+                found = other.get(name, _USUAL.get(name))
+                if found != value:
                     raise RecordsError(
-                        f"{file} was measured with {name} {other.get(name)}, not {value}: choose "
+                        f"{file} was measured with {name} {found}, not {value}: choose "
                         "another file, or remove this one"
                     )
             return

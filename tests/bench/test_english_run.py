@@ -137,6 +137,7 @@ def test_only_new_policies_are_measured_again(tmp_path: Path) -> None:
     ("setting", "told"),
     [
         (replace(SETTING, model="other"), "with model small, not other"),
+        (replace(SETTING, kv_cache_dtype="fp8"), "with kv_cache_dtype auto, not fp8"),
         (replace(SETTING, model_digest="f"), "with model_digest 0123, not f"),
         (replace(SETTING, seeds="tuning"), "with seeds reporting, not tuning"),
         (replace(SETTING, text="x"), "with text 4567, not x"),

@@ -5,6 +5,8 @@ It is the test that scattered queries get the right causal mask, positions, slot
 any mistake there changes every token behind it.
 """
 
+from typing import Any
+
 import pytest
 
 from bench.shapes import SUPPORTED
@@ -54,11 +56,17 @@ def assert_same(ours: Answer, reference: Answer, noise: float) -> None:
             return  # a tie went the other way: what follows answers another text
 
 
-def check_everything(shape: str, dtype: str, noise: float) -> None:
-    """Plain vLLM answers first; then the same prompts with every way of recomputing everything."""
-    with engine(shape, segreuse=False, dtype=dtype) as plain:
+def check_everything(shape: str, noise: float, **arguments: Any) -> None:
+    """Plain vLLM answers first; then the same prompts with every way of recomputing everything.
+
+    Args:
+        noise: see `assert_same`.
+        arguments: of both engines.
+    """
+    with engine(shape, segreuse=False, **arguments) as plain:
         documents, prompts = prompts_for(plain.vocab_size)
         reference = plain.ask(*prompts)
+<<<<<<< HEAD
     with engine(shape, dtype=dtype) as reusing:
         check_every_way(reusing, documents, prompts, reference, noise)
 
@@ -83,6 +91,21 @@ def check_every_way(
             )
             assert_same(ours, theirs, noise)
     reusing.check_idle()
+=======
+    with engine(shape, **arguments) as reusing:
+        for way, options in WAYS.items():
+            reusing.reset()
+            reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+            together = reusing.ask(*prompts, options=options)
+            for ours, theirs in zip(together, reference, strict=True):
+                assert ours.report["bypass_reason"] is None, way
+                assert ours.report["reused_tokens"] > 200
+                assert ours.cached_tokens == ours.report["prefix_tokens"] + (
+                    ours.report["reused_tokens"] - ours.report["recomputed_tokens"]
+                )
+                assert_same(ours, theirs, noise)
+        reusing.check_idle()
+>>>>>>> 1e0a748 (fp8 KV: end-to-end tests, documentation; bench english takes --kv-cache-dtype)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +117,12 @@ def check_every_way(
 )
 def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
     # In float32, where rounding hides nothing: a wrong mask or position is off by far more.
-    check_everything(shape, "float32", noise=2e-3)
+    check_everything(shape, dtype="float32", noise=2e-3)
 
 
 def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
     # Twice the spacing of bf16 numbers at the size of these logits (4 to 8).
-    check_everything("qwen3", "bfloat16", noise=0.0625)
+    check_everything("qwen3", dtype="bfloat16", noise=0.0625)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def recipe(situation: Situation) -> Recipe:
 """
 
 PROGRAM = """
-from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.policies.loudest import Loudest
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -58,7 +58,7 @@ PROGRAM = Loudest
 
 
 def run(program: Loudest, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
-    values = batch.held(flat_pages(layers.stack.attention[0].kv_cache), layers.layouts[0].values)
+    values = batch.held(typed_pages(layers.stack.attention[0]), layers.layouts[0].values)
     active = with_chosen(batch, values.float().abs().pow(program.power).sum((1, 2))).active
     return active.device, (yield from layers.all_layers(batch.tokens.take(active), batch))
 

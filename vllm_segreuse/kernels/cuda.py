@@ -21,7 +21,7 @@ _FORMATS = (
     torch.float32,
     torch.float16,
     torch.bfloat16,
-    torch.float8_e4m3fn,  # fp8: see `kernels/__init__.py`
+    torch.float8_e4m3fn,
     torch.float8_e5m2,
 )  # the order of `with_format` in align.cu
 _MAX_PARTS = 2
