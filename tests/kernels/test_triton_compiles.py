@@ -145,6 +145,28 @@ def test_attention_and_scores_use_tensor_cores(
 
 
 @pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_attention_to_fp8_uses_tensor_cores(
+    kernels: Kernels, arch: int, stored: torch.dtype
+) -> None:
+    shape, queries = hnd(8, 16, 128), 64
+    pages = torch.zeros(4, shape.page_elements, dtype=stored)
+    query = torch.zeros(queries, 32, 128, dtype=torch.bfloat16)
+    positions, request = torch.arange(queries), torch.zeros(queries, dtype=torch.int64)
+    tables = torch.zeros(1, 40, dtype=torch.int32)
+    assert shape.values is not None
+    halves, places = (shape.keys, shape.values), (tables, request, positions)
+    triton_attention.sparse_attention(query, query, pages, *halves, *places, 1.0, value_scale=0.5)
+    triton_scores.token_scores(query, positions, pages, shape.keys, tables[0], 600, 1.0)
+    for name in ("_attend", "_row_sums", "_columns"):
+        [compiled] = kernels.launches(name)
+        assert compiled.metadata.shared <= SHARED_BYTES[arch]
+        assert re.search(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"])
+        assert ".bf16" in compiled.asm["ptx"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90], ids=["sm_90"])
 def test_one_compilation_serves_every_pass(kernels: Kernels) -> None:
     """A request must not wait for the compiler because it has a token more than the last one."""
