@@ -66,8 +66,7 @@ def check_everything(shape: str, noise: float, **arguments: Any) -> None:
     with engine(shape, segreuse=False, **arguments) as plain:
         documents, prompts = prompts_for(plain.vocab_size)
         reference = plain.ask(*prompts)
-<<<<<<< HEAD
-    with engine(shape, dtype=dtype) as reusing:
+    with engine(shape, **arguments) as reusing:
         check_every_way(reusing, documents, prompts, reference, noise)
 
 
@@ -91,21 +90,6 @@ def check_every_way(
             )
             assert_same(ours, theirs, noise)
     reusing.check_idle()
-=======
-    with engine(shape, **arguments) as reusing:
-        for way, options in WAYS.items():
-            reusing.reset()
-            reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
-            together = reusing.ask(*prompts, options=options)
-            for ours, theirs in zip(together, reference, strict=True):
-                assert ours.report["bypass_reason"] is None, way
-                assert ours.report["reused_tokens"] > 200
-                assert ours.cached_tokens == ours.report["prefix_tokens"] + (
-                    ours.report["reused_tokens"] - ours.report["recomputed_tokens"]
-                )
-                assert_same(ours, theirs, noise)
-        reusing.check_idle()
->>>>>>> 1e0a748 (fp8 KV: end-to-end tests, documentation; bench english takes --kv-cache-dtype)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,9 @@ from vllm_segreuse.plan import (
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.prefill import checks, programs, rows
 from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.proofs import passes
 from vllm_segreuse.prefill.proofs.causal import check_attention
+from vllm_segreuse.prefill.proofs.plain_attention import check_attention
 from vllm_segreuse.prefill.proofs.rotations import prove_rotation
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
@@ -346,6 +348,40 @@ def test_a_moved_value_is_the_value(off: float, model: Loaded, monkeypatch: Patc
 
     monkeypatch.setattr(cpu, "align", inexact)
     assert "moved keys or values are not" in refusal(model)
+
+
+@pytest.mark.parametrize("model", ["bfloat16 fp8_e5m2"], indirect=True)
+def test_a_moved_value_in_fp8_is_the_value(model: Loaded, monkeypatch: Patch) -> None:
+    """All of them a step too large is less than the step itself, and found all the same."""
+    align = cpu.align
+
+    def inexact(pages: list[torch.Tensor], parts: Any, moves: Any) -> None:
+        align(pages, parts, moves)
+        for each in pages:
+            codes = each.view(torch.uint8)[5:9]
+            codes += (codes & 0x7F) > 0
+
+    monkeypatch.setattr(cpu, "align", inexact)
+    assert "moved keys or values are not" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("noise", "allowed"), [(0.0, 0.0884), (0.02, 0.0884), (0.1, 0.3), (0.2, 0.4), (9.0, 0.4)]
+)
+def test_passes_in_fp8_may_be_three_times_as_far_off_as_rounding(
+    noise: float, allowed: float, monkeypatch: Patch
+) -> None:
+    ran: list[str] = []
+    layer = SimpleNamespace(kv_cache_dtype="fp8", kv_cache=torch.zeros(1, dtype=torch.uint8))
+    scratch: Any = SimpleNamespace(
+        stack=SimpleNamespace(attention=[layer]),
+        dtype=torch.bfloat16,
+        clear_copy=lambda: ran.append("cleared"),
+        forward_rounded_otherwise=lambda: ran.append("again"),
+    )
+    monkeypatch.setattr(passes, "_deviation", lambda _: noise)
+    assert passes._allowed(scratch) == pytest.approx(allowed, rel=1e-2)
+    assert ran == ["cleared", "again"]
 
 
 # What no proof covers.
