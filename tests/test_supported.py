@@ -63,11 +63,15 @@ def refusal(vllm_config: Any) -> str:
     return text.removeprefix("segment reuse cannot start: ")
 
 
+NO_ATTENTION = (
+    "has layers without attention (linear attention, state space or convolution): they need every "
+    "token before, so that reused KV would save next to nothing"
+)
 MODELS: list[tuple[dict[str, Any], str]] = [
     ({"runner_type": "pooling"}, "is a pooling model"),
     ({"use_mla": True}, "uses multi-head latent attention (MLA)"),
-    ({"is_hybrid": True}, "has layers without attention (a hybrid or state-space model)"),
-    ({"is_attention_free": True}, "has layers without attention (a hybrid or state-space model)"),
+    ({"is_hybrid": True}, NO_ATTENTION),
+    ({"is_attention_free": True}, NO_ATTENTION),
     ({"is_encoder_decoder": True}, "is an encoder-decoder model"),
 ]
 
@@ -78,6 +82,69 @@ def test_models_that_cannot_be_proven_are_refused_by_name(
 ) -> None:
     assert refusal(config(llama, model)) == f"LlamaForCausalLM {why}; {WITHOUT}"
 
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
+LAYERS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"num_kv_shared_layers": 15},
+        "15 layers of LlamaForCausalLM share the KV of other layers",
+    ),
+    (
+        {"index_topk": 2048},
+        "LlamaForCausalLM attends to the 2048 tokens that an indexer of its own chooses, whose "
+        "keys are not reused",
+    ),
+    (
+        {"rope_parameters": LONGROPE},
+        "LlamaForCausalLM scales its rotary positions by LongRoPE, which is not proven",
+    ),
+    (
+        {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_theta": 1}}},
+        "LlamaForCausalLM scales its rotary positions by LongRoPE, which is not proven",
+    ),
+    (
+        {"dual_chunk_attention_config": {"chunk_size": 262144}},
+        "LlamaForCausalLM uses dual chunk attention, whose keys depend on the chunk",
+    ),
+    (
+        {"attention_chunk_size": 8192},
+        "layers of LlamaForCausalLM attend to chunks of 8192 tokens",
+    ),
+    ({"alibi": True}, "LlamaForCausalLM has ALiBi positions"),
+]
+
+
+@pytest.mark.parametrize(("text", "why"), LAYERS)
+def test_layers_that_config_json_tells_of_are_refused(
+    text: dict[str, Any], why: str, llama: Any
+) -> None:
+    if "alibi" in text:
+        assert refusal(config(llama, {"uses_alibi": True})) == f"{why}; {WITHOUT}"
+    else:
+        assert refusal(config(llama, text=text)) == f"{why}; {WITHOUT}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"num_kv_shared_layers": 0, "index_topk": None, "attention_chunk_size": None},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
+        {"rope_parameters": None, "dual_chunk_attention_config": None},
+    ],
+    ids=str,
+)
+def test_layers_that_are_like_others_are_not_refused(text: dict[str, Any], llama: Any) -> None:
+    check_config(config(llama, text=text))
+
+
+def test_all_reasons_are_known_and_the_first_is_told(llama: Any) -> None:
+    given = config(llama, {"use_mla": True}, parallel={"enable_eplb": True})
+    with pytest.raises(RefusedError, match=r"\(MLA\)") as refused:
+        check_config(given)
+    assert [reason.split(";")[0] for reason in refused.value.reasons] == [
+        "LlamaForCausalLM uses multi-head latent attention (MLA)",
+        "expert load balancing is on",
+    ]
 
 QUANTISED_OTHERWISE = sorted(set(get_args(CacheDType)) - set(KV_CACHE_DTYPES))
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,10 +18,15 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", 
 
 
 class RefusedError(RuntimeError):
-    """Segment reuse cannot be proven right here; the text says why and what to do."""
+    """Segment reuse cannot be proven right here; the text says why and what to do.
 
-    def __init__(self, why: str) -> None:
+    Attributes:
+        reasons: all of them; the text has the first.
+    """
+
+    def __init__(self, why: str, *others: str) -> None:
         super().__init__(f"segment reuse cannot start: {why}")
+        self.reasons = (why, *others)
 
 
 def check_config(vllm_config: VllmConfig) -> None:
@@ -29,20 +35,59 @@ def check_config(vllm_config: VllmConfig) -> None:
     Raises:
         RefusedError: naming the first of them and the way out.
     """
-    for wrong, why in _model_faults(vllm_config) + _engine_faults(vllm_config):
-        if wrong:
-            raise RefusedError(why)
+    checked = (_layer_faults, _model_faults, _engine_faults)
+    if reasons := [why for faults in checked for wrong, why in faults(vllm_config) if wrong]:
+        raise RefusedError(*reasons)
+
+
+def _name(vllm_config: VllmConfig) -> str:
+    model = vllm_config.model_config
+    return ", ".join(model.hf_config.architectures or [model.model])
+
+
+def _layer_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    """Kinds of layers that `config.json` tells of; the more special reasons come first."""
+    model, name = vllm_config.model_config, _name(vllm_config)
+    text = model.hf_text_config
+    shared = getattr(text, "num_kv_shared_layers", 0)
+    indexed = getattr(text, "index_topk", 0)
+    chunk = getattr(text, "attention_chunk_size", 0)
+    return [
+        (bool(shared), f"{shared} layers of {name} share the KV of other layers{WITHOUT}"),
+        (
+            bool(indexed),
+            f"{name} attends to the {indexed} tokens that an indexer of its own chooses, whose "
+            f"keys are not reused{WITHOUT}",
+        ),
+        (
+            "longrope" in _rope_types(text),
+            f"{name} scales its rotary positions by LongRoPE, which is not proven{WITHOUT}",
+        ),
+        (
+            bool(getattr(text, "dual_chunk_attention_config", None)),
+            f"{name} uses dual chunk attention, whose keys depend on the chunk{WITHOUT}",
+        ),
+        (bool(chunk), f"layers of {name} attend to chunks of {chunk} tokens{WITHOUT}"),
+        (model.uses_alibi, f"{name} has ALiBi positions{WITHOUT}"),
+    ]
+
+
+def _rope_types(text: Any) -> set[str]:
+    """Names of the scalings of rotary positions: one for all layers, or one by kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    by_kind = [it for it in parameters.values() if isinstance(it, Mapping)]
+    return {it["rope_type"] for it in (parameters, *by_kind) if "rope_type" in it}
 
 
 def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    model = vllm_config.model_config
-    name = ", ".join(model.hf_config.architectures or [model.model])
+    model, name = vllm_config.model_config, _name(vllm_config)
     return [
         (model.runner_type != "generate", f"{name} is a {model.runner_type} model{WITHOUT}"),
         (model.use_mla, f"{name} uses multi-head latent attention (MLA){WITHOUT}"),
         (
             model.is_hybrid or model.is_attention_free,
-            f"{name} has layers without attention (a hybrid or state-space model){WITHOUT}",
+            f"{name} has layers without attention (linear attention, state space or convolution): "
+            f"they need every token before, so that reused KV would save next to nothing{WITHOUT}",
         ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
         (model.enable_prompt_embeds, "prompt embeddings are on; remove --enable-prompt-embeds"),

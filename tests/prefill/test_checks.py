@@ -45,7 +45,6 @@ from vllm_segreuse.prefill import checks, programs, rows
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.proofs import passes
 from vllm_segreuse.prefill.proofs.causal import check_attention
-from vllm_segreuse.prefill.proofs.plain_attention import check_attention
 from vllm_segreuse.prefill.proofs.rotations import prove_rotation
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
