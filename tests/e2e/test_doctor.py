@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor's verdict is that of start-up, for every shape of model in the tests."""
+
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from bench.shapes import BENCH, SHAPES, make_model
+from tests.e2e.engine import BLOCK_SIZE, engine
+from vllm_segreuse import worker
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.doctor.diagnosis import Diagnosis, diagnose
+from vllm_segreuse.prefill.checks import Runtime, prove
+
+
+def diagnosed(shape: str) -> Diagnosis:
+    args = EngineArgs(
+        model=str(make_model(shape)), dtype="bfloat16", block_size=BLOCK_SIZE, max_model_len=4096
+    )
+    return diagnose(args, SegReuseConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in BENCH])
+def test_the_doctor_says_what_start_up_says(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    proven: list[Runtime] = []
+
+    def proving(*args: Any) -> Runtime:
+        proven.append(prove(*args))
+        return proven[0]
+
+    found = diagnosed(shape)
+    monkeypatch.setattr(worker, "prove", proving)
+    why: tuple[str, ...] = ()
+    try:
+        with engine(shape):
+            pass
+    except RuntimeError as refusal:
+        why = (str(refusal).removeprefix("segment reuse cannot start: "),)
+    assert found.notes == ()
+    assert found.reasons[:1] == why
+    assert found.works == bool(proven)
+    assert [found.kernels] == ([it.kernels for it in proven] or [None])

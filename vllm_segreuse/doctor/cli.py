@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: read the arguments, examine, print. Exit status: 0 works, 1 refused, 2 bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_segreuse.config import ConfigError, SegReuseConfig
+from vllm_segreuse.doctor.reading import InputError, find_model, read_config
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+WORKS, REFUSED, BAD_INPUT = 0, 1, 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `vllm-segreuse doctor`; returns the exit status."""
+    given, engine_arguments = _parse(arguments)
+    # Before vLLM is imported, which reads them once: standard output is the answer's alone, and no
+    # name is looked up elsewhere.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        read_config(find_model(given.model))  # before vLLM is loaded, which takes seconds
+        options = (
+            SegReuseConfig() if given.config is None else SegReuseConfig.from_yaml(given.config)
+        )
+        args = _engine_args(given.model, engine_arguments)
+
+        from vllm_segreuse.doctor.diagnosis import diagnose
+        from vllm_segreuse.doctor.printing import as_text
+
+        diagnosis = diagnose(args, options)
+    except (InputError, ConfigError) as error:
+        print(f"vllm-segreuse doctor: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print(json.dumps(diagnosis.as_json(), indent=2) if given.json else as_text(diagnosis))
+    return WORKS if diagnosis.works else REFUSED
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="vllm-segreuse doctor",
+        description="Say from config.json alone whether a model will be served with segment reuse "
+        "on this machine, with which kernels, and what memory it takes. Options that are not "
+        "listed go to vLLM's engine, as for `vllm serve`. Nothing is downloaded.",
+        epilog="Exit status: 0 it will work; 1 it is refused, with the reasons; 2 bad input.",
+    )
+    parser.add_argument("model", help="folder with config.json, or a name in the local HF cache")
+    parser.add_argument(
+        *("--config", "--segreuse-config"),
+        type=Path,
+        metavar="FILE.yaml",
+        help="options of segment reuse, as for `vllm-segreuse serve --segreuse-config`",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_known_args(arguments)
+
+
+def _engine_args(model: str, arguments: Sequence[str]) -> EngineArgs:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-segreuse doctor"))
+    args: EngineArgs = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
+    return args

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model's `config.json` is, and whether it contradicts itself. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class InputError(ValueError):
+    """What the command was given cannot be examined; one sentence says why."""
+
+
+_COUNTS = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+
+
+def find_model(model: str) -> Path:
+    """The folder with the model's `config.json`.
+
+    Args:
+        model: a folder, or the name of a model in the local cache of the Hugging Face hub.
+
+    Raises:
+        InputError: it is neither.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"the folder {model} has no config.json")
+        return folder
+    if folder.exists():
+        raise InputError(f"{model} is a file: name the folder that holds config.json")
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        cached = None
+    if not isinstance(cached, str):
+        raise InputError(
+            f"{model} is neither a folder nor a model in the local Hugging Face cache; nothing is "
+            "downloaded: fetch its config.json, and name the folder"
+        )
+    return Path(cached).parent
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of `config.json`, once it contradicts itself nowhere.
+
+    Raises:
+        InputError: it is no JSON object, names no architecture, or contradicts itself.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{file} holds a {type(config).__name__}, not an object")
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named or not all(isinstance(it, str) for it in named):
+        raise InputError(f"{file} names no architecture: `architectures` is {named!r}")
+    for part in (config, *(it for it in config.values() if isinstance(it, Mapping))):
+        for contradiction in _contradictions(part):
+            raise InputError(f"{file} contradicts itself: {contradiction}")
+    return config
+
+
+def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
+    """What cannot be true of one (text, vision or audio) part of a configuration."""
+    for name in _COUNTS:
+        value = config.get(name)
+        # Some families have a list: one value by layer.
+        if not isinstance(value, list | None) and (type(value) is not int or value < 1):
+            yield f"{name} is {value!r}, not a positive number"
+            return
+    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    drafts = config.get("num_nextn_predict_layers") or 0
+    if isinstance(kinds, list) and layers and len(kinds) not in (layers, layers + drafts):
+        yield f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+    hidden, latent = config.get("hidden_size"), config.get("kv_lora_rank")
+    sized = config.get("head_dim") or latent
+    if isinstance(hidden, int) and isinstance(heads, int) and not sized and hidden % heads:
+        yield (
+            f"hidden_size={hidden} is no multiple of num_attention_heads={heads}, and there is no "
+            "head_dim"
+        )
