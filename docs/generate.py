@@ -251,8 +251,9 @@ def patches() -> str:
             continue
         first, *rest = sources.paragraphs(file)
         ends = " ".join(it[it.index("Obsolete") :] for it in rest if "Obsolete" in it)
-        rows.append((f"`{file.stem}`", _first_upper(first), _with_links(ends)))
-    return _table(("file", "what it is about", "until when"), rows)
+        checked = ", ".join(sources.constant(file, "CHECKED"))
+        rows.append((f"`{file.stem}`", _first_upper(first), checked, _with_links(ends)))
+    return _table(("file", "what it is about", "checked against vLLM", "until when"), rows)
 
 
 def _with_links(text: str) -> str:

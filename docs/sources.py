@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "vllm_segreuse"
@@ -31,6 +32,14 @@ def paragraphs(file: Path) -> list[str]:
     text = ast.get_docstring(parsed(file))
     assert text, f"{file} has no docstring"
     return [one_line(paragraph) for paragraph in text.split("\n\n")]
+
+
+def constant(file: Path, name: str) -> Any:
+    """What a module assigns to a name, if that is written out."""
+    for node in parsed(file).body:
+        if isinstance(node, ast.Assign) and name in (getattr(it, "id", "") for it in node.targets):
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{file} has no {name}")
 
 
 def one_line(text: str) -> str:

@@ -14,6 +14,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+CHECKED = ("0.32", "0.33")
+
 
 @contextlib.contextmanager
 def queries_as_computed(layers: Sequence[Any]) -> Iterator[None]:

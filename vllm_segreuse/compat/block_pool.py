@@ -40,6 +40,8 @@ from vllm_segreuse.plan import IntArray
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+CHECKED = ("0.32", "0.33")
+
 _OWN_NAME = b"segreuse:approximate:"
 
 

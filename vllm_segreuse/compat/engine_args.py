@@ -15,6 +15,8 @@ from typing import Any
 from vllm_segreuse import compat, supported
 from vllm_segreuse.compat.patching import wrap
 
+CHECKED = ("0.32", "0.33")
+
 
 def install() -> None:
     """Wrap the three functions, once."""

@@ -13,6 +13,8 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
+CHECKED = ("0.32", "0.33")
+
 
 def install() -> None:
     """Wrap the validation of sampling parameters, once."""

@@ -19,6 +19,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.compat.patching import wrap
 
+CHECKED = ("0.32", "0.33")
+
 
 def install() -> None:
     """Wrap the allocation, once."""

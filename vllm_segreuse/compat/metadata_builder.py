@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+CHECKED = ("0.32", "0.33")
+
 
 def private_builder(
     backend: Any,

@@ -22,6 +22,8 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
+CHECKED = ("0.32", "0.33")
+
 _RUNNERS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
     ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner"),

@@ -15,6 +15,8 @@ from typing import Any
 from vllm_segreuse.compat.patching import wrap
 from vllm_segreuse.serve.report import StreamReport
 
+CHECKED = ("0.32", "0.33")
+
 
 def install() -> None:
     """Wrap both stream generators, once."""

@@ -16,6 +16,8 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
+CHECKED = ("0.32", "0.33")
+
 
 def install() -> None:
     """Wrap `PrefixCacheStats.record`, once. Other callers give no sources and see no change."""
