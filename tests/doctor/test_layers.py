@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 from tests.doctor.test_families import FAMILIES
 from vllm_segreuse.config import SegReuseConfig
@@ -41,6 +42,7 @@ def test_no_weight_is_allocated_and_nothing_stays(tmp_path: Path) -> None:
     told = found(tmp_path, "llama-3.3-70b")
     assert told.memory is not None
     assert told.memory.weight_bytes > 130 << 30
+    assert not any(it.cos_sin_cache.is_meta for it in _ROPE_DICT.values())
     assert not model_parallel_is_initialized()
     assert torch.get_default_dtype() == torch.float32
 

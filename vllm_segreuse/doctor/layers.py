@@ -110,11 +110,17 @@ def _one_rank() -> Iterator[None]:
 
 
 def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
-        return initialize_model(vllm_config=vllm_config)
+    shared = dict(_ROPE_DICT)
+    try:
+        with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+            return initialize_model(vllm_config=vllm_config)
+    finally:  # vLLM gives equal rotary modules to later models, too
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(shared)
 
 
 def _specs(vllm_config: VllmConfig) -> dict[str, Any]:
