@@ -12,6 +12,7 @@ import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ def main(folder: Path) -> None:
     for table in (
         *(server_options, request_options, policies, metrics),
         *(start_up_errors, request_errors, admin_errors, patches),
+        *(support, families),
     ):
         file = folder / f"{table.__name__}.md"
         text = table()
@@ -260,6 +262,41 @@ def _with_links(text: str) -> str:
     """Issues and pull requests of vLLM as links."""
     issue = r"[vllm#\1](https://github.com/vllm-project/vllm/issues/\1)"
     return re.sub(r"vllm-project/vllm#(\d+)", issue, text)
+
+
+# Models.
+
+
+def support() -> str:
+    """What passing tests have shown of each shape of model, by device."""
+    from bench.shapes import SUPPORTED
+
+    shown = json.loads((REPOSITORY / "docs" / "support.json").read_text())
+    features = sources.constant(REPOSITORY / "tests" / "support.py", "FEATURES")
+    rows = []
+    for shape, about in SUPPORTED.items():
+        by_device = {device: shown.get(device, {}).get(shape, []) for device in ("cpu", "gpu")}
+        cells = [
+            ", ".join(device.upper() for device, has in by_device.items() if one in has)
+            for one in features
+        ]
+        gpu = "" if by_device["gpu"] else "not yet"
+        rows.append((f"`{shape}`", sources.escaped(about.why), *cells, gpu))
+    return _table(("shape", "what it has", *features.values(), "on a GPU"), rows)
+
+
+def families() -> str:
+    """The verdict of the doctor on models of real size, as its tests expect it."""
+    found = json.loads((REPOSITORY / "tests" / "doctor" / "families.json").read_text())
+    rows = [
+        (
+            name,
+            ", ".join(f"`{it}`" for it in family["config"]["architectures"]),
+            "works" if family["works"] else f"refused: {sources.escaped(family['why'])}",
+        )
+        for name, family in found.items()
+    ]
+    return _table(("model", "architecture", "verdict"), rows)
 
 
 # Markdown.

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from bench.server import cpu_environment
+from tests import support
 
 # Before anything imports torch or vLLM, which read them once. What the caller has set stays.
 for _name, _value in cpu_environment().items():
@@ -31,8 +32,22 @@ _E2E = Path(__file__).parent / "e2e"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--slow`."""
+    """`--slow` and `--support`."""
     parser.addoption("--slow", action="store_true", help="run what is marked slow, too")
+    parser.addoption(
+        "--support",
+        choices=("record", "check"),
+        help="add what passing tests show to docs/support.json, or compare a complete run with it",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch what is shown, if that is wanted."""
+    if mode := config.getoption("--support"):
+        import torch
+
+        device = "gpu" if torch.cuda.is_available() else "cpu"
+        config.pluginmanager.register(support.Recorder(mode, device))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself goes by the markers
@@ -44,6 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
     for item in items:
+        support.note(item)
         if item.path.is_relative_to(_E2E):
             item.add_marker(pytest.mark.e2e)
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)  # stable

@@ -68,6 +68,8 @@ def check_everything(shape: str, noise: float, **arguments: Any) -> None:
         reference = plain.ask(*prompts)
     with engine(shape, **arguments) as reusing:
         check_every_way(reusing, documents, prompts, reference, noise)
+        check_partial(reusing, documents, prompts)
+        reusing.check_idle()
 
 
 def check_every_way(
@@ -92,6 +94,19 @@ def check_every_way(
     reusing.check_idle()
 
 
+def check_partial(reusing: Engine, documents: list[list[int]], prompts: list[list[int]]) -> None:
+    """The default policy reuses most of the documents, and computes a share of them again."""
+    reusing.reset()
+    reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+    for answer in reusing.ask(*prompts, options=NAMESPACE):
+        report = answer.report
+        assert report["bypass_reason"] is None
+        assert not report["in_full"]
+        assert 0 < report["recomputed_tokens"] < report["reused_tokens"] / 2
+        assert report["computed_share"] < 1
+
+
+@pytest.mark.shows("recompute", "partial")
 @pytest.mark.parametrize(
     "shape",
     [

@@ -19,6 +19,7 @@ SHIFT = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 1
 LONG = {"max_tokens": 3 * BLOCK_SIZE, "ignore_eos": True}
 
 
+@pytest.mark.shows("drafts", family="qwen3")
 def test_18_ngram_speculation_works_beside_reuse() -> None:
     with engine("qwen3", dtype="float32", max_model_len=1024, speculative_config=NGRAM) as reusing:
         text = Prompts(reusing.vocab_size, seed=51)

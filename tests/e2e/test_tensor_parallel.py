@@ -145,6 +145,7 @@ def test_recomputing_everything_equals_plain_on_two_ranks(
         assert_same(ours, reference, NOISE)
 
 
+@pytest.mark.shows("tp", family="qwen3")
 @pytest.mark.parametrize("way", WAYS)
 def test_28_two_ranks_answer_as_one(
     way: str, two_ranks: dict[str, list[Answer]], one_rank: dict[str, list[Answer]]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of models has what passing tests have shown, and nothing else."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.shapes import SUPPORTED
+from tests import support
+
+TESTS = Path(__file__).parent
+
+
+def report(*values: str, when: str = "call", passed: bool = True) -> Any:
+    properties = [("shows", value) for value in values] + [("other", "x")]
+    return SimpleNamespace(when=when, passed=passed, user_properties=properties)
+
+
+def session() -> Any:
+    return SimpleNamespace(config=SimpleNamespace(), exitstatus=0)
+
+
+def recorded(file: Path, *reports: Any, mode: str = "record") -> Any:
+    recorder, run = support.Recorder(mode, "cpu", file), session()
+    for one in reports:
+        recorder.pytest_runtest_logreport(one)
+    recorder.pytest_sessionfinish(run)
+    return run.exitstatus
+
+
+def test_passing_tests_are_added_in_the_order_of_the_columns(tmp_path: Path) -> None:
+    file = tmp_path / "support.json"
+    file.write_text(json.dumps({"gpu": {"llama": ["tp"]}, "cpu": {"llama": ["drafts"]}}))
+    recorded(file, report("qwen3 tp", "qwen3 partial"), report("llama recompute"))
+    assert json.loads(file.read_text()) == {
+        "gpu": {"llama": ["tp"]},
+        "cpu": {"llama": ["recompute", "drafts"], "qwen3": ["partial", "tp"]},
+    }
+
+
+def test_what_fails_shows_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "support.json"
+    recorded(file, report("llama tp", passed=False), report("llama tp", when="teardown"))
+    assert json.loads(file.read_text()) == {"cpu": {}}
+
+
+@pytest.mark.parametrize(
+    ("shown", "status"),
+    [(("llama tp",), 0), ((), 1), (("llama tp", "llama fp8"), 1), (("qwen3 tp",), 1)],
+)
+def test_a_check_compares_both_ways_and_writes_nothing(
+    shown: tuple[str, ...], status: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "support.json"
+    file.write_text(before := json.dumps({"cpu": {"llama": ["tp"]}}))
+    assert recorded(file, report(*shown), mode="check") == status
+    assert file.read_text() == before
+
+
+def item(*markers: Any, **parameters: Any) -> Any:
+    return SimpleNamespace(
+        nodeid="test",
+        iter_markers=lambda name: [it.mark for it in markers if it.mark.name == name],
+        callspec=SimpleNamespace(params=parameters),
+        user_properties=[],
+    )
+
+
+def test_a_marker_names_features_and_the_shape_is_the_family() -> None:
+    given = item(pytest.mark.shows("tp", "fp8"), pytest.mark.slow, shape="llama")
+    support.note(given)
+    assert given.user_properties == [("shows", "llama tp"), ("shows", "llama fp8")]
+    given = item(pytest.mark.shows("tp", family="qwen3"), shape="llama")
+    support.note(given)
+    assert given.user_properties == [("shows", "qwen3 tp")]
+
+
+@pytest.mark.parametrize(
+    "given", [item(pytest.mark.shows("tp")), item(pytest.mark.shows("speed"), shape="llama")]
+)
+def test_a_marker_without_a_family_or_with_an_unknown_feature_is_an_error(given: Any) -> None:
+    with pytest.raises(pytest.UsageError, match="needs a family, and features of recompute"):
+        support.note(given)
+
+
+def test_the_committed_table_names_shapes_and_features_that_tests_show() -> None:
+    marked: set[str] = set()
+    for file in (TESTS / "e2e").glob("test_*.py"):
+        for call in re.findall(r"mark\.shows\(([^)]*)\)", file.read_text()):
+            marked |= set(re.findall(r'(?<!=)"(\w+)"', call))
+    shown = json.loads(support.FILE.read_text())
+    for families in shown.values():
+        assert families.keys() <= SUPPORTED.keys()
+        assert {one for features in families.values() for one in features} <= marked
+    assert marked <= support.FEATURES.keys()
