@@ -37,7 +37,8 @@ def test_a_model_that_works(model: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert "Qwen3ForCausalLM: works with segment reuse\n" in printed
     assert "36 layers, 32 heads and 8 KV heads of 128 channels, bfloat16" in printed
     assert "144 KiB per token, 144 MiB per document of 1,000 tokens" in printed
-    assert "a GiB holds 7 of them (7,264 tokens)" in printed
+    assert "5.6 GiB per prompt of maximum length" in printed
+    assert "a GiB holds 7 such documents (7,264 tokens)" in printed
     assert "policy    focus, the policy's own share" in printed
 
 
@@ -56,6 +57,7 @@ def test_ranks_share_weights_and_kv(model: Any, capsys: pytest.CaptureFixture[st
     assert two["weight_bytes"] == one["weight_bytes"] // 2
     assert one["kv_bytes_per_document"] == 1024 * one["kv_bytes_per_token"]
     assert one["tokens_per_gib"] == (1 << 30) // one["kv_bytes_per_token"] // 32 * 32
+    assert one["kv_bytes_per_longest_prompt"] == 131072 * one["kv_bytes_per_token"]
     assert one["documents_per_gib"] == (1 << 30) // one["kv_bytes_per_document"]
     assert one["index_bytes_per_block"] == 4 * 32 + 352
 
@@ -91,7 +93,17 @@ def test_options_of_reuse_are_read(
     file = tmp_path / "reuse.yaml"
     file.write_text("policy: epic\nrecompute_ratio: 0.25\n")
     assert cli.main([model("llama-3.2-1b"), "--config", str(file)]) == 0
-    assert "policy    epic, 25% of the reused tokens recomputed" in capsys.readouterr().out
+    assert "policy    epic, 25% of the reused tokens recomputed\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("enabled", ["false", "observe"])
+def test_reuse_that_is_switched_off_is_said(
+    enabled: str, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "reuse.yaml"
+    file.write_text(f"enabled: {enabled}\n")
+    assert cli.main([model("llama-3.2-1b"), "--config", str(file)]) == 0
+    assert f"starts with enabled: {enabled}".lower() in capsys.readouterr().out.lower()
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 from tests.doctor.test_families import FAMILIES
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.doctor import layers
+from vllm_segreuse.doctor import diagnosis, layers
 from vllm_segreuse.doctor.diagnosis import Diagnosis, diagnose
 
 
@@ -45,6 +45,19 @@ def test_no_weight_is_allocated_and_nothing_stays(tmp_path: Path) -> None:
     assert not any(it.cos_sin_cache.is_meta for it in _ROPE_DICT.values())
     assert not model_parallel_is_initialized()
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(("memory_bytes", "fits"), [(100 << 30, False), (200 << 30, True)])
+def test_weights_that_do_not_fit_are_noted(
+    memory_bytes: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"device": "cpu", "name": "", "memory_bytes": memory_bytes}
+    monkeypatch.setattr(diagnosis, "_machine", lambda: here)
+    for options in ({}, {"tensor_parallel_size": 2}):  # ranks share the memory of a CPU
+        told = found(tmp_path, "llama-3.3-70b", **options)
+        assert told.works
+        wanted = () if fits else ("weights of 131.4 GiB do not fit into the 100.0 GiB",)
+        assert tuple(note[:48] for note in told.notes) == tuple(note[:48] for note in wanted)
 
 
 def test_kernels_and_backend_are_those_of_this_machine(tmp_path: Path) -> None:

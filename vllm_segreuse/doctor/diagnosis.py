@@ -69,6 +69,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
     architectures = tuple(read_config(folder)["architectures"])
     _check_known(architectures)
     register()  # start-up refuses through the patches, also where the plugin is not installed
+    machine, memory = _machine(), None
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     vllm_config: VllmConfig | None = None
@@ -78,6 +79,8 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         args = _prepared(args, str(folder), options)
         vllm_config = args.create_engine_config()
         examined = examine(_of_one_rank(args, vllm_config))
+        memory = memory_of(vllm_config, examined)
+        notes = _tight(memory.weight_bytes, machine, vllm_config)
     except RefusedError as error:
         reasons = error.reasons
     except UnexaminedError as error:
@@ -92,12 +95,12 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         reasons=reasons,
         notes=notes,
         versions=_versions(),
-        machine=_machine(),
+        machine=machine,
         model=None if vllm_config is None else _model(vllm_config),
         policy=_policy(options),
         backend=None if examined is None else examined.backend,
         kernels=None if examined is None else examined.kernels,
-        memory=None if examined is None else memory_of(vllm_config, examined),
+        memory=memory,
     )
 
 
@@ -174,6 +177,15 @@ def _machine() -> dict[str, Any]:
         name = current_platform.get_device_name()
         memory = current_platform.get_device_total_memory()
     return {"device": device, "name": name, "memory_bytes": memory}
+
+
+def _tight(weight_bytes: int, machine: dict[str, Any], vllm_config: VllmConfig) -> tuple[str, ...]:
+    """A note if the weights alone do not fit; ranks on a CPU share its memory."""
+    sharing = vllm_config.parallel_config.world_size if machine["device"] == "cpu" else 1
+    needed, there = weight_bytes * sharing / 2**30, machine["memory_bytes"] / 2**30
+    if needed < there:
+        return ()
+    return (f"weights of {needed:,.1f} GiB do not fit into the {there:,.1f} GiB that are here",)
 
 
 def _model(vllm_config: VllmConfig) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Memory:
         weight_bytes: parameters.
         kv_bytes_per_token: at all layers.
         kv_bytes_per_document: of 1,000 tokens, in whole blocks.
+        kv_bytes_per_longest_prompt: of one prompt of maximum length.
         documents_per_gib: how many of them a GiB of KV cache holds.
         tokens_per_gib: how many tokens it holds.
         index_bytes_per_block: most that our tables take of a KV block.
@@ -36,6 +37,7 @@ class Memory:
     weight_bytes: int
     kv_bytes_per_token: int
     kv_bytes_per_document: int
+    kv_bytes_per_longest_prompt: int
     documents_per_gib: int
     tokens_per_gib: int
     index_bytes_per_block: int
@@ -56,11 +58,13 @@ def memory_of(vllm_config: VllmConfig, examined: Examined) -> Memory:
     per_token = int(examined.kv_bytes * held)
     block_bytes = per_token * block_size
     document_blocks = -(-DOCUMENT_TOKENS // block_size)
+    longest_blocks = -(-model.max_model_len // block_size)
     blocks = _GIB // block_bytes
     return Memory(
         weight_bytes=examined.weight_bytes // parallel.tensor_parallel_size,
         kv_bytes_per_token=per_token,
         kv_bytes_per_document=document_blocks * block_bytes,
+        kv_bytes_per_longest_prompt=longest_blocks * block_bytes,
         documents_per_gib=blocks // document_blocks,
         tokens_per_gib=blocks * block_size,
         index_bytes_per_block=bytes_per_block(block_size),

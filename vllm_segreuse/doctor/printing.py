@@ -36,7 +36,8 @@ def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "kernels", str(diagnosis.kernels)
     share = policy["recompute_ratio"]
     own = "the policy's own share" if share is None else f"{share:.0%}"
-    yield "policy", f"{policy['name']}, {own} of the reused tokens recomputed"
+    off = "" if policy["enabled"] is True else f"; starts with enabled: {policy['enabled']}"
+    yield "policy", f"{policy['name']}, {own} of the reused tokens recomputed{off}"
     if diagnosis.memory:
         yield from _memory(diagnosis.memory)
     for note in diagnosis.notes:
@@ -48,7 +49,8 @@ def _memory(memory: Memory) -> Iterator[tuple[str, str]]:
     yield (
         "KV",
         f"{_bytes(memory.kv_bytes_per_token)} per token, {_bytes(memory.kv_bytes_per_document)} "
-        f"per document of 1,000 tokens; a GiB holds {memory.documents_per_gib:,} of them "
+        f"per document of 1,000 tokens, {_bytes(memory.kv_bytes_per_longest_prompt)} per prompt of "
+        f"maximum length; a GiB holds {memory.documents_per_gib:,} such documents "
         f"({memory.tokens_per_gib:,} tokens)",
     )
     yield (
