@@ -87,6 +87,29 @@ def test_what_vllm_itself_refuses(model: Any, capsys: pytest.CaptureFixture[str]
     assert "  - vLLM itself refuses: Total number of attention heads (32) must be" in out
 
 
+REFUSED_BY_VLLM: list[tuple[list[str], dict[str, Any], str]] = [
+    (["--block-size", "17"], {}, "No common block size for 17 (CPU_ATTN: "),
+    (["--max-model-len", "999999"], {}, "User-specified max_model_len (999999) is greater than"),
+    ([], {"rope_scaling": {"rope_type": "weird"}}, "Unknown RoPE scaling type weird"),
+    ([], {"model_type": "weird"}, "The checkpoint you are trying to load has model type `weird`"),
+]
+
+
+@pytest.mark.parametrize(("options", "changes", "why"), REFUSED_BY_VLLM)
+def test_its_reason_is_one_line(
+    options: list[str],
+    changes: dict[str, Any],
+    why: str,
+    model: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([model("llama-3.2-1b", **changes), *options]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"  - vLLM itself refuses: {why}")
+    assert len(lines[0]) < 450
+
+
 def test_options_of_reuse_are_read(
     model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,10 @@ def test_weights_that_do_not_fit_are_noted(
         assert tuple(note[:48] for note in told.notes) == tuple(note[:48] for note in wanted)
 
 
+def test_engines_side_by_side_are_examined_as_one(tmp_path: Path) -> None:
+    assert found(tmp_path, data_parallel_size=2).memory == found(tmp_path).memory is not None
+
+
 def test_kernels_and_backend_are_those_of_this_machine(tmp_path: Path) -> None:
     told = found(tmp_path)
     assert told.backend == "CPU_ATTN"

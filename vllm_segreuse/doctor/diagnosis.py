@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ from vllm_segreuse.version import UnsupportedVersionError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+
+_LINE_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
     except (UnsupportedVersionError, ConfigError) as error:
         reasons = (str(error),)
     except Exception as error:
-        reasons = (f"vLLM itself refuses: {_sentence(error)}",)
+        reasons = (f"vLLM itself refuses: {_line(error)}",)
     return Diagnosis(
         works=not reasons,
         architectures=architectures,
@@ -150,12 +154,12 @@ def _of_one_rank(args: EngineArgs, vllm_config: VllmConfig) -> VllmConfig:
     return alone.create_engine_config()
 
 
-def _sentence(error: Exception) -> str:
-    """The first sentence of vLLM's error; pydantic puts lines around it, vLLM lists behind it."""
+def _line(error: Exception) -> str:
+    """vLLM's error in one line: pydantic puts lines around it, vLLM long lists behind it."""
     errors: Any = getattr(error, "errors", None)
     text = errors()[0]["msg"] if callable(errors) else str(error) or type(error).__name__
-    line = text.removeprefix("Value error, ").strip().split("\n")[0]
-    return line.partition(" Supported architectures:")[0].rstrip(".")
+    text = text.removeprefix("Value error, ").partition(" Supported architectures:")[0]
+    return textwrap.shorten(text, _LINE_CHARACTERS, placeholder=" ...").rstrip(".: ")
 
 
 def _versions() -> dict[str, str]:

@@ -55,6 +55,7 @@ def examine(vllm_config: VllmConfig) -> Examined:
 
     Raises:
         RefusedError: as start-up does.
+        ValueError: as vLLM does, for quantisation or block sizes that it has no kernels for.
         UnexaminedError: the model cannot be built without weights.
     """
     from vllm.config import set_current_vllm_config
@@ -62,7 +63,7 @@ def examine(vllm_config: VllmConfig) -> Examined:
     try:
         with set_current_vllm_config(vllm_config), _one_rank():
             return _examined(_without_weights(vllm_config), vllm_config)
-    except RefusedError:
+    except (RefusedError, ValueError):
         raise
     except (LayoutError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
@@ -166,13 +167,20 @@ def _resolve_layout(vllm_config: VllmConfig) -> None:
 
 def _bind(config: KVCacheConfig, by_name: dict[str, Any], vllm_config: VllmConfig) -> None:
     """Allocate it on the device, and bind it to the layers as a worker does."""
-    from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
+    from vllm.v1.worker.utils import (
+        allocate_kv_cache,
+        bind_kv_cache,
+        select_common_block_size,
+    )
 
     device = vllm_config.device_config.device
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     bind_kv_cache(allocate_kv_cache(config, device, layout), by_name, [])
-    for group in config.kv_cache_groups:  # on CPUs builders tell layers which kernels to use
-        builder = by_name[group.layer_names[0]].get_attn_backend().get_builder_cls()
+    for group in config.kv_cache_groups:
+        backend = by_name[group.layer_names[0]].get_attn_backend()
+        select_common_block_size(group.kv_cache_spec.block_size, [backend])  # or ValueError
+        # On CPUs builders tell layers which kernels to use.
+        builder = backend.get_builder_cls()
         builder(group.kv_cache_spec, group.layer_names, vllm_config, device)
 
 
