@@ -18,6 +18,7 @@ from vllm.model_executor.models import registry
 
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.doctor import diagnosis
+from vllm_segreuse.doctor.layers import UnexaminedError
 
 FAMILIES: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "families.json").read_text()
@@ -25,11 +26,16 @@ FAMILIES: dict[str, dict[str, Any]] = json.loads(
 
 
 def stand_in(code: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make vLLM believe that it has looked at the code."""
+    """Make vLLM believe that it has looked at the code, of which no layers can be built."""
+
+    def unexamined(vllm_config: Any) -> None:
+        raise UnexaminedError("no code")
+
     known = ModelRegistry.models["LlamaForCausalLM"].load_model_cls()
     info = dataclasses.replace(registry._ModelInfo.from_model_cls(known), **code)
     monkeypatch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", lambda self: info)
     monkeypatch.setattr(diagnosis, "_check_code", lambda architectures: None)
+    monkeypatch.setattr(diagnosis, "examine", unexamined)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_segreuse.kernels import dispatch
-from vllm_segreuse.kv_group import segment_group
-from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
-from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
-from vllm_segreuse.prefill.proofs.plain_attention import check_attention
-from vllm_segreuse.supported import WITHOUT, RefusedError
+from vllm_segreuse.prefill.checks import read_structure
+from vllm_segreuse.supported import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,28 +61,22 @@ def examine(vllm_config: VllmConfig) -> Examined:
             return _examined(_without_weights(vllm_config), vllm_config)
     except (RefusedError, ValueError):
         raise
-    except (LayoutError, UnsupportedModelError) as error:
-        raise RefusedError(f"{error}{WITHOUT}") from error
     except Exception as error:
         raise UnexaminedError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
 
 
 def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
-    """The part of `prefill/checks.py` that comes before its proofs."""
     specs = _specs(vllm_config)
-    group = segment_group(kv_cache_config := _kv_cache_config(vllm_config, specs))
-    by_name = vllm_config.compilation_config.static_forward_context
-    attention = {name: by_name[name] for name in group.layer_names}
-    _bind(kv_cache_config, by_name, vllm_config)
-    check_attention(attention, group.block_size)
-    first: Any = DecoderStack(model, attention).attention[0]
-    _default_scales(first)
-    layout = discover_layout(first, group.block_size)
+    kv_cache_config = _kv_cache_config(vllm_config, specs)
+    if len(kv_cache_config.kv_cache_groups) == 1:  # else start-up refuses, and so does what follows
+        _bind(kv_cache_config, specs, vllm_config)
+    structure = read_structure(model, vllm_config, kv_cache_config)
+    first: Any = structure.stack.attention[0]
     return Examined(
         kv_bytes=sum(spec.page_size_bytes // spec.block_size for spec in specs.values()),
         weight_bytes=sum(it.numel() * it.element_size() for it in model.parameters()),
         backend=first.get_attn_backend().get_name(),
-        kernels=dispatch.choose(first.kv_cache.device, first.kv_cache.dtype, layout).description,
+        kernels=structure.description,
     )
 
 
@@ -165,23 +155,30 @@ def _resolve_layout(vllm_config: VllmConfig) -> None:
     resolve_kv_cache_layout(vllm_config, [names])
 
 
-def _bind(config: KVCacheConfig, by_name: dict[str, Any], vllm_config: VllmConfig) -> None:
-    """Allocate it on the device, and bind it to the layers as a worker does."""
+def _bind(config: KVCacheConfig, specs: dict[str, Any], vllm_config: VllmConfig) -> None:
+    """Allocate it on the device, and bind it to the layers as a worker does.
+
+    Raises:
+        ValueError: a backend has no kernel for blocks of this size.
+    """
     from vllm.v1.worker.utils import (
         allocate_kv_cache,
         bind_kv_cache,
         select_common_block_size,
     )
 
+    by_name = vllm_config.compilation_config.static_forward_context
     device = vllm_config.device_config.device
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     bind_kv_cache(allocate_kv_cache(config, device, layout), by_name, [])
-    for group in config.kv_cache_groups:
-        backend = by_name[group.layer_names[0]].get_attn_backend()
-        select_common_block_size(group.kv_cache_spec.block_size, [backend])  # or ValueError
+    alike: dict[tuple[Any, Any], list[str]] = {}
+    for name, spec in specs.items():
+        _default_scales(by_name[name])
+        alike.setdefault((by_name[name].get_attn_backend(), spec), []).append(name)
+    for (backend, spec), names in alike.items():
+        select_common_block_size(spec.block_size, [backend])
         # On CPUs builders tell layers which kernels to use.
-        builder = backend.get_builder_cls()
-        builder(group.kv_cache_spec, group.layer_names, vllm_config, device)
+        backend.get_builder_cls()(spec, names, vllm_config, device)
 
 
 def _default_scales(layer: Any) -> None:

@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels import dispatch
-from vllm_segreuse.kv_group import segment_group
+from vllm_segreuse.kernels.pages import PageLayout
+from vllm_segreuse.kv_group import KvGroup, segment_group
 from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import check_format, typed_pages
@@ -37,7 +38,7 @@ from vllm_segreuse.prefill.proofs.rotations import prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch
 from vllm_segreuse.prefill.rows import RowBuilder
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.supported import WITHOUT, RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,34 +60,83 @@ class Runtime:
     kernels: str
 
 
+@dataclass(frozen=True)
+class Structure:
+    """What is known of a model before anything is computed with its weights.
+
+    Attributes:
+        group: its KV cache.
+        attention: its attention layers, by name.
+        stack: its decoder layers.
+        layouts: how each layer's pages are laid out.
+        kernels: what runs on pages of each layout.
+    """
+
+    group: KvGroup
+    attention: dict[str, nn.Module]
+    stack: DecoderStack
+    layouts: list[PageLayout]
+    kernels: dict[PageLayout, dispatch.Kernels]
+
+    @property
+    def description(self) -> str:
+        """Which kernels run, and why better ones do not."""
+        return "; ".join(dict.fromkeys(chosen.description for chosen in self.kernels.values()))
+
+
+def read_structure(
+    model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Structure:
+    """Check the layers of a model, whose KV caches are bound. Its weights are not looked at.
+
+    Raises:
+        RefusedError: naming the layer and what it does.
+    """
+    group = segment_group(kv_cache_config)
+    by_name = vllm_config.compilation_config.static_forward_context
+    attention = {name: by_name[name] for name in group.layer_names}
+    try:
+        check_sharing(by_name)
+        check_attention(attention, group.block_size)
+        check_format(attention.values())
+        stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
+        layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]
+    except (LayoutError, UnsupportedModelError) as error:
+        raise RefusedError(f"{error}{WITHOUT}") from error
+    first, queries = typed_pages(stack.attention[0]), vllm_config.model_config.dtype
+    kernels = {
+        layout: dispatch.choose(first.device, first.dtype, layout, queries)
+        for layout in dict.fromkeys(layouts)
+    }
+    return Structure(group, attention, stack, layouts, kernels)
+
+
 def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Runtime:
     """Build the sparse pass for a loaded model and prove it, on scratch blocks of the empty cache.
 
     Raises:
         RefusedError: naming the layer or the property that could not be proven.
     """
-    group = segment_group(kv_cache_config)
-    by_name = vllm_config.compilation_config.static_forward_context
-    attention = {name: by_name[name] for name in group.layer_names}
-    block_size = group.block_size
+    structure = read_structure(model, vllm_config, kv_cache_config)
+    group, stack = structure.group, structure.stack
+    layouts, kernels = structure.layouts, structure.kernels
     try:
-        check_sharing(by_name)
-        check_attention(attention, block_size)
-        check_format(attention.values())
-        stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
-        layouts = [discover_layout(layer, block_size) for layer in stack.attention]
-        first, queries = typed_pages(stack.attention[0]), vllm_config.model_config.dtype
-        kernels = {
-            layout: dispatch.choose(first.device, first.dtype, layout, queries)
-            for layout in dict.fromkeys(layouts)
-        }
         rows = RowBuilder(
-            vllm_config, attention, group.specs, _most_rows(vllm_config, list(kernels.values()))
+            vllm_config,
+            structure.attention,
+            group.specs,
+            _most_rows(vllm_config, list(kernels.values())),
         )
         fast_ops = FastOps(model)
         adapters = Adapters(model)
         scratch = Scratch(
-            stack, rows, fast_ops, adapters, block_size, kv_cache_config.num_blocks, vllm_config
+            stack,
+            rows,
+            fast_ops,
+            adapters,
+            group.block_size,
+            kv_cache_config.num_blocks,
+            vllm_config,
         )
         ropes = prove_rotations(scratch)
         max_model_len = vllm_config.model_config.max_model_len
@@ -112,10 +162,9 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         prove_attention(scratch, known, rows, pass_attention)
         warm_up(scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
-        descriptions = dict.fromkeys(chosen.description for chosen in kernels.values())
-        return Runtime(prefill, max_deviation, "; ".join(descriptions))
+        return Runtime(prefill, max_deviation, structure.description)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
-        raise RefusedError(f"{error}; serve this model without --segreuse") from error
+        raise RefusedError(f"{error}{WITHOUT}") from error
 
 
 def _most_rows(vllm_config: VllmConfig, kernels: list[dispatch.Kernels]) -> int:
