@@ -2,8 +2,9 @@
 """What passing tests show of which family of models: `docs/support.json`, the table of models.
 
 A test says so by the marker `shows`: `@pytest.mark.shows("recompute")`. The family is its parameter
-`shape`, or `family=` of the marker. `--support record` adds what a run has shown to the file;
-`--support check` is for complete runs: it fails if the file has anything else for this device.
+`shape`, that which `by=` names, or `family=` of the marker. `--support record` adds what a run has
+shown to the file; `--support check` is for complete runs: it fails if the file has anything else
+for this device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def note(item: pytest.Item) -> None:
     """
     for marker in item.iter_markers("shows"):
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        family = marker.kwargs.get("family", parameters.get("shape"))
+        family = marker.kwargs.get("family", parameters.get(marker.kwargs.get("by", "shape")))
         if family is None or not set(marker.args) <= FEATURES.keys():
             raise pytest.UsageError(
                 f"{item.nodeid}: shows{marker.args} needs a family, and features of "

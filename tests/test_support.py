@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.shapes import SUPPORTED
+from bench.shapes import SUPPORTED, VISION
 from tests import support
 
 TESTS = Path(__file__).parent
@@ -74,6 +74,9 @@ def test_a_marker_names_features_and_the_shape_is_the_family() -> None:
     given = item(pytest.mark.shows("tp", "fp8"), pytest.mark.slow, shape="llama")
     support.note(given)
     assert given.user_properties == [("shows", "llama tp"), ("shows", "llama fp8")]
+    given = item(pytest.mark.shows("window", by="windowed"), windowed="gemma3")
+    support.note(given)
+    assert given.user_properties == [("shows", "gemma3 window")]
     given = item(pytest.mark.shows("tp", family="qwen3"), shape="llama")
     support.note(given)
     assert given.user_properties == [("shows", "qwen3 tp")]
@@ -94,6 +97,6 @@ def test_the_committed_table_names_shapes_and_features_that_tests_show() -> None
             marked |= set(re.findall(r'(?<!=)"(\w+)"', call))
     shown = json.loads(support.FILE.read_text())
     for families in shown.values():
-        assert families.keys() <= SUPPORTED.keys()
+        assert families.keys() <= (SUPPORTED | VISION).keys()
         assert {one for features in families.values() for one in features} <= marked
     assert marked <= support.FEATURES.keys()

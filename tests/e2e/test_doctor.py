@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor's verdict is that of start-up, for every shape of model in the tests."""
 
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from bench.shapes import BENCH, SHAPES, make_model
+from bench.shapes import BENCH, SHAPES, VISION, make_model
 from tests.e2e.engine import BLOCK_SIZE, engine
+from tests.e2e.test_vision import STAND_INS
 from vllm_segreuse import worker
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.doctor.diagnosis import Diagnosis, diagnose
@@ -22,7 +27,7 @@ def diagnosed(shape: str) -> Diagnosis:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in BENCH])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in BENCH | VISION])
 def test_the_doctor_says_what_start_up_says(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     proven: list[Runtime] = []
 
@@ -42,3 +47,22 @@ def test_the_doctor_says_what_start_up_says(shape: str, monkeypatch: pytest.Monk
     assert found.reasons[:1] == why
     assert found.works == bool(proven)
     assert [found.kernels] == ([it.kernels for it in proven] or [None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", VISION)
+def test_a_vision_model_works_for_the_doctor_as_it_does_for_start_up(shape: str) -> None:
+    """`test_vision.py` starts it."""
+    path = os.pathsep.join([str(STAND_INS), os.environ.get("PYTHONPATH", "")])
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_segreuse.cli",
+        "doctor",
+        str(make_model(shape)),
+        "--json",
+    ]
+    environment = os.environ | {"PYTHONPATH": path}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads(ended.stdout)["notes"] == []

@@ -99,6 +99,7 @@ def test_the_adapters_answer_differently(expected: list[Answer]) -> None:
             assert_same(expected[0], other, 20 * NOISE)
 
 
+@pytest.mark.shows("lora", family=SHAPE)
 @pytest.mark.parametrize("way", MORE_WAYS)
 def test_34_recomputing_everything_equals_plain_vllm_with_the_same_adapters(
     way: str, running: Engine, adapters: Adapters, expected: list[Answer]

@@ -22,6 +22,7 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 NOISE = 2e-3  # of float32
 
 
+@pytest.mark.shows("recompute", "partial")
 @pytest.mark.parametrize(
     "shape",
     [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"],

@@ -53,6 +53,7 @@ def test_above_its_drift_a_request_is_computed_in_full(windowed: Engine) -> None
     check_drift(windowed, "focus")
 
 
+@pytest.mark.shows("window", by="windowed")
 @pytest.mark.parametrize("policy", ["shift", "focus"])
 def test_a_token_far_behind_moved_text_answers_as_before(windowed: Engine, policy: str) -> None:
     """A prompt that is one whole document is moved by nothing: its reuse is exact."""
