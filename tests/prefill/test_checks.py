@@ -497,20 +497,6 @@ def test_a_cache_without_room_for_the_proof_is_refused(
         assert "the KV cache has 8 blocks only; give it more memory" in refusal(small)
 
 
-def test_positions_that_no_rotary_module_explains_are_refused(tmp_path: Any) -> None:
-    """LongRoPE chooses its angles by the length of the prompt."""
-    longrope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * (HEAD_SIZE // 2),
-        "long_factor": [4.0] * (HEAD_SIZE // 2),
-        "original_max_position_embeddings": 128,
-    }
-    changes = {"rope_parameters": longrope, "original_max_position_embeddings": 128}
-    with loaded(tmp_path, **changes) as model:
-        assert "carries positions that no rotary module explains" in refusal(model)
-
-
 # Attention sinks; windows and capped logits: test_windows.py.
 
 
