@@ -217,13 +217,6 @@ def test_workers_report_what_the_layers_are(
     assert half.asked == [("take_layers", ModelLayers(6, (1, 3)))] * 2
 
 
-def test_workers_without_plans_report_nothing(
-    worker: SegReuseConnector, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(worker.worker_side, "backlog", None)
-    assert worker.get_handshake_metadata() is None
-
-
 # Statistics.
 
 

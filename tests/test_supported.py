@@ -146,6 +146,7 @@ def test_all_reasons_are_known_and_the_first_is_told(llama: Any) -> None:
         "expert load balancing is on",
     ]
 
+
 QUANTISED_OTHERWISE = sorted(set(get_args(CacheDType)) - set(KV_CACHE_DTYPES))
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
