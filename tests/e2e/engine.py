@@ -113,6 +113,8 @@ def engine(
     environment = dict(os.environ)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if shape == "gpt_oss":  # refused otherwise (`check_split_keys`)
+        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -152,7 +154,11 @@ def engine(
         gc.collect()
         cleanup_dist_env_and_memory()
         # Servers that later tests start would inherit what this engine has set.
-        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_DIST_IDENT"):
+        for name in (
+            "VLLM_ENABLE_V1_MULTIPROCESSING",
+            "VLLM_DIST_IDENT",
+            "VLLM_CPU_ATTN_SPLIT_KV",
+        ):
             os.environ.pop(name, None)
             if name in environment:
                 os.environ[name] = environment[name]

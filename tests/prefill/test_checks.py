@@ -46,6 +46,7 @@ from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.proofs import passes
 from vllm_segreuse.prefill.proofs.causal import check_attention
 from vllm_segreuse.prefill.proofs.rotations import prove_rotation
+from vllm_segreuse.supported import RefusedError
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
 FP8 = ("bfloat16 fp8_e4m3", "float16 fp8_e5m2", "float32 fp8_e4m3")
@@ -503,6 +504,7 @@ def test_a_cache_without_room_for_the_proof_is_refused(
 @pytest.fixture
 def sinking(model: Loaded, monkeypatch: Patch) -> Loaded:
     """Whose attention has sinks."""
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
     for number, layer in enumerate(model.attention.values()):
         monkeypatch.setattr(layer, "has_sink", True)
         monkeypatch.setattr(layer.impl, "sinks", torch.tensor([0.5, -1.0]) * (1 + number))
@@ -518,6 +520,14 @@ def only_by_layer(monkeypatch: Patch) -> None:
 @FORMATS
 def test_a_model_with_sinks_is_proven(sinking: Loaded) -> None:
     assert prove(sinking).prefill.layers.scored == (0, 1)
+
+
+def test_sinks_are_refused_where_the_cpu_backend_divides_keys_among_threads(
+    sinking: Loaded, monkeypatch: Patch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_ATTN_SPLIT_KV")
+    with pytest.raises(RefusedError, match="keys among threads; set VLLM_CPU_ATTN_SPLIT_KV=0"):
+        prove(sinking)
 
 
 @FORMATS

@@ -31,7 +31,12 @@ from vllm_segreuse.prefill.attention import LONG_RUN, PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.proofs.attention import prove_attention
-from vllm_segreuse.prefill.proofs.causal import check_attention, check_scored, check_sharing
+from vllm_segreuse.prefill.proofs.causal import (
+    check_attention,
+    check_scored,
+    check_sharing,
+    check_split_keys,
+)
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
@@ -98,6 +103,7 @@ def read_structure(
     try:
         check_sharing(by_name)
         check_attention(attention, group.block_size)
+        check_split_keys(attention)
         check_format(attention.values())
         stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
         layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]

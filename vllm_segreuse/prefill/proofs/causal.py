@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
+from vllm import envs
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 
 from vllm_segreuse.model.attention_kind import of_impl
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import ModelLayers
+from vllm_segreuse.supported import RefusedError
 
 
 def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
@@ -73,6 +76,24 @@ def _window_of_backend(layer: nn.Module) -> int | None:
     found = of_impl(layer, "sliding_window")
     keys = found[0] + 1 if isinstance(found, tuple) else found
     return keys if keys is not None and keys > 0 else None
+
+
+def check_split_keys(attention: Mapping[str, nn.Module]) -> None:
+    """vLLM's CPU backend must not divide keys among threads where there are attention sinks.
+
+    With its hybrid KV cache manager off, as it is for this connector, and more threads than one,
+    vLLM 0.32 itself then answers one prompt differently from run to run: log-probabilities of a
+    small gpt-oss were off by up to 1.
+
+    Raises:
+        RefusedError: there are sinks, and it may.
+    """
+    sinks = any(of_impl(layer, "sinks") is not None for layer in attention.values())
+    if sinks and current_platform.is_cpu() and envs.VLLM_CPU_ATTN_SPLIT_KV:
+        raise RefusedError(
+            "the model has attention sinks, with which vLLM's CPU backend is wrong where it "
+            "divides keys among threads; set VLLM_CPU_ATTN_SPLIT_KV=0"
+        )
 
 
 def check_scored(layers: ModelLayers) -> None:
