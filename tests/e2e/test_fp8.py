@@ -17,6 +17,7 @@ __all__ = ["files"]  # a fixture
 REUSE = NAMESPACE | {"segreuse_min_reused_tokens": 16}
 
 
+@pytest.mark.shows("fp8", family="qwen3")
 @pytest.mark.parametrize(
     ("kind", "dtype", "noise"),
     [
