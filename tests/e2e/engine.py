@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine in this process, small and quick to start."""
 
+from __future__ import annotations
+
 import gc
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.shapes import SHAPES, make_model
+
+if TYPE_CHECKING:
+    from vllm_segreuse.doctor.diagnosis import Diagnosis
 
 NAMESPACE = {"extra_keys": ["tests"]}
 BLOCK_SIZE = 32
@@ -23,6 +28,19 @@ class Answer:
     logprobs: list[dict[int, float]]
     cached_tokens: int
     report: dict[str, Any] = field(default_factory=dict)
+
+
+def diagnosed(shape: str, dtype: str = "bfloat16") -> Diagnosis:
+    """The doctor's verdict on a test model, with the engine's arguments."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_segreuse.config import SegReuseConfig
+    from vllm_segreuse.doctor.diagnosis import diagnose
+
+    args = EngineArgs(
+        model=str(make_model(shape)), dtype=dtype, block_size=BLOCK_SIZE, max_model_len=4096
+    )
+    return diagnose(args, SegReuseConfig())
 
 
 class Engine:

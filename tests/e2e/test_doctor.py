@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor's verdict is that of start-up, for every shape of model in the tests."""
+"""The doctor's verdict is that of start-up: of refused models, and of some that are served. Of all
+others that are served `test_equality.py` compares it."""
 
 import json
 import os
@@ -8,26 +9,16 @@ import sys
 from typing import Any
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
 
-from bench.shapes import BENCH, SHAPES, VISION, make_model
-from tests.e2e.engine import BLOCK_SIZE, engine
+from bench.shapes import REFUSED, VISION, make_model
+from tests.e2e.engine import diagnosed, engine
 from tests.e2e.test_vision import STAND_INS
 from vllm_segreuse import worker
-from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.doctor.diagnosis import Diagnosis, diagnose
 from vllm_segreuse.prefill.checks import Runtime, prove
 
 
-def diagnosed(shape: str) -> Diagnosis:
-    args = EngineArgs(
-        model=str(make_model(shape)), dtype="bfloat16", block_size=BLOCK_SIZE, max_model_len=4096
-    )
-    return diagnose(args, SegReuseConfig())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in BENCH | VISION])
+@pytest.mark.parametrize("shape", [*REFUSED, "llama", "qwen3_moe", "gemma3"])
 def test_the_doctor_says_what_start_up_says(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     proven: list[Runtime] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.shapes import SUPPORTED
-from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
+from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, diagnosed, engine
 
 EVERYTHING = NAMESPACE | {
     "segreuse_policy": "sparsex",
@@ -117,6 +117,8 @@ def check_partial(reusing: Engine, documents: list[list[int]], prompts: list[lis
 def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
     # In float32, where rounding hides nothing: a wrong mask or position is off by far more.
     check_everything(shape, dtype="float32", noise=2e-3)
+    found = diagnosed(shape, dtype="float32")
+    assert (found.works, found.reasons, found.notes) == (True, (), ())
 
 
 def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
