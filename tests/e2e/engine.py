@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from bench.shapes import SHAPES, make_model
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 NAMESPACE = {"extra_keys": ["tests"]}
 BLOCK_SIZE = 32
+ENVIRONMENT = {"gpt_oss": {"VLLM_CPU_ATTN_SPLIT_KV": "0"}}
+"""Of shapes that are refused otherwise (`check_split_keys`)."""
 
 
 @dataclass
@@ -40,7 +43,8 @@ def diagnosed(shape: str, dtype: str = "bfloat16") -> Diagnosis:
     args = EngineArgs(
         model=str(make_model(shape)), dtype=dtype, block_size=BLOCK_SIZE, max_model_len=4096
     )
-    return diagnose(args, SegReuseConfig())
+    with patch.dict(os.environ, ENVIRONMENT.get(shape, {})):
+        return diagnose(args, SegReuseConfig())
 
 
 class Engine:
@@ -131,8 +135,7 @@ def engine(
     environment = dict(os.environ)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    if shape == "gpt_oss":  # refused otherwise (`check_split_keys`)
-        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+    os.environ |= ENVIRONMENT.get(shape, {})
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown

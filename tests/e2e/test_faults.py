@@ -3,6 +3,7 @@
 
 import pkgutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -300,8 +301,8 @@ def test_30_a_spoilt_donor_is_not_reused(
 ) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    aligner = get_kv_transfer_group().worker_side.backlog.prefill._aligner
-    align = aligner._kernel
+    [group] = get_kv_transfer_group().worker_side.backlog.prefill._aligner._groups
+    align = group.first.kernels.align
 
     def spoil(pages: list[torch.Tensor], parts: Any, moves: Any) -> None:
         align(pages, parts, moves)
@@ -309,7 +310,8 @@ def test_30_a_spoilt_donor_is_not_reused(
         parts[1].strides.view(pages[0][block][None]).fill_(value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aligner, "_kernel", spoil)
+        spoiling = replace(group.first.kernels, align=spoil)
+        patch.setattr(group, "first", replace(group.first, kernels=spoiling))
         answer = ask_named(reusing, "spoilt", prompt, options)
     assert_same(answer, reference, NOISE)
     assert "NaN or infinity; computed in full: ['spoilt" in caplog.text

@@ -384,6 +384,7 @@ def test_a_prompt_is_explained_by_the_command(
     assert "segment, moved by " in shown
     assert " would be reused with focus" in shown
     assert "Request number" in shown, "the text of what is new is shown"
+    file.write_text(json.dumps(completion(shuffled())))
     assert explain_cli.main([str(file), "--url", server.url, "--json", "--reuse"]) == 0
     report = json.loads(capsys.readouterr().out)["report"]
     assert report["bypass_reason"] is None
