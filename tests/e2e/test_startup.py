@@ -90,7 +90,7 @@ def test_10_a_kernel_that_sees_the_future_is_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         cpu,
         "sparse_attention",
-        lambda *args: attend(*args[:-2], args[-2] + 1, args[-1]),
+        lambda *args, **more: attend(*args[:-2], args[-2] + 1, args[-1], **more),
     )
     with pytest.raises(RuntimeError, match="does not reproduce"), engine("llama"):
         pass
