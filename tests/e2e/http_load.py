@@ -60,7 +60,9 @@ class Load:
 
     def _run(self, number: int) -> None:
         dice = random.Random(number)
-        with httpx.Client(base_url=self._base_url, timeout=120) as client:
+        # The server closes what was idle for five seconds, perhaps just as it is used again.
+        limits = httpx.Limits(keepalive_expiry=2)
+        with httpx.Client(base_url=self._base_url, timeout=120, limits=limits) as client:
             for turn in itertools.count(number):
                 if self._end.is_set():
                     return
