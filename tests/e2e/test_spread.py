@@ -118,10 +118,10 @@ def at_once(
     return answer
 
 
-def measured(report: dict[str, Any], rel: float = 0.02) -> dict[str, Any]:
+def measured(report: dict[str, Any]) -> dict[str, Any]:
     """A report whose drift may differ by rounding: waves are other batches."""
     drift = report["drift"]
-    return report | {"drift": drift and pytest.approx(drift, rel=rel)}
+    return report | {"drift": drift and pytest.approx(drift, rel=0.02)}
 
 
 @pytest.mark.parametrize("way", WAYS)
