@@ -292,11 +292,18 @@ def families() -> str:
         (
             name,
             ", ".join(f"`{it}`" for it in family["config"]["architectures"]),
-            "works" if family["works"] else f"refused: {sources.escaped(family['why'])}",
+            _verdict(family),
         )
         for name, family in found.items()
     ]
     return _table(("model", "architecture", "verdict"), rows)
+
+
+def _verdict(family: dict[str, Any]) -> str:
+    if not family["works"]:
+        return f"refused: {sources.escaped(family['why'])}"
+    needed = [f"{name}={value}" for name, value in family.get("environment", {}).items()]
+    return f"works, with `{' '.join(needed)}`" if needed else "works"
 
 
 # Markdown.

@@ -45,6 +45,8 @@ def test_the_verdict_on_a_family(
     family = FAMILIES[name]
     if "code" in family:
         stand_in(family["code"], monkeypatch)
+    for variable, value in family.get("environment", {}).items():
+        monkeypatch.setenv(variable, value)
     (tmp_path / "config.json").write_text(json.dumps(family["config"]))
     found = diagnosis.diagnose(EngineArgs(model=str(tmp_path)), SegReuseConfig())
     assert found.works == family["works"], found.reasons
