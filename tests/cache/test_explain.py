@@ -156,7 +156,7 @@ def test_the_oldest_is_forgotten_first() -> None:
     world.evict(world.cache(DOCUMENT, 0, world.mine))
     world.evict(world.cache(OTHER, 8, world.mine))
     known = [
-        world.forgotten.windows(world.mine, np.array(tokens, np.int32), Why.EVICTED).sum()
+        world.forgotten.windows(Prompt(world.mine, np.array(tokens, np.int32)))[Why.EVICTED].sum()
         for tokens in (DOCUMENT, OTHER)
     ]
     assert known == [1, 3]

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from vllm_segreuse.cache.forgotten import Forgotten, Why
-from vllm_segreuse.cache.index import SegmentIndex, salt_of
-from vllm_segreuse.cache.lookup import find_groups
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.matcher import indexed_windows
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.rolling_hash import window_anchors
 from vllm_segreuse.plan import BoolArray, Pieces
 
 Stretch = dict[str, Any]
@@ -106,28 +105,13 @@ class Reasons:
     def _known(self) -> dict[str, BoolArray]:
         """By reason, the windows of the prompt that it holds for; the nearest first."""
         if self._by_reason is None:
-            namespace, tokens = self._prompt.namespace, self._prompt.tokens
+            index, prompt = self._index, self._prompt
+            hashes, length = prompt.hashes(index.block_size), len(prompt.tokens)
+            indexed = indexed_windows(index, prompt.namespace, prompt.tokens, hashes, 0, length)
+            forgotten = self._forgotten.windows(prompt)
             self._by_reason = {
-                "computed_now": self._indexed(),
-                "evicted": self._forgotten.windows(namespace, tokens, Why.EVICTED),
-                "too_deep": self._forgotten.windows(namespace, tokens, Why.TOO_DEEP),
+                "computed_now": indexed >= 0,  # not found: it may not donate yet
+                "evicted": forgotten[Why.EVICTED],
+                "too_deep": forgotten[Why.TOO_DEEP],
             }
         return self._by_reason
-
-    def _indexed(self) -> BoolArray:
-        """Windows that a block of the index holds; one that was not found may not donate yet."""
-        index, tokens = self._index, self._prompt.tokens
-        groups = find_groups(
-            index.nodes,
-            index.tokens,
-            index.heads,
-            index.anchor_counts,
-            int(self._prompt.namespace),
-            salt_of(self._prompt.namespace),
-            np.require(tokens, np.int32, ("C", "W")),
-            np.require(self._prompt.hashes(index.block_size), np.uint64, ("C", "W")),
-            window_anchors(tokens, index.block_size),
-            0,
-            len(tokens),
-        )
-        return groups >= 0

@@ -13,6 +13,7 @@ import numpy as np
 
 from vllm_segreuse.cache.index import SegmentIndex, salt_of
 from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.rolling_hash import TokenArray, window_anchors, window_hashes
 from vllm_segreuse.plan import BoolArray
 
@@ -76,16 +77,11 @@ class Forgotten:
         self._why[at] = why
         self._next = (at + 1) % self._marks.size
 
-    def windows(self, namespace: int, tokens: TokenArray, why: Why) -> BoolArray:
-        """Which windows of a prompt are the content of such blocks: bool `[windows]`.
-
-        Args:
-            namespace: of the prompt.
-            tokens: int32 `[n]`, the prompt.
-            why: what became of the blocks.
-        """
+    def windows(self, prompt: Prompt) -> dict[Why, BoolArray]:
+        """Which windows of a prompt are the content of such blocks: bool `[windows]`, by what
+        became of the blocks."""
         size = self._index.block_size
-        keys = window_hashes(tokens, size).astype(np.uint32).astype(np.uint64)
-        marks = keys << np.uint64(32) | window_anchors(tokens, size)
-        marks ^= np.uint64(self._namespaces.digest(namespace))
-        return np.isin(marks, self._marks[self._why == why])
+        keys = prompt.hashes(size).astype(np.uint32).astype(np.uint64)
+        marks = keys << np.uint64(32) | window_anchors(prompt.tokens, size)
+        marks ^= np.uint64(self._namespaces.digest(prompt.namespace))
+        return {why: np.isin(marks, self._marks[self._why == why]) for why in Why}

@@ -26,7 +26,7 @@ from vllm_segreuse.cache.rolling_hash import (
     window_anchors,
     window_hashes,
 )
-from vllm_segreuse.plan import Pieces
+from vllm_segreuse.plan import IntArray, Pieces
 
 
 class Matches(NamedTuple):
@@ -96,19 +96,7 @@ def find_matches(
     namespace, start, stop, max_depth = int(namespace), int(start), int(stop), int(max_depth)
     tokens = np.require(tokens, np.int32, ("C", "W"))
     hashes, salt = np.require(hashes, np.uint64, ("C", "W")), salt_of(namespace)
-    groups = find_groups(
-        index.nodes,
-        index.tokens,
-        index.heads,
-        index.anchor_counts,
-        namespace,
-        salt,
-        tokens,
-        hashes,
-        window_anchors(tokens, index.block_size),
-        start,
-        stop,
-    )
+    groups = indexed_windows(index, namespace, tokens, hashes, start, stop)
     table, num_tokens, num_segments, depth = assemble(
         index.nodes,
         index.tokens,
@@ -122,6 +110,37 @@ def find_matches(
         max_depth,
     )
     return Matches(Pieces.from_table(table), num_tokens, num_segments, depth)
+
+
+def indexed_windows(
+    index: SegmentIndex,
+    namespace: int,
+    tokens: TokenArray,
+    hashes: HashArray,
+    start: int,
+    stop: int,
+) -> IntArray:
+    """Which windows of a prompt are the content of indexed blocks, donors or not.
+
+    Args:
+        tokens, hashes, start, stop: as of `find_matches`; arrays contiguous and writable.
+
+    Returns:
+        See `lookup.find_groups`.
+    """
+    return find_groups(
+        index.nodes,
+        index.tokens,
+        index.heads,
+        index.anchor_counts,
+        namespace,
+        salt_of(namespace),
+        tokens,
+        hashes,
+        window_anchors(tokens, index.block_size),
+        start,
+        stop,
+    )
 
 
 def warm_up() -> None:
