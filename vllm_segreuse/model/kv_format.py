@@ -14,15 +14,16 @@ from dataclasses import dataclass
 import torch
 from vllm.platforms import current_platform
 
+from vllm_segreuse.kernels.arguments import FP8
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.supported import KV_CACHE_DTYPES
 
 _FP8 = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-_PLAIN = ("auto", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class KvScales:
 
 def is_fp8(dtype: torch.dtype) -> bool:
     """Whether elements of this type are one of vLLM's two kinds of fp8."""
-    return dtype in _FP8.values()
+    return dtype in FP8
 
 
 def typed_pages(layer: torch.nn.Module) -> torch.Tensor:
@@ -87,7 +88,7 @@ def check_format(layers: Iterable[torch.nn.Module]) -> None:
 def _faults(layer: torch.nn.Module) -> list[tuple[bool, str]]:
     kind = layer.kv_cache_dtype
     if kind not in _FP8:
-        return [(kind not in _PLAIN, f"stores keys and values as {kind}")]
+        return [(kind not in KV_CACHE_DTYPES, f"stores keys and values as {kind}")]
     scales = kv_scales(layer)
     per_head = max(layer._k_scale.numel(), layer._v_scale.numel())
     return [
