@@ -9,7 +9,7 @@ import pytest
 from vllm.config import CacheConfig, LoRAConfig, ParallelConfig
 from vllm.config.cache import CacheDType
 
-from tests.prefill.loaded import model_config
+from tests.prefill.loaded import model_config, refused
 from vllm_segreuse.supported import KV_CACHE_DTYPES, RefusedError, check_config
 
 WITHOUT = "serve this model without --segreuse"
@@ -56,11 +56,7 @@ def config(
 
 
 def refusal(vllm_config: Any) -> str:
-    with pytest.raises(RefusedError) as refused:
-        check_config(vllm_config)
-    text = str(refused.value)
-    assert text.startswith("segment reuse cannot start: ")
-    return text.removeprefix("segment reuse cannot start: ")
+    return refused(lambda: check_config(vllm_config))
 
 
 NO_ATTENTION = (

@@ -31,6 +31,18 @@ def model(tmp_path: Path) -> Any:
     return write
 
 
+@pytest.fixture
+def reuse(tmp_path: Path) -> Any:
+    """Writes options of segment reuse, and returns the file."""
+
+    def write(text: str) -> str:
+        file = tmp_path / "reuse.yaml"
+        file.write_text(text)
+        return str(file)
+
+    return write
+
+
 def test_a_model_that_works(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([model("qwen3-8b"), "--block-size", "32"]) == 0
     printed = capsys.readouterr().out
@@ -111,21 +123,19 @@ def test_its_reason_is_one_line(
 
 
 def test_options_of_reuse_are_read(
-    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Any, reuse: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "reuse.yaml"
-    file.write_text("policy: epic\nrecompute_ratio: 0.25\n")
-    assert cli.main([model("llama-3.2-1b"), "--config", str(file)]) == 0
+    file = reuse("policy: epic\nrecompute_ratio: 0.25\n")
+    assert cli.main([model("llama-3.2-1b"), "--config", file]) == 0
     assert "policy    epic, 25% of the reused tokens recomputed\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("enabled", ["false", "observe"])
 def test_reuse_that_is_switched_off_is_said(
-    enabled: str, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    enabled: str, model: Any, reuse: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "reuse.yaml"
-    file.write_text(f"enabled: {enabled}\n")
-    assert cli.main([model("llama-3.2-1b"), "--config", str(file)]) == 0
+    file = reuse(f"enabled: {enabled}\n")
+    assert cli.main([model("llama-3.2-1b"), "--config", file]) == 0
     assert f"starts with enabled: {enabled}".lower() in capsys.readouterr().out.lower()
 
 
@@ -146,12 +156,9 @@ def test_a_bad_configuration(
     assert "works" not in out
 
 
-def test_a_bad_file_of_options(
-    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "reuse.yaml"
-    file.write_text("polcy: epic\n")
-    assert cli.main([model("qwen3-8b"), "--config", str(file)]) == 2
+def test_a_bad_file_of_options(model: Any, reuse: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = reuse("polcy: epic\n")
+    assert cli.main([model("qwen3-8b"), "--config", file]) == 2
     assert "unknown option 'polcy'" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ connector; no engine, and random weights."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,11 +184,17 @@ def prove(model: Loaded) -> checks.Runtime:
     return checks.prove(model.model, model.vllm_config, model.kv_cache_config)
 
 
+def refused(start: Callable[[], object]) -> str:
+    """Why a start is refused."""
+    with pytest.raises(RefusedError) as found:
+        start()
+    text = str(found.value)
+    assert text.startswith("segment reuse cannot start: ")
+    return text.removeprefix("segment reuse cannot start: ")
+
+
 def refusal(model: Loaded) -> str:
     """Why the model is not proven."""
-    with pytest.raises(RefusedError) as refused:
-        prove(model)
-    text = str(refused.value)
-    assert text.startswith("segment reuse cannot start: ")
+    text = refused(lambda: prove(model))
     assert text.endswith("; serve this model without --segreuse")
     return text
