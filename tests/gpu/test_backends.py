@@ -52,7 +52,7 @@ def test_it_is_what_a_gpu_would_run(reusing: Engine) -> None:
 def test_recomputing_everything_equals_full_prefill(reusing: Engine, spread: bool) -> None:
     """Several plans of one step, in waves, while others decode; or the second over several."""
     side = reusing.scheduler.connector.scheduler_side
-    side._spread_above = SPREAD_TOKENS * side._num_layers if spread else None
+    side._spread_above = SPREAD_TOKENS * side._layers.count if spread else None
     text = Prompts(reusing.vocab_size, seed=3)
     documents = [text.tokens(61), text.tokens(83)]
     prompts = [text.around(*documents, gaps=(9, 20, 3)), text.around(documents[1], gaps=(1, 3))]
