@@ -60,8 +60,9 @@ class Load:
 
     def _run(self, number: int) -> None:
         dice = random.Random(number)
-        # The server closes what was idle for five seconds, perhaps just as it is used again.
-        limits = httpx.Limits(keepalive_expiry=2)
+        # No connection is used twice: a huge body beside may occupy the server for seconds, who
+        # then takes connections for idle, and closes them before reading what they have sent.
+        limits = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(base_url=self._base_url, timeout=120, limits=limits) as client:
             for turn in itertools.count(number):
                 if self._end.is_set():
