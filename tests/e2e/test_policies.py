@@ -45,6 +45,26 @@ def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) 
     reusing.check_idle()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_blocks_held_before_changes_no_answer(reusing: Engine, policy: str) -> None:
+    """Nor the choice of tokens: it may be the KV of another namespace."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    layers = get_kv_transfer_group().worker_side.backlog.prefill._layers._layers
+    documents, (prompt, *_) = prompts_for(reusing.vocab_size)
+    answers = []
+    for held in (0.0, 3.0, -3.0):
+        reusing.reset()
+        reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+        unnamed = [b.block_id for b in reusing.pool.blocks if b.block_hash is None]
+        for layer in layers:
+            layer.pages[unnamed] = held
+        answers += reusing.ask(prompt, options=options(policy))
+    for other in answers[1:]:
+        assert other.report == answers[0].report
+        assert_same(other, answers[0], noise=1e-5)
+
+
 @pytest.mark.parametrize("dense_layers", [0, 1])
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p != "exact"])  # it moves nothing
 def test_the_reported_work_is_the_work_done(

@@ -21,8 +21,6 @@ from tests.e2e.test_spread import (
 )
 
 QUICK = "gemma3"
-SCORED_OTHERWISE = ("gemma4", "cohere2", "gpt_oss")
-"""Shapes for which it is not understood yet why a plan over several steps chooses otherwise."""
 SHAPES = ("gemma3", "gemma2", "gemma4", "cohere2", "gpt_oss")
 
 
@@ -80,11 +78,8 @@ def prompts(windowed: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("way", ["shift", "exact", "hybrid", "focus"])
 def test_a_plan_over_several_steps_answers_as_it_does_at_once(
-    windowed: Engine, prompts: list[list[int]], way: str, request: pytest.FixtureRequest
+    windowed: Engine, prompts: list[list[int]], way: str
 ) -> None:
-    if way == "focus" and request.node.callspec.params["windowed"] in SCORED_OTHERWISE:
-        why = "scores of a plan in chunks differ by some percent, and with them one of 90 tokens"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=False))
     alone = at_once(windowed, prompts, 0, WAYS[way])
     assert alone.report["reused_tokens"] > 200
     someone_decodes(windowed)

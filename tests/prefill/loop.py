@@ -90,7 +90,7 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
     Returns:
         Positions that are computed behind the dense layers, and the KV that this leaves.
     """
-    kv, recipe = dict(kv), plan.recipe
+    recipe = plan.recipe
     program = recipe.program
     token_ids = dict(enumerate(plan.token_ids.tolist(), plan.start))
     always = {plan.start + int(i) for i in np.flatnonzero(recipe.always)}
@@ -99,6 +99,8 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
         token_ids[plan.stop] = plan.next_token
         always.add(plan.stop)
         probes.add(plan.stop)
+    # What is computed has no keys and values before it is.
+    kv = {at: held for at, held in kv.items() if at[1] not in always}
     embedded = {p: decoder.embed(token, p) for p, token in token_ids.items()}
 
     dense = program.dense_layers
@@ -109,14 +111,14 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
         case Boundary():
             _attention_at_boundary(decoder, dense, probes, always, embedded, kv, scores)
         case Deviation():
-            for p, state in states.items():
+            for p in set(states) - always:
                 for new, held in zip(
-                    decoder.key_and_value(dense, state), kv[dense, p], strict=True
+                    decoder.key_and_value(dense, states[p]), kv[dense, p], strict=True
                 ):
                     scores[p] += float(((new - held) ** 2).sum())
         case Probed():
             least = program.threshold
-            _attention_at_all_layers(decoder, program, probes, embedded, kv, scores)
+            _attention_at_all_layers(decoder, program, probes, always, embedded, kv, scores)
     others = sorted(set(token_ids) - always, key=lambda p: (-scores[p], p))
     chosen = [p for p in others[: recipe.top_k] if scores[p] >= least]
     active = sorted(always | set(chosen))
@@ -157,17 +159,19 @@ def _attention_at_all_layers(
     decoder: TinyDecoder,
     program: Probed,
     probes: set[int],
+    always: set[int],
     embedded: States,
     kv: KV,
     scores: dict[int, float],
 ) -> None:
-    """ProphetKV: the question alone against the reused KV, at all layers but the last."""
-    kv, states = dict(kv), {p: embedded[p] for p in probes}
+    """ProphetKV: the question, and what else is new, against the reused KV, at all layers but the
+    last."""
+    kv, states = dict(kv), {p: embedded[p] for p in sorted(always)}
     gather, by_last = program.gather, dict.fromkeys(scores, 0.0)
     counting = [layer for layer in decoder.global_layers if layer >= program.first_layer]
     counting = counting or decoder.global_layers[-1:]
     for layer in range(LAYERS - 1):
-        asking = {p: decoder.query(layer, state) for p, state in states.items()}
+        asking = {p: decoder.query(layer, states[p]) for p in sorted(probes)}
         states = decoder.run(range(layer, layer + 1), states, kv)
         for p, query in asking.items():
             shares = decoder.shares(layer, p, query, kv)

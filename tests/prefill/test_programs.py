@@ -112,9 +112,9 @@ class Known:
     def all_layers(self, tokens, batch) -> Waves[LayerState]:
         return (yield from self.run(0, LAYERS, tokens, None, batch))
 
-    def queries(self, tokens, layers, batch) -> Waves[list[torch.Tensor]]:
-        yield from self.run(0, layers[-1] + 1, tokens, None, batch)
-        return [torch.zeros(len(tokens), HEADS, CHANNELS)] * len(layers)
+    def queries(self, wanted, computed, layers, batch) -> Waves[list[torch.Tensor]]:
+        yield from self.run(0, layers[-1] + 1, batch.tokens.take(computed), None, batch)
+        return [torch.zeros(len(wanted), HEADS, CHANNELS)] * len(layers)
 
     def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return self.computed

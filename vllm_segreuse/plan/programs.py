@@ -54,13 +54,11 @@ class Counts(NamedTuple):
         tokens: all of them.
         always: computed at every layer, whatever is chosen.
         chosen: by their score, outside of these.
-        probes: whose queries give the scores.
     """
 
     tokens: int
     always: int
     chosen: int
-    probes: int
 
 
 class Program:
@@ -146,7 +144,8 @@ class Deviation(Program):
 @dataclass(frozen=True)
 class Probed(Program):
     """By the attention that the probes pay at all layers that attend to the whole prompt, but the
-    last; they run through these first.
+    last. What is always computed runs through these first: a probe attends to the new text before
+    it, too, and where that will stand is whatever the blocks held last.
 
     Attributes:
         gather: how that attention becomes a score.
@@ -174,6 +173,6 @@ class Probed(Program):
         return layers.scored_from(self.first_layer)
 
     def cost(self, counts: Counts, layers: ModelLayers) -> int:
-        """The probes are computed once more, up to the last scored layer."""
+        """What is always computed passes the layers up to the last scored one twice."""
         again = self.scored_layers(layers)[-1] + 1
-        return super().cost(counts, layers) + again * counts.probes
+        return super().cost(counts, layers) + again * counts.always

@@ -66,8 +66,8 @@ class Recipe:
             chosen: by their score.
             behind: tokens behind the plan that are computed and probed with it.
         """
-        always, probes = int(self.always.sum()), int(self.probes.sum())
-        return Counts(len(self.always) + behind, always + behind, chosen, probes + behind)
+        always = int(self.always.sum())
+        return Counts(len(self.always) + behind, always + behind, chosen)
 
 
 class PlanOutcome(NamedTuple):

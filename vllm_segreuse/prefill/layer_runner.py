@@ -19,7 +19,7 @@ from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.tokens import TokenTable
+from vllm_segreuse.prefill.tokens import Index, TokenTable
 from vllm_segreuse.prefill.waves import Waves
 
 
@@ -137,11 +137,20 @@ class LayerRunner:
         return outputs.state
 
     def queries(
-        self, tokens: TokenTable, layers: Sequence[int], batch: Batch
+        self, wanted: Index, computed: Index, layers: Sequence[int], batch: Batch
     ) -> Waves[list[torch.Tensor]]:
-        """The queries `[tokens, heads, head_size]` of these tokens at some layers, ascending,
-        without the last, whose queries a pass need not compute."""
-        queries = Queries([self.stack.attention[layer] for layer in layers])
+        """The queries `[wanted, heads, head_size]` of some tokens at some layers, ascending,
+        without the last, whose queries a pass need not compute.
+
+        Args:
+            wanted: the tokens.
+            computed: they, and all before them whose keys and values are not there yet.
+            layers: whose queries.
+            batch: the plans.
+        """
+        attention = [self.stack.attention[layer] for layer in layers]
+        queries = Queries(attention, wanted.within(computed))
+        tokens = batch.tokens.take(computed)
         if self.compiled:
             context = functools.partial(self._attention.forward_context, queries=queries)
             yield from self._model(context, tokens, batch)

@@ -53,6 +53,12 @@ class Index:
     def __len__(self) -> int:
         return self.device.numel()
 
+    def within(self, others: Index) -> np.ndarray:
+        """Where these stand among tokens that contain them; the host knows both."""
+        assert self.host is not None
+        assert others.host is not None
+        return np.flatnonzero(np.isin(others.host, self.host))
+
 
 class HostTokens(NamedTuple):
     """What decides how tokens are laid out, where the host knows it: int64 `[tokens]` each."""

@@ -4,15 +4,12 @@ on."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from vllm_segreuse.plan import Boundary
 from vllm_segreuse.prefill.attention import Queries
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
 from vllm_segreuse.prefill.selection import with_chosen
-from vllm_segreuse.prefill.tokens import Index
 from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Boundary
@@ -25,7 +22,7 @@ def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Waves[Computed]
     """
     dense_layers, scored = program.dense_layers, program.scored_layer(layers.model)
     reach_it = batch.everything if scored < dense_layers else batch.always
-    queries = Queries([layers.stack.attention[scored]], _among(reach_it, batch.probes))
+    queries = Queries([layers.stack.attention[scored]], batch.probes.within(reach_it))
     state = None
     if dense_layers:
         state = yield from layers.run(0, dense_layers, batch.tokens, None, batch, queries)
@@ -43,13 +40,6 @@ def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Waves[Computed]
     state = state.take(active.device)
     state = yield from layers.run(dense_layers, len(layers), tokens, state, batch)
     return active.device, state
-
-
-def _among(tokens: Index, wanted: Index) -> np.ndarray:
-    """Where the wanted ones stand among some tokens that contain them."""
-    assert tokens.host is not None
-    assert wanted.host is not None
-    return np.flatnonzero(np.isin(tokens.host, wanted.host))
 
 
 def proof_cases(_: int) -> list[ProofCase]:

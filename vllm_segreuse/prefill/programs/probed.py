@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes alone through the layers, and then all that is chosen together with the new tokens
-(after ProphetKV, arXiv 2602.02579)."""
+"""The new tokens alone through the layers, and then once more together with all that is chosen by
+the attention of the probes among them (after ProphetKV, arXiv 2602.02579, where all are probes)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _attention(program: Probed, layers: LayerRunner, batch: Batch) -> Waves[torc
     scores = torch.zeros(1 + (gather is Gather.SUM_AND_LAST), len(batch.tokens))
     scores = scores.to(probes.device.device)
     scored = program.scored_layers(layers.model)
-    queries = yield from layers.queries(batch.tokens.take(probes), scored, batch)
+    queries = yield from layers.queries(probes, batch.always, scored, batch)
     for layer, of_layer in zip(scored, queries, strict=True):
         asked = batch, layer, probes.device, counts, of_layer
         scores[0] = add(scores[0], layers.attention_paid(*asked, gather=gather))
