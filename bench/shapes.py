@@ -142,6 +142,18 @@ SUPPORTED: dict[str, Shape] = {
     "phi3_partial": _tiny(
         "phi3", "rotates half of each head", hidden_size=256, head_dim=64, partial_rotary_factor=0.5
     ),
+    "phi3_longrope": _tiny(
+        "phi3",
+        "LongRoPE: the factors of long prompts, by max_model_len",
+        original_max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.0 + i / 4 for i in range(16)],
+            "original_max_position_embeddings": 2048,
+        },
+    ),
     "ernie": _tiny("ernie4_5", "interleaved RoPE", use_bias=False),
     "glm4": _tiny("glm4", "interleaved and partial RoPE", hidden_size=256, head_dim=64),
     "gemma2": _windowed(
@@ -214,18 +226,6 @@ REFUSED: dict[str, Shape] = {
         global_head_dim=32,
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=2,
-    ),
-    "phi3_longrope": _tiny(
-        "phi3",
-        "LongRoPE: angles depend on the length of the prompt",
-        original_max_position_embeddings=2048,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0] * 16,
-            "long_factor": [4.0] * 16,
-            "original_max_position_embeddings": 2048,
-        },
     ),
     "deepseek_v2": _tiny(
         "deepseek_v2",

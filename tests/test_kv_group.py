@@ -68,8 +68,8 @@ def test_a_model_of_windows_only_is_refused(windows: list[int]) -> None:
     with pytest.raises(RefusedError) as refused:
         segment_group(kv_cache(*specs))
     assert str(refused.value) == (
-        "segment reuse cannot start: every layer of the model attends to a sliding window; "
-        + WITHOUT
+        "segment reuse cannot start: every layer of the model attends to a sliding window; limit "
+        "prompts to the window with --disable-sliding-window, or " + WITHOUT
     )
 
 

@@ -79,7 +79,6 @@ def test_models_that_cannot_be_proven_are_refused_by_name(
     assert refusal(config(llama, model)) == f"LlamaForCausalLM {why}; {WITHOUT}"
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
 LAYERS: list[tuple[dict[str, Any], str]] = [
     (
         {"num_kv_shared_layers": 15},
@@ -89,14 +88,6 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
         {"index_topk": 2048},
         "LlamaForCausalLM attends to the 2048 tokens that an indexer of its own chooses, whose "
         "keys are not reused",
-    ),
-    (
-        {"rope_parameters": LONGROPE},
-        "LlamaForCausalLM scales its rotary positions by LongRoPE, which is not proven",
-    ),
-    (
-        {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_theta": 1}}},
-        "LlamaForCausalLM scales its rotary positions by LongRoPE, which is not proven",
     ),
     (
         {"dual_chunk_attention_config": {"chunk_size": 262144}},

@@ -86,7 +86,10 @@ def _other_shape(groups: Sequence[KVCacheGroupSpec]) -> str:
 
     kinds = {type(spec) for group in groups for spec in _by_layer(group).values()}
     if kinds == {SlidingWindowSpec}:
-        return f"every layer of the model attends to a sliding window{WITHOUT}"
+        return (
+            "every layer of the model attends to a sliding window; limit prompts to the window "
+            "with --disable-sliding-window, or serve this model without --segreuse"
+        )
     if kinds == {FullAttentionSpec, SlidingWindowSpec}:
         return (
             "layers with a sliding window do not keep the blocks of all tokens; remove "

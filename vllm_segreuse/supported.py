@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,23 +59,12 @@ def _layer_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"keys are not reused{WITHOUT}",
         ),
         (
-            "longrope" in _rope_types(text),
-            f"{name} scales its rotary positions by LongRoPE, which is not proven{WITHOUT}",
-        ),
-        (
             bool(getattr(text, "dual_chunk_attention_config", None)),
             f"{name} uses dual chunk attention, whose keys depend on the chunk{WITHOUT}",
         ),
         (bool(chunk), f"layers of {name} attend to chunks of {chunk} tokens{WITHOUT}"),
         (model.uses_alibi, f"{name} has ALiBi positions{WITHOUT}"),
     ]
-
-
-def _rope_types(text: Any) -> set[str]:
-    """Names of the scalings of rotary positions: one for all layers, or one by kind of layer."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    by_kind = [it for it in parameters.values() if isinstance(it, Mapping)]
-    return {it["rope_type"] for it in (parameters, *by_kind) if "rope_type" in it}
 
 
 def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:

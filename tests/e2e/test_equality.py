@@ -121,6 +121,12 @@ def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
     assert (found.works, found.reasons, found.notes) == (True, (), ())
 
 
+@pytest.mark.slow
+def test_a_model_of_windows_only_answers_prompts_that_fit_into_them() -> None:
+    limited = {"disable_sliding_window": True, "max_model_len": 1024}
+    check_everything("mistral_window", dtype="float32", noise=2e-3, **limited)
+
+
 def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
     # Twice the spacing of bf16 numbers at the size of these logits (4 to 8).
     check_everything("qwen3", dtype="bfloat16", noise=0.0625)

@@ -12,7 +12,6 @@ from tests.e2e.engine import NAMESPACE, Prompts, engine
 REFUSED = {
     "mistral_window": "every layer of the model attends to a sliding window",
     "gemma4_shared": "share the KV of other layers",
-    "phi3_longrope": "scales its rotary positions by LongRoPE",
     "deepseek_v2": "multi-head latent attention",
     "lfm2": "layers without attention",
 }

@@ -2,6 +2,7 @@
 """Moving a key agrees with rotating it anew, for every kind of rotary embedding vLLM has."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,43 @@ def test_it_agrees_with_vllms_own_rotation(kind: str, neox: bool) -> None:
     moved = rope.rotate(at_old, new - old)
     torch.testing.assert_close(moved, at_new, atol=2e-3, rtol=0)
     assert (at_old - at_new)[old != new].abs().max() > 0.5  # else nothing was to be moved
+
+
+FACTORS = {
+    "short": [1.0 + i / 100 for i in range(HEAD_SIZE // 2)],
+    "long": [1.0 + i / 2 for i in range(HEAD_SIZE // 2)],
+}
+
+
+@pytest.mark.parametrize("length", FACTORS)
+def test_long_rope_turns_by_the_factors_that_the_longest_prompt_asks_for(
+    length: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which vLLM decides once, when the model is loaded."""
+    from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as vllms
+
+    longest = 4096 if length == "short" else 4097
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest))
+    monkeypatch.setattr(vllms, "get_current_vllm_config", lambda: config)
+    rotary = vllms.Phi3LongRoPEScaledRotaryEmbedding(
+        *(HEAD_SIZE, HEAD_SIZE, LIMIT, 4096, 10000.0, True, torch.bfloat16),
+        short_factor=FACTORS["short"],
+        long_factor=FACTORS["long"],
+    )
+    rope = derive(rotary, "layer")
+    expected = [
+        1 / (factor * 10000.0 ** (2 * i / HEAD_SIZE)) for i, factor in enumerate(FACTORS[length])
+    ]
+    torch.testing.assert_close(
+        rope.frequencies, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0
+    )
+    keys, old, new = torch.randn(3, HEADS * HEAD_SIZE), torch.tensor([0, 7, 900]), torch.tensor([5])
+    at_old, at_new = (
+        rotary(where, keys, keys)[1].view(-1, HEADS, HEAD_SIZE) for where in (old, new.expand(3))
+    )
+    moved = rope.rotate(at_old, new - old)
+    torch.testing.assert_close(moved, at_new, atol=0.1, rtol=0)  # its table is in bfloat16
+    assert (at_old - at_new).abs().max() > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -9,7 +9,6 @@ the magnitude of the key; the cached key has that already, so the rotation here 
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import Rotation
+from vllm_segreuse.model.rotary import Rotary, read
 
 
 class RopeError(RuntimeError):
@@ -70,16 +70,15 @@ def derive(rotary: torch.nn.Module, name: str) -> DeltaRope:
     """Read the frequencies of a vLLM rotary module and prove that they reproduce it.
 
     Args:
-        rotary: instance of vLLM's `RotaryEmbeddingBase`.
+        rotary: one of `rotary.MODULES`.
         name: layer name for error texts.
 
     Raises:
         RopeError: if the module is not a rotation by an angle linear in the position.
     """
     try:
-        table = rotary._compute_cos_sin_cache().detach().to("cpu", torch.float32)
-        rotary_dim, neox = int(rotary.rotary_dim), bool(rotary.is_neox_style)
-        frequencies = _frequencies(table)
+        known, rotary_dim = read(rotary), int(rotary.rotary_dim)
+        frequencies = _frequencies(known.table)
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise RopeError(
             f"{name}: {type(rotary).__name__} gives no table of angles ({error})"
@@ -89,8 +88,8 @@ def derive(rotary: torch.nn.Module, name: str) -> DeltaRope:
             f"{name}: {type(rotary).__name__} has {frequencies.numel()} angles "
             f"for {rotary_dim} channels"
         )
-    delta_rope = DeltaRope(frequencies, rotary_dim, neox)
-    _prove(rotary, table, delta_rope, name)
+    delta_rope = DeltaRope(frequencies, rotary_dim, known.neox)
+    _prove(rotary, known, delta_rope, name)
     return delta_rope
 
 
@@ -111,22 +110,16 @@ def _frequencies(table: torch.Tensor) -> torch.Tensor:
     return frequencies
 
 
-def _prove(rotary: torch.nn.Module, table: torch.Tensor, delta_rope: DeltaRope, name: str) -> None:
+def _prove(rotary: torch.nn.Module, known: Rotary, delta_rope: DeltaRope, name: str) -> None:
     """Rotate random keys with the module itself at two positions; our delta must map one to the
-    other.
-
-    Done in float32 on a copy of the module: its own table is kept in the model's dtype.
-    """
-    reference = copy.deepcopy(rotary).to("cpu")
-    reference.cos_sin_cache = table
+    other."""
     generator = torch.Generator().manual_seed(0)
-    limit = table.shape[0] - 1
+    limit = known.table.shape[0] - 1
     old = torch.tensor([0, 1, 7, limit // 3, limit, limit // 2])
     new = torch.tensor([limit, 0, 7, limit // 2 + 1, limit // 5, 3])
     keys = torch.randn(len(old), 2 * rotary.head_size, generator=generator)
     try:
-        _, at_old = reference.forward_native(old, keys.clone(), keys.clone())
-        _, at_new = reference.forward_native(new, keys.clone(), keys.clone())
+        at_old, at_new = known.rotate(old, keys), known.rotate(new, keys)
     except Exception as error:
         raise RopeError(f"{name}: {type(rotary).__name__} cannot be called ({error})") from error
     shape = (len(old), 2, rotary.head_size)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from vllm_segreuse.model import rope
 from vllm_segreuse.model.rope import DeltaRope, RopeError
+from vllm_segreuse.model.rotary import MODULES
 from vllm_segreuse.prefill.proofs.scratch import Scratch
 
 
@@ -57,7 +57,7 @@ def _keys(scratch: Scratch, distance: int) -> tuple[list[torch.Tensor], list[nn.
         id(m): m
         for layer in scratch.stack.layers
         for m in layer.modules()
-        if isinstance(m, RotaryEmbeddingBase)
+        if isinstance(m, MODULES)
     }
     handles = [module.register_forward_hook(note_rotation) for module in rotary.values()]
     for layer in scratch.stack.attention:
