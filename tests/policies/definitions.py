@@ -146,9 +146,9 @@ def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
             if kind != "N":
                 tokens[segment] += 1
         reused = sum(tokens.values())
-        budget = Fraction(12 * tokens["S"] + 19 * tokens["A"], 100)
+        budget = Fraction(11 * tokens["S"] + 18 * tokens["A"], 100)
         if reused:
-            budget += Fraction(105 * tokens["S"] + 230 * tokens["A"], reused)
+            budget += Fraction(100 * tokens["S"] + 220 * tokens["A"], reused)
         found.at_most = min(round(budget), len(prompt) - len(found.always))
     found.score, found.from_layer = "both", layers // 2
     return found

@@ -196,13 +196,13 @@ def test_focus_computes_more_of_what_was_computed_alone():
     """A number and a share of tokens; unless a ratio is given, which holds for all."""
     in_context, alone = ("S", 1000), ("A", 500)
     for parts, chosen, at_a_tenth in (
-        ((in_context,), 225, 100),
-        ((alone,), 325, 50),
-        ((in_context, ("N", 5), alone), 362, 150),  # 105 * 2/3 + 230 / 3 + 120 + 95
-        ((alone, in_context), 362, 150),
-        ((alone, in_context, alone), 478, 200),
+        ((in_context,), 210, 100),
+        ((alone,), 310, 50),
+        ((in_context, ("N", 5), alone), 340, 150),  # 100 * 2/3 + 220 / 3 + 110 + 90
+        ((alone, in_context), 340, 150),
+        ((alone, in_context, alone), 450, 200),
         ((("S", 50),), 50, 5),
-        ((("A", 20_000),), 4030, 2000),
+        ((("A", 20_000),), 3820, 2000),
     ):
         prompt = prompt_of(*parts, ("N", 3))
         assert recipe_of("focus", prompt, recompute_ratio=None).top_k == chosen
