@@ -24,6 +24,7 @@ SUITES = {
     "soak": "a long mixed load on a small pool: leaks, hangs, failures, memory, latency",
     "stall": "what decoding requests wait for the long prompts of others",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
+    "observe": "requests that are only observed, against requests without extra keys",
     "gpu": "on a GPU: models of real shapes, long contexts, serving (docs/gpu.md)",
 }
 COMMANDS = {
