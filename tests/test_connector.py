@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from tests.prefill.loaded import model_config
 from tests.test_kv_group import FULL, kv_cache
 from tests.test_supported import Changed
-from tests.test_worker import Backlog, report
+from tests.test_worker import PLANS, Backlog, report
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.kv_group import segment_group
@@ -304,9 +304,9 @@ def test_a_steps_metadata_reach_the_workers_half(
     backlog.report = report(outcomes={"a": 3})
     backlog.done = {"b": report(outcomes={"b": 5})}
     assert worker.build_connector_worker_meta() is None
-    sent, loaded = step(worker, {"ended"}, plans=["plan"], called_back=["called back"])
+    sent, loaded = step(worker, {"ended"}, plans=PLANS, called_back=["called back"])
     assert backlog.log == [
-        ("take", ["plan"]),
+        ("take", PLANS),
         ("drop", {"called back"}),
         ("drop", {"ended"}),
         ("advance", None),
@@ -328,7 +328,7 @@ def test_vllms_metadata_is_left_as_it_was(
     fails: bool, when: str, worker: SegReuseConnector, backlog: Hidden
 ) -> None:
     """vLLM ends the step with the connector as it was bound."""
-    metadata = SegReuseMetadata(plans=["plan"])  # type: ignore[list-item]
+    metadata = SegReuseMetadata(plans=PLANS)
     worker.bind_connector_metadata(metadata)
     backlog.fails = fails
     given: Any = CONTEXT if when == "start_load_kv" else set()
@@ -378,7 +378,7 @@ def test_both_runners_carry_a_step_through(
     backlog.done = {"spread": report(outcomes={"spread": 4})}
     backlog.report = report(outcomes={"now": 2})
     output: Any = SimpleNamespace(
-        kv_connector_metadata=SegReuseMetadata(plans=["plan"]),  # type: ignore[list-item]
+        kv_connector_metadata=SegReuseMetadata(plans=PLANS),
         has_sync_kv_loads=at_once,
         finished_req_ids={"ended"},
     )

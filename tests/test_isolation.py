@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import ObservabilityConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
@@ -93,6 +94,7 @@ class Cache:
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=256),
             parallel_config=None,
+            observability_config=ObservabilityConfig(),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
         )

@@ -12,7 +12,7 @@ ORDER = (
     *("kv_group", "policies", "config"),
     *("metrics", "memory", "launch", "cache"),
     *("knowledge", "serve", "compat", "model", "prefill"),
-    *("accounts", "arrival", "scheduler", "worker"),
+    *("accounts", "arrival", "tracing", "scheduler", "worker"),
     *("connector", "plugin", "calibrate", "explain", "doctor", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""

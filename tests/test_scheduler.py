@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import PoolingParams, SamplingParams
+from vllm.config import ObservabilityConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
@@ -36,6 +37,7 @@ class World:
         self,
         watermark_blocks: int = 0,
         max_model_len: int = 64,
+        traces: str | None = None,
         **options: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -45,6 +47,7 @@ class World:
                 get_num_layers=lambda parallel: 4, max_model_len=max_model_len
             ),
             parallel_config=None,
+            observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         )

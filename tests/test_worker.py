@@ -63,11 +63,16 @@ def stats() -> SegReuseStats:
 
 @pytest.fixture
 def side(backlog: Backlog, stats: SegReuseStats) -> WorkerSide:
+    return worker_side(stats)
+
+
+def worker_side(stats: SegReuseStats, rank: int = 0) -> WorkerSide:
     nothing: Any = None
-    return WorkerSide(nothing, nothing, nothing, stats)
+    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
+    return WorkerSide(vllm_config, nothing, nothing, stats)
 
 
-PLANS: Any = ["plan"]
+PLANS: Any = [SimpleNamespace(request_id="a", spread=False, trace_headers=None)]
 
 
 def test_plans_are_carried_out_before_the_forward(
@@ -75,7 +80,7 @@ def test_plans_are_carried_out_before_the_forward(
 ) -> None:
     backlog.report = report(outcomes={"a": 3})
     side.before_forward(PLANS)
-    assert backlog.log == [("take", ["plan"])]
+    assert backlog.log == [("take", PLANS)]
     assert stats.data["seconds"] == {"align": [0.25], "sparse_pass": [0.5]}
 
 

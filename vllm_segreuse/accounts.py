@@ -48,7 +48,7 @@ class Accounts:
             return  # readmitted meanwhile: the report is about the first admission
         plan, tracked.awaited = tracked.awaited, None
         chosen = plan.num_chosen(outcome.computed)
-        recomputed = plan.num_reused if outcome.in_full else plan.recomputed(chosen)
+        recomputed = plan.recomputed_after(outcome)
         share = self._computed_share(plan, plan.stop + 1, chosen, outcome.in_full)
         drift = None if outcome.drift is None else round(outcome.drift, 4)
         tracked.report = tracked.report._replace(

@@ -60,6 +60,7 @@ from vllm_segreuse.plan import (
     Segments,
 )
 from vllm_segreuse.policies import POLICIES, Situation
+from vllm_segreuse.tracing import headers_of, is_traced, match_span
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -125,6 +126,7 @@ class SchedulerSide:
         triton_dispatcher.install()  # numba is loaded from here on
         compat_manager.install()
         self._config = config
+        self._traces = is_traced(vllm_config)
         self._manager = kv_cache_manager
         self._called_back: list[str] = []
         self._layers = ModelLayers.of_full_attention(
@@ -214,6 +216,7 @@ class SchedulerSide:
             donates=bypass not in NEVER_DONATES,
             lora_id=lora_id_of(request),
             freeze=freeze,
+            trace_headers=headers_of(request) if self._traces else None,
         )
         self._planner.add(tracked)
         if bypass is None:
@@ -259,6 +262,7 @@ class SchedulerSide:
             tracked.explanation = unexplored(report.prefix_tokens, tracked.num_tokens, reason)
         self._accounts.admitted(tracked, request, report)
         self._freezing.used(tracked, hit_blocks)
+        match_span(tracked)
 
     def note_outcomes(
         self, outcomes: Mapping[str, PlanOutcome], requests: Mapping[str, Request]

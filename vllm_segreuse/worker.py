@@ -14,6 +14,7 @@ from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.tracing import PassSpans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +48,7 @@ class WorkerSide:
     ) -> None:
         self._stats = stats
         self._outcomes: dict[str, PlanOutcome] = {}
+        self._spans = PassSpans(vllm_config.parallel_config.rank)
         self.backlog = _proven_backlog(vllm_config, config, kv_cache_config)
 
     @property
@@ -58,9 +60,11 @@ class WorkerSide:
         """Carry out a step's plans, or begin those that take several steps."""
         if not plans:
             return
+        self._spans.begin(plans)
         report = self.backlog.take(plans)
         if report is not None:
             self._note(report)
+            self._spans.end((plan.request_id for plan in plans if not plan.spread), report)
 
     def after_forward(self, called_back: list[str], ended: set[str]) -> set[str]:
         """Go on with plans that take several steps; also called in steps without a forward.
@@ -74,9 +78,11 @@ class WorkerSide:
         """
         self.backlog.drop(called_back)
         over = self.backlog.drop(ended)
+        self._spans.drop([*called_back, *ended])
         done = self.backlog.advance()
-        for report in done.values():
+        for request_id, report in done.items():
             self._note(report)
+            self._spans.end([request_id], report)
         return over | done.keys()
 
     def take_outcomes(self) -> dict[str, PlanOutcome]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.config import ObservabilityConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
@@ -56,6 +57,7 @@ class Managed:
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=LIMIT),
             parallel_config=None,
+            observability_config=ObservabilityConfig(),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         )

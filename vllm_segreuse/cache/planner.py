@@ -248,7 +248,9 @@ class Planner:
         if matches is None:
             began = self._clock()
             matches = tracked.finder.find(tracked.prompt, start, stop)
-            self._on_match(self._clock() - began)
+            ended = self._clock()
+            tracked.searched_s = (began, ended)
+            self._on_match(ended - began)
             self._budget.lookups += 1
         return matches
 
@@ -270,6 +272,7 @@ class Planner:
             max_drift=tracked.max_drift,
             reports=recipe.program.reports,
             lora_id=tracked.lora_id,
+            trace_headers=tracked.trace_headers,
         )
 
     def _room_beside(self, donor_blocks: list[int], needed: int) -> int:

@@ -54,6 +54,7 @@ class TrackedRequest:
         donates: whether its blocks enter the index.
         lora_id: see `ReusePlan`.
         freeze: what is to become of its blocks when it ends; None: nothing.
+        trace_headers: see `ReusePlan`.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
         observed: the plan that would have been carried out.
         report: outcome of its first admission.
@@ -63,6 +64,7 @@ class TrackedRequest:
         start: tokens of vLLM's own prefix hit at the last decision.
         reason: why it was not planned then.
         num_segments: segments that were found then.
+        searched_s: when the last search began and ended, by the planner's clock; None: never.
     """
 
     request_id: str
@@ -78,6 +80,7 @@ class TrackedRequest:
     donates: bool = True
     lora_id: int = 0
     freeze: FreezeOrder | None = None
+    trace_headers: Mapping[str, str] | None = None
     plan: ReusePlan | None = None
     observed: ReusePlan | None = None
     report: Report | None = None
@@ -86,6 +89,7 @@ class TrackedRequest:
     start: int = 0
     reason: str | None = None
     num_segments: int = 0
+    searched_s: tuple[float, float] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -103,6 +104,7 @@ class ReusePlan:
         max_drift: above it everything is computed after all, where drift is measured.
         reports: the workers report a `PlanOutcome`, also if they have to compute the plan in full.
         lora_id: vLLM's number of the request's LoRA adapter; 0: none.
+        trace_headers: W3C trace context that the request came with; None: it is not traced.
     """
 
     request_id: str
@@ -119,6 +121,7 @@ class ReusePlan:
     max_drift: float = math.inf
     reports: bool = False
     lora_id: int = 0
+    trace_headers: Mapping[str, str] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +161,14 @@ class ReusePlan:
     def recomputed(self, chosen: int) -> int:
         """The same, where so many were chosen by their score."""
         return int(self.recipe.always.sum()) - (self.num_tokens - self.num_reused) + chosen
+
+    def recomputed_after(self, outcome: PlanOutcome | None) -> int:
+        """The same, as the workers have reported it; None: they report nothing of this plan."""
+        if outcome is None:
+            return self.num_recomputed
+        if outcome.in_full:
+            return self.num_reused
+        return self.recomputed(self.num_chosen(outcome.computed))
 
     def num_chosen(self, computed: int) -> int:
         """Tokens that were chosen by their score, if so many were computed behind the dense
