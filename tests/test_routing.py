@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Headers for routers: equal for what is shared, and computable by anybody."""
+
+import hashlib
+import random
+
+import pytest
+
+from vllm_segreuse.routing import (
+    DATA_PARALLEL_HEADER,
+    HEADER,
+    data_parallel_headers,
+    routing_headers,
+)
+
+
+def key(documents: list[str], extra_keys: str | list[str] = "docs") -> str:
+    return routing_headers(documents, extra_keys)[HEADER]
+
+
+def test_the_order_of_documents_does_not_matter() -> None:
+    assert key(["a", "b", "c"]) == key(["c", "a", "b"]) == key(["b", "b", "c", "a"])
+
+
+def test_it_is_the_smallest_sha256_as_any_client_computes_it() -> None:
+    digests = [hashlib.sha256(f"one\0two\0{name}".encode()).hexdigest() for name in "abc"]
+    assert key(["a", "b", "c"], ["one", "two"]) == min(digests)[:16]
+    assert key(["é"], []) == hashlib.sha256("é".encode()).hexdigest()[:16]
+
+
+def test_requests_meet_as_often_as_they_share_documents() -> None:
+    draw = random.Random(0)
+    met = 0
+    for _ in range(2000):
+        names = [f"{draw.random()}" for _ in range(6)]
+        met += key(names[:4]) == key(names[2:])  # two of six are in both
+    assert met / 2000 == pytest.approx(2 / 6, abs=0.04)
+
+
+def test_namespaces_do_not_share() -> None:
+    assert key(["a"], "one") != key(["a"], "two")
+    assert key(["a"], "one") == key(["a"], ["one"])
+    assert key(["a"], ["one", "two"]) != key(["a"], ["two", "one"])
+
+
+def test_routers_that_hash_another_header_get_the_same_value() -> None:
+    assert routing_headers(["a"], "docs", "X-Session-ID") == {"X-Session-ID": key(["a"])}
+
+
+def test_without_documents_any_engine_will_do() -> None:
+    assert routing_headers([], "docs") == {}
+    assert data_parallel_headers([], "docs", 2) == {}
+
+
+def test_texts_and_keys_are_not_in_the_header() -> None:
+    value = key(["a document with a secret"], "a secret key")
+    assert len(value) == 16
+    assert set(value) <= set("0123456789abcdef")
+
+
+def test_engines_of_one_server_get_their_shares() -> None:
+    ranks = [
+        data_parallel_headers([f"document {n}"], "docs", 3)[DATA_PARALLEL_HEADER]
+        for n in range(900)
+    ]
+    assert set(ranks) == {"0", "1", "2"}
+    assert all(ranks.count(rank) == pytest.approx(300, abs=60) for rank in set(ranks))

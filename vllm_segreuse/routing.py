@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For clients of several engines: headers by which a router sends requests that share documents to
+the same engine.
+
+An engine reuses what it has computed itself. The value is the smallest SHA-256 of the request's
+documents (MinHash; Broder, 1997): two requests get the same value as often as a document of either
+is a document of both. So it needs no knowledge of other requests, and any language can compute it.
+
+    printf 'KEY\\0DOCUMENT' | sha256sum     # the smallest of these, 16 digits of it
+
+Imports neither torch nor vLLM.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+HEADER = "X-SegReuse-Documents"
+"""What routers hash: `configs/recipes/nginx.conf`, `configs/recipes/production-stack.yaml`."""
+
+SESSION_HEADER = "X-Session-ID"
+"""What the router of the vLLM project hashes (`vllm-router --policy consistent_hash`)."""
+
+DATA_PARALLEL_HEADER = "X-data-parallel-rank"
+"""What vLLM's own server reads, where it has several engines."""
+
+_DIGITS = 16
+
+
+def routing_headers(
+    documents: Iterable[str], extra_keys: str | Iterable[str] = (), header: str = HEADER
+) -> dict[str, str]:
+    """Headers of a request, for a router that hashes one of them.
+
+    Args:
+        documents: what the request shares with others: texts or ids of its documents, in any order.
+            Where documents are asked for together, what they have in common is better, such as the
+            name of their topic.
+        extra_keys: of the request. Documents of other namespaces are not shared.
+        header: the one that the router hashes.
+
+    Returns:
+        Empty for a request without documents: any engine will do.
+    """
+    value = _smallest_hash(documents, extra_keys)
+    return {} if value is None else {header: value}
+
+
+def data_parallel_headers(
+    documents: Iterable[str], extra_keys: str | Iterable[str], engines: int
+) -> dict[str, str]:
+    """The same for one vLLM server with so many engines (`--data-parallel-size`), and no router."""
+    value = _smallest_hash(documents, extra_keys)
+    return {} if value is None else {DATA_PARALLEL_HEADER: str(int(value, 16) % engines)}
+
+
+def _smallest_hash(documents: Iterable[str], extra_keys: str | Iterable[str]) -> str | None:
+    keys = [extra_keys] if isinstance(extra_keys, str) else list(extra_keys)
+    texts = ("\0".join([*keys, document]).encode() for document in documents)
+    smallest = min((hashlib.sha256(text).hexdigest() for text in texts), default=None)
+    return smallest and smallest[:_DIGITS]
