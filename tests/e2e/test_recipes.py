@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes' load generators, as docs/recipes.md calls them, against the real server."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.shapes import make_model
+from examples import workload
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.slow
+
+VLLM_BENCH = (
+    "from vllm.benchmarks.serve import add_cli_args, main\n"
+    "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+    "parser = FlexibleArgumentParser()\n"
+    "add_cli_args(parser)\n"
+    "main(parser.parse_args())\n"
+)
+"""`vllm bench serve`: the CPU build's own `vllm` command does not start."""
+
+REQUESTS, DOCUMENTS, CHARACTERS = 12, 2, 2000
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return make_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    with Server(model) as running:
+        yield running
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    arguments = ["--documents", str(DOCUMENTS), "--of", "4", "--characters", str(CHARACTERS)]
+    workload.main(["--requests", str(REQUESTS), "--output-tokens", "4", *arguments])
+    file = tmp_path / "workload.jsonl"
+    file.write_text(capsys.readouterr().out)
+    return file
+
+
+def reused(server: Server) -> dict[str, float]:
+    """Tokens so far, by kind."""
+    lines = re.findall(
+        r'^vllm:segreuse_tokens_total\{.*kind="(\w+)".*\} (\S+)$',
+        server.get("/metrics").text,
+        re.MULTILINE,
+    )
+    return {kind: float(value) for kind, value in lines}
+
+
+def run(command: Sequence[str], folder: Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_most_is_reused(server: Server, before: dict[str, float]) -> None:
+    """Four documents were asked for 24 times."""
+    counted = {kind: value - before[kind] for kind, value in reused(server).items()}
+    prompt = sum(counted[kind] for kind in ("prefix", "reused", "new"))
+    assert counted["reused"] > 0.5 * prompt
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pandas") is None, reason="vllm bench serve needs pandas"
+)
+def test_vllm_bench_serve(server: Server, model: Path, prompts: Path, tmp_path: Path) -> None:
+    before = reused(server)
+    result = tmp_path / "result.json"
+    run(
+        [
+            *(sys.executable, "-c", VLLM_BENCH, "--base-url", server.url, "--model", "m"),
+            *("--tokenizer", str(model), "--dataset-name", "custom"),
+            *("--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle"),
+            *(
+                "--num-prompts",
+                str(REQUESTS),
+                "--max-concurrency",
+                "1",
+                "--custom-output-len",
+                "-1",
+            ),
+            *("--extra-body", '{"extra_keys": ["bench-serve"]}'),
+            *("--save-result", "--result-filename", str(result)),
+        ],
+        tmp_path,
+    )
+    measured: dict[str, Any] = json.loads(result.read_text())
+    assert (measured["completed"], measured["failed"]) == (REQUESTS, 0)
+    assert measured["mean_ttft_ms"] > 0
+    assert_most_is_reused(server, before)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("guidellm") is None, reason="guidellm is not there")
+def test_guidellm(server: Server, model: Path, prompts: Path, tmp_path: Path) -> None:
+    before = reused(server)
+    backend = {
+        "kind": "openai_http",
+        "target": server.url,
+        "model": "m",
+        "request_format": "/v1/completions",
+        "extras": {"body": {"extra_keys": ["guidellm"]}},
+    }
+    data = {"kind": "json_file", "path": str(prompts), "load_kwargs": {"split": "train"}}
+    run(
+        [
+            *(sys.executable, "-m", "guidellm", "run", "--backend", json.dumps(backend)),
+            *("--data", json.dumps(data)),
+            *("--tokenizer", json.dumps({"kind": "huggingface_auto", "model": str(model)})),
+            *("--profile", "kind=synchronous"),
+            *("--constraint", f"kind=max_requests,count={REQUESTS}"),
+            *("--output", f"kind=json,path={tmp_path / 'result.json'}"),
+        ],
+        tmp_path,
+    )
+    assert_most_is_reused(server, before)
