@@ -13,7 +13,7 @@ ORDER = (
     *("metrics", "memory", "launch", "cache"),
     *("knowledge", "serve", "compat", "model", "prefill"),
     *("accounts", "arrival", "tracing", "scheduler", "worker"),
-    *("connector", "plugin", "calibrate", "explain", "doctor", "cli"),
+    *("connector", "plugin", "calibrate", "explain", "doctor", "estimate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""
 

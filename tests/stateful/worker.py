@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_segreuse.connector import SegReuseWorkerMetadata
+from vllm_segreuse.estimate.engine import step_output
 from vllm_segreuse.plan import PlanOutcome, ReusePlan, Stock
 
 STOP = 1
@@ -163,21 +163,13 @@ class Worker:
             self._spread.pop(name, None)
             self._loaded.pop(name, None)
         starts = self._update_requests(step)
-        ids = list(step.num_scheduled_tokens)
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens
         self._run_plans(step.kv_connector_metadata.plans, step.num_scheduled_tokens, starts)
-        sampled = [self._forward(i, starts[i], step.num_scheduled_tokens[i]) for i in ids]
-        loaded = self._go_on(step.finished_req_ids)
-        reported = SegReuseWorkerMetadata(self._outcomes) if self._outcomes else None
-        output = KVConnectorOutput(
-            finished_recving=loaded or None, kv_connector_worker_meta=reported
-        )
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=output if loaded or reported else None,
-        )
+        sampled = {
+            name: self._forward(name, starts[name], tokens)
+            for name, tokens in step.num_scheduled_tokens.items()
+        }
+        return step_output(sampled, self._go_on(step.finished_req_ids), self._outcomes)
 
     def slots(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
         """Slots of positions `[start, stop)` of a block table."""

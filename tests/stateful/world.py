@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own scheduler, KV cache manager and block pool with our connector, and no model.
 
-Everything on the scheduler's side is what a server runs; the connector is created by vLLM and
-installs the block pool through its own hook. Behind it is a `Worker` of tags. Completions come in
-the order of the steps, as in vLLM: nothing else is possible for one engine.
+Everything on the scheduler's side is what a server runs (`ModellessEngine`). Behind it is a
+`Worker` of tags. Completions come in the order of the steps, as in vLLM: nothing else is possible
+for one engine.
 """
 
 from __future__ import annotations
@@ -18,26 +18,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_segreuse
 from bench.shapes import SUPPORTED
 from tests.stateful import invariants
 from tests.stateful.worker import LARGEST_DRIFT, STOP, Identity, Worker
 from vllm_segreuse.config import SegReuseConfig, Switch
+from vllm_segreuse.estimate.engine import ModellessEngine
 from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4
@@ -118,10 +112,11 @@ class World:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.scheduler = _scheduler(setup)
+        self._engine = _engine(setup)
+        self.scheduler = self._engine.scheduler
         self.manager = self.scheduler.kv_cache_manager
         self.pool: Any = self.manager.block_pool
-        self.side = self.scheduler.connector.scheduler_side
+        self.side = self._engine.side
         self.index, self.frozen = self.side._index, self.side._freezing.entries
         self.identities: dict[str, tuple[Identity, int]] = {}
         self.worker = Worker(setup.num_blocks, SIZE, self.identities, self.scheduler.requests)
@@ -157,21 +152,19 @@ class World:
             extra_args=extra or None,
             prompt_logprobs=1 if ask.prompt_logprobs else None,
         )
-        request = Request(
-            request_id=f"request-{next(self._ids)}",
-            prompt_token_ids=tokens,
-            sampling_params=params,
-            pooling_params=None,
+        request_id = f"request-{next(self._ids)}"
+        identity = Identity(ask.keys, ask.salt, LORA.lora_name if ask.lora else None)
+        self.identities[request_id] = identity, ask.seed
+        self._histories[request_id] = []
+        request = self._engine.add(
+            request_id,
+            tokens,
+            params,
             arrival_time=float(next(self._clock)),
             lora_request=LORA if ask.lora else None,
             cache_salt=ask.salt,
             priority=ask.priority,
-            block_hasher=get_request_block_hasher(SIZE, sha256),
         )
-        identity = Identity(ask.keys, ask.salt, LORA.lora_name if ask.lora else None)
-        self.identities[request.request_id] = identity, ask.seed
-        self._histories[request.request_id] = []
-        self.scheduler.add_request(request)
         self._note_names()
         return request
 
@@ -408,14 +401,11 @@ def _vllm_config() -> Any:
         vllm_config = arguments.create_engine_config()
     for name in set(os.environ) - set(environment):
         del os.environ[name]  # marks for processes to come, which are none of ours
-    init_none_hash(sha256)
     return vllm_config
 
 
-def _scheduler(setup: Setup) -> Any:
+def _engine(setup: Setup) -> ModellessEngine:
     vllm_config = _vllm_config()
-    vllm_config.cache_config.block_size = SIZE  # smaller than vLLM accepts from its users
-    vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
     vllm_config.kv_transfer_config.kv_connector_extra_config = SegReuseConfig(
         max_provenance_depth=setup.max_depth,
         spread_tokens=setup.spread_tokens,
@@ -430,16 +420,4 @@ def _scheduler(setup: Setup) -> Any:
     scheduling.watermark = setup.watermark
     scheduling.long_prefill_token_threshold = setup.long_prompt_tokens
     scheduling.async_scheduling = setup.in_flight > 1
-    layers = FullAttentionSpec(block_size=SIZE, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-    kind = AsyncScheduler if setup.in_flight > 1 else Scheduler
-    return kind(
-        vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=setup.num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], layers)],
-        ),
-        structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=SIZE,
-        log_stats=True,
-    )
+    return ModellessEngine(vllm_config, setup.num_blocks, SIZE)
