@@ -15,6 +15,7 @@ _USAGE = """usage: vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [opti
        vllm-segreuse serve --help=all
        vllm-segreuse calibrate MODEL --prompts FILE.jsonl [--help]
        vllm-segreuse doctor MODEL [--json] [options of vllm serve]
+       vllm-segreuse estimate REQUESTS.jsonl --model MODEL [--help]
        vllm-segreuse kb create|add|ls|rm|warm|stats [--help]
        vllm-segreuse explain REQUEST.json [--url URL] [--help]
        vllm-segreuse --version"""
@@ -31,6 +32,8 @@ def main(argv: list[str] | None = None) -> None:
         _calibrate(argv[1:])
     elif argv[:1] == ["doctor"]:
         _doctor(argv[1:])
+    elif argv[:1] == ["estimate"]:
+        _estimate(argv[1:])
     elif argv[:1] == ["kb"]:
         _knowledge_bases(argv[1:])
     elif argv[:1] == ["explain"]:
@@ -76,6 +79,12 @@ def _calibrate(arguments: list[str]) -> None:
 
 def _doctor(arguments: list[str]) -> None:
     from vllm_segreuse.doctor import cli
+
+    sys.exit(cli.main(arguments))
+
+
+def _estimate(arguments: list[str]) -> None:
+    from vllm_segreuse.estimate import cli
 
     sys.exit(cli.main(arguments))
 

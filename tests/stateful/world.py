@@ -115,7 +115,7 @@ class World:
         self._engine = _engine(setup)
         self.scheduler = self._engine.scheduler
         self.manager = self.scheduler.kv_cache_manager
-        self.pool: Any = self.manager.block_pool
+        self.pool = self._engine.pool
         self.side = self._engine.side
         self.index, self.frozen = self.side._index, self.side._freezing.entries
         self.identities: dict[str, tuple[Identity, int]] = {}

@@ -94,6 +94,10 @@ class SegmentBlockPool(BlockPool):
         self.make_room = make_room
         self._listeners = listeners
 
+    def listen(self, listener: BlockListener) -> None:
+        """Report to one more listener, behind the others."""
+        self._listeners = (*self._listeners, listener)
+
     # What `cache/` needs (BlockPins, BlockReferences).
 
     def pin(self, block_ids: list[int]) -> None:
@@ -233,7 +237,7 @@ class SegmentBlockPool(BlockPool):
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         removed = super()._remove_cached_block_hashes(block)
-        for listener in self._listeners:
+        for listener in self._listeners if removed else ():
             listener.evicted(block.block_id)
         return removed
 

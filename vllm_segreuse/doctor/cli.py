@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_segreuse.config import ConfigError, SegReuseConfig
+from vllm_segreuse.doctor.quiet import quiet
 from vllm_segreuse.doctor.reading import InputError, find_model, read_config
 
 if TYPE_CHECKING:
@@ -23,11 +23,7 @@ WORKS, REFUSED, BAD_INPUT = 0, 1, 2
 def main(arguments: Sequence[str]) -> int:
     """Run `vllm-segreuse doctor`; returns the exit status."""
     given, engine_arguments = _parse(arguments)
-    # Before vLLM is imported, which reads them once: standard output is the answer's alone, and no
-    # name is looked up elsewhere.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    quiet()
     try:
         read_config(find_model(given.model))  # before vLLM is loaded, which takes seconds
         options = (

@@ -82,7 +82,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         _check_code(architectures)
         args = _prepared(args, str(folder), options)
         vllm_config = args.create_engine_config()
-        examined = examine(_of_one_rank(args, vllm_config))
+        examined = examine(of_one_rank(args, vllm_config))
         memory = memory_of(vllm_config, examined)
         notes = _tight(memory.weight_bytes, machine, vllm_config)
     except RefusedError as error:
@@ -92,7 +92,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
     except (UnsupportedVersionError, ConfigError) as error:
         reasons = (str(error),)
     except Exception as error:
-        reasons = (f"vLLM itself refuses: {_line(error)}",)
+        reasons = (f"vLLM itself refuses: {one_line(error)}",)
     return Diagnosis(
         works=not reasons,
         architectures=architectures,
@@ -144,7 +144,7 @@ def _prepared(args: EngineArgs, folder: str, options: SegReuseConfig) -> EngineA
     )
 
 
-def _of_one_rank(args: EngineArgs, vllm_config: VllmConfig) -> VllmConfig:
+def of_one_rank(args: EngineArgs, vllm_config: VllmConfig) -> VllmConfig:
     """The same engine on one device: what layers are like does not depend on the others."""
     if vllm_config.parallel_config.world_size_across_dp == 1:
         return vllm_config
@@ -154,7 +154,7 @@ def _of_one_rank(args: EngineArgs, vllm_config: VllmConfig) -> VllmConfig:
     return alone.create_engine_config()
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """vLLM's error in one line: pydantic puts lines around it, vLLM long lists behind it."""
     errors: Any = getattr(error, "errors", None)
     text = errors()[0]["msg"] if callable(errors) else str(error) or type(error).__name__

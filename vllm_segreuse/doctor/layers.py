@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_segreuse.model.attention_kind import kind_of
+from vllm_segreuse.plan import ModelLayers
 from vllm_segreuse.prefill.checks import read_structure
+from vllm_segreuse.prefill.layer_runner import model_layers
 from vllm_segreuse.supported import RefusedError
 
 if TYPE_CHECKING:
@@ -35,12 +38,14 @@ class Examined:
         weight_bytes: of all parameters, all ranks together.
         backend: vLLM's name of the first layer's attention backend.
         kernels: which kernels a pass will run, as start-up logs it.
+        layers: as programs see them.
     """
 
     kv_bytes: int
     weight_bytes: int
     backend: str
     kernels: str
+    layers: ModelLayers
 
 
 def examine(vllm_config: VllmConfig) -> Examined:
@@ -72,11 +77,14 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
         _bind(kv_cache_config, specs, vllm_config)
     structure = read_structure(model, vllm_config, kv_cache_config)
     first: Any = structure.stack.attention[0]
+    max_model_len = vllm_config.model_config.max_model_len
+    kinds = [kind_of(layer, max_model_len) for layer in structure.stack.attention]
     return Examined(
         kv_bytes=sum(spec.page_size_bytes // spec.block_size for spec in specs.values()),
         weight_bytes=sum(it.numel() * it.element_size() for it in model.parameters()),
         backend=first.get_attn_backend().get_name(),
         kernels=structure.description,
+        layers=model_layers(kinds),
     )
 
 

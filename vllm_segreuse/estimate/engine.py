@@ -40,6 +40,7 @@ class ModellessEngine:
 
     Attributes:
         scheduler: vLLM's; the asynchronous one if `vllm_config` says so.
+        pool: its blocks.
         side: the connector's half.
     """
 
@@ -66,6 +67,7 @@ class ModellessEngine:
             block_size=block_size,
             log_stats=True,
         )
+        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
         self.side = self.scheduler.connector.scheduler_side
 
     def add(

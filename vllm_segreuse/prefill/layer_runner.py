@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_segreuse.compat.lora_manager import Adapters
+from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
@@ -23,10 +24,10 @@ from vllm_segreuse.prefill.tokens import Index, TokenTable
 from vllm_segreuse.prefill.waves import Waves
 
 
-def model_layers(layers: list[LayerKv]) -> ModelLayers:
+def model_layers(kinds: list[AttentionKind]) -> ModelLayers:
     """The layers of a model, as programs see them."""
-    scored = [index for index, layer in enumerate(layers[:-1]) if layer.kind.sees_all]
-    return ModelLayers(len(layers), tuple(scored))
+    scored = [index for index, kind in enumerate(kinds[:-1]) if kind.sees_all]
+    return ModelLayers(len(kinds), tuple(scored))
 
 
 class LayerRunner:
@@ -60,7 +61,7 @@ class LayerRunner:
         max_wave_tokens: int,
     ) -> None:
         self.stack = stack
-        self.model = model_layers(layers)
+        self.model = model_layers([layer.kind for layer in layers])
         self.layouts = [layer.layout for layer in layers]
         self._layers = layers
         self._attention = attention

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-segreuse estimate`: what it prints, and its exit status."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.shapes import make_model
+from tests.estimate import logs
+from vllm_segreuse import cli as commands
+from vllm_segreuse.estimate import cli
+from vllm_segreuse.estimate.estimate import Estimate, Row
+from vllm_segreuse.policies import POLICIES
+
+KEYS = ["--extra-keys", "docs"]
+BODY = {"prompt": "Who may sign?", "max_tokens": 3}
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command on lines of a log; (exit status, standard output, standard error)."""
+
+    def running(lines: list[Any], *options: str) -> tuple[int, str, str]:
+        file = logs.write(tmp_path / "log.jsonl", lines)
+        status = cli.main([str(file), "--model", str(make_model("llama")), *options])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return running
+
+
+@pytest.fixture
+def rows(run: Any) -> Any:
+    """The same with `--json`: what was printed, and its rows by policy."""
+
+    def running(lines: list[Any], *options: str) -> tuple[Any, dict[str | None, Any]]:
+        status, out, err = run(lines, *options, "--json")
+        assert status == 0, err
+        found = json.loads(out)
+        return found, {row["policy"]: row for row in found["rows"]}
+
+    return running
+
+
+def test_the_table_has_prefix_caching_and_every_policy(run: Any) -> None:
+    status, out, _ = run(logs.bodies(12), *KEYS)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("log       12 requests, ")
+    assert lines[0].endswith(", 12 with extra keys, 1 namespace")
+    assert "blocks of 16 tokens (" in lines[2]
+    assert lines[2].endswith(": as large as the log needs")
+    table = [line.split("  ")[0] for line in lines[5 : 6 + len(POLICIES)]]
+    planned = {"focus": " (default) *", "prophet": " *", "peaks": " *"}
+    assert table == ["prefix caching alone", *(f"{n}{planned.get(n, '')}" for n in POLICIES)]
+    assert "* planned: a pass may choose fewer tokens (peaks)" in out
+    assert "bypassed with focus: too_few_reused_tokens " in out
+
+
+def test_segments_are_found_where_prefix_caching_finds_nothing(rows: Any) -> None:
+    found, by_policy = rows(logs.bodies(30), *KEYS, "--policy", "shift", "--policy", "auto")
+    assert [*found] == [field.name for field in fields(Estimate)]
+    assert [*by_policy[None]] == [field.name for field in fields(Row)]
+    assert [*by_policy] == [None, "shift", "focus"]
+    total, plain, shift = found["prompt_tokens"], by_policy[None], by_policy["shift"]
+    assert plain["prefix_tokens"] < 0.3 * total
+    assert plain["reused_tokens"] == plain["recomputed_tokens"] == plain["reusing_requests"] == 0
+    assert plain["computed_tokens"] == total - plain["prefix_tokens"]
+    assert shift["reused_tokens"] > 0.7 * total
+    assert shift["recomputed_tokens"] == 0
+    left = total - shift["prefix_tokens"] - shift["reused_tokens"]
+    assert shift["computed_tokens"] == pytest.approx(left, rel=0.02)
+    assert not shift["is_planned"]
+    focus = by_policy["focus"]
+    assert focus["is_planned"]
+    assert 0 < focus["recomputed_tokens"] < focus["reused_tokens"]
+    assert shift["reusing_requests"] + sum(shift["bypassed"].values()) == 30
+
+
+def test_without_extra_keys_nothing_is_looked_up(run: Any) -> None:
+    status, out, _ = run([BODY, BODY])
+    assert status == 0
+    assert "2 requests, 10 prompt tokens (median 5), 0 with extra keys, 0 namespaces" in out
+    assert "No request names extra_keys, so nothing would be looked up: --extra-keys" in out
+    assert "focus" not in out
+
+
+def test_namespaces_share_nothing(rows: Any) -> None:
+    """The same log in two namespaces finds as much as each half alone."""
+    bodies = logs.bodies(20)
+    mixed = [body | {"extra_keys": key} for body in bodies for key in ("a", "b")]
+    _, alone = rows(bodies, *KEYS, "--policy", "shift")
+    found, both = rows(mixed, *KEYS, "--policy", "shift")
+    assert (found["namespaces"], found["with_extra_keys"]) == (2, 40)
+    # vLLM's prefix cache knows no namespaces: the second of each pair begins with a hit.
+    assert both["shift"]["reused_tokens"] <= 2 * alone["shift"]["reused_tokens"]
+    assert both["shift"]["prefix_tokens"] >= alone["shift"]["prefix_tokens"]
+    _, one = rows([body | {"extra_keys": "a"} for body in bodies], *KEYS, "--policy", "shift")
+    assert one["shift"] == alone["shift"]
+
+
+def test_a_small_cache_evicts(rows: Any) -> None:
+    bodies, options = logs.bodies(30), (*KEYS, "--policy", "shift")
+    ample, by_policy = rows(bodies, *options)
+    assert by_policy[None]["evicted_blocks"] == by_policy["shift"]["evicted_blocks"] == 0
+    small, tight = rows(bodies, *options, "--num-blocks", "120")
+    assert (ample["cache"]["is_given"], small["cache"]["is_given"]) == (False, True)
+    assert tight["shift"]["evicted_blocks"] > 300
+    assert tight["shift"]["reused_tokens"] < 0.8 * by_policy["shift"]["reused_tokens"]
+    assert tight["shift"]["most_blocks"] < 120
+    gib = 120 * 16 * 1024 / 2**30  # a KiB for each token
+    by_size, same = rows(bodies, *options, "--kv-gib", f"{gib:.9f}")
+    assert by_size["cache"]["num_blocks"] == 120
+    assert same == tight
+
+
+def test_several_at_a_time_find_less_and_hold_more(rows: Any) -> None:
+    bodies, options = logs.bodies(30), (*KEYS, "--policy", "shift")
+    _, alone = rows(bodies, *options)
+    crowd, together = rows(bodies, *options, "--concurrency", "10")
+    assert crowd["concurrency"] == 10
+    assert together["shift"]["reused_tokens"] < alone["shift"]["reused_tokens"]
+    assert together["shift"]["most_blocks"] > 5 * alone["shift"]["most_blocks"]
+
+
+def test_too_little_room_for_those_that_run_is_said(run: Any) -> None:
+    bodies = [body | {"max_tokens": 400} for body in logs.bodies(12)]
+    options = (*KEYS, "--policy", "shift", "--answer-tokens", "400", "--concurrency", "4")
+    status, out, _ = run(bodies, *options, "--num-blocks", "140")
+    assert status == 0
+    assert "prefix caching alone: running requests lost their blocks " in out
+
+
+def test_plans_may_take_several_steps(rows: Any, tmp_path: Path) -> None:
+    """Those that run meanwhile do not wait for them, and all ends."""
+    file = tmp_path / "reuse.yaml"
+    file.write_text("spread_tokens: 8\n")
+    options = (*KEYS, "--policy", "shift", "--concurrency", "3")
+    _, at_once = rows(logs.bodies(20), *options)
+    _, spread = rows(logs.bodies(20), *options, "--config", str(file))
+    assert spread["shift"] != at_once["shift"]
+    assert spread["shift"]["reused_tokens"] > 0.8 * at_once["shift"]["reused_tokens"]
+
+
+def test_requests_arrive_at_their_times(rows: Any) -> None:
+    """Far from each other they run alone; at one moment they run together."""
+    bodies, options = logs.bodies(20), (*KEYS, "--policy", "shift")
+    _, alone = rows(bodies, *options)
+    _, together = rows(bodies, *options, "--concurrency", "20")
+    apart = [body | {"timestamp": 1e9 + 60 * i} for i, body in enumerate(bodies)]
+    found, timed = rows([*reversed(apart)], *options, "--tokens-per-second", "1000")
+    assert found["concurrency"] is None
+    assert timed["shift"] == alone["shift"], "in the order of their times"
+    at_once = [body | {"timestamp": "2026-01-01T00:00:00Z"} for body in bodies]
+    _, timed = rows(at_once, *options, "--tokens-per-second", "1000")
+    assert timed["shift"] == together["shift"]
+    # 0.5 s each at this speed: they overlap, unless the engine is faster.
+    near = [body | {"timestamp": 0.2 * i} for i, body in enumerate(bodies)]
+    _, slow = rows(near, *options, "--tokens-per-second", "1000")
+    _, fast = rows(near, *options, "--tokens-per-second", "1000000")
+    assert fast["shift"]["most_blocks"] < slow["shift"]["most_blocks"]
+
+
+def test_logged_answers_are_found_again(rows: Any) -> None:
+    """The next turn of a conversation contains them."""
+    answer = " ".join(["It is signed by the board, and by nobody else."] * 20)
+    first = {"role": "user", "content": "Who may sign?"}
+    turns = [
+        {"messages": [first], "answer": answer},
+        {
+            "messages": [
+                first,
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": "Since when?"},
+            ]
+        },
+    ]
+    _, known = rows(turns)
+    del turns[0]["answer"]
+    _, unknown = rows(turns)
+    assert unknown[None]["prefix_tokens"] == 0, "the question is shorter than a block"
+    assert known[None]["prefix_tokens"] > 150
+
+
+def test_options_of_reuse_and_of_requests_count(rows: Any, tmp_path: Path) -> None:
+    file = tmp_path / "reuse.yaml"
+    file.write_text("enabled: observe\nmin_reused_tokens: 100000\n")
+    options = (*KEYS, "--policy", "shift")
+    _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
+    assert by_policy["shift"]["reusing_requests"] == 0
+    assert by_policy["shift"]["bypassed"] == {"too_few_tokens": 8}
+    own = {"segreuse_policy": "epic", "segreuse_observe": True}
+    bodies = [body | {"vllm_xargs": own} for body in logs.bodies(8)]
+    _, by_policy = rows(bodies, *options)
+    assert by_policy["shift"]["recomputed_tokens"] > 0, "they name epic themselves"
+    assert "observed" not in by_policy["shift"]["bypassed"]
+
+
+def test_answers_to_one_prompt_and_prompts_of_one_body_count(rows: Any) -> None:
+    found, _ = rows([BODY | {"n": 3}, BODY | {"prompt": ["Who?", "When?"]}])
+    assert found["requests"] == 5
+
+
+def test_pictures_are_left_out(run: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    picture = {"messages": [{"role": "user", "content": [image]}]}
+    status, out, _ = run([picture, BODY])
+    assert status == 0
+    assert "left out  1 request: images, audio or video\n" in out
+    status, _, err = run([picture])
+    assert status == 2
+    assert "holds no request of text alone" in err
+
+
+BAD: list[tuple[Any, list[str], str]] = [
+    ({"prompt": 7}, [], "line 2: prompt"),
+    ({"messages": "Who?"}, [], "line 2: messages"),
+    ({"messages": [{"role": "user"}], "max_tokens": "x"}, [], "line 2: max_tokens"),
+    (BODY | {"max_tokens": -1}, [], "line 2: max_tokens must be at least 1, got -1"),
+    (BODY | {"extra_keys": ""}, [], "line 2: extra_keys: the key '' must be 1 to"),
+    (BODY | {"vllm_xargs": {"segreuse_x": 1}}, [], "line 2: unknown option 'segreuse_x'"),
+    (BODY | {"prompt": "word " * 900}, ["--max-model-len", "512"], "line 2: "),
+    (BODY | {"prompt": "word " * 900}, ["--num-blocks", "8"], "line 2 needs 57 KV blocks"),
+    (BODY, ["--tokens-per-second", "9"], "line 1 has no timestamp"),
+]
+
+
+@pytest.mark.parametrize(("line", "options", "why"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_one_sentence(line: Any, options: list[str], why: str, run: Any) -> None:
+    status, out, err = run([BODY, line], *options)
+    assert (status, out) == (2, "")
+    assert f"log.jsonl, {why}" in err
+    assert len([it for it in err.splitlines() if it.startswith("vllm-segreuse estimate: ")]) == 1
+
+
+def test_a_model_that_is_none(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(logs.write(tmp_path / "log.jsonl", [BODY]))
+    assert cli.main([file, "--model", "nobody/nothing"]) == 2
+    assert "is neither a folder nor a model in the local" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(Path(make_model("llama"), "config.json").read_text())
+    assert cli.main([file, "--model", str(tmp_path)]) == 2
+    assert f"{tmp_path} has no tokenizer" in capsys.readouterr().err
+    status, _, err = run([BODY], "--kv-gib", "0")
+    assert (status, "needs 1 KV blocks" in err) == (2, True)
+
+
+def test_a_refused_model(run: Any) -> None:
+    status, out, err = run([BODY], "--no-enable-prefix-caching")
+    assert (status, out) == (1, "")
+    assert "is refused: prefix caching is off; remove --no-enable-prefix-caching\n" in err
+
+
+@pytest.mark.parametrize(
+    "options", [["--policy", "best"], ["--num-blocks", "1"], ["--concurrency", "0"]]
+)
+def test_bad_options(options: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["log.jsonl", "--model", "m", *options])
+    assert ended.value.code == 2
+
+
+def test_json_is_all_that_standard_output_gets(tmp_path: Path) -> None:
+    file = logs.write(tmp_path / "log.jsonl", [BODY])
+    command = [sys.executable, "-m", "vllm_segreuse.cli", "estimate", str(file), "--json"]
+    ended = subprocess.run(
+        [*command, "--model", str(make_model("llama"))], capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["requests"] == 1
+
+
+def test_the_usage_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main(["--help"])
+    assert "vllm-segreuse estimate REQUESTS.jsonl --model MODEL" in capsys.readouterr().out

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs: what is read, and one clear sentence for what is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.estimate import logs
+from vllm_segreuse.estimate.log import LogError, Logged, read_log
+
+CHAT = {"messages": [{"role": "user", "content": "Who?"}]}
+
+
+def read(tmp_path: Path, *lines: Any) -> list[Logged]:
+    return read_log(logs.write(tmp_path / "log.jsonl", list(lines)))
+
+
+def test_bodies_and_batch_files_are_read(tmp_path: Path) -> None:
+    batch = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    found = read(tmp_path, {"prompt": "a"}, CHAT, batch, {"prompt": [1, 2]})
+    assert [one.body for one in found] == [{"prompt": "a"}, CHAT, CHAT, {"prompt": [1, 2]}]
+    assert [one.is_chat for one in found] == [False, True, True, False]
+    assert found[3].where.endswith("log.jsonl, line 4")
+
+
+def test_what_stands_beside_the_body(tmp_path: Path) -> None:
+    beside = {"timestamp": 12.5, "answer": "He.", "extra_keys": "team"}
+    inner, outer = read(tmp_path, CHAT | beside, {"body": CHAT} | beside)
+    assert inner == Logged(inner.where, CHAT | {"extra_keys": "team"}, 12.5, "He.")
+    assert (outer.body, outer.time_s, outer.answer) == (inner.body, 12.5, "He.")
+
+
+def test_extra_keys_of_a_body_stay(tmp_path: Path) -> None:
+    body = CHAT | {"extra_keys": ["a", "b"]}
+    assert [one.body for one in read(tmp_path, {"body": body})] == [body]
+
+
+def test_times_are_seconds_or_iso_8601(tmp_path: Path) -> None:
+    times: list[Any] = [0, 1.5, "1970-01-01T00:00:02+00:00", "1970-01-01 00:00:03Z", None]
+    found = read(tmp_path, *({"prompt": "a", "timestamp": time} for time in times))
+    assert [one.time_s for one in found] == [0.0, 1.5, 2.0, 3.0, None]
+
+
+def test_blank_lines_count_and_are_no_requests(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert [one.where[-6:] for one in read_log(file)] == ["line 2", "line 4"]
+
+
+BAD: list[tuple[str, str]] = [
+    ("no json", "line 2 is no JSON: "),
+    ("[" * 100_000, "line 2 is no JSON: "),
+    ("[]", "line 2 must be the body of a completion"),
+    ('{"input": "a"}', "line 2 must be the body of a completion"),
+    ('{"prompt": "a", "messages": []}', "line 2 must be the body of a completion"),
+    ('{"body": "a"}', "line 2 must be the body of a completion"),
+    ('{"prompt": "a", "answer": 7}', "line 2: answer must be the text that was generated"),
+    ('{"prompt": "a", "timestamp": "now"}', "line 2: timestamp='now' must be a number of seconds"),
+    ('{"prompt": "a", "timestamp": NaN}', "line 2: timestamp=nan must be a number of seconds"),
+    ('{"prompt": "a", "timestamp": true}', "line 2: timestamp=True must be a number of seconds"),
+]
+
+
+@pytest.mark.parametrize(("line", "why"), BAD, ids=range(len(BAD)))
+def test_a_bad_line_is_named(line: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(LogError) as refused:
+        read_log(file)
+    assert str(refused.value).startswith(f"{file}, {why}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_without_requests(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
+    for name, why in (
+        ("empty.jsonl", "holds no requests"),
+        ("binary.jsonl", "cannot read"),
+        ("none.jsonl", "cannot read"),
+    ):
+        with pytest.raises(LogError, match=why):
+            read_log(tmp_path / name)
