@@ -78,7 +78,7 @@ class Server:
         start_timeout_s: float = 300,
     ) -> None:
         self.model_name = str(model)
-        self.port = _free_port()
+        self.port = free_port()
         self.log = Path(log) if log else _new_log()
         self.start_timeout_s = start_timeout_s
         self._argv = [*command, str(model), "--host", "127.0.0.1", "--port", str(self.port), *args]
@@ -203,7 +203,8 @@ class Server:
         return ServerError(f"{what}; the end of its log {self.log}:\n{self.log_tail()}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

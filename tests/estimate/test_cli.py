@@ -189,10 +189,12 @@ def test_logged_answers_are_found_again(rows: Any) -> None:
 
 def test_options_of_reuse_and_of_requests_count(rows: Any, tmp_path: Path) -> None:
     file = tmp_path / "reuse.yaml"
-    file.write_text("enabled: observe\nmin_reused_tokens: 100000\n")
     options = (*KEYS, "--policy", "shift")
+    file.write_text("enabled: observe\n")
     _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
-    assert by_policy["shift"]["reusing_requests"] == 0
+    assert by_policy["shift"]["reusing_requests"] > 5, "as if it were switched on"
+    file.write_text("min_reused_tokens: 100000\n")
+    _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
     assert by_policy["shift"]["bypassed"] == {"too_few_tokens": 8}
     own = {"segreuse_policy": "epic", "segreuse_observe": True}
     bodies = [body | {"vllm_xargs": own} for body in logs.bodies(8)]
