@@ -17,6 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_segreuse.arrival import MAX_ADAPTERS, namespace_of
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
@@ -315,6 +316,82 @@ def test_a_report_explains_the_prompt_where_it_is_asked_for() -> None:
     plain = world.add(PROMPT)
     world.run(plain)
     assert "explain" not in world.report(plain)
+
+
+def recomputed(world: World, request: Request) -> list[Any]:
+    """Of each segment of an explained prompt."""
+    stretches = world.report(request)["explain"]
+    return [each["recomputed"] for each in stretches if each["source"] == "segment"]
+
+
+@pytest.mark.parametrize("seen", [{}, SEEN])
+def test_what_is_known_to_be_recomputed_is_explained(seen: dict[str, Any]) -> None:
+    options = OPTIONS | {"segreuse_policy": "epic", "segreuse_explain": True} | seen
+    world = cached_document()
+    request = world.add(PROMPT, options | {"segreuse_recompute_ratio": 0.1})
+    world.run(request)
+    [runs] = recomputed(world, request)
+    assert runs == [[1, 3]], "the segment's first tokens"
+
+
+def test_what_the_workers_chose_is_explained_once_they_have_reported() -> None:
+    options = OPTIONS | {"segreuse_policy": "focus", "segreuse_explain": True}
+    world = cached_document()
+    for seen, positions, expected in [
+        ({}, (0, 5, 6, 9, 33), [[5, 2], [9, 1]]),
+        ({}, None, None),
+        (SEEN, None, None),
+    ]:
+        request = world.add(PROMPT, options | {"segreuse_recompute_ratio": 0.3} | seen)
+        world.run(request)
+        if positions is not None:
+            [plan] = world.plans
+            assert plan.explains
+            outcome = PlanOutcome(5, positions=positions)
+            world.side.note_outcomes({request.request_id: outcome}, {request.request_id: request})
+        assert recomputed(world, request) == [expected]
+
+
+def test_what_is_found_and_not_reused_is_not_said_to_be_recomputed() -> None:
+    world = cached_document()
+    options = OPTIONS | {"segreuse_explain": True, "segreuse_min_reused_tokens": 33}
+    request = world.add(PROMPT, options)
+    world.run(request)
+    assert recomputed(world, request) == [None]
+
+
+OTHER_LORA = LoRARequest("other", 2, "/adapters/2")
+
+
+@pytest.mark.parametrize("cached", [None, OTHER_LORA])
+@pytest.mark.parametrize("keys", ["tests", "others"])
+def test_text_of_another_adapter_is_explained_in_its_own_namespace_only(
+    cached: LoRARequest | None, keys: str
+) -> None:
+    world = cached_document(lora_request=cached)
+    options = OPTIONS | {"segreuse_explain": True, "extra_keys": keys}
+    request = world.add(PROMPT, options, lora_request=LORA)
+    world.run(request)
+    reason = "other_adapter" if keys == "tests" else "unknown"
+    assert [each["reason"] for each in world.report(request)["explain"]] == [reason, "last_token"]
+
+
+def test_a_salt_separates_adapters_too() -> None:
+    world = cached_document(lora_request=OTHER_LORA)
+    options = OPTIONS | {"segreuse_explain": True}
+    request = world.add(PROMPT, options, lora_request=LORA, cache_salt="mine")
+    world.run(request)
+    assert world.report(request)["explain"][0]["reason"] == "unknown"
+
+
+def test_only_the_latest_adapters_are_looked_at() -> None:
+    world = World()
+    for i in range(MAX_ADAPTERS + 1):
+        world.add([1], lora_request=LoRARequest(f"adapter {i}", i + 1, "/adapters"))
+    request = world.add([1], lora_request=LoRARequest("adapter 1", 2, "/adapters"))
+    others = world.side._adapters.others(request, ("tests",))
+    assert len(others) == len(set(others)) == MAX_ADAPTERS - 1
+    assert namespace_of(request, ("tests",)) not in others
 
 
 def test_text_that_was_evicted_is_explained_as_such() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from vllm_segreuse.cache.explain import with_recomputed
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
@@ -57,6 +60,9 @@ class Accounts:
             drift=drift,
             in_full=outcome.in_full,
         )
+        if tracked.explanation is not None and outcome.positions is not None:
+            positions = np.asarray(outcome.positions, np.int32)
+            tracked.explanation = with_recomputed(tracked.explanation, positions)
         _note_saved(request, tracked.report)
         self._stats.count_tokens("recomputed", recomputed)
         if outcome.drift is not None:

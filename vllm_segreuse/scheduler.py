@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from vllm_segreuse.accounts import Accounts
 from vllm_segreuse.arrival import (
     NEVER_DONATES,
+    Adapters,
     all_tokens,
     bypass_reason,
     lora_id_of,
@@ -25,7 +26,7 @@ from vllm_segreuse.arrival import (
 from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.exact import ResidentFinder
-from vllm_segreuse.cache.explain import Reasons, explain, unexplored
+from vllm_segreuse.cache.explain import Reasons, explain, unexplored, with_recomputed
 from vllm_segreuse.cache.finder import ContentFinder, Finder
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.freezing import Freezing
@@ -149,6 +150,7 @@ class SchedulerSide:
         self._by_content: Finder = ContentFinder(index, config.max_provenance_depth)
         self._by_residence: Finder = ResidentFinder(group.block_size)
         num_blocks = pool.num_gpu_blocks - 1  # without vLLM's null block
+        self._adapters = Adapters()
         self._forgotten = Forgotten(index, self._namespaces, FORGOTTEN_PER_BLOCK * num_blocks)
         depth = config.max_provenance_depth
         self._donors = Donors(index, requests, depth, health, self._forgotten)
@@ -218,6 +220,9 @@ class SchedulerSide:
             freeze=freeze,
             trace_headers=headers_of(request) if self._traces else None,
         )
+        self._adapters.note(request)
+        if options.explain:
+            tracked.other_adapters = self._adapters.others(request, parsed.extra_keys)
         self._planner.add(tracked)
         if bypass is None:
             self._freezing.notice(prompt)
@@ -360,9 +365,12 @@ class SchedulerSide:
             pieces = memo.matches.pieces
         else:
             return None
-        by_content = Reasons(tracked.prompt, self._index, self._forgotten)
+        others = [self._namespaces.find(key) for key in tracked.other_adapters]
+        known = [namespace for namespace in others if namespace is not None]
+        by_content = Reasons(tracked.prompt, self._index, self._forgotten, known)
         reason = (lambda start, stop: "not_cached") if tracked.finder.is_exact else by_content
-        return explain(pieces, tracked.start, tracked.num_tokens, reason)
+        found = explain(pieces, tracked.start, tracked.num_tokens, reason)
+        return with_recomputed(found, plan.recomputed_positions if plan else None)
 
     def _recipe(self, options: RequestOptions, reused: BoolArray, segments: Segments) -> Recipe:
         return POLICIES[options.policy](

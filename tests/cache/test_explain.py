@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_segreuse.cache.explain import Reasons, Stretch, explain, unexplored
+from vllm_segreuse.cache.explain import Reasons, Stretch, explain, unexplored, with_recomputed
 from vllm_segreuse.cache.forgotten import Forgotten, Why
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import find_matches
@@ -40,12 +40,14 @@ class World:
             self.forgotten.evicted(block)
             self.index.remove(block)
 
-    def explain(self, tokens: list[int], namespace: int, start: int = 0) -> list[Stretch]:
+    def explain(
+        self, tokens: list[int], namespace: int, start: int = 0, other_adapters: Sequence[int] = ()
+    ) -> list[Stretch]:
         prompt = Prompt(namespace, np.array(tokens, np.int32))
         hashes = prompt.hashes(SIZE)
         stop = len(tokens) - 1
         found = find_matches(self.index, namespace, prompt.tokens, hashes, start, stop, 4)
-        reasons = Reasons(prompt, self.index, self.forgotten)
+        reasons = Reasons(prompt, self.index, self.forgotten, other_adapters)
         return explain(found.pieces, start, len(tokens), reasons)
 
 
@@ -106,6 +108,42 @@ def test_the_nearest_reason_counts(world: World) -> None:
     assert reasons(world.explain([*OTHER, *DOCUMENT, 9], world.mine))[0] == "evicted"
     world.cache(DOCUMENT, 0, world.mine)
     assert reasons(world.explain([*OTHER, *DOCUMENT, 9], world.mine))[0] == "computed_now"
+
+
+def test_text_of_another_adapter_is_named_where_nothing_nearer_is_known(world: World) -> None:
+    adapter = world.names.intern(b"mine, with an adapter")
+    world.cache(OTHER, 8, adapter)
+    world.index.begin_step()
+    prompt = [*OTHER, 9]
+    assert reasons(world.explain(prompt, world.mine))[0] == "unknown"
+    found = world.explain(prompt, world.mine, other_adapters=[world.theirs, adapter])
+    assert reasons(found)[0] == "other_adapter"
+    world.evict(world.cache(OTHER, 0, world.mine))
+    found = world.explain(prompt, world.mine, other_adapters=[adapter])
+    assert reasons(found)[0] == "evicted"
+
+
+def test_recomputed_tokens_are_runs_within_their_segment() -> None:
+    stretches: list[Stretch] = [
+        {"start": 0, "tokens": 4, "source": "prefix"},
+        {"start": 4, "tokens": 6, "source": "segment", "position": 40},
+        {"start": 10, "tokens": 5, "source": "segment", "position": 0},
+        {"start": 15, "tokens": 3, "source": "segment", "position": 7},
+        new(18, 1, "last_token"),
+    ]
+    positions = np.array([3, 4, 6, 7, 8, 9, 10, 12, 18], np.int32)
+    found = with_recomputed(stretches, positions)
+    assert [each.get("recomputed") for each in found] == [
+        None,
+        [[4, 1], [6, 4]],
+        [[10, 1], [12, 1]],
+        [],
+        None,
+    ]
+    assert [*map(len, found)] == [3, 5, 5, 5, 4]
+    unknown = with_recomputed(found, None)
+    assert [each["recomputed"] for each in unknown[1:4]] == [None] * 3
+    assert found[1]["recomputed"], "the given ones stay as they are"
 
 
 def test_all_namespaces_of_an_evicted_block_remember_it(world: World) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from vllm_segreuse.explain import cli, show
+from vllm_segreuse.explain import cli, show, words
 from vllm_segreuse.explain.client import (
     EXCERPT_TOKENS,
     ExplainError,
@@ -22,7 +22,7 @@ from vllm_segreuse.explain.client import (
 BODY = {"model": "m", "prompt": "a prompt", "extra_keys": ["docs"], "max_tokens": 50}
 STRETCHES = [
     {"start": 0, "tokens": 32, "source": "prefix"},
-    {"start": 32, "tokens": 100, "source": "segment", "position": 64},
+    {"start": 32, "tokens": 100, "source": "segment", "position": 64, "recomputed": [[33, 20]]},
     {"start": 132, "tokens": 7, "source": "new", "reason": "evicted"},
     {"start": 139, "tokens": 1, "source": "new", "reason": "last_token"},
 ]
@@ -116,11 +116,22 @@ def test_each_stretch_is_shown_with_its_text(server: Server) -> None:
     assert [line[:2] for line in lines[1:5]] == where
     assert lines[1][2].startswith("prefix cache")
     assert lines[2][2].startswith("segment, moved by -32")
+    assert lines[2][2].split("moved by -32")[1].split()[0] == "20%", "computed again"
     assert lines[3][2].startswith("new: was known, and has been evicted")
     assert lines[3][2].rstrip().endswith("132 133 134 135 136 137 138")
     asked = [body["tokens"] for path, body in server.sent if path == "/detokenize"]
     assert [len(tokens) for tokens in asked] == [EXCERPT_TOKENS, EXCERPT_TOKENS, 7, 1]
     assert asked[1][0] == 32
+
+
+def test_the_recomputed_share_is_shown_where_it_is_known(server: Server) -> None:
+    assert [words.recomputed(stretch) for stretch in STRETCHES] == ["", "20%", "", ""]
+    several = STRETCHES[1] | {"recomputed": [[32, 1], [40, 2]]}
+    assert words.recomputed(several) == "3%"
+    assert words.recomputed(several | {"recomputed": []}) == "0%"
+    assert words.recomputed(several | {"recomputed": None}) == ""
+    server.report = {**REPORT, "explain": [several | {"recomputed": None}]}
+    assert "%" not in printed(server).splitlines()[1]
 
 
 def test_the_verdict_is_a_sentence(server: Server) -> None:

@@ -87,16 +87,18 @@ def test_what_was_computed_in_this_very_context_does_not_drift(
 def test_37_above_its_bound_a_plan_is_computed_in_full_and_no_other_is(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = World(monkeypatch)
-    drifts = first.prefill.run(pair(LATE)).outcomes
-    one, other = pair(LATE)
+    first, (one, other) = World(monkeypatch), pair(LATE)
+    one.explains = True
+    drifts = first.prefill.run([one, other]).outcomes
     assert drifts["one"].drift is not None
     one.max_drift = factor * drifts["one"].drift
     full, world = World(monkeypatch), World(monkeypatch)
     full.prefill.run([one.in_full()])
     report = world.prefill.run([one, other])
     assert report.not_finite == []
-    assert report.outcomes["one"] == drifts["one"]._replace(in_full=factor < 1)
+    everything = tuple(range(one.start, one.stop)) if factor < 1 else drifts["one"].positions
+    expected = drifts["one"]._replace(in_full=factor < 1, positions=everything)
+    assert report.outcomes["one"] == expected
     assert report.outcomes["other"] == drifts["other"]
     assert_equal(pages(world, other), pages(first, other))
     if factor < 1:

@@ -203,6 +203,7 @@ def test_copies_and_passes_are_what_the_loop_makes_of_them(
 ) -> None:
     world = World(monkeypatch)
     decoder, plans = TinyDecoder(world), pair(RECIPES[name])
+    plans[0].explains = True
     expected = []
     for each in plans:
         kv = world.kv(each)
@@ -219,7 +220,10 @@ def test_copies_and_passes_are_what_the_loop_makes_of_them(
             np.testing.assert_allclose(found[where], pair_of, atol=2e-4)
         if each.reports:
             assert 4 < len(active) <= 9
-            assert report.outcomes[each.request_id].computed == len(active)
+            outcome = report.outcomes[each.request_id]
+            assert outcome.computed == len(active)
+            positions = tuple(sorted(active)) if each.explains else None
+            assert outcome.positions == positions
     assert report.outcomes.keys() == {p.request_id for p in plans if p.reports}
 
 

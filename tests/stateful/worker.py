@@ -402,11 +402,13 @@ class Worker:
         computed[rng.permutation(np.flatnonzero(plan.reused & ~computed))[:count]] = True
         drift = float(rng.uniform(0, LARGEST_DRIFT)) if program.measures_drift else None
         in_full = drift is not None and drift > plan.max_drift
-        if plan.reports:
-            active = int(computed.sum()) + int(plan.next_token is not None)
-            self._outcomes[plan.request_id] = PlanOutcome(active, drift, in_full)
+        active = int(computed.sum()) + int(plan.next_token is not None)
         if in_full:
             computed[:] = True
+        if plan.reports:
+            positions = tuple((np.flatnonzero(computed) + plan.start).tolist())
+            outcome = PlanOutcome(active, drift, in_full, positions if plan.explains else None)
+            self._outcomes[plan.request_id] = outcome
         recomputed = int((computed & plan.reused).sum())
         self.endings.setdefault(plan.request_id, Ending(recomputed, drift, in_full))
         return computed

@@ -350,12 +350,18 @@ class World:
             end += stretch["tokens"]
             tokens[stretch["source"]] += stretch["tokens"]
             self.counts[f"explained: {stretch.get('reason', stretch['source'])}"] += 1
-        found = (report["observed"] or report)["reused_tokens"]
+        outcome = report["observed"] or report
+        found = outcome["reused_tokens"]
         # Tokens that were generated before a preemption are behind the prompt.
         assert end >= request.num_prompt_tokens, report
         assert tokens["prefix"] == report["prefix_tokens"], report
         if found:
             assert tokens["segment"] == found, report
+            again = [s["recomputed"] for s in report["explain"] if s["source"] == "segment"]
+            self.counts[f"explained: recomputed {'unknown' if None in again else 'known'}"] += 1
+            if None not in again:
+                runs = [run for segment in again for run in segment]
+                assert sum(length for _, length in runs) == outcome["recomputed_tokens"], report
 
     def _check_ending(self, request: Request, report: dict[str, Any]) -> None:
         """What the workers did is what the report says, though only they knew."""

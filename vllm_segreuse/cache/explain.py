@@ -7,7 +7,7 @@ that belongs to others give the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from vllm_segreuse.cache.forgotten import Forgotten, Why
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import indexed_windows
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import BoolArray, Pieces
+from vllm_segreuse.plan import BoolArray, IntArray, Pieces
 
 Stretch = dict[str, Any]
 
@@ -60,6 +60,32 @@ def unexplored(start: int, num_tokens: int, reason: str) -> list[Stretch]:
     return [*prefix, _stretch(start, num_tokens - start, "new", reason=reason)]
 
 
+def with_recomputed(stretches: Sequence[Stretch], positions: IntArray | None) -> list[Stretch]:
+    """The same stretches; each segment has `recomputed`: which of its tokens are computed again.
+
+    Args:
+        stretches: of a prompt.
+        positions: of computed tokens in the prompt, ascending; None: not known, and `recomputed` is
+            None.
+
+    Returns:
+        `recomputed` is a list of runs, each `[start, tokens]`.
+    """
+    return [
+        each | {"recomputed": None if positions is None else _runs_within(each, positions)}
+        if each["source"] == "segment"
+        else each
+        for each in stretches
+    ]
+
+
+def _runs_within(stretch: Stretch, positions: IntArray) -> list[list[int]]:
+    bounds = stretch["start"], stretch["start"] + stretch["tokens"]
+    within = positions[slice(*np.searchsorted(positions, bounds))]
+    runs = np.split(within, np.flatnonzero(np.diff(within) != 1) + 1)
+    return [[int(run[0]), len(run)] for run in runs if len(run)]
+
+
 def _stretch(start: int, tokens: int, source: str, **more: Any) -> Stretch:
     return {"start": start, "tokens": tokens, "source": source, **more}
 
@@ -80,16 +106,25 @@ class Reasons:
     - `computed_now`: it is being computed in this very step.
     - `evicted`: it was known, and its blocks were taken for other text.
     - `too_deep`: it was only computed behind too much reused KV (`max_provenance_depth`).
+    - `other_adapter`: it is cached in this namespace, as computed with another LoRA adapter.
     - `unknown`: it was never seen in this namespace, or long ago.
 
     Args:
         prompt: what was searched for.
         index: where.
         forgotten: what was there before.
+        other_adapters: ids of the namespaces that differ from the prompt's own by the adapter only.
     """
 
-    def __init__(self, prompt: Prompt, index: SegmentIndex, forgotten: Forgotten) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        index: SegmentIndex,
+        forgotten: Forgotten,
+        other_adapters: Sequence[int] = (),
+    ) -> None:
         self._prompt, self._index, self._forgotten = prompt, index, forgotten
+        self._other_adapters = other_adapters
         self._by_reason: dict[str, BoolArray] | None = None
 
     def __call__(self, start: int, stop: int) -> str:
@@ -105,13 +140,21 @@ class Reasons:
     def _known(self) -> dict[str, BoolArray]:
         """By reason, the windows of the prompt that it holds for; the nearest first."""
         if self._by_reason is None:
-            index, prompt = self._index, self._prompt
-            hashes, length = prompt.hashes(index.block_size), len(prompt.tokens)
-            indexed = indexed_windows(index, prompt.namespace, prompt.tokens, hashes, 0, length)
-            forgotten = self._forgotten.windows(prompt)
+            indexed = self._indexed(self._prompt.namespace)
+            forgotten = self._forgotten.windows(self._prompt)
+            elsewhere = np.zeros_like(indexed)
+            for namespace in self._other_adapters:
+                elsewhere |= self._indexed(namespace)
             self._by_reason = {
-                "computed_now": indexed >= 0,  # not found: it may not donate yet
+                "computed_now": indexed,  # not found: it may not donate yet
                 "evicted": forgotten[Why.EVICTED],
                 "too_deep": forgotten[Why.TOO_DEEP],
+                "other_adapter": elsewhere,
             }
         return self._by_reason
+
+    def _indexed(self, namespace: int) -> BoolArray:
+        """Windows of the prompt that are the content of blocks of a namespace."""
+        index, prompt = self._index, self._prompt
+        hashes, length = prompt.hashes(index.block_size), len(prompt.tokens)
+        return indexed_windows(index, namespace, prompt.tokens, hashes, 0, length) >= 0

@@ -273,6 +273,7 @@ class Planner:
             reports=recipe.program.reports,
             lora_id=tracked.lora_id,
             trace_headers=tracked.trace_headers,
+            explains=tracked.explains,
         )
 
     def _room_beside(self, donor_blocks: list[int], needed: int) -> int:

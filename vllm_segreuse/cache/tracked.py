@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +59,8 @@ class TrackedRequest:
         observed: the plan that would have been carried out.
         report: outcome of its first admission.
         explanation: of its first admission (`explain.py`), where it is wanted.
+        other_adapters: keys of the namespaces that differ from its own by the LoRA adapter only, of
+            a request that explains.
         awaited: the plan that the report is about, until the workers have reported what they
             computed of it.
         start: tokens of vLLM's own prefix hit at the last decision.
@@ -85,6 +87,7 @@ class TrackedRequest:
     observed: ReusePlan | None = None
     report: Report | None = None
     explanation: list[dict[str, Any]] | None = None
+    other_adapters: Sequence[bytes] = ()
     awaited: ReusePlan | None = None
     start: int = 0
     reason: str | None = None

@@ -78,11 +78,13 @@ class PlanOutcome(NamedTuple):
         computed: tokens that were computed at all layers behind the dense ones.
         drift: see `prefill/drift.py`; None: not measured.
         in_full: everything was computed after that, because the drift was above `max_drift`.
+        positions: of the tokens that were computed, ascending; None: the plan does not explain.
     """
 
     computed: int
     drift: float | None = None
     in_full: bool = False
+    positions: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -105,6 +107,7 @@ class ReusePlan:
         reports: the workers report a `PlanOutcome`, also if they have to compute the plan in full.
         lora_id: vLLM's number of the request's LoRA adapter; 0: none.
         trace_headers: W3C trace context that the request came with; None: it is not traced.
+        explains: the workers report which tokens they have computed, where they choose them.
     """
 
     request_id: str
@@ -122,6 +125,7 @@ class ReusePlan:
     reports: bool = False
     lora_id: int = 0
     trace_headers: Mapping[str, str] | None = None
+    explains: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +161,14 @@ class ReusePlan:
         """Reused tokens that are computed again, at every layer behind the dense ones; the most of
         them, where the workers decide."""
         return self.recomputed(self.recipe.top_k)
+
+    @property
+    def recomputed_positions(self) -> IntArray | None:
+        """Positions of the reused tokens that are computed again; None where the workers choose."""
+        settled = self.recipe.settled
+        if self.recipe.top_k and not settled.all():
+            return None
+        return np.asarray(np.flatnonzero(settled & self.reused) + self.start, np.int32)
 
     def recomputed(self, chosen: int) -> int:
         """The same, where so many were chosen by their score."""

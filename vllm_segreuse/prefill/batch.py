@@ -99,6 +99,19 @@ class Batch:
         request = self.tokens.request[active]
         return counts.scatter_add_(0, request, torch.ones_like(request))
 
+    def positions(self, active: torch.Tensor) -> dict[str, tuple[int, ...]]:
+        """Which tokens of the plans that explain are among these flat indices, by request; waits
+        for the device if there is such a plan."""
+        if not any(plan.explains for plan in self.plans):
+            return {}
+        host, flat = self.tokens.read_host(), active.cpu().numpy()
+        request, positions = host.request[flat], host.positions[flat]
+        return {
+            plan.request_id: tuple(positions[request == i].tolist())
+            for i, plan in enumerate(self.plans)
+            if plan.explains
+        }
+
     def held(self, pages: torch.Tensor, strides: TiledStrides) -> torch.Tensor:
         """What the tokens' slots hold: `[tokens, heads, channels]`, in the type of the pages.
 

@@ -101,16 +101,23 @@ class SparsePrefill:
         same drift, so they agree on it.
         """
         clock = _Clock()
-        outcomes = []
+        outcomes, computed = [], []
         for batch in prepared.batches:
-            outcomes.append((yield from clock.running(self._compute(batch))))
-        # The one result of a pass that the host waits for.
+            outcome, active = yield from clock.running(self._compute(batch))
+            outcomes.append(outcome)
+            computed.append((batch, active))
+        # The one result of a pass that the host waits for, unless a plan explains.
         ends = zip(prepared.plans, torch.cat(outcomes).tolist(), strict=True)
+        positions: dict[str, tuple[int, ...]] = {}
+        for batch, active in computed:
+            positions |= batch.positions(active)
         again, not_finite, reported = [], [], {}
         for plan, (fine, active, drift) in ends:
             too_far = drift > plan.max_drift
             if not fine or too_far:
                 again.append(plan.in_full())
+                if plan.explains:
+                    positions[plan.request_id] = tuple(range(plan.start, plan.stop))
             if not fine:
                 not_finite.append(plan.request_id)
                 outcome = PlanOutcome(plan.num_written)
@@ -119,7 +126,8 @@ class SparsePrefill:
                     int(active), None if math.isnan(drift) else drift, in_full=too_far
                 )
             if plan.reports:
-                reported[plan.request_id] = outcome
+                computed_at = positions.get(plan.request_id)
+                reported[plan.request_id] = outcome._replace(positions=computed_at)
         for in_full in self._batches(again, prepared.wave_work):
             yield from clock.running(self._compute(in_full))
         return PassReport(
@@ -138,12 +146,13 @@ class SparsePrefill:
             Batch(group, self._block_size, self._device, wave_work) for group in groups.values()
         ]
 
-    def _compute(self, batch: Batch) -> Waves[torch.Tensor]:
+    def _compute(self, batch: Batch) -> Waves[tuple[torch.Tensor, torch.Tensor]]:
         """Run plans of one program.
 
         Returns:
             float64 `[plans, 3]`: whether a plan's scores are numbers and the hidden states of its
-            active tokens finite; how many these tokens are; its drift.
+            active tokens finite; how many these tokens are; its drift. And the flat indices of the
+            active tokens.
         """
         active, state = yield from programs.run(self._layers, batch)
         request = batch.tokens.request[active]
@@ -154,7 +163,8 @@ class SparsePrefill:
                 finite &= state.residual.isfinite().all(-1)
         fine = batch.sound.long()
         fine.scatter_reduce_(0, request, finite, "amin")
-        return torch.stack([fine.double(), batch.num_active(active).double(), batch.drift], dim=1)
+        figures = fine.double(), batch.num_active(active).double(), batch.drift
+        return torch.stack(figures, dim=1), active
 
 
 class _Clock:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an explanation says, in words: for the terminal and for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+REASONS = {
+    "last_token": "the last token is always computed",
+    "shorter_than_block": "shorter than a KV block",
+    "computed_now": "being computed for another request right now",
+    "evicted": "was known, and has been evicted",
+    "too_deep": "only computed behind reused KV (max_provenance_depth)",
+    "other_adapter": "cached for another LoRA adapter only",
+    "unknown": "not seen in this namespace",
+    "not_cached": "not cached under its exact name",
+}
+
+
+def source(stretch: Mapping[str, Any]) -> str:
+    """Where a stretch comes from."""
+    if stretch["source"] == "segment":
+        moved = stretch["start"] - stretch["position"]
+        return f"segment, moved by {moved:+,}" if moved else "segment, in its place"
+    if stretch["source"] == "new":
+        return f"new: {REASONS.get(stretch['reason'], stretch['reason'])}"
+    return "prefix cache"
+
+
+def num_recomputed(stretch: Mapping[str, Any]) -> int | None:
+    """Tokens of a segment that are computed again; None for what is no segment, or not known."""
+    runs = stretch.get("recomputed")
+    return None if runs is None else sum(tokens for _, tokens in runs)
+
+
+def recomputed(stretch: Mapping[str, Any]) -> str:
+    """The share of a stretch that is computed again; "" for what is no segment, or not known."""
+    tokens = num_recomputed(stretch)
+    return "" if tokens is None else f"{tokens / stretch['tokens']:.0%}"
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """What would be reused, or why nothing would, in a sentence."""
+    total = report["prompt_tokens"]
+    found = report["observed"] or report
+    if found["reused_tokens"]:
+        share, work = found["reused_tokens"] / total, found["computed_share"]
+        would = "would be" if report["observed"] else "were"
+        return (
+            f"{found['reused_tokens']:,} of {total:,} tokens ({share:.0%}) {would} reused with "
+            f"{report['policy']}, {found['recomputed_tokens']:,} of these computed again: "
+            f"{work:.0%} of the work behind the prefix."
+        )
+    return f"Nothing is reused of {total:,} tokens: {report['bypass_reason']}."
