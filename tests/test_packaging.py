@@ -2,6 +2,7 @@
 """What is installed is what lies in the repository."""
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -28,6 +29,25 @@ def test_kernels_are_importable_from_anywhere(tmp_path: Path) -> None:
         Path(done.stdout.strip()).resolve()
         == REPOSITORY / "vllm_segreuse" / "kernels" / "__init__.py"
     )
+
+
+def test_pages_are_installed_with_all_that_they_need(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("kernels", "csrc"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name)
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(REPOSITORY / "vllm_segreuse", tmp_path / "vllm_segreuse", ignore=ignored)
+    built = tmp_path / "built"
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(built)]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    wanted = {
+        path.relative_to(tmp_path)
+        for folder in ("static", "templates")
+        for path in tmp_path.glob(f"vllm_segreuse/**/{folder}/*")
+    }
+    assert len(wanted) >= 4
+    assert [path for path in wanted if not (built / path).is_file()] == []
 
 
 def test_plugin_is_registered_with_vllm() -> None:

@@ -210,3 +210,22 @@ def test_exit_codes_and_one_line_of_error(
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3
     assert all(line.startswith("vllm-segreuse explain: ") for line in errors)
+
+
+@pytest.fixture
+def answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    clients = iter([server.client(), server.client()])
+    monkeypatch.setattr(httpx, "Client", lambda **options: next(clients))
+    return server
+
+
+def test_a_page_is_written_instead_of_a_table(
+    answered: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, shown = tmp_path / "request.json", tmp_path / "explained.html"
+    file.write_text(json.dumps(BODY))
+    assert cli.main([str(file), "--html", str(shown)]) == 0
+    assert capsys.readouterr().out.startswith("100 of 140 tokens (71%) would be reused")
+    assert "What is reused of request.json" in shown.read_text()
+    assert cli.main([str(file), "--html", str(tmp_path / "none" / "x.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err

@@ -12,8 +12,15 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from vllm_segreuse.explain import show
-from vllm_segreuse.explain.client import TIMEOUT_S, ExplainError, InputError, explain, read_file
+from vllm_segreuse.explain import page, show, words
+from vllm_segreuse.explain.client import (
+    TIMEOUT_S,
+    ExplainError,
+    Explanation,
+    InputError,
+    explain,
+    read_file,
+)
 
 URL = "http://localhost:8000"
 
@@ -29,10 +36,22 @@ def main(argv: list[str] | None = None) -> int:
     except (ExplainError, httpx.InvalidURL) as error:
         print(f"vllm-segreuse explain: {error}", file=sys.stderr)
         return 1 if isinstance(error, ExplainError) and not isinstance(error, InputError) else 2
+    if args.html:
+        return _write_page(args.html, found, args.request.name)
     if args.json:
         print(json.dumps({"report": found.report, "texts": found.texts}, indent=1))
     else:
         Console().print(show.table(found))
+    return 0
+
+
+def _write_page(file: Path, found: Explanation, name: str) -> int:
+    try:
+        page.write(file, found, name)
+    except OSError as error:
+        print(f"vllm-segreuse explain: cannot write {file}: {error}", file=sys.stderr)
+        return 2
+    print(words.verdict(found.report))
     return 0
 
 
@@ -51,5 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--reuse", action="store_true", help="reuse what is found, instead of only observing it"
     )
-    parser.add_argument("--json", action="store_true", help="print the report instead of a table")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print the report instead of a table")
+    shown.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of a table")
     return parser
