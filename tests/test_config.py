@@ -48,6 +48,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "knowledge_path": None,
         "knowledge_chunk_tokens": 2048,
         "knowledge_body_bytes": 16777216,
+        "viewer_requests": 200,
+        "viewer_text": False,
         "namespaces": None,
         "namespaces_trust_programs": False,
     }

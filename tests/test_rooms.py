@@ -11,9 +11,9 @@ ORDER = (
     *("version", "discovery", "keys", "routing", "supported", "kernels", "plan"),
     *("kv_group", "policies", "config"),
     *("metrics", "memory", "launch", "cache"),
-    *("knowledge", "serve", "compat", "model", "prefill"),
+    *("knowledge", "explain", "viewer", "serve", "compat", "model", "prefill"),
     *("accounts", "arrival", "tracing", "scheduler", "worker"),
-    *("connector", "plugin", "calibrate", "explain", "doctor", "estimate", "cli"),
+    *("connector", "plugin", "calibrate", "doctor", "estimate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""
 

@@ -294,6 +294,13 @@ class SegReuseConfig(RequestOptions):
     knowledge_body_bytes: Annotated[int, _count(1024, _MAX_TOKENS)] = 16 * 2**20
     """Largest body that the routes of knowledge bases take."""
 
+    viewer_requests: Annotated[int, _count(0, 100_000)] = 200
+    """So many requests an API server remembers, without their text, for the viewer's page; 0:
+    none."""
+
+    viewer_text: Annotated[bool, BeforeValidator(_switch)] = False
+    """Whether it remembers the tokens of explained prompts, too, to show their text."""
+
     namespaces: Annotated[dict[str, tuple[str, ...]] | None, BeforeValidator(_rights)] = None
     """Which extra keys an API key may share, by the SHA-256 of the API key: a request may use
     `extra_keys` whose first key is listed ("*": all). Under any other name a caller is alone. None:

@@ -47,7 +47,7 @@ def test_who_enables_gets_all_and_tells_its_children(
     compat.enable()
     assert compat.enabled_by_parent()
     assert installed == ["envs", *compat.FRONT_END, *compat.ENGINE]
-    assert {"input_processor", "api_server", "openai_streams"} == set(compat.FRONT_END)
+    assert {"input_processor", "api_server", "async_llm", "openai_streams"} == set(compat.FRONT_END)
 
 
 @pytest.mark.parametrize("install", [compat.enable, compat.install_engine])

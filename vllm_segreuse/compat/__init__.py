@@ -5,7 +5,7 @@
     plugin registered    FLAGS: flags, and the check that finds out      every process of vLLM
                          whether reuse is enabled
     reuse enabled        FRONT_END: request checks, report in streams,   API server, offline caller
-                         routes of the kill switch
+                         routes of the kill switch, recent requests
     reuse enabled        ENGINE: calls into the scheduler, handle on     EngineCore, workers
                          the loaded model, hits counted as saved, what
                          workers report passed on in time
@@ -22,7 +22,7 @@ import os
 from vllm_segreuse.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
-FRONT_END = ("input_processor", "openai_streams", "api_server")
+FRONT_END = ("input_processor", "openai_streams", "async_llm", "api_server")
 ENGINE = ("engine_core", "model_runner", "prefix_cache_stats", "scheduler")
 
 _MARKER = "VLLM_SEGREUSE_ENABLED"

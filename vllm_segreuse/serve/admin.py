@@ -3,7 +3,8 @@
 
 It is an application of its own, mounted into vLLM's: every path below the prefix wants the token,
 unknown ones and the OpenAPI description included, and every error has one form
-(`schemas.ErrorAnswer`). vLLM's `--api-key` guards other paths only, and is handed to every client.
+(`schemas.ErrorAnswer`). The viewer's pages (`viewer/`) also take a session's cookie, and their
+errors are pages. vLLM's `--api-key` guards other paths only, and is handed to every client.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
@@ -27,6 +28,10 @@ from vllm_segreuse.knowledge.errors import KnowledgeError
 from vllm_segreuse.knowledge.schemas import PREFIX, Error, ErrorAnswer
 from vllm_segreuse.serve import knowledge_routes, routes
 from vllm_segreuse.serve.bodies import TOO_DEEP
+from vllm_segreuse.viewer import routes as viewer_routes
+from vllm_segreuse.viewer.door import MAX_LOGIN_BYTES, Door, is_viewer
+from vllm_segreuse.viewer.recent import Recent
+from vllm_segreuse.viewer.sessions import Sessions
 
 ADMIN_TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
 
@@ -47,8 +52,9 @@ def mount(app: FastAPI) -> FastAPI | None:
     """Mounts the administrator's application on vLLM's, if the environment holds a token.
 
     Returns:
-        The application, whose `state` has to be given `engine_client`, `max_body_bytes` and the
-        `service` of knowledge bases; None without a token: then none of its paths exists.
+        The application, whose `state` has to be given `engine_client`, `max_body_bytes`, the
+        `service` of knowledge bases, `recent` requests, and vLLM's application as `server`; None
+        without a token: then none of its paths exists.
     """
     token = os.environ.get(ADMIN_TOKEN_ENV, "")
     if not token:
@@ -71,8 +77,10 @@ def make_app() -> FastAPI:
         responses={"4XX": {"model": ErrorAnswer, "description": "The request is refused."}},
     )
     admin.state.max_body_bytes = SegReuseConfig().knowledge_body_bytes
+    admin.state.recent = Recent(SegReuseConfig().viewer_requests)
     admin.include_router(routes.router)
     admin.include_router(knowledge_routes.router)
+    admin.include_router(viewer_routes.router)
     admin.add_exception_handler(HTTPException, _http_error)
     admin.add_exception_handler(RecursionError, _recursion_error)
     admin.add_exception_handler(RequestValidationError, _validation_error)
@@ -106,16 +114,19 @@ class Gate:
     def __init__(self, app: FastAPI, token: str) -> None:
         self._app = app
         self._token = token.encode()
+        app.state.sessions = Sessions(token)
+        self._door = Door(app.state.sessions)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # there are none here: the handshake is refused with 403
             await send({"type": "websocket.close", "code": 1008})
             return
-        refusal = self._refusal(scope)
+        is_login = is_viewer(scope) and self._door.is_login(scope)
+        refusal = None if is_login else self._refusal(scope)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        limit = self._app.state.max_body_bytes
+        limit = MAX_LOGIN_BYTES if is_login else self._app.state.max_body_bytes
         body = await _read(receive, limit)
         if body is None:
             text = f"this server takes bodies of up to {limit} bytes: send fewer documents at once"
@@ -132,10 +143,15 @@ class Gate:
 
         await self._app(scope, replay, send)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
+    def _refusal(self, scope: Scope) -> Response | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not given.strip():
+            if is_viewer(scope):
+                if self._door.admits(scope):
+                    return None
+                if self._door.wants_page(scope):
+                    return self._door.form(scope)
             return _answer(
                 401,
                 "this route needs the admin token: Authorization: Bearer ...",
@@ -171,7 +187,9 @@ def _answer(
     return JSONResponse(body, status_code=status, headers=headers)
 
 
-async def _http_error(request: Request, error: Any) -> JSONResponse:
+async def _http_error(request: Request, error: Any) -> Response:
+    if is_viewer(request.scope):
+        return viewer_routes.error(request, error.status_code, str(error.detail))
     return _answer(error.status_code, str(error.detail), error.headers)
 
 
@@ -188,5 +206,7 @@ async def _validation_error(request: Request, error: Any) -> JSONResponse:
     return _answer(400, f"{param}: {message}" if param else message, param=param)
 
 
-async def _knowledge_error(request: Request, error: Any) -> JSONResponse:
+async def _knowledge_error(request: Request, error: Any) -> Response:
+    if is_viewer(request.scope):
+        return viewer_routes.error(request, error.status, str(error))
     return _answer(error.status, str(error), param=error.param, kind=error.type)

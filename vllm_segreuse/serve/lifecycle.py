@@ -14,6 +14,7 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge.engine import ServedEngine
 from vllm_segreuse.knowledge.origin import serving_clients
 from vllm_segreuse.knowledge.service import KnowledgeService, start_service
+from vllm_segreuse.viewer.recent import Recent, watching
 
 logger = init_logger("vllm.segreuse")
 
@@ -38,6 +39,7 @@ async def serving(app: FastAPI, admin: FastAPI | None) -> AsyncIterator[None]:
         if admin is None:
             yield
             return
+        admin.state.server = app
         async with _administered(admin, client, config):
             yield
 
@@ -47,8 +49,10 @@ async def _administered(admin: FastAPI, client: Any, config: SegReuseConfig) -> 
     admin.state.engine_client = client
     admin.state.max_body_bytes = config.knowledge_body_bytes
     admin.state.service = service = await _start_service(client, config)
+    admin.state.recent = Recent(config.viewer_requests, config.viewer_text)
     try:
-        yield
+        with watching(admin.state.recent):
+            yield
     finally:
         if service is not None:
             await service.close()
