@@ -38,6 +38,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "min_reused_tokens": 128,
         "observe": False,
         "explain": False,
+        "similarity": None,
         "max_provenance_depth": 4,
         "max_step_tokens": None,
         "spread_tokens": None,
@@ -246,6 +247,62 @@ def test_request_options_lie_over_the_servers() -> None:
     )
     assert parse_request(None, server).options == server.request_defaults()
     assert parse_request({}, server).extra_keys is None
+
+
+SIMILAR = SegReuseConfig(similarity={"threshold": 0.7})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [1, 0, True, False])
+def test_a_request_asks_for_similar_segments_or_not(value: object) -> None:
+    parsed = parse_request({"segreuse_similarity": value}, SIMILAR)
+    assert parsed.options.similarity is bool(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "by_default"),
+    [(None, False), ({}, True), ({"by_default": True}, True), ({"by_default": False}, False)],
+)
+def test_the_server_says_who_reuses_similar_segments(given: Any, by_default: bool) -> None:
+    server = SegReuseConfig.from_options({"similarity": given})
+    for options in (
+        server.request_defaults(),
+        parse_request({"segreuse_policy": "shift"}, server).options,
+        parse_request(None, server).options,
+    ):
+        assert options.similarity is by_default
+    assert SegReuseConfig.from_options(server.model_dump()) == server
+
+
+def test_06_similar_segments_need_the_servers_index() -> None:
+    assert parse_request({"segreuse_similarity": 0}, CONFIG).options.similarity is False
+    with pytest.raises(RequestError, match="the server has no option `similarity`") as caught:
+        parse_request({"segreuse_similarity": 1}, CONFIG)
+    assert caught.value.option == "segreuse_similarity"
+
+
+@pytest.mark.parametrize("value", ["on", 2, None, {}, 0.5])
+def test_06_a_bad_request_for_similar_segments_is_refused(value: object) -> None:
+    with pytest.raises(RequestError, match=r"segreuse_similarity=.* must be true or false"):
+        parse_request({"segreuse_similarity": value}, SIMILAR)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (True, "similarity=True must be a mapping of options of its own, or null"),
+        ({"treshold": 0.5}, "unknown option 'treshold'; allowed are anchors, by_default"),
+        ({"threshold": 0}, "similarity.threshold=0 must be a number above 0 and up to 1"),
+        ({"min_run_tokens": 0}, "similarity.min_run_tokens=0 must be an integer from 1 to 1024"),
+        ({"anchors": "a"}, "similarity.anchors='a' must be a list of texts"),
+        ({"anchors": [""]}, "must be a list of texts, none of them empty"),
+        ({"volatile": ["("]}, "must be regular expressions: '(' is none"),
+        ({"permutations": 10**6}, "similarity.permutations=1000000 must be an integer"),
+    ],
+)
+def test_bad_options_of_similarity_are_refused(given: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SegReuseConfig.from_options({"similarity": given})
+    assert message in str(caught.value)
 
 
 def test_06_unknown_request_option_is_named_with_the_allowed_ones() -> None:

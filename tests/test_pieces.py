@@ -38,6 +38,24 @@ def test_a_segment_begins_where_tokens_did_not_follow_each_other(
     assert (found.first.tolist(), found.position.tolist()) == segments
 
 
+def test_similar_pieces_take_their_place_among_others() -> None:
+    equal = pieces((8, 4, 0), (20, 3, 7))
+    similar = Pieces.from_table([[30, 2, 9, 1, 5], [12, 4, 8, 0, 4]], is_similar=True)
+    both = equal.merged(similar)
+    assert both.rows() == [
+        [8, 4, 70, 0, 0],
+        [12, 4, 8, 0, 4],
+        [20, 3, 71, 0, 7],
+        [30, 2, 9, 1, 5],
+    ]
+    assert both.is_similar.tolist() == [False, True, False, True]
+    assert both.source.tolist() == [Tier.GPU] * 4
+    assert (both.num_tokens, both.num_similar) == (13, 6)
+    assert (equal.num_similar, similar.num_similar) == (0, 6)
+    # What was found in two ways is two segments, also where the positions go on.
+    assert both.segments(START).first.tolist() == [0, 4, 12, 22]
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=8), st.integers(0, 20))
 def test_reused_are_the_tokens_of_the_pieces(runs: list[tuple[int, int]], start: int) -> None:
     rows, expected = [], []

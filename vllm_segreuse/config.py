@@ -190,6 +190,32 @@ def _path(value: Any) -> Any:
     return value
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(it, str) and it for it in value):
+        raise ValueError("must be a list of texts, none of them empty")
+    return tuple(value)
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = _texts(value)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"must be regular expressions: {pattern!r} is none, {error}") from None
+    return patterns
+
+
+def _similarity(value: Any) -> Any:
+    if value is not None and not isinstance(value, Mapping | SimilarityOptions):
+        raise ValueError("must be a mapping of options of its own, or null")
+    if isinstance(value, Mapping):
+        unknown = [key for key in value if key not in SimilarityOptions.model_fields]
+        if unknown:
+            raise ValueError("has an " + _unknown_text(unknown[0], SimilarityOptions.model_fields))
+    return value
+
+
 def _rights(value: Any) -> Any:
     """{SHA-256 of an API key in hex: [first extra keys, or "*"]}"""
     if value is None:
@@ -247,6 +273,57 @@ class RequestOptions(BaseModel):
     """The report says of each stretch of the prompt where it comes from, or why it was not found
     (`explain`)."""
 
+    similarity: Annotated[bool, BeforeValidator(_flag)] = False
+    """Similar segments are searched for where no equal one was found, and the tokens of theirs that
+    are equal are reused. It needs the server's `similarity`, and is ignored by `exact`."""
+
+
+class SimilarityOptions(BaseModel):
+    """How similar segments are found: the keys of the option `similarity`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    by_default: Annotated[bool, BeforeValidator(_switch)] = True
+    """Whether requests reuse similar segments that do not say `segreuse_similarity`."""
+
+    window_tokens: Annotated[int, _count(8, 1024)] = 96
+    """Length of the windows that are compared. Canonical tokens: a number counts as one."""
+
+    stride_tokens: Annotated[int, _count(1, 1024)] = 32
+    """Distance between the windows of a donor."""
+
+    shingle_tokens: Annotated[int, _count(1, 64)] = 6
+    """Canonical tokens of a shingle: windows are compared by the set of theirs."""
+
+    permutations: Annotated[int, _count(16, 1024)] = 128
+    """Places of a MinHash signature."""
+
+    threshold: Annotated[float, BeforeValidator(_inner_share)] = 0.5
+    """Least estimated Jaccard similarity of a candidate, above 0 and up to 1."""
+
+    context_tokens: Annotated[int, _count(0, 4096)] = 128
+    """Left context that is compared, too, to choose among candidates; 0: none."""
+
+    min_run_tokens: Annotated[int, _count(1, 1024)] = 8
+    """Fewer equal tokens in a row are computed."""
+
+    anchors: Annotated[tuple[str, ...], BeforeValidator(_texts)] = (
+        "\nThought:",
+        "\nAction:",
+        "\nAction Input:",
+        "\nObservation:",
+    )
+    """Texts at which a segment begins. What is between two of them is compared as a whole, if it is
+    no longer than a window."""
+
+    volatile: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = (r"\d+",)
+    """Regular expressions. A token whose text one of them matches fully is a changing value, as are
+    letters, signs and further values joined to it: numbers, timestamps, hexadecimal ids. All values
+    are compared as equal."""
+
+    max_windows: Annotated[int, _count(1, _MAX_TOKENS // 1024)] = 100_000
+    """Windows that are kept; the oldest ones are dropped for others."""
+
 
 class SegReuseConfig(RequestOptions):
     """Options of the server: the defaults of every request, and what requests cannot change.
@@ -255,6 +332,10 @@ class SegReuseConfig(RequestOptions):
     Unknown keys, wrong types and values out of range raise pydantic's `ValidationError`; the
     classmethods raise `ConfigError`, whose text is one sentence.
     """
+
+    similarity: Annotated[SimilarityOptions | None, BeforeValidator(_similarity)] = None  # type: ignore[assignment]
+    """How similar segments are found (docs/similar.md), and whether requests reuse them that do not
+    say; None: no request does."""
 
     max_provenance_depth: Annotated[int, _count(0, MAX_PROVENANCE_DEPTH)] = 4
     """How often KV computed behind reused KV may donate in turn; 0: only exact KV donates."""
@@ -363,9 +444,12 @@ class SegReuseConfig(RequestOptions):
 
     def request_defaults(self) -> RequestOptions:
         """The options of a request that names none of its own."""
-        return RequestOptions.model_construct(
-            **{name: getattr(self, name) for name in RequestOptions.model_fields}
-        )
+        return RequestOptions.model_construct(**self._request_values())
+
+    def _request_values(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in RequestOptions.model_fields}
+        given: SimilarityOptions | None = values["similarity"]
+        return values | {"similarity": given is not None and given.by_default}
 
 
 class ParsedRequest(NamedTuple):
@@ -404,7 +488,7 @@ def parse_request(
     extra_keys = parse_extra_keys(extra_args.get(EXTRA_KEYS), trusted=trusted)
     if not own:
         return ParsedRequest(extra_keys, config.request_defaults(), freeze)
-    fields = {name: getattr(config, name) for name in RequestOptions.model_fields}
+    fields = config._request_values()
     for key, value in own.items():
         name = key.removeprefix(OPTION_PREFIX)
         if name not in fields:
@@ -412,10 +496,16 @@ def parse_request(
             raise RequestError(key, _unknown_text(key, allowed))
         fields[name] = value
     try:
-        return ParsedRequest(extra_keys, RequestOptions.model_validate(fields), freeze)
+        options = RequestOptions.model_validate(fields)
     except ValidationError as error:
         option, message = _first_error(error)
         raise RequestError(OPTION_PREFIX + option, OPTION_PREFIX + message) from None
+    if options.similarity and config.similarity is None:
+        raise RequestError(
+            OPTION_PREFIX + "similarity",
+            f"{OPTION_PREFIX}similarity=True must be false: the server has no option `similarity`",
+        )
+    return ParsedRequest(extra_keys, options, freeze)
 
 
 def bind_extra_keys(
@@ -478,5 +568,5 @@ def _first_error(error: ValidationError) -> tuple[str, str]:
     rule = first["msg"] if cause is None else str(cause)
     if not first["loc"]:
         return "", rule
-    option = str(first["loc"][0])
+    option = ".".join(str(part) for part in first["loc"])
     return option, f"{option}={short_repr(first['input'])} {rule}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -30,6 +31,19 @@ from vllm_segreuse.plan import IntArray
 logger = logging.getLogger("vllm.segreuse")
 
 
+class Follower(Protocol):
+    """Keeps something of what donates, by block."""
+
+    def inserted(self, namespace: int, block_ids: IntArray) -> None:
+        """Consecutive blocks of a sequence were indexed; called within `schedule()`."""
+
+    def removed(self, block_id: int) -> None:
+        """A block was evicted."""
+
+    def cleared(self) -> None:
+        """All blocks were."""
+
+
 class Donors(BlockListener):
     """One per engine.
 
@@ -39,6 +53,7 @@ class Donors(BlockListener):
         max_depth: deepest provenance that may donate.
         health: where errors over the index end.
         forgotten: remembers what donates no more.
+        followers: are notified of what donates, and of what does no more.
     """
 
     def __init__(
@@ -48,12 +63,14 @@ class Donors(BlockListener):
         max_depth: int,
         health: Health,
         forgotten: Forgotten,
+        followers: Sequence[Follower] = (),
     ) -> None:
         self._index = index
         self._requests = requests
         self._max_depth = max_depth
         self._health = health
         self._forgotten = forgotten
+        self._followers = followers
 
     def named(self, blocks: NamedBlocks) -> None:
         """Index those of them that may donate. An error ends the donations of their request."""
@@ -72,11 +89,15 @@ class Donors(BlockListener):
             with self._health.contained("the removal of a block"):
                 self._forgotten.evicted(block_id)
                 self._index.remove(block_id)
+                for follower in self._followers:
+                    follower.removed(block_id)
 
     def reset(self) -> None:
         """Forget all blocks, and any error with them."""
         with self._health.contained("a reset"):
             self._index.clear()
+            for follower in self._followers:
+                follower.cleared()
             self._health.recover()
 
     def begin_step(self) -> None:
@@ -154,11 +175,14 @@ class Donors(BlockListener):
         # The index takes runs of consecutive blocks; a block that may not donate ends a run.
         for run in np.split(donors, np.flatnonzero(np.diff(donors) > 1) + 1):
             begin, end = int(run[0]), int(run[-1]) + 1
+            block_ids = np.asarray(blocks.block_ids[begin:end], np.int32)
             self._index.insert(
                 tracked.prompt.namespace,
-                np.asarray(blocks.block_ids[begin:end], np.int32),
+                block_ids,
                 tokens[begin * size : end * size],
                 (first + begin) * size,
                 parent_block=blocks.block_ids[begin - 1] if begin else blocks.parent,
                 depths=depths[begin:end],
             )
+            for follower in self._followers:
+                follower.inserted(tracked.prompt.namespace, block_ids)

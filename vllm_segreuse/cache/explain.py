@@ -33,17 +33,18 @@ def explain(
         reason: why the text from one position up to another was not found.
 
     Returns:
-        Each with `start` and `tokens`; `source` is `prefix`, `segment` or `new`. A segment has
-        `position`, of its first token in the donor's own sequence, and new text a `reason`. That of
-        the last token, which vLLM computes, is `last_token`.
+        Each with `start` and `tokens`; `source` is `prefix`, `segment`, `similar` or `new`. A
+        segment, and an equal run of similar text, has `position`, of its first token in the donor's
+        own sequence, and new text a `reason`. That of the last token, which vLLM computes, is
+        `last_token`.
     """
     found = [_stretch(0, start, "prefix")] if start else []
     at, last = start, num_tokens - 1
-    for first, length, position in [*_segments(pieces), (last, 0, 0)]:
+    for first, length, position, source in [*_segments(pieces), (last, 0, 0, "")]:
         if at < first:
             found.append(_stretch(at, first - at, "new", reason=reason(at, first)))
         if length:
-            found.append(_stretch(first, length, "segment", position=position))
+            found.append(_stretch(first, length, source, position=position))
         at = first + length
     return [*found, _stretch(last, 1, "new", reason="last_token")]
 
@@ -90,13 +91,14 @@ def _stretch(start: int, tokens: int, source: str, **more: Any) -> Stretch:
     return {"start": start, "tokens": tokens, "source": source, **more}
 
 
-def _segments(pieces: Pieces) -> Iterator[tuple[int, int, int]]:
-    """First token, length and position of each run that was computed in one sequence."""
+def _segments(pieces: Pieces) -> Iterator[tuple[int, int, int, str]]:
+    """First token, length, position and source of each run that was computed in one sequence."""
     firsts, positions = pieces.segments(0)
     ends = pieces.destination + pieces.length
     bounds = np.append(np.searchsorted(pieces.destination, firsts), len(pieces))
     for i, (first, position) in enumerate(zip(firsts, positions, strict=True)):
-        yield int(first), int(ends[bounds[i + 1] - 1] - first), int(position)
+        source = "similar" if pieces.is_similar[bounds[i]] else "segment"
+        yield int(first), int(ends[bounds[i + 1] - 1] - first), int(position), source
 
 
 class Reasons:

@@ -22,6 +22,8 @@ from vllm_segreuse.cache.links import (
     DepthArray,
     IntArray,
     Nodes,
+    find_ancestors,
+    find_entries,
     find_missing,
     insert_blocks,
     remove_block,
@@ -226,6 +228,18 @@ class SegmentIndex:
         """
         block_ids = np.require(block_ids, np.int32, ("C", "W"))
         return find_missing(self.nodes, block_ids, int(namespace))
+
+    def entries(self, namespace: int, block_ids: IntArray) -> IntArray:
+        """Rows of `nodes` that blocks have in a namespace; int32 `[n]`, -1: it does not know one.
+
+        Args:
+            block_ids: int32 `[n]`, each below `num_blocks`; negative ones are nobody's.
+        """
+        return find_entries(self.nodes, np.require(block_ids, np.int32, ("C", "W")), int(namespace))
+
+    def ancestors(self, entry: int, count: int) -> IntArray:
+        """Blocks in front of an entry in its sequence, the nearest last; `count` at most."""
+        return find_ancestors(self.nodes, int(entry), int(count))
 
     def __len__(self) -> int:
         """Number of indexed physical blocks, whatever the number of their namespaces."""

@@ -178,6 +178,29 @@ def find_missing(nodes: Nodes, block_ids: IntArray, namespace: int) -> IntArray:
 
 
 @kernel
+def find_entries(nodes: Nodes, block_ids: IntArray, namespace: int) -> IntArray:
+    """`find_entry` of each id; -1 for one that is negative."""
+    entries = np.full(block_ids.size, -1, np.int32)
+    for i in range(block_ids.size):
+        if block_ids[i] >= 0:
+            entries[i] = find_entry(nodes, block_ids[i], namespace)
+    return entries
+
+
+@kernel
+def find_ancestors(nodes: Nodes, entry: int, count: int) -> IntArray:
+    """Blocks in front of an entry, in order; `count` at most."""
+    blocks = np.empty(count, np.int32)
+    at = count
+    entry = nodes[entry].parent
+    while entry >= 0 and at > 0:
+        at -= 1
+        blocks[at] = nodes[entry].block
+        entry = nodes[entry].parent
+    return blocks[at:].copy()
+
+
+@kernel
 def _new_view(nodes: Nodes, spares: IntArray, block: int) -> int:
     """A further entry of an indexed block, with what all its entries share; -1: has too many."""
     count = 1

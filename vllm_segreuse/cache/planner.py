@@ -214,6 +214,7 @@ class Planner:
             tracked.num_segments,
             None,
             exact_tokens=plan.num_reused if tracked.finder.is_exact else 0,
+            similar_tokens=plan.pieces.num_similar,
         )
 
     def take_plans(self) -> list[ReusePlan]:

@@ -35,12 +35,16 @@ class Prompt:
         tokens: int32 `[n]`, all tokens known so far.
         resident_blocks: the blocks `[first, last)` of the prompt: int32 `[last - first]`, ids of
             those that are resident under the request's own exact names, else -1.
+        slots: where tokens that are equal to the prompt's first ones may be in similar text (see
+            `similar/store.py`); None: nothing was searched for. Kept with other tokens, since each
+            is compared again.
         memo: what was found last, where that may be found again.
     """
 
     namespace: int
     tokens: IntArray
     resident_blocks: Callable[[int, int], IntArray] = none_resident
+    slots: IntArray | None = field(default=None, repr=False)
     memo: Memo | None = field(default=None, init=False, repr=False)
     _hashes: HashArray | None = field(default=None, init=False, repr=False)
 
@@ -51,5 +55,5 @@ class Prompt:
         return self._hashes
 
     def with_tokens(self, tokens: IntArray) -> Prompt:
-        """The same request once it has other tokens; nothing that was computed is kept."""
+        """The same request once it has other tokens; of what was computed only slots are kept."""
         return replace(self, tokens=tokens)

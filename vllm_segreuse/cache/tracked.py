@@ -16,7 +16,8 @@ from vllm_segreuse.plan import BoolArray, FreezeOrder, Recipe, ReusePlan, Segmen
 class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
-    Recomputed tokens and exact ones (see `exact.py`) are part of the reused. `computed_share` is
+    Recomputed tokens, exact ones (see `exact.py`) and similar ones (see `similar/`) are part of the
+    reused. `computed_share` is
     the work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
     both are the most there can be until they have reported. `drift` is then known, too
     (`prefill/drift.py`), and whether everything was computed because of it: the work is more than 1
@@ -34,6 +35,7 @@ class Report(NamedTuple):
     drift: float | None = None
     in_full: bool = False
     observed: Mapping[str, int | float] | None = None
+    similar_tokens: int = 0
 
 
 @dataclass

@@ -10,8 +10,8 @@ pieces           ---                          destination 3, length 2, offset 2,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ class Pieces:
         position: int32 `[n]`, of the first copied token in the donor's own sequence; keys are
             rotated by `destination - position`.
         source: int8 `[n]`, `Tier` of the donor block.
+        is_similar: bool `[n]`, whether the piece was found in text that is only similar. Its own
+            tokens are equal all the same.
     """
 
     destination: IntArray
@@ -61,10 +63,13 @@ class Pieces:
     offset: IntArray
     position: IntArray
     source: npt.NDArray[np.int8]
+    is_similar: BoolArray
 
     @classmethod
-    def from_table(cls, table: npt.ArrayLike, source: Tier = Tier.GPU) -> Pieces:
-        """Pieces of one tier.
+    def from_table(
+        cls, table: npt.ArrayLike, source: Tier = Tier.GPU, is_similar: bool = False
+    ) -> Pieces:
+        """Pieces of one tier, found in one way.
 
         Args:
             table: `[n, 5]`: destination, length, block, offset and position of each.
@@ -72,7 +77,19 @@ class Pieces:
         columns = np.ascontiguousarray(np.asarray(table, np.int32).reshape(-1, 5).T)
         destination, length, block, offset, position = columns
         tiers = np.full(length.size, source, np.int8)
-        return cls(destination, length, block, offset, position, tiers)
+        similar = np.full(length.size, is_similar, np.bool_)
+        return cls(destination, length, block, offset, position, tiers, similar)
+
+    def merged(self, others: Pieces) -> Pieces:
+        """These and others, which go to other positions."""
+        both = [
+            np.concatenate(pair) for pair in zip(self._columns(), others._columns(), strict=True)
+        ]
+        order = np.argsort(both[0])
+        return Pieces(*(column[order] for column in both))
+
+    def _columns(self) -> Iterator[np.ndarray]:
+        return (getattr(self, column.name) for column in fields(self))
 
     def rows(self) -> Sequence[list[int]]:
         """Destination, length, block, offset and position of each piece."""
@@ -86,6 +103,11 @@ class Pieces:
     def num_tokens(self) -> int:
         """Tokens that are copied."""
         return int(self.length.sum())
+
+    @property
+    def num_similar(self) -> int:
+        """Tokens that were found in similar text."""
+        return int(self.length[self.is_similar].sum())
 
     @property
     def stop(self) -> int:
@@ -105,11 +127,14 @@ class Pieces:
         return np.cumsum(steps[:-1], dtype=np.int8).astype(np.bool_)
 
     def segments(self, start: int) -> Segments:
-        """Runs of tokens that followed each other when they were computed, counted from `start`."""
+        """Runs of tokens that followed each other when they were computed, and were found in the
+        same way, counted from `start`."""
         shift = self.destination - self.position
         first = np.ones(len(self), dtype=np.bool_)
-        first[1:] = (self.destination[:-1] + self.length[:-1] != self.destination[1:]) | (
-            shift[:-1] != shift[1:]
+        first[1:] = (
+            (self.destination[:-1] + self.length[:-1] != self.destination[1:])
+            | (shift[:-1] != shift[1:])
+            | (self.is_similar[:-1] != self.is_similar[1:])
         )
         return Segments(
             np.asarray(self.destination[first] - start, dtype=np.int32),

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal segments first; similar ones for what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from vllm_segreuse.cache.finder import ContentFinder, Finder
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.prompt import Memo, Prompt
+from vllm_segreuse.cache.similar.canonical import Vocabulary
+from vllm_segreuse.cache.similar.fill import fill
+from vllm_segreuse.cache.similar.store import SimilarStore
+from vllm_segreuse.config import SimilarityOptions
+from vllm_segreuse.plan import Pieces
+
+
+class SimilarFinder:
+    """See `store` for what is searched, and when.
+
+    Args:
+        equal: finds equal segments.
+        store: finds similar ones.
+        index: of both.
+        max_depth: deepest provenance of a donor.
+        min_run: fewer tokens in a row are not reused.
+        clock: seconds.
+        on_search: called with the seconds each search on arrival took.
+
+    Attributes:
+        store: see above.
+    """
+
+    is_exact = False
+
+    def __init__(
+        self,
+        equal: Finder,
+        store: SimilarStore,
+        index: SegmentIndex,
+        max_depth: int,
+        min_run: int,
+        clock: Callable[[], float],
+        on_search: Callable[[float], None],
+    ) -> None:
+        self._equal = equal
+        self.store = store
+        self._index = index
+        self._max_depth = max_depth
+        self._min_run = min_run
+        self._clock = clock
+        self._on_search = on_search
+
+    def prepare(self, prompt: Prompt) -> None:
+        self._equal.prepare(prompt)
+        began = self._clock()
+        self.store.catch_up()
+        prompt.slots = self.store.slots(prompt)
+        self._on_search(self._clock() - began)
+
+    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
+        return self._equal.remembered(prompt, start, stop)
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        matches = self._equal.find(prompt, start, stop)
+        if prompt.slots is None or not (prompt.slots[start:stop] >= 0).any():
+            return matches
+        matches = self._filled(matches, prompt, start, stop)
+        if prompt.memo is not None:
+            prompt.memo = Memo(prompt.memo.key, matches)
+        return matches
+
+    def plan_stop(self, matches: Matches, stop: int) -> int:
+        return self._equal.plan_stop(matches, stop)
+
+    def _filled(self, equal: Matches, prompt: Prompt, start: int, stop: int) -> Matches:
+        index = self._index
+        assert prompt.slots is not None
+        slots = np.ascontiguousarray(prompt.slots[start:stop])
+        table, num_tokens, num_runs, depth = fill(
+            index.nodes,
+            index.tokens,
+            np.require(prompt.tokens, np.int32, ("C", "W")),
+            slots,
+            index.entries(prompt.namespace, slots // index.block_size),
+            ~equal.pieces.reused(start, stop)[: slots.size],
+            int(start),
+            index.step,
+            self._max_depth,
+            self._min_run,
+        )
+        return Matches(
+            equal.pieces.merged(Pieces.from_table(table, is_similar=True)),
+            equal.num_tokens + num_tokens,
+            equal.num_segments + num_runs,
+            max(equal.max_depth, depth),
+        )
+
+
+def warm_up(options: SimilarityOptions) -> None:
+    """Compile, or load from the disk cache, everything a request will need."""
+    index, namespaces = SegmentIndex(num_blocks=4, block_size=64), NamespaceTable()
+    tiny = options.model_copy(update={"max_windows": 4})
+    store = SimilarStore(index, namespaces, Vocabulary.of_identity(), tiny)
+    tokens = np.arange(4 * 64, dtype=np.int32)
+    blocks = np.arange(4, dtype=np.int32)
+    namespace = namespaces.intern(b"")
+    index.insert(namespace, blocks, tokens, first_position=0)
+    index.begin_step()
+    store.inserted(namespace, blocks)
+    finder = SimilarFinder(
+        ContentFinder(index, 0), store, index, 0, 1, clock=lambda: 0.0, on_search=lambda _: None
+    )
+    prompt = Prompt(namespace, tokens[1:])
+    finder.prepare(prompt)
+    finder.find(prompt, 0, tokens.size - 1)
+    store.removed(0)
