@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     """Writes every table as `FOLDER/NAME.md`; files that would not change are left alone."""
     folder.mkdir(parents=True, exist_ok=True)
     for table in (
-        *(server_options, request_options, policies, metrics),
+        *(server_options, request_options, similarity_options, policies, metrics),
         *(start_up_errors, request_errors, admin_errors, patches),
         *(support, families),
     ):
@@ -51,45 +51,56 @@ def request_options() -> str:
     """Options that a request may set, too."""
     from vllm_segreuse.config import RequestOptions
 
-    rows = [(f"`{name}`", *_option(name)) for name in RequestOptions.model_fields]
-    return _table(("option", "values", "default", "meaning"), rows)
+    return _options(RequestOptions)
 
 
 def server_options() -> str:
     """Options of the server alone."""
-    from vllm_segreuse.config import RequestOptions, SegReuseConfig
+    from vllm_segreuse.config import SegReuseConfig
 
-    names = [
-        name for name in SegReuseConfig.model_fields if name not in RequestOptions.model_fields
-    ]
-    rows = [(f"`{name}`", *_option(name)) for name in names]
+    return _options(SegReuseConfig)
+
+
+def similarity_options() -> str:
+    """Keys of the server's option `similarity`."""
+    from vllm_segreuse.config import SimilarityOptions
+
+    return _options(SimilarityOptions)
+
+
+def _options(kind: Any) -> str:
+    """The fields that a class of options defines itself."""
+    names = [name for name in kind.__annotations__ if name in kind.model_fields]
+    rows = [(f"`{name}`", *_option(kind, name)) for name in names]
     return _table(("option", "values", "default", "meaning"), rows)
 
 
-def _option(name: str) -> tuple[str, str, str]:
+def _option(kind: Any, name: str) -> tuple[str, str, str]:
     """(values, default, meaning) of one option; the values are what its error text says."""
-    from vllm_segreuse.config import ConfigError, SegReuseConfig
+    from pydantic import ValidationError
 
     try:
-        SegReuseConfig.from_options({name: object()})
-    except ConfigError as error:
-        _, found, allowed = str(error).partition(" must ")
+        kind.model_validate({name: object()})
+    except ValidationError as error:
+        _, found, allowed = str(error.errors()[0]["ctx"]["error"]).partition("must ")
     assert found, f"{name}: what may it be?"
     allowed = re.sub(r"^be |^map ", lambda start: "" if start[0] == "be " else "maps ", allowed)
-    default = SegReuseConfig.model_fields[name].default
-    meaning = re.sub(r"\bNone\b", "`null`", _first_upper(_field_docstrings()[name]))
+    default = kind.model_fields[name].default
+    meaning = re.sub(r"\bNone\b", "`null`", _first_upper(_field_docstrings(kind.__name__)[name]))
     return sources.escaped(allowed), f"`{_yaml(default)}`", meaning
 
 
 def _yaml(value: object) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(value)
     return {None: "null", True: "true", False: "false"}.get(value, str(value))  # type: ignore[call-overload]
 
 
-def _field_docstrings() -> dict[str, str]:
-    """The text below each field of the classes of options."""
+def _field_docstrings(kind: str) -> dict[str, str]:
+    """The text below each field of a class of options."""
     found: dict[str, str] = {}
     for node in ast.walk(sources.parsed(PACKAGE / "config.py")):
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and node.name == kind:
             for field, text in zip(node.body, node.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                     assert isinstance(field.target, ast.Name)

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from vllm_segreuse.cache.tracked import Report
-from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.config import RequestOptions, SegReuseConfig, SimilarityOptions
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
@@ -44,12 +44,16 @@ def unescaped(text: str) -> str:
 def test_every_option_is_in_the_table_of_its_kind(tables: dict[str, list[list[str]]]) -> None:
     request = [row[0].strip("`") for row in tables["request_options"]]
     server = [row[0].strip("`") for row in tables["server_options"]]
+    similarity = [row[0].strip("`") for row in tables["similarity_options"]]
     assert request == list(RequestOptions.model_fields)
-    assert sorted(request + server) == sorted(SegReuseConfig.model_fields)
+    assert {*request, *server} == {*SegReuseConfig.model_fields}
+    assert {*request} & {*server} == {"similarity"}  # what it is to the server, and to a request
+    assert similarity == list(SimilarityOptions.model_fields)
 
 
 def test_an_option_has_its_range_default_and_meaning(tables: dict[str, list[list[str]]]) -> None:
-    rows = {row[0]: row[1:] for row in tables["request_options"] + tables["server_options"]}
+    kinds = "request_options", "server_options", "similarity_options"
+    rows = {row[0]: row[1:] for kind in kinds for row in tables[kind]}
     own = "a number from 0 to 1, or null for the policy's own"
     assert rows["`recompute_ratio`"][:2] == [own, "`null`"]
     assert rows["`max_drift`"][:2] == ["a number from 0 on, or null for no bound", "`null`"]

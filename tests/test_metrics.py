@@ -74,6 +74,7 @@ def test_empty_until_something_is_counted() -> None:
     "count",
     [
         lambda stats: stats.count_tokens("exact", 1),
+        lambda stats: stats.count_tokens("similar", 1),
         lambda stats: stats.count_request("reused"),
         lambda stats: stats.observe("align", 0.5),
         lambda stats: stats.count_repeated(1),
@@ -170,6 +171,7 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_drift",
         "vllm:segreuse_in_full",
         "vllm:segreuse_match_seconds",
+        "vllm:segreuse_similar_seconds",
         "vllm:segreuse_align_seconds",
         "vllm:segreuse_sparse_pass_seconds",
     }
@@ -180,7 +182,7 @@ def test_every_series_has_its_name_labels_and_buckets(
         *("model_name", "engine", "outcome", "reason")
     }
     kinds = {s.labels["kind"] for s in found["vllm:segreuse_tokens"].samples if "kind" in s.labels}
-    assert kinds == {"prefix", "reused", "recomputed", "exact", "new"}
+    assert kinds == {"prefix", "reused", "recomputed", "exact", "similar", "new"}
     edges = [
         s.labels["le"] for s in found["vllm:segreuse_align_seconds"].samples if "le" in s.labels
     ]

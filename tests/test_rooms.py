@@ -12,7 +12,7 @@ ORDER = (
     *("kv_group", "policies", "config"),
     *("metrics", "memory", "launch", "cache"),
     *("knowledge", "explain", "viewer", "serve", "compat", "model", "prefill"),
-    *("accounts", "arrival", "tracing", "scheduler", "worker"),
+    *("accounts", "arrival", "similarity", "tracing", "scheduler", "worker"),
     *("connector", "plugin", "calibrate", "doctor", "estimate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""

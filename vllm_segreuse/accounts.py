@@ -77,6 +77,7 @@ class Accounts:
             "recomputed_tokens": plan.num_recomputed,
             "computed_share": self._computed_share(plan, num_tokens),
             "matches": tracked.num_segments,
+            "similar_tokens": plan.pieces.num_similar,
         }
         self._stats.count_observed("reused", plan.num_reused)
         self._stats.count_observed("recomputed", plan.num_recomputed)
@@ -95,6 +96,7 @@ class Accounts:
         self._stats.count_tokens("prefix", report.prefix_tokens)
         self._stats.count_tokens("reused", report.reused_tokens)
         self._stats.count_tokens("exact", report.exact_tokens)
+        self._stats.count_tokens("similar", report.similar_tokens)
         if recomputed:
             self._stats.count_tokens("recomputed", report.recomputed_tokens)
         self._stats.count_tokens("new", report.new_tokens)

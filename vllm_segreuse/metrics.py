@@ -19,15 +19,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-TokenKind = Literal["prefix", "reused", "recomputed", "exact", "new"]
+TokenKind = Literal["prefix", "reused", "recomputed", "exact", "similar", "new"]
 ObservedKind = Literal["reused", "recomputed"]
 Outcome = Literal["reused", "bypassed"]
-Timing = Literal["match", "align", "sparse_pass"]
+Timing = Literal["match", "similar", "align", "sparse_pass"]
 
-TOKEN_KINDS: tuple[TokenKind, ...] = ("prefix", "reused", "recomputed", "exact", "new")
+TOKEN_KINDS: tuple[TokenKind, ...] = (
+    *("prefix", "reused", "recomputed", "exact", "similar", "new"),
+)
 OBSERVED_KINDS: tuple[ObservedKind, ...] = ("reused", "recomputed")
 TIMINGS: dict[Timing, str] = {
     "match": "Time to match a request's prompt against the index, in seconds.",
+    "similar": "Time to search for similar segments when a request arrives, outside of the "
+    "scheduling loop, in seconds.",
     "align": "Time to copy and rotate the reused KV of a step, in seconds.",
     "sparse_pass": "Time of a step's sparse prefill pass, in seconds.",
 }
@@ -63,8 +67,8 @@ class SegReuseStats(KVConnectorStats):
     data: dict[str, Any] = field(default_factory=_no_data)
 
     def count_tokens(self, kind: TokenKind, n: int) -> None:
-        """Adds `n` prompt tokens of `kind`. prefix + reused + new = prompt; recomputed and exact
-        are parts of reused."""
+        """Adds `n` prompt tokens of `kind`. prefix + reused + new = prompt; recomputed, exact
+        and similar are parts of reused."""
         if kind not in TOKEN_KINDS:
             raise ValueError(f"unknown kind of tokens {kind!r}; known are {', '.join(TOKEN_KINDS)}")
         if n:
@@ -158,7 +162,7 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         self._tokens = counter(
             name="vllm:segreuse_tokens_total",
             documentation="Prompt tokens of requests with extra keys. "
-            "prefix + reused + new = prompt; recomputed and exact are parts of reused.",
+            "prefix + reused + new = prompt; recomputed, exact and similar are parts of reused.",
             labelnames=[*labelnames, "kind"],
         )
         self._observed = counter(

@@ -61,6 +61,7 @@ from vllm_segreuse.plan import (
     Segments,
 )
 from vllm_segreuse.policies import POLICIES, Situation
+from vllm_segreuse.similarity import similar_segments
 from vllm_segreuse.tracing import headers_of, is_traced, match_span
 
 if TYPE_CHECKING:
@@ -140,20 +141,24 @@ class SchedulerSide:
         pool = SegmentBlockPool.adopt(kv_cache_manager.block_pool, group)
         index = SegmentIndex(pool.num_gpu_blocks, group.block_size)
         health = Health()
+        self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
+        self._by_content: Finder = ContentFinder(index, config.max_provenance_depth)
+        self._by_similarity = similar_segments(
+            *(vllm_config.model_config, config, index, self._namespaces, self._by_content, stats)
+        )
         requests: dict[str, TrackedRequest] = {}
         budget = StepBudget(_step_tokens(vllm_config, config))
         self._accounts = Accounts(stats, self._layers)
         self._pool = pool
         self._index = index
         self._health = health
-        self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
-        self._by_content: Finder = ContentFinder(index, config.max_provenance_depth)
         self._by_residence: Finder = ResidentFinder(group.block_size)
         num_blocks = pool.num_gpu_blocks - 1  # without vLLM's null block
         self._adapters = Adapters()
         self._forgotten = Forgotten(index, self._namespaces, FORGOTTEN_PER_BLOCK * num_blocks)
         depth = config.max_provenance_depth
-        self._donors = Donors(index, requests, depth, health, self._forgotten)
+        followers = [] if self._by_similarity is None else [self._by_similarity.store]
+        self._donors = Donors(index, requests, depth, health, self._forgotten, followers)
         entries = FrozenPool(
             pool,
             self._namespaces,
@@ -207,7 +212,7 @@ class SchedulerSide:
         tracked = TrackedRequest(
             request_id=request.request_id,
             prompt=prompt,
-            finder=self._by_residence if options.policy == "exact" else self._by_content,
+            finder=self._finder(options),
             min_reused_tokens=options.min_reused_tokens,
             make_recipe=functools.partial(self._recipe, options),
             max_drift=math.inf if options.max_drift is None else options.max_drift,
@@ -328,6 +333,9 @@ class SchedulerSide:
         tracked = self._planner.remove(request.request_id)
         if tracked is None:
             return None
+        if self._by_similarity is not None:
+            with self._health.contained("the similarity index"):
+                self._by_similarity.store.catch_up()
         try:
             frozen = request.status in _COMPLETED and self._freezing.finish(tracked, block_ids)
         finally:
@@ -371,6 +379,12 @@ class SchedulerSide:
         reason = (lambda start, stop: "not_cached") if tracked.finder.is_exact else by_content
         found = explain(pieces, tracked.start, tracked.num_tokens, reason)
         return with_recomputed(found, plan.recomputed_positions if plan else None)
+
+    def _finder(self, options: RequestOptions) -> Finder:
+        if options.policy == "exact":
+            return self._by_residence
+        similar = self._by_similarity if options.similarity else None
+        return similar or self._by_content
 
     def _recipe(self, options: RequestOptions, reused: BoolArray, segments: Segments) -> Recipe:
         return POLICIES[options.policy](
