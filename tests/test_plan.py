@@ -49,6 +49,15 @@ def plan(
     return ReusePlan("r", START, START + 10, tokens, found, recipe, [70, 71], 0, None, next_token)
 
 
+def test_new_text_that_is_computed_once_stands_before_the_probes() -> None:
+    """A probe has no keys and values at the last layers before the choice."""
+    new, first = mask({1, 6}), mask({1})
+    with pytest.raises(ValueError, match="computes no tokens once that stand behind probes"):
+        Recipe(SUM, new, first, top_k=2)
+    assert Recipe(SUM, new, mask({6}), top_k=2).program == SUM
+    assert Recipe(Boundary(), new, first, top_k=2).program == Boundary()
+
+
 def test_its_tokens_add_up() -> None:
     some = plan(Boundary(), again={2, 3}, top_k=3)
     assert (some.num_tokens, some.num_reused, some.num_recomputed) == (10, 6, 2 + 3)
@@ -80,9 +89,9 @@ def test_what_was_computed_says_how_many_were_chosen(next_token: int | None) -> 
         # At the first layer once more, where scores come from there.
         (Boundary(), {"top_k": 3}, 5 * (4 + 3) + 4),
         (Boundary(), {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 + 1),
-        # At all layers but the last once more.
-        (SUM, {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 * (4 + 1)),
-        (ABOVE, {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 * (4 + 1)),
+        # The two probes and the next token, at all layers but the last.
+        (SUM, {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 * (2 + 1)),
+        (ABOVE, {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 * (2 + 1)),
         (Deviation(1), {"top_k": 3}, 10 + 4 * (4 + 3)),
     ],
 )
@@ -95,7 +104,7 @@ def test_its_work_is_that_of_its_layers(
 def test_the_work_depends_on_how_many_were_chosen() -> None:
     some = plan(ABOVE, top_k=3, next_token=99)
     assert some.layer_tokens(MODEL) - some.layer_tokens(MODEL, chosen=1) == 2 * LAYERS
-    assert some.layer_tokens(MODEL, chosen=0) == 5 * (4 + 1) + 4 * (4 + 1)
+    assert some.layer_tokens(MODEL, chosen=0) == 5 * (4 + 1) + 4 * (2 + 1)
 
 
 def test_a_dense_layer_has_all_tokens_active() -> None:
@@ -176,7 +185,7 @@ WINDOWED = ModelLayers(LAYERS, scored=(1, 3))
 )
 def test_scores_are_taken_where_layers_see_the_whole_prompt(program: Program, again: int) -> None:
     """How many layers some tokens pass twice, until there are scores."""
-    counts = Counts(tokens=100, always=10, chosen=7)
+    counts = Counts(tokens=100, always=10, chosen=7, probes=10)
     dense = program.dense_layers
     once = dense * 100 + (LAYERS - dense) * 17
     assert program.cost(counts, WINDOWED) == once + again * 10

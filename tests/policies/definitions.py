@@ -119,8 +119,20 @@ def question(prompt: str) -> set[int]:
     return found
 
 
+def at_once(found: Definition, prompt: str) -> Definition:
+    """Where everything is chosen, nothing is: all tokens are computed."""
+    if found.at_most and not found.least_share and len(found.always) + found.at_most == len(prompt):
+        return Definition(set(range(len(prompt))))
+    return found
+
+
 def prophet(prompt: str, ratio: float) -> Definition:
     """ProphetKV: what the question attends to, summed over heads and layers."""
+    return at_once(by_the_question(prompt, ratio), prompt)
+
+
+def by_the_question(prompt: str, ratio: float) -> Definition:
+    """What all such policies have in common."""
     asking = question(prompt)
     always = new_tokens(prompt) | asking
     at_most = min(asked_for(prompt, ratio), len(prompt) - len(always))
@@ -129,15 +141,15 @@ def prophet(prompt: str, ratio: float) -> Definition:
 
 def peaks(prompt: str, ratio: float) -> Definition:
     """The same by the peak, and only what gets enough of it; everything, if that is asked for."""
-    found = prophet(prompt, ratio)
+    found = by_the_question(prompt, ratio)
     found.score, found.least_share = "peak", 0.0 if ratio == 1 else LEAST_SHARE
-    return found
+    return at_once(found, prompt)
 
 
 def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
     """The same by what all queries pay and by what the last ones do, in the second half of the
     layers; without a ratio, more of what was computed alone."""
-    found = prophet(prompt, 1.0 if ratio is None else ratio)
+    found = by_the_question(prompt, 1.0 if ratio is None else ratio)
     if ratio is None:
         segment, tokens = "", {"S": 0, "A": 0}
         for kind in prompt:
@@ -146,9 +158,9 @@ def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
             if kind != "N":
                 tokens[segment] += 1
         reused = sum(tokens.values())
-        budget = Fraction(11 * tokens["S"] + 18 * tokens["A"], 100)
+        budget = Fraction(12 * tokens["S"] + 19 * tokens["A"], 100)
         if reused:
-            budget += Fraction(100 * tokens["S"] + 220 * tokens["A"], reused)
+            budget += Fraction(105 * tokens["S"] + 230 * tokens["A"], reused)
         found.at_most = min(round(budget), len(prompt) - len(found.always))
     found.score, found.from_layer = "both", layers // 2
-    return found
+    return at_once(found, prompt)

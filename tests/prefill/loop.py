@@ -118,11 +118,14 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
                     scores[p] += float(((new - held) ** 2).sum())
         case Probed():
             least = program.threshold
-            _attention_at_all_layers(decoder, program, probes, always, embedded, kv, scores)
+            first = {p: embedded[p] for p in sorted(always)}
+            _attention_at_all_layers(decoder, program, probes, first, kv, scores)
+            decoder.run(range(LAYERS), first, kv)
     others = sorted(set(token_ids) - always, key=lambda p: (-scores[p], p))
     chosen = [p for p in others[: recipe.top_k] if scores[p] >= least]
     active = sorted(always | set(chosen))
-    decoder.run(range(dense, LAYERS), {p: states[p] for p in active}, kv)
+    again = set(active) - (always - probes if isinstance(program, Probed) else set())
+    decoder.run(range(dense, LAYERS), {p: states[p] for p in sorted(again)}, kv)
     return active, kv
 
 
@@ -159,14 +162,13 @@ def _attention_at_all_layers(
     decoder: TinyDecoder,
     program: Probed,
     probes: set[int],
-    always: set[int],
-    embedded: States,
+    states: States,
     kv: KV,
     scores: dict[int, float],
 ) -> None:
     """ProphetKV: the question, and what else is new, against the reused KV, at all layers but the
     last."""
-    kv, states = dict(kv), {p: embedded[p] for p in sorted(always)}
+    kv = dict(kv)
     gather, by_last = program.gather, dict.fromkeys(scores, 0.0)
     counting = [layer for layer in decoder.global_layers if layer >= program.first_layer]
     counting = counting or decoder.global_layers[-1:]

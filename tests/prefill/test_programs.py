@@ -114,7 +114,8 @@ class Known:
 
     def queries(self, wanted, computed, layers, batch) -> Waves[list[torch.Tensor]]:
         yield from self.run(0, layers[-1] + 1, batch.tokens.take(computed), None, batch)
-        return [torch.zeros(len(wanted), HEADS, CHANNELS)] * len(layers)
+        others = torch.zeros(len(computed) - len(wanted), 4)
+        return [torch.zeros(len(wanted), HEADS, CHANNELS)] * len(layers), LayerState(others, None)
 
     def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return self.computed

@@ -35,6 +35,13 @@ class LayerState:
             self.hidden_states[index], None if self.residual is None else self.residual[index]
         )
 
+    def followed_by(self, other: LayerState) -> LayerState:
+        """The states of these tokens, and then of others, from the same layer."""
+        hidden_states = torch.cat([self.hidden_states, other.hidden_states])
+        if self.residual is None or other.residual is None:
+            return LayerState(hidden_states, None)
+        return LayerState(hidden_states, torch.cat([self.residual, other.residual]))
+
     def clone(self) -> LayerState:
         """A copy: layers change theirs in place."""
         return LayerState(

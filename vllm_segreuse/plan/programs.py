@@ -54,11 +54,13 @@ class Counts(NamedTuple):
         tokens: all of them.
         always: computed at every layer, whatever is chosen.
         chosen: by their score, outside of these.
+        probes: whose queries give the scores.
     """
 
     tokens: int
     always: int
     chosen: int
+    probes: int
 
 
 class Program:
@@ -69,11 +71,13 @@ class Program:
             layers behind them.
         chooses: whether tokens are chosen by a score.
         probes_next_token: whether the query of the token behind the plan takes part in the choice.
+        computes_before_choice: whether new tokens that do not probe are done before the choice.
     """
 
     dense_layers: int = 0
     chooses: ClassVar[bool] = True
     probes_next_token: ClassVar[bool] = False
+    computes_before_choice: ClassVar[bool] = False
 
     @property
     def may_choose_fewer(self) -> bool:
@@ -144,8 +148,9 @@ class Deviation(Program):
 @dataclass(frozen=True)
 class Probed(Program):
     """By the attention that the probes pay at all layers that attend to the whole prompt, but the
-    last. What is always computed runs through these first: a probe attends to the new text before
-    it, too, and where that will stand is whatever the blocks held last.
+    last. What is always computed is computed first: a probe attends to the new text before it, too,
+    and until then that is whatever the blocks held last. Behind the choice only the probes run once
+    more; other new text has not seen what was chosen.
 
     Attributes:
         gather: how that attention becomes a score.
@@ -157,6 +162,7 @@ class Probed(Program):
     threshold: float = 0.0
     first_layer: int = 0
     probes_next_token = True
+    computes_before_choice = True
 
     @property
     def may_choose_fewer(self) -> bool:
@@ -173,6 +179,6 @@ class Probed(Program):
         return layers.scored_from(self.first_layer)
 
     def cost(self, counts: Counts, layers: ModelLayers) -> int:
-        """What is always computed passes the layers up to the last scored one twice."""
+        """The probes are computed once more, up to the last scored layer."""
         again = self.scored_layers(layers)[-1] + 1
-        return super().cost(counts, layers) + again * counts.always
+        return super().cost(counts, layers) + again * counts.probes

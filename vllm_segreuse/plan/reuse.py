@@ -19,7 +19,8 @@ from vllm_segreuse.plan.programs import Counts, Fixed, ModelLayers, Program
 class Recipe:
     """Which tokens of `[start, stop)` a policy computes, and how.
 
-    Where no token is to be chosen, a program that would choose is replaced by `Fixed`.
+    Where no token is to be chosen, a program that would choose is replaced by `Fixed`; where all
+    are, so is one that computes the others before it chooses.
 
     Attributes:
         program: how they are computed.
@@ -29,7 +30,8 @@ class Recipe:
             chosen by their score; the most of them, where the program may choose fewer.
 
     Raises:
-        ValueError: tokens are to be chosen by a program that does not choose.
+        ValueError: tokens are to be chosen by a program that does not choose; or computed before
+            the choice, behind tokens that probe.
     """
 
     program: Program
@@ -38,10 +40,17 @@ class Recipe:
     top_k: int = 0
 
     def __post_init__(self) -> None:
+        if self.program.computes_before_choice and self.settled.all():
+            object.__setattr__(self, "always", self.settled)
+            object.__setattr__(self, "top_k", 0)
         if self.program.chooses and not self.top_k:
             object.__setattr__(self, "program", Fixed(self.program.dense_layers))
         elif self.top_k and not self.program.chooses:
             raise ValueError(f"{self.program} does not choose tokens; top_k is {self.top_k}")
+        if self.program.computes_before_choice:
+            first = int(self.probes.argmax()) if self.probes.any() else len(self.probes)
+            if (self.always & ~self.probes)[first:].any():
+                raise ValueError(f"{self.program} computes no tokens once that stand behind probes")
 
     @classmethod
     def without_choice(cls, always: BoolArray, program: Program | None = None) -> Recipe:
@@ -67,8 +76,8 @@ class Recipe:
             chosen: by their score.
             behind: tokens behind the plan that are computed and probed with it.
         """
-        always = int(self.always.sum())
-        return Counts(len(self.always) + behind, always + behind, chosen)
+        always, probes = int(self.always.sum()), int(self.probes.sum())
+        return Counts(len(self.always) + behind, always + behind, chosen, probes + behind)
 
 
 class PlanOutcome(NamedTuple):

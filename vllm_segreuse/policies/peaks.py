@@ -18,11 +18,9 @@ recomputes all of them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from vllm_segreuse.plan import Gather, Probed, Recipe
-from vllm_segreuse.policies import prophet
 from vllm_segreuse.policies.base import Situation
+from vllm_segreuse.policies.prophet import by_the_question
 
 LEAST_SHARE = 0.05
 
@@ -30,4 +28,4 @@ LEAST_SHARE = 0.05
 def recipe(situation: Situation) -> Recipe:
     """`prophet`'s recipe, with its number as the most."""
     threshold = 0.0 if situation.ratio() == 1 else LEAST_SHARE
-    return replace(prophet.recipe(situation), program=Probed(Gather.MAX, threshold))
+    return by_the_question(situation, Probed(Gather.MAX, threshold), situation.budget())

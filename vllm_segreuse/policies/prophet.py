@@ -17,6 +17,17 @@ from vllm_segreuse.policies.base import Situation
 
 def recipe(situation: Situation) -> Recipe:
     """New tokens, the question among them, and the top-k by its attention."""
+    return by_the_question(situation, Probed(Gather.SUM), situation.budget())
+
+
+def by_the_question(situation: Situation, program: Probed, budget: int) -> Recipe:
+    """The recipe of a policy that goes by the question's attention.
+
+    Args:
+        situation: what is reused.
+        program: how that attention becomes scores.
+        budget: most reused tokens to recompute.
+    """
     always = ~situation.reused | situation.question
-    top_k = min(situation.budget(), int((~always).sum()))
-    return Recipe(Probed(Gather.SUM), always, situation.question, top_k)
+    top_k = min(budget, int((~always).sum()))
+    return Recipe(program, always, situation.question, top_k)

@@ -107,7 +107,7 @@ class Batch:
         host, flat = self.tokens.read_host(), active.cpu().numpy()
         request, positions = host.request[flat], host.positions[flat]
         return {
-            plan.request_id: tuple(positions[request == i].tolist())
+            plan.request_id: tuple(np.sort(positions[request == i]).tolist())
             for i, plan in enumerate(self.plans)
             if plan.explains
         }

@@ -20,7 +20,7 @@ from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.tokens import Index, TokenTable
+from vllm_segreuse.prefill.tokens import Index, TokenTable, upload
 from vllm_segreuse.prefill.waves import Waves
 
 
@@ -139,25 +139,36 @@ class LayerRunner:
 
     def queries(
         self, wanted: Index, computed: Index, layers: Sequence[int], batch: Batch
-    ) -> Waves[list[torch.Tensor]]:
-        """The queries `[wanted, heads, head_size]` of some tokens at some layers, ascending,
-        without the last, whose queries a pass need not compute.
+    ) -> Waves[tuple[list[torch.Tensor], LayerState]]:
+        """The queries of some tokens, and all layers on the others that are computed with them.
 
         Args:
-            wanted: the tokens.
+            wanted: the tokens, behind the others of their plan; they run up to the last of these
+                layers only.
             computed: they, and all before them whose keys and values are not there yet.
-            layers: whose queries.
+            layers: whose queries, ascending; without the last, which a pass need not compute.
             batch: the plans.
+
+        Returns:
+            Queries `[wanted, heads, head_size]` of each layer; of the others, what entered the last
+            layer, or left it where the model is compiled.
         """
         attention = [self.stack.attention[layer] for layer in layers]
         queries = Queries(attention, wanted.within(computed))
         tokens = batch.tokens.take(computed)
+        others = computed.without(wanted)
+        rows = upload(others.within(computed), tokens.slots.device)
         if self.compiled:
             context = functools.partial(self._attention.forward_context, queries=queries)
-            yield from self._model(context, tokens, batch)
+            state = (yield from self._model(context, tokens, batch)).take(rows)
         else:
-            yield from self.run(0, layers[-1] + 1, tokens, None, batch, queries)
-        return queries.by_layer()
+            behind = layers[-1] + 1
+            state = yield from self.run(0, behind, tokens, None, batch, queries)
+            state = state.take(rows)
+            if len(others):
+                left = batch.tokens.take(others)
+                state = yield from self.run(behind, len(self), left, state, batch)
+        return queries.by_layer(), state
 
     def keys_and_values(
         self, layer: int, tokens: TokenTable, state: LayerState, batch: Batch

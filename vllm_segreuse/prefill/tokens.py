@@ -59,6 +59,12 @@ class Index:
         assert others.host is not None
         return np.flatnonzero(np.isin(others.host, self.host))
 
+    def without(self, others: Index) -> Index:
+        """Those that are not among some others; the host knows both."""
+        assert self.host is not None
+        assert others.host is not None
+        return Index.known(np.setdiff1d(self.host, others.host), self.device.device)
+
 
 class HostTokens(NamedTuple):
     """What decides how tokens are laid out, where the host knows it: int64 `[tokens]` each."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The new tokens alone through the layers, and then once more together with all that is chosen by
-the attention of the probes among them (after ProphetKV, arXiv 2602.02579, where all are probes)."""
+"""The new tokens through the layers, and then the probes among them once more, together with what
+is chosen by their attention (after ProphetKV, arXiv 2602.02579, where all new tokens probe)."""
 
 from __future__ import annotations
 
 import torch
 
+from vllm_segreuse.model.layers import LayerState
 from vllm_segreuse.plan import Gather, Probed
 from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.batch import Batch
@@ -13,6 +14,7 @@ from vllm_segreuse.prefill.drift import MovedValues
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
 from vllm_segreuse.prefill.selection import with_chosen
+from vllm_segreuse.prefill.tokens import Index
 from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Probed
@@ -20,34 +22,39 @@ PROGRAM = Probed
 
 def run(program: Probed, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
     """Choose by the attention that the probes pay."""
-    scores = yield from _attention(program, layers, batch)
+    scores, before = yield from _attention(program, layers, batch)
     choice = with_chosen(batch, scores, program.gather, program.threshold)
     moved = MovedValues(layers, batch, choice) if program.measures_drift else None
-    state = yield from layers.all_layers(batch.tokens.take(choice.active), batch)
+    again = Index.computed(torch.cat([batch.probes.device, choice.chosen]).sort().values)
+    state = yield from layers.all_layers(batch.tokens.take(again), batch)
     if moved is not None:
         batch.drift = moved.drift()
-    return choice.active.device, state
+    once = batch.always.without(batch.probes)
+    return torch.cat([once.device, again.device]), before.followed_by(state)
 
 
-def _attention(program: Probed, layers: LayerRunner, batch: Batch) -> Waves[torch.Tensor]:
+def _attention(
+    program: Probed, layers: LayerRunner, batch: Batch
+) -> Waves[tuple[torch.Tensor, LayerState]]:
     """Attention that the probes pay to each token of their plan.
 
     Returns:
-        float32 `[tokens]`; `[2, tokens]` under `SUM_AND_LAST`: by all, and by the last.
+        float32 `[tokens]`; `[2, tokens]` under `SUM_AND_LAST`: by all, and by the last. And the
+        state of what is always computed and does not probe, whose layers have all been run.
     """
     gather, probes, counts = program.gather, batch.probes, batch.counts(batch.probes)
     add = torch.maximum if gather is Gather.MAX else torch.add
     scores = torch.zeros(1 + (gather is Gather.SUM_AND_LAST), len(batch.tokens))
     scores = scores.to(probes.device.device)
     scored = program.scored_layers(layers.model)
-    queries = yield from layers.queries(probes, batch.always, scored, batch)
+    queries, others = yield from layers.queries(probes, batch.always, scored, batch)
     for layer, of_layer in zip(scored, queries, strict=True):
         asked = batch, layer, probes.device, counts, of_layer
         scores[0] = add(scores[0], layers.attention_paid(*asked, gather=gather))
         if gather is Gather.SUM_AND_LAST:
             scores[1] += layers.attention_paid(*asked, last=LAST_PROBES)
         yield len(probes)  # about what these tokens' attention at one layer takes
-    return scores if gather is Gather.SUM_AND_LAST else scores[0]
+    return (scores if gather is Gather.SUM_AND_LAST else scores[0]), others
 
 
 def proof_cases(num_layers: int) -> list[ProofCase]:
