@@ -64,4 +64,4 @@ def test_the_kill_switch_reaches_every_engine(server: Server) -> None:
 def test_knowledge_bases_say_what_they_need(server: Server) -> None:
     refused = server.get(f"{ROUTES}/knowledge-bases", headers=ADMIN)
     assert refused.status_code == 503
-    assert "start without --api-server-count and --data-parallel-size" in refused.text
+    assert "start with --api-server-count 1" in refused.text

@@ -15,6 +15,7 @@ from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord
 
 SHAPE = Shape(block_size=4, max_prompt_tokens=63, chunk_tokens=20)
 CONTEXT = np.array([1], np.int32)
+COLD: Any = {"warm": {}}
 
 
 def record(document_id: str, entry: str, tokens: int = 9, base: str = "base") -> DocumentRecord:
@@ -47,7 +48,7 @@ def answers(catalogue: Catalogue, queued: Any = (), errors: Any = None) -> Answe
 def told(catalogue: Catalogue, document_id: str, warm: Any = None, **queue: Any) -> Any:
     base = catalogue.base("base")
     document = catalogue.document(base, document_id)
-    return answers(catalogue, **queue).document(base, document, warm or {})
+    return answers(catalogue, **queue).document(base, document, {"warm": warm or {}})
 
 
 def test_a_document_is_what_its_entry_is(catalogue: Catalogue) -> None:
@@ -70,6 +71,16 @@ def test_references_are_readers_and_documents_that_share_it(catalogue: Catalogue
     assert (cold.tokens, cold.metadata) == (30, {"id": "c"})
 
 
+def test_a_document_tells_on_which_engines_it_is_warm(catalogue: Catalogue) -> None:
+    assert told(catalogue, "a").engines == []
+    assert told(catalogue, "a", {"one": (3, 2)}).engines == [0]
+    state = {"warm": {}, "engines": [{"warm": {}}, {"warm": {"one": (3, 0), "two": (1, 0)}}]}
+    base = catalogue.base("base")
+    found = answers(catalogue).documents(base, ["a", "b", "c", "d"], state)
+    assert [document.engines for document in found] == [[1], [1], [1], []], "d is faulty"
+    assert [document.status for document in found] == ["cold", "cold", "cold", "failed"]
+
+
 def test_a_faulty_document_has_nothing_of_an_entry_of_its_name(catalogue: Catalogue) -> None:
     faulty = told(catalogue, "d", {"two": (9, 1)}, queued=["two"])
     assert (faulty.status, faulty.error) == ("failed", "torn")
@@ -77,7 +88,8 @@ def test_a_faulty_document_has_nothing_of_an_entry_of_its_name(catalogue: Catalo
 
 
 def test_a_base_counts_shared_blocks_and_hits_once(catalogue: Catalogue) -> None:
-    base = answers(catalogue).base(catalogue.base("base"), {"one": (7, 5), "strange": (99, 9)})
+    state = {"warm": {"one": (7, 5), "strange": (99, 9)}}
+    base = answers(catalogue).base(catalogue.base("base"), state)
     assert (base.name, base.extra_key, base.preamble) == ("base", "key", "Read:")
     assert (base.blocks, base.hits, base.tokens) == (7, 5, 9 + 9 + 30 + 30)
     assert base.documents.model_dump() == {"warm": 2, "cold": 1, "warming": 0, "failed": 1}
@@ -97,11 +109,11 @@ def test_stats_are_of_all_bases(catalogue: Catalogue) -> None:
 
 def test_what_has_gone_meanwhile_is_left_out(catalogue: Catalogue) -> None:
     found = answers(catalogue)
-    assert [d.id for d in found.documents(catalogue.base("base"), ["c", "x", "a"], {})] == [
+    assert [d.id for d in found.documents(catalogue.base("base"), ["c", "x", "a"], COLD)] == [
         "c",
         "a",
     ]
-    assert [b.name for b in found.bases(["x", "base"], {})] == ["base"]
+    assert [b.name for b in found.bases(["x", "base"], COLD)] == ["base"]
     for missing in (lambda: catalogue.base("x"), lambda: told(catalogue, "x")):
         with pytest.raises(NotFoundError, match="'x'"):
             missing()

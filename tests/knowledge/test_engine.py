@@ -95,6 +95,7 @@ class Client:
         self.unfinished = unfinished
         self.freezes = True
         self.asked: list[Any] = []
+        self.ranks: list[int | None] = []
 
     def get_tokenizer(self) -> Any:
         return Words([1], [])
@@ -102,7 +103,15 @@ class Client:
     def get_num_unfinished_requests(self) -> int:
         return self.unfinished
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, priority: int) -> Any:
+    async def generate(
+        self,
+        prompt: Any,
+        params: Any,
+        request_id: str,
+        priority: int,
+        data_parallel_rank: int | None,
+    ) -> Any:
+        self.ranks.append(data_parallel_rank)
         self.asked.append((prompt, params.extra_args, request_id, priority, origin.get()))
         yield Of(kv_transfer_params=None)
         yield Of(kv_transfer_params={"segreuse": {"frozen": self.freezes}})

@@ -25,11 +25,15 @@ class Service:
         self.is_closed = True
 
 
-def make_client(engines: int = 1, servers: int = 1, **options: Any) -> Any:
+def make_client(
+    engines: int = 1, servers: int = 1, own_engines: int | None = None, **options: Any
+) -> Any:
     parallel = SimpleNamespace(data_parallel_size=engines, _api_process_count=servers)
     kv = SimpleNamespace(kv_connector_extra_config=options)
     config = SimpleNamespace(kv_transfer_config=kv, parallel_config=parallel)
-    return SimpleNamespace(vllm_config=config)
+    own = range(engines if own_engines is None else own_engines)
+    core = SimpleNamespace(core_engines=list(own))
+    return SimpleNamespace(vllm_config=config, engine_core=core)
 
 
 @pytest.fixture
@@ -44,6 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(lifecycle, "start_service", start)
     monkeypatch.setattr(lifecycle, "ServedEngine", lambda client: ("engine of", client))
+    monkeypatch.setattr(lifecycle, "ParallelEngines", lambda client, n: (n, "engines of", client))
     return found
 
 
@@ -104,8 +109,18 @@ def test_its_service_is_closed_after_an_error(started: list[Any]) -> None:
     assert started[0][0].is_closed
 
 
-@pytest.mark.parametrize("several", [{"engines": 2}, {"servers": 2}])
-def test_with_several_engines_or_servers_there_are_no_knowledge_bases(
+def test_all_engines_of_one_server_share_knowledge_bases(started: list[Any]) -> None:
+    client = make_client(engines=3)
+    serve(client, FastAPI())
+    assert started[0][1] == (3, "engines of", client)
+
+
+@pytest.mark.parametrize(
+    "several",
+    [{"servers": 2}, {"engines": 2, "servers": 2}, {"engines": 2, "own_engines": 1}],
+    ids=["servers", "engines and servers", "servers with an engine each"],
+)
+def test_with_several_servers_there_are_no_knowledge_bases(
     started: list[Any], several: dict[str, int]
 ) -> None:
     admin = FastAPI()

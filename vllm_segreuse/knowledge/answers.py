@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,8 +12,9 @@ from vllm_segreuse.knowledge import schemas
 from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
 from vllm_segreuse.knowledge.warming import Warming
 
-Warm = Mapping[str, tuple[int, int]]
-"""{entry: (blocks, running requests that hold them)} of what is in GPU memory."""
+State = Mapping[str, Any]
+"""`SchedulerSide.frozen`: `warm` is {entry: (blocks, running requests that hold them)}. Of several
+engines (`parallel.merged`), `engines` has the state of each."""
 
 
 class Answers:
@@ -29,14 +30,14 @@ class Answers:
         self._warming = warming
 
     def document(
-        self, base: CatalogueBase, document: CatalogueDocument, warm: Warm
+        self, base: CatalogueBase, document: CatalogueDocument, state: State
     ) -> schemas.Document:
         """One document."""
         entry = None
         if document.fault is None:
             entry = self._catalogue.entries.get(document.entry)
-        held = warm.get(document.entry) if entry is not None else None
-        status = self._status(document, warm)
+        held = state["warm"].get(document.entry) if entry is not None else None
+        status = self._status(document, state)
         blocks, references = 0, 0
         if entry is not None:
             blocks = entry.num_blocks
@@ -50,6 +51,11 @@ class Answers:
             blocks=blocks,
             hits=entry.hits if entry else 0,
             references=references,
+            engines=[
+                number
+                for number, engine in enumerate(_engines(state))
+                if entry is not None and document.entry in engine["warm"]
+            ],
             last_used=_time(entry.last_used) if entry else None,
             error=document.fault
             or (self._warming.error(document.entry) if status == "failed" else None),
@@ -57,18 +63,18 @@ class Answers:
         )
 
     def documents(
-        self, base: CatalogueBase, ids: Iterable[str], warm: Warm
+        self, base: CatalogueBase, ids: Iterable[str], state: State
     ) -> list[schemas.Document]:
         """Those that are still there."""
         found = (base.documents.get(document_id) for document_id in ids)
-        return [self.document(base, document, warm) for document in found if document is not None]
+        return [self.document(base, document, state) for document in found if document is not None]
 
-    def bases(self, names: Iterable[str], warm: Warm) -> list[schemas.KnowledgeBase]:
+    def bases(self, names: Iterable[str], state: State) -> list[schemas.KnowledgeBase]:
         """Those that are still there."""
         found = (self._catalogue.bases.get(name) for name in names)
-        return [self.base(base, warm) for base in found if base is not None]
+        return [self.base(base, state) for base in found if base is not None]
 
-    def base(self, base: CatalogueBase, warm: Warm) -> schemas.KnowledgeBase:
+    def base(self, base: CatalogueBase, state: State) -> schemas.KnowledgeBase:
         """One base."""
         documents = list(base.documents.values())
         names = {d.entry for d in documents if d.fault is None}
@@ -80,44 +86,52 @@ class Answers:
             context=base.record.context,
             metadata=base.record.metadata,
             created_at=datetime.fromtimestamp(base.record.created_at, UTC),
-            documents=self._count(documents, warm),
+            documents=self._count(documents, state),
             tokens=sum(d.num_tokens for d in documents),
-            blocks=sum(warm[name][0] for name in names if name in warm),
+            blocks=sum(state["warm"][name][0] for name in names if name in state["warm"]),
             hits=sum(entry.hits for entry in entries),
         )
 
-    def stats(self, state: Mapping[str, Any]) -> schemas.Stats:
-        """All bases together; `state` is `SchedulerSide.frozen`."""
+    def stats(self, state: State) -> schemas.Stats:
+        """All bases together."""
         return schemas.Stats(
-            blocks=schemas.BlockCounts(
-                total=state["total"],
-                frozen=state["frozen"],
-                promised=self._catalogue.num_blocks(),
-                limit=state["limit"],
-                free=state["free"],
-                block_size=state["block_size"],
-            ),
+            blocks=self._blocks(state),
+            engines=[self._blocks(engine) for engine in _engines(state)],
             bases=len(self._catalogue.bases),
-            documents=self._count(self._catalogue.documents(), state["warm"]),
+            documents=self._count(self._catalogue.documents(), state),
             hits=sum(entry.hits for entry in self._catalogue.entries.values()),
             given_back=state["given_back"],
         )
 
-    def _status(self, document: CatalogueDocument, warm: Warm) -> schemas.Status:
+    def _blocks(self, state: State) -> schemas.BlockCounts:
+        return schemas.BlockCounts(
+            total=state["total"],
+            frozen=state["frozen"],
+            promised=self._catalogue.num_blocks(),
+            limit=state["limit"],
+            free=state["free"],
+            block_size=state["block_size"],
+        )
+
+    def _status(self, document: CatalogueDocument, state: State) -> schemas.Status:
         if document.fault is not None:
             return "failed"
-        if document.entry in warm:
+        if document.entry in state["warm"]:
             return "warm"
         if self._warming.is_queued(document.entry):
             return "warming"
         return "failed" if self._warming.error(document.entry) else "cold"
 
-    def _count(self, documents: Iterable[CatalogueDocument], warm: Warm) -> schemas.Counts:
+    def _count(self, documents: Iterable[CatalogueDocument], state: State) -> schemas.Counts:
         counts = schemas.Counts()
         for document in documents:
-            status = self._status(document, warm)
+            status = self._status(document, state)
             setattr(counts, status, getattr(counts, status) + 1)
         return counts
+
+
+def _engines(state: State) -> Sequence[State]:
+    return state.get("engines") or [state]
 
 
 def _time(seconds: float | None) -> datetime | None:

@@ -119,7 +119,17 @@ class ServedEngine(Tokenizer):
         return max(0, int(self._client.get_num_unfinished_requests()) - own)
 
     async def compute(self, tokens: list[int], extra_key: str, order: FreezeOrder) -> bool:
-        """One request of one token; at lowest priority where priorities count."""
+        """On the only engine."""
+        return await self.compute_on(None, tokens, extra_key, order)
+
+    async def compute_on(
+        self, rank: int | None, tokens: list[int], extra_key: str, order: FreezeOrder
+    ) -> bool:
+        """One request of one token; at lowest priority where priorities count.
+
+        Args:
+            rank: of the engine, where there are several.
+        """
         frozen = False
         with ingesting(extra_key, order) as params:
             async for output in self._client.generate(
@@ -127,6 +137,7 @@ class ServedEngine(Tokenizer):
                 params,
                 f"segreuse-{uuid.uuid4().hex}",
                 priority=self._priority,
+                data_parallel_rank=rank,
             ):
                 frozen = was_frozen(output)
         return frozen

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 from vllm_segreuse.knowledge.errors import UnavailableError
@@ -14,9 +15,22 @@ async def call_scheduler(engine_client: Any, method: str, *args: Any) -> Any:
     Raises:
         UnavailableError: there is no engine any more.
     """
+    return await _called(engine_client.engine_core.call_utility_async(method, *args))
+
+
+async def call_schedulers(engine_client: Any, method: str, *args: Any) -> list[Any]:
+    """The same of every engine; what each answers, in order.
+
+    Raises:
+        UnavailableError: one of them has stopped.
+    """
+    return list(await _called(engine_client.engine_core.call_utility_all_async(method, *args)))
+
+
+async def _called(call: Awaitable[Any]) -> Any:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
-        return await engine_client.engine_core.call_utility_async(method, *args)
+        return await call
     except EngineDeadError as error:
         raise UnavailableError("the engine has stopped") from error

@@ -186,13 +186,15 @@ class Document(BaseModel):
     references: int
     """Who holds it now: documents with the same text in the same namespace (itself included), and
     running requests. 0 unless it is warm."""
+    engines: list[int] = []
+    """Those on which it is warm, by number (`--data-parallel-size`); `status` is `warm` if all."""
     last_used: datetime | None
     error: str | None
     metadata: dict[str, Any]
 
 
 class BlockCounts(BaseModel):
-    """KV blocks of the engine.
+    """KV blocks of an engine; of several, of the one that has the least room.
 
     Attributes:
         total: all blocks of vLLM's pool.
@@ -215,6 +217,7 @@ class Stats(BaseModel):
     """All knowledge bases together."""
 
     blocks: BlockCounts
+    engines: list[BlockCounts] = []
     bases: int
     documents: Counts
     hits: int

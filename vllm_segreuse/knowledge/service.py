@@ -182,13 +182,13 @@ class KnowledgeService:
 
     async def base(self, name: str) -> schemas.KnowledgeBase:
         """One base."""
-        return self._answers.base(self._catalogue.base(name), (await self._state())["warm"])
+        return self._answers.base(self._catalogue.base(name), await self._state())
 
     async def bases(self, after: str | None, limit: int) -> schemas.Page[schemas.KnowledgeBase]:
         """Part of the list of bases."""
         names, following = _page(self._catalogue.bases, after, limit)
-        warm = (await self._state())["warm"] if names else {}
-        return schemas.Page(data=self._answers.bases(names, warm), next=following)
+        found = self._answers.bases(names, await self._state()) if names else []
+        return schemas.Page(data=found, next=following)
 
     async def delete_base(self, name: str) -> None:
         """Delete a base and its documents. Requests that read them go on."""
@@ -242,8 +242,8 @@ class KnowledgeService:
         """One document."""
         base = self._catalogue.base(name)
         self._catalogue.document(base, document_id)
-        warm = (await self._state())["warm"]
-        return self._answers.document(base, self._catalogue.document(base, document_id), warm)
+        state = await self._state()
+        return self._answers.document(base, self._catalogue.document(base, document_id), state)
 
     async def documents(
         self, name: str, after: str | None, limit: int
@@ -251,8 +251,8 @@ class KnowledgeService:
         """Part of the list of a base's documents."""
         base = self._catalogue.base(name)
         ids, following = _page(base.documents, after, limit)
-        warm = (await self._state())["warm"] if ids else {}
-        return schemas.Page(data=self._answers.documents(base, ids, warm), next=following)
+        found = self._answers.documents(base, ids, await self._state()) if ids else []
+        return schemas.Page(data=found, next=following)
 
     async def delete(self, name: str, document_id: str) -> None:
         """Delete a document. Requests that read it go on."""
@@ -334,21 +334,21 @@ class KnowledgeService:
     ) -> list[schemas.Document]:
         """Compute documents of a request, and lead documents that change with them; what else
         changes follows in the background."""
-        warm = (await self._state())["warm"]
+        state = await self._state()
         wanted = [base.documents[i].entry for i in ids if i in base.documents]
         if change is not None:
             wanted += [document.entry for document in change.moved if document.text in base.leads]
         jobs = [
             self._warming.add(name, Urgency.ASKED_FOR)
             for name in wanted
-            if name not in warm and name in self._catalogue.entries
+            if name not in state["warm"] and name in self._catalogue.entries
         ]
         if change is not None:
             self._warm_in_background(change)
         if wait and jobs:
             await asyncio.wait(jobs)
-            warm = (await self._state())["warm"]
-        return self._answers.documents(base, ids, warm)
+            state = await self._state()
+        return self._answers.documents(base, ids, state)
 
     def _warm_in_background(self, change: Change) -> None:
         for document in change.moved:

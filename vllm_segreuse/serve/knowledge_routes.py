@@ -42,8 +42,7 @@ def _service(request: Request) -> KnowledgeService:
     service: KnowledgeService | None = getattr(request.app.state, "service", None)
     if service is None:
         raise UnavailableError(
-            "knowledge bases need one API server and one engine: "
-            "start without --api-server-count and --data-parallel-size"
+            "knowledge bases need one API server with all engines: start with --api-server-count 1"
         )
     return service
 

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge.engine import ServedEngine
 from vllm_segreuse.knowledge.origin import serving_clients
+from vllm_segreuse.knowledge.parallel import ParallelEngines
 from vllm_segreuse.knowledge.service import KnowledgeService, start_service
 from vllm_segreuse.viewer.recent import Recent, watching
 
@@ -60,7 +61,10 @@ async def _administered(admin: FastAPI, client: Any, config: SegReuseConfig) -> 
 
 async def _start_service(client: Any, config: SegReuseConfig) -> KnowledgeService | None:
     parallel = client.vllm_config.parallel_config
-    if parallel.data_parallel_size > 1 or parallel._api_process_count > 1:
-        logger.warning("segment reuse: no knowledge bases with several API servers or engines")
+    engines = parallel.data_parallel_size
+    # With a balancer in front of vLLM, each API server has some of the engines only.
+    if parallel._api_process_count > 1 or len(client.engine_core.core_engines) != engines:
+        logger.warning("segment reuse: no knowledge bases with several API servers")
         return None
-    return await start_service(ServedEngine(client), client.vllm_config, config, in_background=True)
+    engine = ServedEngine(client) if engines == 1 else ParallelEngines(client, engines)
+    return await start_service(engine, client.vllm_config, config, in_background=True)
