@@ -50,8 +50,11 @@ def test_what_has_the_focus_is_marked_and_described(browser: Any, url: str) -> N
         page.keyboard.press("Tab")
         for _ in range(2):
             page.keyboard.press("ArrowRight")
-        frame = "document.activeElement.querySelector('.frame')"
-        assert page.evaluate(f"getComputedStyle({frame}).strokeWidth") == "6px"
+        cursor = page.locator(".cursor")
+        assert cursor.is_visible()
+        assert cursor.evaluate("it => getComputedStyle(it).strokeWidth") == "4px"
+        bar, marked = page.locator("a:focus rect").first.bounding_box(), cursor.bounding_box()
+        assert (marked["x"], marked["width"]) == pytest.approx((bar["x"], bar["width"]), abs=3)
         detail = page.locator(".detail").text_content()
         assert detail.startswith("3. tokens 645 to 1,195: segment, moved by -539, 16%")
         assert NASTY in detail, "as text"
@@ -76,6 +79,7 @@ def test_a_mouse_over_a_stretch_describes_it(browser: Any, url: str) -> None:
     with opened(browser) as page:
         page.goto(url)
         page.get_by_role("link", name="4. ").hover()
+        assert not page.locator(".cursor").is_visible()
         assert page.locator(".detail").text_content().startswith("4. tokens 1,196")
 
 

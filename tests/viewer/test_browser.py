@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.browser import PHONE, chromium, fits, opened
-from tests.explain.reports import NASTY
+from tests.explain.reports import NASTY, REPORT
 from tests.knowledge.admin_app import TOKEN
 from tests.viewer.served import BEARER, BODY, UI, handle, served, viewer_app
 from vllm_segreuse.knowledge.schemas import PREFIX
@@ -182,9 +182,11 @@ def test_keys_reach_everything_and_the_focus_is_seen(browser: Any, url: str) -> 
         assert page.get_by_role("link", name="Status").get_attribute("aria-current") == "page"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone_nothing_sticks_out(browser: Any, url: str, scheme: str) -> None:
-    with known(browser, url, viewport=PHONE, color_scheme=scheme) as page:
+@pytest.mark.parametrize("width", [PHONE["width"], 700, 960])
+def test_nothing_sticks_out(browser: Any, url: str, app: FastAPI, width: int) -> None:
+    bypassed = REPORT | {"bypass_reason": "prefix_cache_skipped", "reused_tokens": 0}
+    handle(app.state.admin.state.recent, "cmpl-bypassed", bypassed)
+    with known(browser, url, viewport={"width": width, "height": 800}) as page:
         for name in PAGES:
             page.goto(f"{url}/{name}")
             assert fits(page), name

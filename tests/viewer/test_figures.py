@@ -29,8 +29,8 @@ def test_counters_are_sums_over_engines(registry: CollectorRegistry) -> None:
     found = figures(registry.collect())
     shown = [(each.name, each.labels, each.value) for each in found.counters]
     assert shown == [
-        ("vllm:segreuse_tokens", (("kind", "reused"),), 42),
-        ("vllm:segreuse_tokens", (("kind", "new"),), 2),
+        ("vllm:segreuse_tokens_total", (("kind", "reused"),), 42),
+        ("vllm:segreuse_tokens_total", (("kind", "new"),), 2),
     ]
     assert found.value("tokens", kind="reused") == 42
     assert found.value("tokens") == 44

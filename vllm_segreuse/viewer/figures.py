@@ -18,7 +18,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Counter:
-    """A number that only grows.
+    """A single number.
 
     Attributes:
         name: of the metric.
@@ -95,12 +95,12 @@ class Figures:
         return bool(self.counters or self.distributions)
 
     def value(self, name: str, **labels: str) -> float:
-        """Sum of the counters of a name (without prefix) that have these labels."""
+        """Sum of the counters of a name, without prefix and "_total", that have these labels."""
         wanted = set(labels.items())
         return sum(
             each.value
             for each in self.counters
-            if each.name == PREFIX + name and wanted <= set(each.labels)
+            if each.name == f"{PREFIX}{name}_total" and wanted <= set(each.labels)
         )
 
 
@@ -118,12 +118,12 @@ def figures(families: Iterable[Any]) -> Figures:
 
 
 def _counters(family: Any) -> Iterator[Counter]:
-    values: dict[Labels, float] = defaultdict(float)
+    values: dict[tuple[str, Labels], float] = defaultdict(float)
     for sample in family.samples:
-        if sample.name in (family.name, family.name + "_total"):
-            values[_labels(sample)] += sample.value
-    for labels, value in values.items():
-        yield Counter(family.name, labels, value)
+        if not sample.name.endswith("_created"):
+            values[sample.name, _labels(sample)] += sample.value
+    for (name, labels), value in values.items():
+        yield Counter(name, labels, value)
 
 
 def _distributions(family: Any) -> Iterator[Distribution]:

@@ -5,12 +5,18 @@
 function wire(strip) {
   const bars = [...strip.querySelectorAll("a")];
   const detail = strip.querySelector(".detail");
+  const cursor = strip.querySelector(".frame").cloneNode(); // above all bars, so that it is whole
+  cursor.setAttribute("class", "cursor");
+  strip.querySelector("svg").append(cursor);
   const row = (bar) => document.getElementById(bar.getAttribute("href").slice(1));
 
   function show(bar) {
     for (const other of bars) {
       row(other).classList.toggle("current", other === bar);
       other.setAttribute("tabindex", other === bar ? "0" : "-1");
+    }
+    for (const side of ["x", "width"]) {
+      cursor.setAttribute(side, bar.querySelector(".frame").getAttribute(side));
     }
     const text = row(bar).querySelector(".text").textContent;
     detail.textContent = bar.getAttribute("aria-label") + (text && ". “" + text + "”");
