@@ -11,7 +11,7 @@ from tests.explain.reports import REPORT
 from tests.viewer.served import handle, outputs, run
 from vllm_segreuse.compat.async_llm import _generate
 from vllm_segreuse.viewer import recent as module
-from vllm_segreuse.viewer.recent import Recent, watched, watching
+from vllm_segreuse.viewer.recent import MAX_EXPLAINED, Recent, watched, watching
 
 PLAIN = {name: value for name, value in REPORT.items() if name != "explain"}
 
@@ -88,6 +88,20 @@ def test_the_oldest_is_forgotten_first_and_numbers_are_never_used_again() -> Non
     assert [(seen.number, seen.request_id) for seen in recent.latest()] == [(3, "c"), (2, "b")]
     assert recent.get(1) is None
     assert recent.get(3) is not None
+
+
+def test_only_the_latest_explanations_are_kept() -> None:
+    recent = Recent(100, keeps_text=True)
+    for i in range(MAX_EXPLAINED + 2):
+        handle(recent, str(i), REPORT)
+        handle(recent, f"{i} plain", PLAIN)
+    explained = [seen for seen in recent.latest() if seen.is_explained]
+    assert len(explained) == MAX_EXPLAINED
+    first = recent.get(1)
+    assert first is not None
+    assert (first.report, first.token_ids) == (PLAIN, None)
+    assert explained[-1].token_ids is not None
+    assert "explain" in REPORT, "the client's own report stays as it is"
 
 
 @pytest.mark.parametrize("keeps_text", [False, True])

@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from vllm_segreuse.config import EXTRA_KEYS, FREEZE
 
+MAX_EXPLAINED = 20
+"""Explanations that are kept: one of a long prompt takes megabytes, and clients ask for them."""
+
 State = Literal["running", "finished", "stopped"]
 
 
@@ -93,10 +96,18 @@ class Recent:
         report = (output.kv_transfer_params or {}).get("segreuse")
         if report is not None:
             seen.report = report
+            self._forget_explanations()
             if self.keeps_text and seen.is_explained:
                 seen.token_ids = array("i", output.prompt_token_ids or ())
         if output.finished:
             seen.state = "finished"
+
+    def _forget_explanations(self) -> None:
+        explained = [seen for seen in self._seen.values() if seen.is_explained]
+        for seen in explained[:-MAX_EXPLAINED]:
+            assert seen.report is not None
+            seen.report = {name: it for name, it in seen.report.items() if name != "explain"}
+            seen.token_ids = None
 
 
 _watching: Recent | None = None
