@@ -128,7 +128,7 @@ def test_recomputed_tokens_are_runs_within_their_segment() -> None:
         {"start": 0, "tokens": 4, "source": "prefix"},
         {"start": 4, "tokens": 6, "source": "segment", "position": 40},
         {"start": 10, "tokens": 5, "source": "segment", "position": 0},
-        {"start": 15, "tokens": 3, "source": "segment", "position": 7},
+        {"start": 15, "tokens": 3, "source": "similar", "position": 7},
         new(18, 1, "last_token"),
     ]
     positions = np.array([3, 4, 6, 7, 8, 9, 10, 12, 18], np.int32)

@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.explain.reports import EXPLANATION, NASTY, REPORT, STRETCHES, TEXTS
-from vllm_segreuse.explain import page
+from vllm_segreuse.explain import page, show
 from vllm_segreuse.explain.strip import LEAST_WIDTH, WIDTH, strip
 
 
@@ -31,6 +32,21 @@ def test_neighbouring_segments_differ_in_colour() -> None:
     assert all(one != other for one, other in pairwise(colours))
     named = [bar.colour for bar in strip(REPORT).bars]
     assert named == ["prefix", "new", "segment-0", "segment-1", "new", "segment-2", "new"]
+
+
+def test_similar_text_is_told_from_segments() -> None:
+    similar = STRETCHES[2] | {"source": "similar"}
+    found = strip(REPORT | {"explain": [*STRETCHES[:2], similar, *STRETCHES[3:]]})
+    assert [bar.colour for bar in found.bars[2:4]] == ["similar", "segment-0"]
+    assert found.bars[2].source == "similar text, moved by -539"
+    assert found.bars[2].heat
+    explained = type(EXPLANATION)(REPORT | {"explain": [similar]}, [])
+    legend = "equal tokens of similar text"
+    assert legend in page.render(explained, "x")
+    assert legend not in page.render(EXPLANATION, "x")
+    with (console := Console()).capture() as capture:
+        console.print(show.table(explained))
+    assert "similar text" in capture.get()
 
 
 def test_heat_is_where_tokens_are_computed_again() -> None:

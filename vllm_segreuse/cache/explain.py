@@ -62,7 +62,8 @@ def unexplored(start: int, num_tokens: int, reason: str) -> list[Stretch]:
 
 
 def with_recomputed(stretches: Sequence[Stretch], positions: IntArray | None) -> list[Stretch]:
-    """The same stretches; each segment has `recomputed`: which of its tokens are computed again.
+    """The same stretches; those that are reused have `recomputed`: which of their tokens are
+    computed again.
 
     Args:
         stretches: of a prompt.
@@ -74,7 +75,7 @@ def with_recomputed(stretches: Sequence[Stretch], positions: IntArray | None) ->
     """
     return [
         each | {"recomputed": None if positions is None else _runs_within(each, positions)}
-        if each["source"] == "segment"
+        if each["source"] in ("segment", "similar")
         else each
         for each in stretches
     ]

@@ -10,7 +10,7 @@ from rich.text import Text
 from vllm_segreuse.explain import words
 from vllm_segreuse.explain.client import Explanation
 
-_COLOURS = {"prefix": "blue", "segment": "green", "new": "yellow"}
+_COLOURS = {"prefix": "blue", "segment": "green", "similar": "cyan", "new": "yellow"}
 
 
 def table(explanation: Explanation) -> Group:

@@ -78,7 +78,7 @@ class Strip:
         bars: its stretches, in order.
         verdict: what would be reused, or why nothing would, in a sentence.
         tokens: of the prompt.
-        measured: whether it is known for any segment what is computed again.
+        measured: whether it is known of any stretch what is computed again.
     """
 
     bars: list[Bar]

@@ -18,24 +18,29 @@ REASONS = {
 }
 
 
+REUSED = {"segment": "segment", "similar": "similar text"}
+"""Sources of reused stretches."""
+
+
 def source(stretch: Mapping[str, Any]) -> str:
     """Where a stretch comes from."""
-    if stretch["source"] == "segment":
+    if stretch["source"] in REUSED:
         moved = stretch["start"] - stretch["position"]
-        return f"segment, moved by {moved:+,}" if moved else "segment, in its place"
+        where = f"moved by {moved:+,}" if moved else "in its place"
+        return f"{REUSED[stretch['source']]}, {where}"
     if stretch["source"] == "new":
         return f"new: {REASONS.get(stretch['reason'], stretch['reason'])}"
     return "prefix cache"
 
 
 def num_recomputed(stretch: Mapping[str, Any]) -> int | None:
-    """Tokens of a segment that are computed again; None for what is no segment, or not known."""
+    """Tokens of a stretch that are computed again; None for what is not reused, or not known."""
     runs = stretch.get("recomputed")
     return None if runs is None else sum(tokens for _, tokens in runs)
 
 
 def recomputed(stretch: Mapping[str, Any]) -> str:
-    """The share of a stretch that is computed again; "" for what is no segment, or not known."""
+    """The share of a stretch that is computed again; "" for what is not reused, or not known."""
     tokens = num_recomputed(stretch)
     return "" if tokens is None else f"{tokens / stretch['tokens']:.0%}"
 
