@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from vllm.v1.metrics import prometheus
 
 from tests.knowledge.admin_app import TOKEN
 from tests.viewer.served import BEARER, BODY, UI, handle, viewer_app
@@ -239,6 +241,21 @@ def test_what_the_server_refuses_is_shown_escaped(known: TestClient) -> None:
     answer = known.post(f"{UI}/explain", data={"form_key": form_key(known), "body": body})
     assert answer.status_code == 400
     assert "no &lt;model&gt; m" in answer.text
+
+
+def test_the_audits_curve_is_shown_once_there_is_one(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = CollectorRegistry()
+    monkeypatch.setattr(prometheus, "get_prometheus_registry", lambda: registry)
+    Counter("vllm:segreuse_audit_log_errors_total", "Errors.", registry=registry)
+    kl = Histogram("vllm:segreuse_audit_kl", "KL.", ["policy"], registry=registry)
+    assert "makes no audit" in client.get(f"{UI}/metrics", headers=BEARER).text
+    kl.labels("focus").observe(0.02)
+    shown = client.get(f"{UI}/metrics", headers=BEARER).text
+    assert "makes no audit" not in shown
+    assert 'aria-label="vllm:segreuse_audit_kl policy focus"' in shown
+    assert "1 observation, mean 0.02" in shown
 
 
 def test_without_knowledge_bases_their_page_says_why(known: TestClient, app: FastAPI) -> None:

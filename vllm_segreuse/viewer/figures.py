@@ -91,9 +91,6 @@ class Figures:
             [each for each in self.distributions if holds(each.name)],
         )
 
-    def __bool__(self) -> bool:
-        return bool(self.counters or self.distributions)
-
     def value(self, name: str, **labels: str) -> float:
         """Sum of the counters of a name, without prefix and "_total", that have these labels."""
         wanted = set(labels.items())
