@@ -2,9 +2,11 @@
 """The other ways in, the environment's kill switch, and a server where reuse is not enabled."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bench.shapes import make_model, passages
@@ -76,6 +78,28 @@ def test_two_api_servers_share_the_flag_and_the_switch() -> None:
             server.post(f"{SWITCH}/enable", headers=ADMIN | close).raise_for_status()
         shown = server.get("/metrics").text
         assert 'vllm:segreuse_tokens_total{engine="0",kind="reused",model_name="m"}' in shown
+        check_viewer(server)
+
+
+def check_viewer(server: Server) -> None:
+    """Both API servers accept the session that one of them began; each says whose requests it
+    shows, and both the metrics of all."""
+    with httpx.Client(
+        base_url=f"{server.url}{SWITCH}/ui", headers={"Connection": "close"}
+    ) as browser:
+        assert browser.post("/login", data={"token": TOKEN}).status_code == 303
+        processes, reused = set(), set()
+        for _ in range(20):
+            page = browser.get("/requests").raise_for_status().text
+            found = re.search(r"process (\d+); 2 share the port", page)
+            assert found is not None
+            processes.add(found[1])
+            metrics = browser.get("/metrics").raise_for_status().text
+            figure = re.search(r"<dt>requests that reused</dt><dd>(\d+)</dd>", metrics)
+            assert figure is not None
+            reused.add(int(figure[1]))
+    assert len(processes) == 2
+    assert reused == {6}
 
 
 def test_kv_offloading_beside_it_is_refused_in_one_sentence() -> None:
