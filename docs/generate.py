@@ -161,7 +161,9 @@ def metrics() -> str:
 
         return make
 
-    kinds = {module.Counter: record("counter"), module.Histogram: record("histogram")}
+    kinds = {
+        getattr(module, kind): record(kind.lower()) for kind in ("Counter", "Gauge", "Histogram")
+    }
     module.SegReusePromMetrics(None, kinds, [], {})
     return _table(("metric", "kind", "own labels", "meaning"), rows)
 

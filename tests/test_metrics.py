@@ -26,6 +26,8 @@ def filled() -> SegReuseStats:
     stats.count_request("bypassed", "too_few_reused_tokens")
     stats.observe("match", 0.001)
     stats.observe("match", 0.003)
+    stats.note_frozen(0.5)
+    stats.note_frozen(0.25)
     stats.count_repeated(3)
     stats.observe_drift(2.5, in_full=False)
     stats.observe_drift(7.0, in_full=True)
@@ -77,6 +79,7 @@ def test_empty_until_something_is_counted() -> None:
         lambda stats: stats.count_tokens("similar", 1),
         lambda stats: stats.count_request("reused"),
         lambda stats: stats.observe("align", 0.5),
+        lambda stats: stats.note_frozen(0.0),
         lambda stats: stats.count_repeated(1),
         lambda stats: stats.observe_drift(0.0, in_full=False),
     ],
@@ -106,6 +109,7 @@ def test_aggregate_adds() -> None:
         "observed": {"reused": 600, "recomputed": 100},
         "requests": {"reused": {"": 2}, "bypassed": {"too_few_reused_tokens": 4}},
         "seconds": {"match": [0.001, 0.003, 0.001, 0.003]},
+        "frozen": [0.5, 0.25, 0.5, 0.25],
         "repeated": 6,
         "drift": [2.5, 7.0, 2.5, 7.0],
         "in_full": 2,
@@ -144,6 +148,7 @@ def test_prometheus_shows_what_was_counted(
             f"vllm:segreuse_{name}", {"model_name": "m", "engine": "1", **labels}
         )
 
+    assert value("frozen_share") == 0.25, "the last of them"
     assert value("not_finite_total") == 6
     assert value("drift_count") == 4
     assert value("drift_sum") == 19
@@ -167,6 +172,7 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_tokens",
         "vllm:segreuse_observed_tokens",
         "vllm:segreuse_requests",
+        "vllm:segreuse_frozen_share",
         "vllm:segreuse_not_finite",
         "vllm:segreuse_drift",
         "vllm:segreuse_in_full",
@@ -175,7 +181,7 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_align_seconds",
         "vllm:segreuse_sparse_pass_seconds",
     }
-    assert {one.type for one in found.values()} == {"counter", "histogram"}
+    assert {one.type for one in found.values()} == {"counter", "gauge", "histogram"}
     samples = {sample.name: sample for one in found.values() for sample in one.samples}
     assert set(samples["vllm:segreuse_tokens_total"].labels) == {"model_name", "engine", "kind"}
     assert set(samples["vllm:segreuse_requests_total"].labels) == {

@@ -760,6 +760,20 @@ def test_a_frozen_document_survives_what_evicts_the_rest() -> None:
     assert world.side.frozen()["warm"] == {"doc": [9, 0]}
 
 
+def test_the_share_that_is_frozen_is_counted_when_it_changes() -> None:
+    world = World()
+    for _ in range(2):
+        world.side.take_plans()
+    assert world.stats.data["frozen"] == []
+    ingest(world)
+    for _ in range(2):
+        world.side.take_plans()
+    assert world.stats.data["frozen"] == [9 / world.frozen.num_blocks]
+    world.side.unfreeze(["doc"])
+    world.side.take_plans()
+    assert world.stats.data["frozen"][1:] == [0]
+
+
 def test_uses_count_requests_that_reuse_it() -> None:
     world = World()
     ingest(world)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_segreuse.cache.explain import with_recomputed
+from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
@@ -26,6 +27,7 @@ class Accounts:
 
     def __init__(self, stats: SegReuseStats, layers: ModelLayers) -> None:
         self._stats = stats
+        self._frozen = 0
         self.layers = layers
 
     def admitted(self, tracked: TrackedRequest, request: Request, report: Report) -> None:
@@ -67,6 +69,12 @@ class Accounts:
         self._stats.count_tokens("recomputed", recomputed)
         if outcome.drift is not None:
             self._stats.observe_drift(outcome.drift, outcome.in_full)
+
+    def frozen(self, entries: FrozenPool) -> None:
+        """A scheduling step is over: how much knowledge bases keep."""
+        if entries.num_frozen != self._frozen:
+            self._frozen = entries.num_frozen
+            self._stats.note_frozen(self._frozen / entries.num_blocks)
 
     def _observed(self, tracked: TrackedRequest, num_tokens: int) -> dict[str, int | float]:
         """What the plan that is not carried out would have come to."""

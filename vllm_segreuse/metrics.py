@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -48,6 +48,7 @@ def _no_data() -> dict[str, Any]:
         "tokens": {},
         "observed": {},
         "requests": {},
+        "frozen": [],
         "seconds": {},
         "repeated": 0,
         "drift": [],
@@ -59,8 +60,9 @@ def _no_data() -> dict[str, Any]:
 class SegReuseStats(KVConnectorStats):
     """What happened since the last report; merges with `aggregate`, starts over with `reset`.
 
-    `data` holds `tokens` and `observed` {kind: n}, `requests` {outcome: {reason: n}}, `seconds`
-    {timing: [s]}, `repeated` n, `drift` [of a request] and `in_full` n.
+    `data` holds `tokens` and `observed` {kind: n}, `requests` {outcome: {reason: n}}, `frozen`
+    [share, whenever it has changed], `seconds` {timing: [s]}, `repeated` n, `drift` [of a request]
+    and `in_full` n.
     An instance made from the `data` of another process is equal to the original.
     """
 
@@ -92,6 +94,10 @@ class SegReuseStats(KVConnectorStats):
             raise ValueError(f"unknown timing {timing!r}; known are {', '.join(TIMINGS)}")
         self.data["seconds"].setdefault(timing, []).append(seconds)
 
+    def note_frozen(self, share: float) -> None:
+        """The share of the KV blocks that knowledge bases keep has changed to this."""
+        self.data["frozen"].append(share)
+
     def count_repeated(self, n: int) -> None:
         """Adds passes that were computed again in full, because they met NaN or infinity."""
         self.data["repeated"] += n
@@ -120,6 +126,7 @@ class SegReuseStats(KVConnectorStats):
             self.count_tokens(kind, n)
         for kind, n in other.data["observed"].items():
             self.count_observed(kind, n)
+        self.data["frozen"].extend(other.data["frozen"])
         for outcome, reasons in other.data["requests"].items():
             mine = self.data["requests"].setdefault(outcome, {})
             for reason, n in reasons.items():
@@ -176,6 +183,14 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             documentation="Requests with extra keys, by outcome and, if bypassed, the reason.",
             labelnames=[*labelnames, "outcome", "reason"],
         )
+        gauge: Any = metric_types[Gauge]
+        self._frozen = gauge(
+            name="vllm:segreuse_frozen_share",
+            documentation="Share of the KV blocks that knowledge bases keep, 0 to 1, as of the "
+            "engine's last step.",
+            labelnames=labelnames,
+            multiprocess_mode="mostrecent",
+        )
         self._seconds = {
             timing: histogram(
                 name=f"vllm:segreuse_{timing}_seconds",
@@ -215,6 +230,7 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         for observed in OBSERVED_KINDS:
             self._observed.labels(*labels, observed)
         self._requests.labels(*labels, "reused", "")
+        self._frozen.labels(*labels)
         self._repeated.labels(*labels)
         self._drift.labels(*labels)
         self._in_full.labels(*labels)
@@ -227,6 +243,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             self._tokens.labels(*labels, kind).inc(n)
         for kind, n in transfer_stats_data["observed"].items():
             self._observed.labels(*labels, kind).inc(n)
+        for share in transfer_stats_data["frozen"][-1:]:
+            self._frozen.labels(*labels).set(share)
         for outcome, reasons in transfer_stats_data["requests"].items():
             for reason, n in reasons.items():
                 self._requests.labels(*labels, outcome, reason).inc(n)

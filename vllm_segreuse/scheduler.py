@@ -321,6 +321,7 @@ class SchedulerSide:
         self._donors.begin_step()
         self._pool.begin_step()
         self._freezing.begin_step()
+        self._accounts.frozen(self._freezing.entries)
         return plans
 
     @_contained(otherwise=None)

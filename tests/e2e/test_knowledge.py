@@ -138,6 +138,24 @@ def test_frozen_passages_outlive_what_evicts_others(client: Client) -> None:
     assert client.ask(prompt, keys="another")["reused_tokens"] == 0
 
 
+def frozen_share(client: Client) -> float:
+    """As Prometheus would read it."""
+    lines = client.server.get("/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith("vllm:segreuse_frozen_share{")]
+    return float(line.rpartition(" ")[2])
+
+
+def test_the_share_that_is_frozen_is_a_metric(client: Client) -> None:
+    client.ask(tokens(10))
+    assert frozen_share(client) == 0
+    client.create("handbook")
+    client.add("handbook", doc=tokens(300))
+    assert frozen_share(client) == pytest.approx(10 / (NUM_BLOCKS - 1)), "without a further request"
+    client.admin("DELETE", "handbook", status=204)
+    client.ask(tokens(10))
+    assert frozen_share(client) == 0
+
+
 def test_equal_text_is_stored_once_in_one_namespace_only(client: Client) -> None:
     for name, key in (("one", "shared"), ("two", "shared"), ("three", None)):
         client.create(name, extra_key=key)

@@ -147,6 +147,11 @@ def test_plans_may_take_several_steps(rows: Any, tmp_path: Path) -> None:
     assert spread["shift"]["reused_tokens"] > 0.8 * at_once["shift"]["reused_tokens"]
 
 
+def test_how_the_server_schedules_ahead_does_not_matter(rows: Any) -> None:
+    options = (*KEYS, "--policy", "shift")
+    assert rows(logs.bodies(8), *options, "--async-scheduling") == rows(logs.bodies(8), *options)
+
+
 def test_requests_arrive_at_their_times(rows: Any) -> None:
     """Far from each other they run alone; at one moment they run together."""
     bodies, options = logs.bodies(20), (*KEYS, "--policy", "shift")
