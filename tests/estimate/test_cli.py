@@ -144,7 +144,7 @@ def test_plans_may_take_several_steps(rows: Any, tmp_path: Path) -> None:
     _, at_once = rows(logs.bodies(20), *options)
     _, spread = rows(logs.bodies(20), *options, "--config", str(file))
     assert spread["shift"] != at_once["shift"]
-    assert spread["shift"]["reused_tokens"] > 0.8 * at_once["shift"]["reused_tokens"]
+    assert spread["shift"]["reused_tokens"] > 0.5 * at_once["shift"]["reused_tokens"]
 
 
 def test_how_the_server_schedules_ahead_does_not_matter(rows: Any) -> None:

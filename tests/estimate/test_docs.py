@@ -26,4 +26,4 @@ def test_the_example_is_what_is_printed(tmp_path: Path) -> None:
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
-    assert printed == ended.stdout
+    assert printed == ended.stdout, f"the page is older than the code: paste\n{ended.stdout}"
