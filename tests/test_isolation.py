@@ -32,6 +32,17 @@ from vllm_segreuse.scheduler import SchedulerSide
 SIZE = 4
 DOCUMENT = [*range(100, 132)]
 NEW_TEXT = [*range(200, 216)]
+CHANGED = [token + 1000 * (token % SIZE == 3) for token in DOCUMENT]
+"""Equal to the document but for one token of every block."""
+
+SIMILARITY = {
+    "window_tokens": 16,
+    "stride_tokens": 4,
+    "shingle_tokens": 2,
+    "context_tokens": 8,
+    "threshold": 0.2,
+    "min_run_tokens": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ NEVER = {
     ("image", kind)
     for kind in (
         *("segment", "approximate prefix", "approximate prefix, several steps"),
-        *("behind a hole", "frozen"),
+        *("behind a hole", "frozen", "similar"),
     )
 }
 """Prompts with images run without reuse, and knowledge bases hold text only."""
@@ -78,7 +89,12 @@ class Cache:
 
     Args:
         spread_tokens: see `SegReuseConfig`; where it is given, a request runs beside all others.
+
+    Attributes:
+        similarity: whether similar segments are reused.
     """
+
+    similarity = True
 
     def __init__(self, spread_tokens: int | None = None) -> None:
         init_none_hash(sha256)
@@ -92,7 +108,9 @@ class Cache:
             cache_config, max_model_len=256, scheduler_block_size=SIZE, hash_block_size=SIZE
         )
         config: Any = SimpleNamespace(
-            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=256),
+            model_config=SimpleNamespace(
+                get_num_layers=lambda parallel: 4, max_model_len=256, skip_tokenizer_init=True
+            ),
             parallel_config=None,
             observability_config=ObservabilityConfig(),
             cache_config=SimpleNamespace(block_size=SIZE),
@@ -100,7 +118,12 @@ class Cache:
         )
         self._side = SchedulerSide(
             config,
-            SegReuseConfig(spread_tokens=spread_tokens),
+            SegReuseConfig.from_options(
+                {
+                    "spread_tokens": spread_tokens,
+                    "similarity": SIMILARITY if self.similarity else None,
+                }
+            ),
             self._manager,
             SegReuseStats(),
             segment_group(cache_config),
@@ -252,6 +275,15 @@ def frozen(before: Who, after: Who) -> int:
     return cache.ask(after, [7, *DOCUMENT, 8]).reused
 
 
+def similar(before: Who, after: Who) -> int:
+    """Equal tokens of the document, one of every four of which the second request has changed."""
+    cache = Cache()
+    cache.ask(before, DOCUMENT)
+    found = cache.ask(after, [7, *CHANGED, 8])
+    assert found.prefix == 0
+    return found.reused
+
+
 KINDS = {
     "exact prefix": exact_prefix,
     "segment": segment,
@@ -259,6 +291,7 @@ KINDS = {
     "approximate prefix, several steps": over_several_steps,
     "behind a hole": behind_a_hole,
     "frozen": frozen,
+    "similar": similar,
 }
 ALL = {
     "exact prefix": len(DOCUMENT),
@@ -267,10 +300,29 @@ ALL = {
     "approximate prefix, several steps": len(DOCUMENT) + len(NEW_TEXT),
     "behind a hole": len(DOCUMENT) - SIZE,
     "frozen": len(DOCUMENT),
+    "similar": len(DOCUMENT) * (SIZE - 1) // SIZE,
 }
 
 by_kind = pytest.mark.parametrize("kind", KINDS)
 by_dimension = pytest.mark.parametrize("dimension", DIMENSIONS)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "similar"])
+def test_09_without_similar_segments_it_is_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cache, "similarity", False)
+    who, *others = DIMENSIONS["extra keys"]
+    assert KINDS[kind](who, who) == ALL[kind]
+    for other in others:
+        shared = ("extra keys", kind) in SHARED
+        assert KINDS[kind](who, other) == (ALL[kind] if shared else 0)
+
+
+def test_similar_segments_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert similar(Who(), Who()) == ALL["similar"]
+    monkeypatch.setattr(Cache, "similarity", False)
+    assert similar(Who(), Who()) == 0
 
 
 @by_kind

@@ -67,7 +67,8 @@ def test_a_control_that_equals_and_holes_that_are_not_reused_are_findings() -> N
 def test_poisoning_leaves_a_result_whether_it_fails_or_not(
     failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def poison(running: Any, expected: Any, counts: Counter[str]) -> None:
+    def poison(running: Any, expected: Any, counts: Counter[str], similar: bool) -> None:
+        assert similar
         counts.update({"twins": 5, "prefix hits": 2})
         if failure:
             raise AssertionError(failure)
@@ -76,11 +77,11 @@ def test_poisoning_leaves_a_result_whether_it_fails_or_not(
         def __enter__(self) -> None: ...
         def __exit__(self, *error: object) -> None: ...
 
-    monkeypatch.setattr(poisoning, "references", lambda requests: [])
-    monkeypatch.setattr(poisoning, "small_engine", lambda segreuse: Running())
+    monkeypatch.setattr(poisoning, "references", lambda requests, similar: [])
+    monkeypatch.setattr(poisoning, "small_engine", lambda segreuse, similar: Running())
     monkeypatch.setattr(poisoning, "poison", poison)
     file = tmp_path / "poisoning.json"
-    status = poisoning.main(["--requests", "9", "--json", str(file)])
+    status = poisoning.main(["--requests", "9", "--similar", "--json", str(file)])
     content = json.loads(file.read_text())
     assert status == content["summary"]["failed"] == int(bool(failure))
     assert content["suite"] == "poisoning"

@@ -2,6 +2,7 @@
 """Approximate requests under every kind of pressure, and their plain twins (failure case 29).
 
     python -m tests.e2e.poisoning --requests 1000 --json poisoning.json
+    python -m tests.e2e.poisoning --requests 1000 --similar     documents changed here and there
 
 A pool so small that requests are preempted, steps so small that prompts are chunked and large
 plans take several of them, several arrivals per step so that requests are admitted together, aborts
@@ -33,7 +34,7 @@ LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 256, "max_num_seqs": 1
 NOISE = 2e-3  # of float32
 _ROUND = 10
 COUNTED = (
-    *("reused", "preempted", "chunked", "together", "spread", "aborted"),
+    *("reused", "similar", "preempted", "chunked", "together", "spread", "aborted"),
     *("twins", "prefix hits"),
 )
 OPTIONS: list[dict[str, Any]] = [
@@ -47,51 +48,69 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def small_engine(segreuse: bool) -> Any:
-    """An engine under pressure. float32: a wrong bit is not rounded away."""
-    options: Any = {"spread_tokens": SPREAD_TOKENS} if segreuse else False
+def small_engine(segreuse: bool, similar: bool = False) -> Any:
+    """An engine under pressure. float32: a wrong bit is not rounded away.
+
+    Args:
+        similar: similar segments are reused, too.
+    """
+    similarity = {"shingle_tokens": 3, "threshold": 0.2} if similar else None
+    reuse = {"spread_tokens": SPREAD_TOKENS, "similarity": similarity}
+    options: Any = reuse if segreuse else False
     return engine("qwen3", options, dtype="float32", num_gpu_blocks_override=NUM_BLOCKS, **LIMITS)
 
 
-def make_prompts(vocab_size: int, requests: int) -> list[list[int]]:
-    """Cut pieces and whole documents in any order, each prompt behind text of its own."""
+def make_prompts(vocab_size: int, requests: int, similar: bool = False) -> list[list[int]]:
+    """Cut pieces and whole documents in any order, each prompt behind text of its own.
+
+    Args:
+        similar: every fortieth token is another one in each prompt.
+    """
     text, dice = Prompts(vocab_size, seed=24), random.Random(24)
     documents = [text.tokens(n) for n in (96, 133, 200, 64, 310)]
     prompts = []
     for _ in range(requests):
         chosen = dice.sample(documents, dice.randrange(1, 3))
         prompt = text.around(*chosen, gaps=(dice.randrange(1, 40), 7, 12))
-        prompts.append(prompt[: dice.randrange(60, 500)])
+        prompt = prompt[: dice.randrange(60, 500)]
+        if similar:
+            for at in range(dice.randrange(40), len(prompt), 40):
+                prompt[at] = text.tokens(1)[0]
+        prompts.append(prompt)
     return prompts
 
 
-def references(prompts: int) -> list[Answer]:
+def references(prompts: int, similar: bool = False) -> list[Answer]:
     """What a fresh engine without the plugin answers to each prompt, cold."""
     with small_engine(segreuse=False) as running:
         answers = []
-        for prompt in make_prompts(running.vocab_size, prompts):
+        for prompt in make_prompts(running.vocab_size, prompts, similar):
             running.reset()
             answers += running.ask(prompt)
         return answers
 
 
 def poison(
-    running: Engine, expected: list[Answer], counts: Counter[str] | None = None
+    running: Engine,
+    expected: list[Answer],
+    counts: Counter[str] | None = None,
+    similar: bool = False,
 ) -> Counter[str]:
     """Run all prompts as approximate requests, and each once more as a plain one.
 
     Args:
         counts: what is returned; whoever passes it sees it in spite of an error, too.
+        similar: see `make_prompts`.
 
     Returns:
-        What happened: "reused" requests, "preempted" ones, "chunked" steps, those "together" in a
-        step, plans "spread" over several, "aborted" requests; plain "twins" that were compared to
-        the last bit, and "prefix hits".
+        What happened: "reused" requests, those with "similar" tokens, "preempted" ones, "chunked"
+        steps, those "together" in a step, plans "spread" over several, "aborted" requests; plain
+        "twins" that were compared to the last bit, and "prefix hits".
 
     Raises:
         AssertionError: a twin answers otherwise.
     """
-    prompts = make_prompts(running.vocab_size, len(expected))
+    prompts = make_prompts(running.vocab_size, len(expected), similar)
     counts = Counter() if counts is None else counts
     dice = random.Random(25)
     schedule = running.scheduler.schedule
@@ -130,6 +149,7 @@ def _approximate(
         answers |= drain(running, arrive)
     reused = [int(name) for name, answer in answers.items() if answer.report["reused_tokens"]]
     counts["reused"] += len(reused)
+    counts["similar"] += sum(answer.report["similar_tokens"] > 0 for answer in answers.values())
     return reused
 
 
@@ -170,14 +190,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.poisoning")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    parser.add_argument("--similar", action="store_true", help="similar segments, too")
     options = parser.parse_args(arguments)
     where, began = harness.environment(), time.monotonic()
-    expected = references(options.requests)
+    expected = references(options.requests, options.similar)
     failure = ""
     counts: Counter[str] = Counter()
-    with small_engine(segreuse=True) as running:
+    with small_engine(segreuse=True, similar=options.similar) as running:
         try:
-            poison(running, expected, counts)
+            poison(running, expected, counts, options.similar)
         except AssertionError as error:
             failure = str(error)
     where["seconds"] = round(time.monotonic() - began, 1)

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short profile of `tests.e2e.poisoning`."""
 
+import pytest
+
 from tests.e2e import poisoning
 
 
-def test_29_plain_twins_of_approximate_requests_are_bit_identical() -> None:
-    expected = poisoning.references(60)
-    with poisoning.small_engine(segreuse=True) as running:
-        counts = poisoning.poison(running, expected)
-    assert counts["twins"] > 20, counts
+@pytest.mark.parametrize("similar", [False, True], ids=["equal", "equal and similar"])
+def test_29_plain_twins_of_approximate_requests_are_bit_identical(similar: bool) -> None:
+    expected = poisoning.references(60, similar)
+    with poisoning.small_engine(segreuse=True, similar=similar) as running:
+        counts = poisoning.poison(running, expected, similar=similar)
+    assert (counts["similar"] > 10) is similar, counts
+    assert counts["twins"] > (10 if similar else 20), counts
     for pressure in ("preempted", "chunked", "together", "spread", "aborted"):
         assert counts[pressure] > 0, counts

@@ -23,9 +23,12 @@ class _Silence(logging.Filter):
 
 _silence = _Silence()
 
-SITES = ("add", "match", "recipe", "prefix", "pin", "insert", "missing", "count", "release")
+SITES = (
+    *("add", "search", "match", "recipe", "prefix", "pin"),
+    *("insert", "listed", "missing", "count", "release"),
+)
 """Places in the scheduler's half: within `add`, `match`, `_account` and `finished`, and where
-blocks are named."""
+blocks are named. "search" and "listed" are those of similar segments."""
 
 OTHERS = ("allocation", "planned", "pass")
 """An allocation is refused, or that of a request with a plan; the worker's pass fails."""
@@ -49,6 +52,9 @@ class Faults:
         self._wrap(world.index, "missing", "missing")
         self._wrap(world.scheduler.connector._stats, "count_tokens", "count")
         self._wrap(side._namespaces, "release", "release", before=False)
+        if side._by_similarity is not None:
+            self._wrap(side._by_similarity.store, "slots", "search")
+            self._wrap(side._by_similarity.store, "inserted", "listed")
         allocate = world.manager.allocate_slots
 
         def refusing(*args: Any, **kwargs: Any) -> Any:

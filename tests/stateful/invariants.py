@@ -25,6 +25,7 @@ def check(world: World) -> None:
     _check_planner(world)
     _check_exact_names(world)
     _check_index(world)
+    _check_windows(world)
     _check_frozen(world)
 
 
@@ -126,6 +127,18 @@ def _check_index(world: World) -> None:
         known = worker.known_to[block]
         seen = any(identity.keys and find(_key(identity)) == namespace for identity in known)
         assert seen, f"namespace {namespace} never saw block {block}, known to {known}"
+
+
+def _check_windows(world: World) -> None:
+    """Windows of similar text end in blocks that donate."""
+    finder = world.side._by_similarity
+    if finder is None or world.side._health.broken:
+        return
+    kept = finder.store.windows
+    blocks = kept.block[kept.block >= 0].tolist()
+    assert len(kept) == len(blocks), f"{len(blocks)} windows, but len() is {len(kept)}"
+    gone = {block for block in blocks if block not in world.index}
+    assert not gone, f"windows of blocks that are not indexed: {sorted(gone)}"
 
 
 def _check_frozen(world: World) -> None:

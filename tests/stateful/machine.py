@@ -43,6 +43,7 @@ SETUPS = st.builds(
     max_depth=st.sampled_from([4, 1, 0]),
     frozen_pressure=st.sampled_from([0.9, 0.9, 0.5]),
     spread_tokens=st.sampled_from([0, 1, 1, 5]),
+    similarity=st.booleans(),
 )
 OPTIONS = st.builds(
     lambda policy, ratio, dense, overflow, drift, least, observe, explain: {

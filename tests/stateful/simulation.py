@@ -233,6 +233,7 @@ class _Run:
             watermark=choose([0.0, 0.05]),
             max_depth=choose([4, 4, 1, 0]),
             spread_tokens=choose([0, 1, 1, 5]),
+            similarity=choose([False, True]),
         )
 
     def _make_ask(self) -> Ask:

@@ -26,6 +26,7 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "chosen by workers",
         "drifts",
         "in full",
+        "similar tokens",
         *(f"policy: {policy}" for policy in POLICIES),
         *(f"fault: {site}" for site in (*SITES, *OTHERS)),
     ):

@@ -48,12 +48,26 @@ DOCUMENTS: list[list[int]] = [
     [*range(10, 18), *range(50, 59)],  # begins like the first
     [7] * 14,  # every window is the same
     [*range(60, 66)],
+    [*range(10, 13), 90, *range(14, 17), 91, *range(18, 21), 92, 93],  # similar to the first
+    [94, *range(31, 34), 95, *range(35, 38), 96, *range(39, 42), 97],  # and to the second
 ]
 
 # What requests may ask for, of every policy; most ratios leave something to be chosen.
 RATIOS = (None, 0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
 MAX_DRIFTS = (None, None, 0.0, 1.5, LARGEST_DRIFT)
 DENSE_LAYERS = (0, 0, 1, 0.5, 9)
+
+SIMILARITY = {
+    "window_tokens": 8,
+    "stride_tokens": 4,
+    "shingle_tokens": 2,
+    "context_tokens": 8,
+    "permutations": 32,
+    "threshold": 0.2,
+    "min_run_tokens": 2,
+    "max_windows": 64,
+}
+"""So that texts of a few tokens are similar, and windows are dropped for others."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,7 @@ class Setup:
         long_prompt_tokens: of one request in one step, if there are others; 0: any number.
         whole_prompts: admit a prompt only if there is room for all of it (vLLM's default).
         spread_tokens: see `SegReuseConfig`.
+        similarity: whether similar segments are reused (`SIMILARITY`).
     """
 
     num_blocks: int = 40
@@ -81,6 +96,7 @@ class Setup:
     spread_tokens: int = 0
     frozen_pressure: float = 0.9
     frozen_share: float = 0.5
+    similarity: bool = False
 
 
 @dataclass
@@ -318,6 +334,9 @@ class World:
                 f"a report that does not add up: {report}"
             )
             assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"], f"{report}"
+            assert 0 <= report["similar_tokens"] <= report["reused_tokens"], f"{report}"
+            assert self.setup.similarity or not report["similar_tokens"], f"{report}"
+            self.counts["similar tokens"] += report["similar_tokens"]
             self._check_ending(request, report)
             self.counts["frozen"] += report.get("frozen", False)
             self.counts[f"policy: {report['policy']}"] += report["reused_tokens"] > 0
@@ -356,8 +375,9 @@ class World:
         assert end >= request.num_prompt_tokens, report
         assert tokens["prefix"] == report["prefix_tokens"], report
         if found:
-            assert tokens["segment"] == found, report
-            again = [s["recomputed"] for s in report["explain"] if s["source"] == "segment"]
+            assert tokens["segment"] + tokens["similar"] == found, report
+            assert tokens["similar"] == (report["observed"] or report)["similar_tokens"], report
+            again = [s["recomputed"] for s in report["explain"] if "position" in s]
             self.counts[f"explained: recomputed {'unknown' if None in again else 'known'}"] += 1
             if None not in again:
                 runs = [run for segment in again for run in segment]
@@ -417,6 +437,7 @@ def _engine(setup: Setup) -> ModellessEngine:
         spread_tokens=setup.spread_tokens,
         frozen_pressure=setup.frozen_pressure,
         frozen_share=setup.frozen_share,
+        similarity=SIMILARITY if setup.similarity else None,
     ).model_dump()
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool results with changing values: equal runs shorter than a KV block are reused, and a pass that
+recomputes all of them answers like plain vLLM."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, engine
+from tests.e2e.test_equality import assert_same
+from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
+from vllm_segreuse.model.kv_format import typed_pages
+
+pytestmark = pytest.mark.e2e
+
+OPTIONS = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 16}
+FIELDS = (
+    *("customer name and address", "items in the order", "state of the delivery"),
+    *("last message from the support", "price without taxes", "expected day of arrival"),
+)
+
+
+@pytest.fixture(scope="module")
+def reusing() -> Iterator[Engine]:
+    options = {"similarity": {}, "max_provenance_depth": 0}
+    with engine("qwen3", segreuse=options, dtype="float32") as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def forgotten(reusing: Engine) -> None:
+    reusing.reset()
+
+
+class Agent:
+    """Prompts whose observations have the same form, and other values each time."""
+
+    def __init__(self, reusing: Engine) -> None:
+        self._tokenizer = reusing.llm.get_tokenizer()
+        self._dice = random.Random(11)
+
+    def prompt(self, task: str) -> list[int]:
+        records = [
+            {"id": self._dice.randrange(10**6)}
+            | {field: self._dice.randrange(10, 10**4) for field in FIELDS}
+            for _ in range(6)
+        ]
+        text = f"Task {self._dice.random()}: {task}\nObservation: {json.dumps(records)}\nThought:"
+        return self._tokenizer.encode(text)
+
+
+def ask(reusing: Engine, prompt: list[int], **options: Any) -> Answer:
+    named = {f"segreuse_{name}": value for name, value in options.items()}
+    return reusing.ask(prompt, options=OPTIONS | named)[0]
+
+
+def longest_equal_stretch(first: list[int], second: list[int]) -> int:
+    from difflib import SequenceMatcher
+
+    return SequenceMatcher(None, first, second, autojunk=False).find_longest_match().size
+
+
+def test_runs_shorter_than_a_block_are_reused(reusing: Engine) -> None:
+    agent = Agent(reusing)
+    before, prompt = agent.prompt("find the parcel"), agent.prompt("which order is late?")
+    assert longest_equal_stretch(before, prompt) < BLOCK_SIZE
+    ask(reusing, before)
+    assert ask(reusing, prompt, similarity=0).report["reused_tokens"] == 0
+    reusing.reset()
+    ask(reusing, before)
+    report = ask(reusing, prompt, explain=True).report
+    assert report["bypass_reason"] is None
+    assert report["similar_tokens"] == report["reused_tokens"] > 0.3 * len(prompt)
+    assert report["computed_share"] < 0.7
+    similar = [it for it in report["explain"] if it["source"] == "similar"]
+    assert sum(it["tokens"] for it in similar) == report["similar_tokens"]
+    assert max(it["tokens"] for it in similar) < BLOCK_SIZE
+    reusing.check_idle()
+
+
+def test_equal_and_similar_segments_are_reused_together(reusing: Engine) -> None:
+    agent = Agent(reusing)
+    documents = [agent.prompt("one"), agent.prompt("another")]
+    reusing.ask(*documents, options=OPTIONS, max_tokens=1)
+    changed = agent.prompt("a third")
+    report = ask(reusing, [*changed, *documents[0], *changed[:40]]).report
+    assert 0 < report["similar_tokens"] < report["reused_tokens"]
+    assert report["reused_tokens"] > 0.9 * (len(documents[0]) - BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("policy", ["sparsex", "focus", "epic", "cacheblend"])
+def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) -> None:
+    agent = Agent(reusing)
+    before = [agent.prompt("find the parcel"), agent.prompt("sum the prices")]
+    prompts = [agent.prompt("which order is late?"), agent.prompt("who has complained?")]
+    reference = reusing.ask(*prompts)
+    reusing.reset()
+    reusing.ask(*before, options=OPTIONS, max_tokens=1)
+    everything = OPTIONS | {"segreuse_policy": policy, "segreuse_recompute_ratio": 1.0}
+    for ours, theirs in zip(reusing.ask(*prompts, options=everything), reference, strict=True):
+        assert ours.report["similar_tokens"] > 100
+        assert ours.report["recomputed_tokens"] == ours.report["reused_tokens"]
+        assert_same(ours, theirs, noise=2e-3)
+    reusing.check_idle()
+
+
+def test_what_is_moved_is_the_donors_kv(reusing: Engine) -> None:
+    """At one layer KV depends on a token and its position only: what is moved there is what full
+    prefill computes, wherever it came from."""
+    agent = Agent(reusing)
+    before, prompt = agent.prompt("find the parcel"), agent.prompt("which order is late?")
+    ask(reusing, before)
+    moved = first_layer_of(reusing, prompt, OPTIONS)
+    reusing.reset()
+    plain = first_layer_of(reusing, prompt, None)
+    assert (moved - plain).abs().max() < 1e-4
+
+
+class Noting(BlockListener):
+    """Blocks in the order in which they were named."""
+
+    def __init__(self) -> None:
+        self.block_ids: list[int] = []
+
+    def named(self, blocks: NamedBlocks) -> None:
+        self.block_ids += blocks.block_ids
+
+
+def first_layer_of(reusing: Engine, prompt: list[int], options: dict[str, Any] | None) -> Any:
+    """Keys and values of a prompt's full blocks at the first layer."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    noting, others = Noting(), reusing.pool._listeners
+    reusing.pool._listeners = (*others, noting)
+    try:
+        answer = reusing.ask(prompt, options=options, max_tokens=1)[0]
+    finally:
+        reusing.pool._listeners = others
+    if options is not None:
+        assert answer.report["similar_tokens"] > 100
+    layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
+    assert len(noting.block_ids) == len(prompt) // BLOCK_SIZE
+    return typed_pages(layers.stack.attention[0])[noting.block_ids].clone()
+
+
+def test_the_exact_policy_ignores_it(reusing: Engine) -> None:
+    agent = Agent(reusing)
+    ask(reusing, agent.prompt("find the parcel"))
+    report = ask(reusing, agent.prompt("which order is late?"), policy="exact").report
+    assert (report["similar_tokens"], report["reused_tokens"]) == (0, 0)
+
+
+def test_another_namespace_finds_nothing(reusing: Engine) -> None:
+    agent = Agent(reusing)
+    ask(reusing, agent.prompt("find the parcel"))
+    stranger = ask(reusing, agent.prompt("which order is late?"), explain=True, observe=True)
+    assert stranger.report["observed"]["similar_tokens"] > 100
+    [other] = reusing.ask(
+        agent.prompt("which order is late?"), options=OPTIONS | {"extra_keys": ["others"]}
+    )
+    assert other.report["reused_tokens"] == 0
