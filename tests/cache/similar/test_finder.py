@@ -255,6 +255,28 @@ def test_runs_below_the_minimum_are_computed() -> None:
         assert bool(world.find(world.arrive(world.records(parts))).num_tokens) is found
 
 
+@pytest.mark.parametrize("context", [0, 1, 5, 11, 12, 40])
+def test_tokens_without_enough_equal_context_are_computed(context: int) -> None:
+    """The tokens in front are equal one by one, here and in the donor."""
+    world = World(min_context_tokens=context, min_run_tokens=1)
+    parts = [*wording(world), world.words(70), *wording(world, parts=4)]
+    lead = world.words(SIZE - 1)
+    donor = [*lead, *world.records(parts)]
+    world.cache(donor)
+    prompt = world.arrive([*world.words(9), *world.records(parts)])
+    equal = world.content.find(prompt, 0, prompt.tokens.size - 1)
+    found = world.find(prompt)
+    similar = found.pieces.is_similar
+    assert (context < 12) is (len({*found.pieces.destination[similar].tolist()}) > 20)
+    for to, length, _, _, position in np.array(found.pieces.rows())[similar].tolist():
+        for i in range(length):
+            here = prompt.tokens[max(0, to + i - context) : to + i].tolist()
+            assert here == donor[max(0, position + i - context) : position + i]
+            assert len(here) == context
+    # It does not concern equal segments, whatever is in front of them.
+    assert found.num_tokens - found.pieces.num_similar == equal.num_tokens
+
+
 def test_unrelated_text_is_not_searched_for_long_runs() -> None:
     world = World()
     world.cache(world.words(30 * SIZE))

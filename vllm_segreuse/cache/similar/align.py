@@ -32,6 +32,7 @@ def donor_slots(
     tokens: TokenArray,
     candidates: IntArray,
     min_run: int,
+    min_context: int,
 ) -> IntArray:
     """For each token of a prompt the slot of an equal one; int32 `[n]`, -1: none.
 
@@ -40,6 +41,7 @@ def donor_slots(
         candidates: int32 `[candidates, 4]`, the best first: begin and end in the prompt, entry of
             the donor's last block, tokens up to its end.
         min_run: tokens in a row.
+        min_context: tokens in front of each that must be equal as well, one by one.
     """
     size = block_tokens.shape[1]
     slots = np.full(tokens.size, -1, np.int32)
@@ -52,7 +54,7 @@ def donor_slots(
         runs = equal_runs(tokens[begin:end], text, min_run)
         for run in range(runs.shape[0]):
             first = begin + runs[run, PROMPT]
-            for i in range(runs[run, TOKENS]):
+            for i in range(min_context, runs[run, TOKENS]):
                 if slots[first + i] < 0:
                     slots[first + i] = donor[runs[run, DONOR] + i]
     return slots

@@ -128,7 +128,7 @@ class SimilarStore:
         begins, ends = _positions(first, tokens.size, units)
         best = self._best(found, ends)
         entries = index.entries(prompt.namespace, self.windows.block[best[:, 1]])
-        margin = options.stride_tokens
+        margin = options.stride_tokens + options.min_context_tokens
         candidates = np.stack(
             (
                 np.maximum(begins[best[:, 0]] - margin, 0),
@@ -144,6 +144,7 @@ class SimilarStore:
             tokens,
             np.ascontiguousarray(candidates[entries >= 0]),
             options.min_run_tokens,
+            options.min_context_tokens,
         )
 
     def _index_run(self, namespace: int, blocks: IntArray, entries: IntArray) -> None:
