@@ -71,6 +71,14 @@ def test_namespaces_do_not_meet() -> None:
     assert found(kept, THEIRS, 3) == [[0, 0]]
 
 
+def test_other_namespaces_do_not_displace_windows() -> None:
+    kept = windows()
+    insert(kept, MINE, 3, 0)
+    for block in range(1, 2 * WAYS):
+        insert(kept, THEIRS, 3, block)
+    assert found(kept, MINE, 3) == [[0, 0]]
+
+
 def test_a_place_that_another_namespace_took_over_is_nobodys() -> None:
     """The windows of a block are gone, and the first one in its place is somebody else's."""
     kept = windows(capacity=1)
