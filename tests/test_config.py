@@ -22,8 +22,8 @@ from vllm_segreuse.config import (
     bind_extra_keys,
     parse_extra_keys,
     parse_request,
-    short_repr,
 )
+from vllm_segreuse.values import short_repr
 
 CONFIG = SegReuseConfig()
 

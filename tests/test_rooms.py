@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
-    *("version", "discovery", "keys", "routing", "supported", "kernels", "plan"),
+    *("version", "discovery", "keys", "routing", "values", "supported", "kernels", "plan"),
     *("kv_group", "policies", "config"),
     *("metrics", "memory", "launch", "cache"),
     *("knowledge", "explain", "viewer", "serve", "compat", "model", "prefill"),

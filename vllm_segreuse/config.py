@@ -11,7 +11,6 @@ import hashlib
 import math
 import os
 import re
-import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -27,6 +26,16 @@ from pydantic import (
 
 from vllm_segreuse.keys import MAX_EXTRA_KEYS, key_fault
 from vllm_segreuse.policies import POLICIES
+from vllm_segreuse.values import (
+    MAX_TOKENS,
+    count,
+    inner_share,
+    is_int,
+    number,
+    path,
+    short_repr,
+    switch,
+)
 
 AUTO = "auto"
 RECOMMENDED = "focus"
@@ -58,7 +67,6 @@ STEP_TOKENS = {"cpu": 128, "other": 512}
 """Tokens from which on a pass takes time in proportion to them, by kind of device: to compute more
 at once serves nobody sooner."""
 
-_MAX_TOKENS = 2**31 - 1  # also keeps integers within what msgpack carries to the engine
 _MAX_LAYERS = 4096
 
 
@@ -78,35 +86,6 @@ class RequestError(ValueError):
         self.option = option
 
 
-class _ShortRepr(reprlib.Repr):
-    def repr_int(self, x: int, level: int) -> str:
-        # repr() of an integer beyond sys.int_info's digit limit raises.
-        return repr(x) if abs(x) < 10**18 else "an integer beyond 64 bits"
-
-
-_short = _ShortRepr()
-_short.maxstring = _short.maxother = 48
-_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 3
-_short.maxlevel = 2
-
-
-def short_repr(value: object) -> str:
-    """`repr(value)` bounded in length and in time, whatever a client sent."""
-    return _short.repr(value)
-
-
-def _is_number(value: object) -> bool:
-    """True for finite int and float; bool is no number here."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-# The checkers below raise pydantic's kind of error; its message follows "option=value".
 def _policy(value: Any) -> Any:
     if value == AUTO:
         return RECOMMENDED
@@ -115,23 +94,8 @@ def _policy(value: Any) -> Any:
     return value
 
 
-def _number(most: float, null: str | None = None) -> BeforeValidator:
-    """A number from 0 to `most`; with `null`, also None, which means that."""
-    bounds = "from 0 on" if most == math.inf else f"from 0 to {most:g}"
-    wrong = f"must be a number {bounds}" + (f", or null for {null}" if null else "")
-
-    def check(value: Any) -> float | None:
-        if value is None and null:
-            return None
-        if not (_is_number(value) and 0 <= value <= most):
-            raise ValueError(wrong)
-        return float(value)
-
-    return BeforeValidator(check)
-
-
 def _layers(value: Any) -> Any:
-    is_count = _is_int(value) and 0 <= value <= _MAX_LAYERS
+    is_count = is_int(value) and 0 <= value <= _MAX_LAYERS
     is_share = isinstance(value, float) and 0 < value < 1
     if not (is_count or is_share):
         raise ValueError(
@@ -141,28 +105,13 @@ def _layers(value: Any) -> Any:
     return value
 
 
-def _count(low: int, high: int) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if not _is_int(value) or not low <= value <= high:
-            raise ValueError(f"must be an integer from {low} to {high}")
-        return value
-
-    return BeforeValidator(check)
-
-
 def _tokens_or_null(low: int, null: str) -> BeforeValidator:
     def check(value: Any) -> Any:
-        if value is not None and not (_is_int(value) and low <= value <= _MAX_TOKENS):
-            raise ValueError(f"must be an integer from {low} to {_MAX_TOKENS}, or null for {null}")
+        if value is not None and not (is_int(value) and low <= value <= MAX_TOKENS):
+            raise ValueError(f"must be an integer from {low} to {MAX_TOKENS}, or null for {null}")
         return value
 
     return BeforeValidator(check)
-
-
-def _switch(value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
 
 
 def _flag(value: Any) -> bool:
@@ -175,18 +124,6 @@ def _flag(value: Any) -> bool:
 def _switch_or_observe(value: Any) -> Any:
     if not isinstance(value, bool) and value != OBSERVE:
         raise ValueError(f'must be true, false or "{OBSERVE}"')
-    return value
-
-
-def _inner_share(value: Any) -> float:
-    if not _is_number(value) or not 0 < value <= 1:
-        raise ValueError("must be a number above 0 and up to 1")
-    return float(value)
-
-
-def _path(value: Any) -> Any:
-    if value is not None and (not isinstance(value, str) or not value or "\0" in value):
-        raise ValueError("must be a path, or null")
     return value
 
 
@@ -244,7 +181,7 @@ class RequestOptions(BaseModel):
     policy: Annotated[str, BeforeValidator(_policy)] = RECOMMENDED
     """What is reused, and which of it is computed again; `auto` stands for the recommended one."""
 
-    recompute_ratio: Annotated[float | None, _number(1, "the policy's own")] = None
+    recompute_ratio: Annotated[float | None, number(1, "the policy's own")] = None
     """Share of the reused tokens that is chosen to be computed again, 0..1; None: the policy's own,
     which is 0.1, and for `focus` depends on how the reused text was computed (`policies/focus.py`).
     For `peaks` it is the most; for `sparsex`, overflow and tail are added to it."""
@@ -258,11 +195,11 @@ class RequestOptions(BaseModel):
     """`sparsex`: reused tokens computed again on both sides of new text; None: as many as a KV
     block holds."""
 
-    max_drift: Annotated[float | None, _number(math.inf, "no bound")] = None
+    max_drift: Annotated[float | None, number(math.inf, "no bound")] = None
     """`focus`, `prophet`: a request whose `drift` is above this is computed in full after all;
     None: none is. Other policies do not measure it. docs/quality.md says what drift means."""
 
-    min_reused_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 128
+    min_reused_tokens: Annotated[int, count(1, MAX_TOKENS)] = 128
     """Fewer reusable tokens than this, and the request runs without reuse."""
 
     observe: Annotated[bool, BeforeValidator(_flag)] = False
@@ -283,28 +220,28 @@ class SimilarityOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    by_default: Annotated[bool, BeforeValidator(_switch)] = True
+    by_default: Annotated[bool, BeforeValidator(switch)] = True
     """Whether requests reuse similar segments that do not say `segreuse_similarity`."""
 
-    window_tokens: Annotated[int, _count(8, 1024)] = 96
+    window_tokens: Annotated[int, count(8, 1024)] = 96
     """Length of the windows that are compared. Canonical tokens: a number counts as one."""
 
-    stride_tokens: Annotated[int, _count(1, 1024)] = 32
+    stride_tokens: Annotated[int, count(1, 1024)] = 32
     """Distance between the windows of a donor."""
 
-    shingle_tokens: Annotated[int, _count(1, 64)] = 6
+    shingle_tokens: Annotated[int, count(1, 64)] = 6
     """Canonical tokens of a shingle: windows are compared by the set of theirs."""
 
-    permutations: Annotated[int, _count(16, 1024)] = 128
+    permutations: Annotated[int, count(16, 1024)] = 128
     """Places of a MinHash signature."""
 
-    threshold: Annotated[float, BeforeValidator(_inner_share)] = 0.5
+    threshold: Annotated[float, BeforeValidator(inner_share)] = 0.5
     """Least estimated Jaccard similarity of a candidate, above 0 and up to 1."""
 
-    context_tokens: Annotated[int, _count(0, 4096)] = 128
+    context_tokens: Annotated[int, count(0, 4096)] = 128
     """Left context that is compared, too, to choose among candidates; 0: none."""
 
-    min_run_tokens: Annotated[int, _count(1, 1024)] = 8
+    min_run_tokens: Annotated[int, count(1, 1024)] = 8
     """Fewer equal tokens in a row are computed."""
 
     min_context_tokens: Annotated[int, _count(0, 4096)] = 0
@@ -325,7 +262,7 @@ class SimilarityOptions(BaseModel):
     letters, signs and further values joined to it: numbers, timestamps, hexadecimal ids. All values
     are compared as equal."""
 
-    max_windows: Annotated[int, _count(1, _MAX_TOKENS // 1024)] = 100_000
+    max_windows: Annotated[int, count(1, MAX_TOKENS // 1024)] = 100_000
     """Windows that are kept; the oldest ones are dropped for others."""
 
 
@@ -341,7 +278,7 @@ class SegReuseConfig(RequestOptions):
     """How similar segments are found (docs/similar.md), and whether requests reuse them that do not
     say; None: no request does."""
 
-    max_provenance_depth: Annotated[int, _count(0, MAX_PROVENANCE_DEPTH)] = 4
+    max_provenance_depth: Annotated[int, count(0, MAX_PROVENANCE_DEPTH)] = 4
     """How often KV computed behind reused KV may donate in turn; 0: only exact KV donates."""
 
     max_step_tokens: Annotated[int | None, _tokens_or_null(1, "the device's own")] = None
@@ -358,32 +295,32 @@ class SegReuseConfig(RequestOptions):
     """Whether reuse is on when the server starts; the kill switch changes it at run time.
     "observe": no request reuses anything, and all are reported as with the option `observe`."""
 
-    frozen_share: Annotated[float, _number(1)] = 0.5
+    frozen_share: Annotated[float, number(1)] = 0.5
     """Most of the KV blocks that knowledge bases may keep, 0..1; 0: none. One request of maximum
     length always fits beside them."""
 
-    frozen_pressure: Annotated[float, BeforeValidator(_inner_share)] = 0.9
+    frozen_pressure: Annotated[float, BeforeValidator(inner_share)] = 0.9
     """Share of the KV blocks in use (frozen or held by requests) above which documents are evicted:
     those that running requests do not hold first, and of these the longest unused."""
 
-    frozen_returns: Annotated[bool, BeforeValidator(_switch)] = True
+    frozen_returns: Annotated[bool, BeforeValidator(switch)] = True
     """Whether an evicted document is computed again, in its own context, once a prompt contains its
     text and there is room."""
 
-    knowledge_path: Annotated[str | None, BeforeValidator(_path)] = None
+    knowledge_path: Annotated[str | None, BeforeValidator(path)] = None
     """SQLite file that remembers knowledge bases over restarts; None: they are forgotten."""
 
-    knowledge_chunk_tokens: Annotated[int, _count(1, _MAX_TOKENS)] = 2048
+    knowledge_chunk_tokens: Annotated[int, count(1, MAX_TOKENS)] = 2048
     """Longer documents are computed in chunks of as many tokens, each by itself."""
 
-    knowledge_body_bytes: Annotated[int, _count(1024, _MAX_TOKENS)] = 16 * 2**20
+    knowledge_body_bytes: Annotated[int, count(1024, MAX_TOKENS)] = 16 * 2**20
     """Largest body that the routes of knowledge bases take."""
 
-    viewer_requests: Annotated[int, _count(0, 100_000)] = 200
+    viewer_requests: Annotated[int, count(0, 100_000)] = 200
     """So many requests an API server remembers, without their text, for the viewer's page; 0:
     none."""
 
-    viewer_text: Annotated[bool, BeforeValidator(_switch)] = False
+    viewer_text: Annotated[bool, BeforeValidator(switch)] = False
     """Whether it remembers the tokens of explained prompts, too, to show their text."""
 
     namespaces: Annotated[dict[str, tuple[str, ...]] | None, BeforeValidator(_rights)] = None
@@ -391,7 +328,7 @@ class SegReuseConfig(RequestOptions):
     `extra_keys` whose first key is listed ("*": all). Under any other name a caller is alone. None:
     names are shared by all callers."""
 
-    namespaces_trust_programs: Annotated[bool, BeforeValidator(_switch)] = False
+    namespaces_trust_programs: Annotated[bool, BeforeValidator(switch)] = False
     """With `namespaces`: whether a program that runs the engine itself, without vLLM's API server,
     may use every name. No API key stands behind its requests, so without this they are refused if
     they have extra keys. A server refuses what no checked endpoint has handed in, whatever this
