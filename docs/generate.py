@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     """Writes every table as `FOLDER/NAME.md`; files that would not change are left alone."""
     folder.mkdir(parents=True, exist_ok=True)
     for table in (
-        *(server_options, request_options, similarity_options, policies, metrics),
+        *(server_options, request_options, similarity_options, audit_options, policies, metrics),
         *(start_up_errors, request_errors, admin_errors, patches),
         *(support, families),
     ):
@@ -68,6 +68,13 @@ def similarity_options() -> str:
     return _options(SimilarityOptions)
 
 
+def audit_options() -> str:
+    """Keys of the server's option `audit`."""
+    from vllm_segreuse.audit_options import AuditOptions
+
+    return _options(AuditOptions)
+
+
 def _options(kind: Any) -> str:
     """The fields that a class of options defines itself."""
     names = [name for name in kind.__annotations__ if name in kind.model_fields]
@@ -86,21 +93,27 @@ def _option(kind: Any, name: str) -> tuple[str, str, str]:
     assert found, f"{name}: what may it be?"
     allowed = re.sub(r"^be |^map ", lambda start: "" if start[0] == "be " else "maps ", allowed)
     default = kind.model_fields[name].default
-    meaning = re.sub(r"\bNone\b", "`null`", _first_upper(_field_docstrings(kind.__name__)[name]))
+    meaning = re.sub(r"\bNone\b", "`null`", _first_upper(_field_docstrings(kind)[name]))
     return sources.escaped(allowed), f"`{_yaml(default)}`", meaning
 
 
 def _yaml(value: object) -> str:
+    from pydantic import BaseModel
+
+    if isinstance(value, BaseModel):
+        return "{}"
     if isinstance(value, tuple):
         return json.dumps(value)
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))  # type: ignore[call-overload]
+    names = {type(None): "null", bool: str(value).lower()}
+    return names.get(type(value), str(value))
 
 
-def _field_docstrings(kind: str) -> dict[str, str]:
+def _field_docstrings(kind: type) -> dict[str, str]:
     """The text below each field of a class of options."""
     found: dict[str, str] = {}
-    for node in ast.walk(sources.parsed(PACKAGE / "config.py")):
-        if isinstance(node, ast.ClassDef) and node.name == kind:
+    file = PACKAGE / f"{kind.__module__.rpartition('.')[2]}.py"
+    for node in ast.walk(sources.parsed(file)):
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
             for field, text in zip(node.body, node.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                     assert isinstance(field.target, ast.Name)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.config import (
     MAX_PROVENANCE_DEPTH,
@@ -53,6 +54,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "viewer_text": False,
         "namespaces": None,
         "namespaces_trust_programs": False,
+        "audit": AuditOptions().model_dump(),
     }
     assert set(RequestOptions.model_fields) < set(SegReuseConfig.model_fields)
     assert SegReuseConfig(policy="auto") == SegReuseConfig()

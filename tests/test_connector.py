@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import CacheConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
@@ -18,9 +19,10 @@ from tests.test_kv_group import FULL, kv_cache
 from tests.test_supported import Changed
 from tests.test_worker import PLANS, Backlog, report
 from vllm_segreuse import kv_transfer_config
+from vllm_segreuse.audit.recorder import Sampled
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.kv_group import segment_group
-from vllm_segreuse.plan import ModelLayers
+from vllm_segreuse.plan import AuditOrders, AuditResult, ModelLayers, Recording, Reference
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.supported import RefusedError
 
@@ -169,8 +171,14 @@ def test_the_block_table_is_that_of_the_one_group(subject: SegReuseConnector, ha
 
 
 def test_a_step_takes_its_plans_along(subject: SegReuseConnector, half: Half) -> None:
-    half.answers = {"take_plans": ["plan"], "take_called_back": ["gone"]}
-    assert subject.build_connector_meta(SimpleNamespace()) == SegReuseMetadata(["plan"], ["gone"])
+    orders = AuditOrders(forget=["request"])
+    half.answers = {
+        "take_plans": ["plan"],
+        "take_called_back": ["gone"],
+        "take_audit_orders": orders,
+    }
+    metadata: Any = SegReuseMetadata(["plan"], ["gone"], orders)  # type: ignore[list-item]
+    assert subject.build_connector_meta(SimpleNamespace()) == metadata
 
 
 @pytest.mark.parametrize("saved", [0, 40])
@@ -320,6 +328,24 @@ def test_a_steps_metadata_reach_the_workers_half(
     stats = worker.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["seconds"] == {"align": [0.25, 0.25], "sparse_pass": [0.5, 0.5]}
+
+
+def test_audits_are_recorded_from_the_begin_of_the_step(worker: SegReuseConnector) -> None:
+    """With vLLM's second runner loads may start after the step has sampled."""
+    orders = AuditOrders({"audited": Recording(2, 1)})
+    worker.bind_connector_metadata(SegReuseMetadata(audits=orders))
+    recorder = worker.worker_side.recorder
+    recorder.see([Sampled("audited", 0, 2)], torch.zeros(1, 4))
+    worker.start_load_kv(CONTEXT)
+    worker.get_finished(set())
+    worker.clear_connector_metadata()
+    compare = AuditOrders(compare={"reference": Reference("audited", 2, (1,))})
+    step(worker, audits=compare)
+    assert worker.build_connector_worker_meta() is None
+    recorder.see([Sampled("reference", 0, 2)], torch.zeros(1, 4))
+    reported = worker.build_connector_worker_meta()
+    assert reported == SegReuseWorkerMetadata({}, {"reference": AuditResult(0.0, 1, 1)})
+    assert worker.build_connector_worker_meta() is None
 
 
 @pytest.mark.parametrize("when", ["start_load_kv", "get_finished"])

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 
+from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.cache.tracked import Report
 from vllm_segreuse.config import RequestOptions, SegReuseConfig, SimilarityOptions
 
@@ -49,6 +50,7 @@ def test_every_option_is_in_the_table_of_its_kind(tables: dict[str, list[list[st
     assert {*request, *server} == {*SegReuseConfig.model_fields}
     assert {*request} & {*server} == {"similarity"}  # what it is to the server, and to a request
     assert similarity == list(SimilarityOptions.model_fields)
+    assert [row[0].strip("`") for row in tables["audit_options"]] == list(AuditOptions.model_fields)
 
 
 def test_an_option_has_its_range_default_and_meaning(tables: dict[str, list[list[str]]]) -> None:
@@ -59,7 +61,12 @@ def test_an_option_has_its_range_default_and_meaning(tables: dict[str, list[list
     assert rows["`max_drift`"][:2] == ["a number from 0 on, or null for no bound", "`null`"]
     assert rows["`enabled`"][:2] == ['true, false or "observe"', "`true`"]
     assert rows["`knowledge_path`"][:2] == ["a path, or null", "`null`"]
+    assert rows["`audit`"][:2] == ["a mapping of options", "`{}`"]
     assert all(len(meaning) > 20 for _, _, meaning in rows.values())
+    audit = {row[0]: row[1:] for row in tables["audit_options"]}
+    assert audit["`share`"][:2] == ["a number from 0 to 1", "`0.0`"]
+    assert audit["`on_drift`"][:2] == ["report or fallback", "`report`"]
+    assert all(len(meaning) > 20 for _, _, meaning in audit.values())
 
 
 def test_metrics_are_those_of_the_server(tables: dict[str, list[list[str]]]) -> None:

@@ -31,6 +31,11 @@ def filled() -> SegReuseStats:
     stats.count_repeated(3)
     stats.observe_drift(2.5, in_full=False)
     stats.observe_drift(7.0, in_full=True)
+    stats.count_audit("shift", "docs", "compared")
+    stats.count_audit("shift", "docs", "busy")
+    stats.observe_compared("shift", "docs", 0.25, 5, 8)
+    stats.count_drifted("docs", "drifted")
+    stats.count_audit_log_error()
     return stats
 
 
@@ -82,6 +87,10 @@ def test_empty_until_something_is_counted() -> None:
         lambda stats: stats.note_frozen(0.0),
         lambda stats: stats.count_repeated(1),
         lambda stats: stats.observe_drift(0.0, in_full=False),
+        lambda stats: stats.count_audit("shift", "docs", "busy"),
+        lambda stats: stats.observe_compared("shift", "docs", 0.0, 0, 0),
+        lambda stats: stats.count_drifted("docs", "recovered"),
+        lambda stats: stats.count_audit_log_error(),
     ],
 )
 def test_whatever_is_counted_is_something_to_send(count: Any) -> None:
@@ -113,6 +122,10 @@ def test_aggregate_adds() -> None:
         "repeated": 6,
         "drift": [2.5, 7.0, 2.5, 7.0],
         "in_full": 2,
+        "audits": [["shift", "docs", "compared"], ["shift", "docs", "busy"]] * 2,
+        "compared": [["shift", "docs", 0.25, 5, 8]] * 2,
+        "drifted": [["docs", "drifted"]] * 2,
+        "audit_log_errors": 2,
     }
 
 
@@ -162,6 +175,15 @@ def test_prometheus_shows_what_was_counted(
     assert value("match_seconds_count") == 4
     assert value("match_seconds_sum") == pytest.approx(0.008)
     assert value("align_seconds_count") == 0
+    audited = {"policy": "shift", "namespace_class": "docs"}
+    assert value("audits_total", **audited, outcome="compared") == 2
+    assert value("audits_total", **audited, outcome="busy") == 2
+    assert value("audit_kl_count", **audited) == 2
+    assert value("audit_kl_sum", **audited) == 0.5
+    assert value("audit_tokens_total", **audited, agreement="same") == 10
+    assert value("audit_tokens_total", **audited, agreement="other") == 6
+    assert value("audit_drifted_total", namespace_class="docs", change="drifted") == 2
+    assert value("audit_log_errors_total") == 2
 
 
 def test_every_series_has_its_name_labels_and_buckets(
@@ -176,6 +198,11 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_not_finite",
         "vllm:segreuse_drift",
         "vllm:segreuse_in_full",
+        "vllm:segreuse_audits",
+        "vllm:segreuse_audit_kl",
+        "vllm:segreuse_audit_tokens",
+        "vllm:segreuse_audit_drifted",
+        "vllm:segreuse_audit_log_errors",
         "vllm:segreuse_match_seconds",
         "vllm:segreuse_similar_seconds",
         "vllm:segreuse_align_seconds",

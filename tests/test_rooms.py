@@ -9,8 +9,8 @@ PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
     *("version", "discovery", "keys", "routing", "values", "supported", "kernels", "plan"),
-    *("kv_group", "policies", "config"),
-    *("metrics", "memory", "launch", "cache"),
+    *("kv_group", "policies", "audit_options", "config"),
+    *("metrics", "memory", "launch", "cache", "audit"),
     *("knowledge", "explain", "viewer", "serve", "compat", "model", "prefill"),
     *("accounts", "arrival", "similarity", "tracing", "scheduler", "worker"),
     *("connector", "plugin", "calibrate", "doctor", "estimate", "cli"),

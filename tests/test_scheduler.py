@@ -12,6 +12,7 @@ from vllm import PoolingParams, SamplingParams
 from vllm.config import ObservabilityConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -21,7 +22,14 @@ from vllm_segreuse.arrival import MAX_ADAPTERS, namespace_of
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import FreezeOrder, ModelLayers, PlanOutcome, ReusePlan
+from vllm_segreuse.plan import (
+    AuditResult,
+    FreezeOrder,
+    ModelLayers,
+    PlanOutcome,
+    Recording,
+    ReusePlan,
+)
 from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE = 4
@@ -51,6 +59,7 @@ class World:
             observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+            speculative_config=None,
         )
         self.tables: dict[str, Any] = {}  # of requests that are admitted, for vLLM's manager
         tables = SimpleNamespace(req_to_blocks=self.tables)
@@ -971,3 +980,181 @@ def test_22_blocks_named_in_this_step_are_not_resident() -> None:
     assert world.pool.resident_blocks(request, 0, 8).tolist() == [-1] * 8
     world.side.take_plans()
     assert world.pool.resident_blocks(request, 0, 8).tolist() == [b.block_id for b in blocks]
+
+
+# Audits.
+
+AUDIT = {"share": 1.0, "per_minute": 6000, "classes": {"te": "ours"}}
+
+
+def audited(**options: Any) -> World:
+    """Everything that reuses is audited; a document is known."""
+    world = World(audit=AUDIT | options)
+    world.run(world.add(DOCUMENT))
+    return world
+
+
+def answered(world: World, tokens: list[int], options: Any = OPTIONS, **fields: Any) -> Request:
+    """A request that has run, and said two tokens."""
+    request = world.add(tokens, options, **fields)
+    world.run(request)
+    request.append_output_token_ids([41, 42])
+    request.status = RequestStatus.FINISHED_STOPPED
+    return request
+
+
+def outcomes(world: World) -> list[Any]:
+    return [each for stats in [world.stats] for each in stats.data["audits"]]
+
+
+def compare(world: World, kl: float) -> Request | None:
+    """The next reference, once it has been compared."""
+    reference = world.side.next_reference(0, 0)
+    if reference is not None:
+        world.side.note_audits({reference.request_id: AuditResult(kl, 1, 2)})
+        reference.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        assert world.side.finished(reference, []) is None
+    return reference
+
+
+def test_a_request_that_reuses_is_audited() -> None:
+    world = audited()
+    request = answered(world, PROMPT, lora_request=LORA)
+    assert world.side.take_audit_orders() is None, "of another adapter: nothing is reused"
+    request = answered(world, PROMPT)
+    orders = world.side.take_audit_orders()
+    assert orders is not None
+    assert orders.record == {request.request_id: Recording(len(PROMPT), 8)}
+    assert world.side.next_reference(0, 0) is None
+    report = world.report(request)
+    assert "fallback" not in report
+    reference = compare(world, 0.5)
+    assert reference is not None
+    assert reference.prompt_token_ids == PROMPT
+    assert reference.sampling_params is not None
+    assert reference.sampling_params.max_tokens == 3
+    orders = world.side.take_audit_orders()
+    assert orders is not None
+    assert orders.compare[reference.request_id].answer == (41, 42)
+    assert world.stats.data["compared"] == [["shift", "ours", 0.5, 1, 2]]
+    (recent,) = world.side.audits()["recent"]
+    assert recent["kl"] == 0.5
+
+
+def test_an_audit_says_what_was_found_planned_and_computed() -> None:
+    world = audited()
+    lines: list[Any] = []
+    world.side._audits._write = lambda audit, line: lines.append(line)
+    options = OPTIONS | {"segreuse_policy": "focus"}
+    request = answered(world, PROMPT, options)
+    planned = world.plans[0].num_recomputed
+    behind = world.plans[0].recipe.counts(0, 1).always
+    outcome = PlanOutcome(behind + 1, drift=9.0, in_full=False)
+    world.side.note_outcomes({request.request_id: outcome}, {request.request_id: request})
+    report = world.report(request)
+    compare(world, 0.25)
+    (line,) = lines
+    assert line["request_id"] == request.request_id
+    assert line["found"] == {
+        "prompt_tokens": len(PROMPT),
+        "prefix_tokens": 0,
+        "segment_tokens": 32,
+        "segments": 1,
+        "depth": 0,
+    }
+    assert line["planned"]["recomputed_tokens"] == planned
+    assert line["materialised"]["recomputed_tokens"] == report["recomputed_tokens"] == 1 < planned
+    assert line["materialised"]["drift"] == 9.0
+    assert line["planned"]["computed_share"] > line["materialised"]["computed_share"]
+
+
+def test_what_does_not_reuse_is_not_audited() -> None:
+    world = audited()
+    for tokens, options in (
+        ([*range(900, 940)], OPTIONS),
+        (PROMPT, OPTIONS | SEEN),
+        (PROMPT, None),
+        (PROMPT, OPTIONS | {"extra_keys": "others"}),
+    ):
+        world.side.finished(answered(world, tokens, options), [])
+    assert world.side.take_audit_orders() is None
+    assert outcomes(world) == []
+
+
+def test_answers_of_a_grammar_are_not_audited() -> None:
+    world = audited()
+    grammar = {"structured_outputs": StructuredOutputsParams(json='{"type": "string"}')}
+    answered(world, PROMPT, sampling=grammar)
+    assert world.plans
+    assert world.side.take_audit_orders() is None
+
+
+@pytest.mark.parametrize("how", ["preempted", "called back", "aborted"])
+def test_what_is_not_what_was_recorded_is_forgotten(how: str) -> None:
+    world = audited()
+    request = answered(world, PROMPT)
+    if how == "preempted":
+        request.num_preemptions = 1
+        world.run(request)
+    elif how == "called back":
+        world.side.call_back(request)
+    else:
+        request.status = RequestStatus.FINISHED_ABORTED
+    world.side.finished(request, [])
+    assert outcomes(world) == [["shift", "ours", "ended"]]
+    assert world.side.next_reference(0, 0) is None
+
+
+def test_a_reference_waits_for_room() -> None:
+    world = audited()
+    world.side.finished(answered(world, PROMPT), [])
+    held = world.pool.get_new_blocks(world.pool.get_num_free_blocks() - 9)
+    assert world.side.next_reference(0, 0) is None, "34 tokens and 3 take ten blocks"
+    world.pool.free_blocks(held[:1])
+    assert world.side.next_reference(0, 0) is not None
+
+
+def test_a_reset_forgets_audits() -> None:
+    world = audited()
+    world.side.finished(answered(world, PROMPT), [])
+    assert world.side.reset_audits() is None
+    assert world.side.next_reference(0, 0) is None
+
+
+DRIFTS = {"max_kl": 0.1, "min_audits": 1, "on_drift": "fallback"}
+
+
+def drifted(**options: Any) -> World:
+    world = audited(**DRIFTS, **options)
+    world.side.finished(answered(world, PROMPT), [])
+    assert compare(world, 0.2) is not None
+    return world
+
+
+def test_requests_of_a_namespace_that_has_drifted_run_in_full() -> None:
+    world = drifted()
+    request = answered(world, PROMPT)
+    report = world.report(request)
+    assert (report["reused_tokens"], report["bypass_reason"]) == (0, "fallback")
+    assert report["fallback"] is True
+    assert world.pool.get_cached_block(request.block_hashes[1], [0]) is not None, "it donates"
+    assert [each["above"] for each in world.side.audits()["drifted"]] == [1]
+
+
+def test_or_with_the_options_of_the_fallback() -> None:
+    careful = {"policy": "sparsex", "recompute_ratio": 1.0, "dense_layers": 0}
+    world = drifted(fallback=careful)
+    report = world.report(answered(world, PROMPT))
+    assert (report["policy"], report["fallback"]) == ("sparsex", True)
+    assert report["reused_tokens"] == report["recomputed_tokens"] == 32
+    compare(world, 0.9)
+    assert len(world.side.audits()["drifted"]) == 1
+
+
+def test_others_do_not_fall_back() -> None:
+    world = drifted()
+    others = OPTIONS | {"extra_keys": "others"}
+    world.run(world.add(DOCUMENT, others))
+    report = world.report(answered(world, PROMPT, others))
+    assert (report["policy"], report["reused_tokens"]) == ("shift", 32)
+    assert "fallback" not in report

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.keys import MAX_EXTRA_KEYS, key_fault
 from vllm_segreuse.policies import POLICIES
 from vllm_segreuse.values import (
@@ -334,6 +335,9 @@ class SegReuseConfig(RequestOptions):
     they have extra keys. A server refuses what no checked endpoint has handed in, whatever this
     says."""
 
+    audit: AuditOptions = AuditOptions()
+    """Whether and how requests are audited."""
+
     def spread_work(self, max_num_batched_tokens: int, num_layers: int) -> int | None:
         """Layer-tokens (a token computed at a layer) of one step, and of the largest plan that has
         to be done in one while others run; None: of any."""
@@ -349,6 +353,27 @@ class SegReuseConfig(RequestOptions):
         if unknown:
             raise ValueError(_unknown_text(unknown[0], cls.model_fields))
         return data
+
+    @model_validator(mode="after")
+    def _check_fallback(self) -> Self:
+        try:
+            options = self.fallback_options(self.request_defaults())
+        except ValidationError as error:
+            raise ValueError(f"audit.fallback: {_first_error(error)[1]}") from None
+        if options is not None and options.similarity and self.similarity is None:
+            raise ValueError("audit.fallback: similarity=True needs the server's option similarity")
+        return self
+
+    def fallback_options(self, options: RequestOptions) -> RequestOptions | None:
+        """What `options` of a request become in a namespace that has drifted; None: no reuse.
+
+        Raises:
+            ValidationError: `audit.fallback` has an unknown option or a bad value.
+        """
+        if isinstance(self.audit.fallback, str):
+            return None
+        fields = {name: getattr(options, name) for name in RequestOptions.model_fields}
+        return RequestOptions.model_validate(fields | self.audit.fallback)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None, source: str = "segreuse") -> Self:

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
-from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
+from vllm_segreuse.plan import AuditOrders, AuditResult, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.supported import check_config
 from vllm_segreuse.version import require_supported_vllm
 
@@ -46,17 +46,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class SegReuseMetadata(KVConnectorMetadata):
-    """Plans of one step; requests whose plan has been under way and is called back."""
+    """Plans of one step; requests whose plan has been under way and is called back; what is to be
+    recorded for audits from this step on."""
 
     plans: list[ReusePlan] = field(default_factory=list)
     called_back: list[str] = field(default_factory=list)
+    audits: AuditOrders | None = None
 
 
 @dataclass
 class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
-    """How plans have ended, by request, where only the workers know it."""
+    """How plans and audits have ended, by request, where only the workers know it."""
 
-    outcomes: dict[str, PlanOutcome]
+    outcomes: dict[str, PlanOutcome] = field(default_factory=dict)
+    audits: dict[str, AuditResult] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Tensor-parallel ranks compute the same tokens."""
@@ -139,7 +142,9 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegReuseMetadata:
         side = self.scheduler_side
-        return SegReuseMetadata(side.take_plans(), side.take_called_back())
+        return SegReuseMetadata(
+            side.take_plans(), side.take_called_back(), side.take_audit_orders()
+        )
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -165,6 +170,13 @@ class SegReuseConnector(KVConnectorBase_V1):
         """Of the workers, who have proven the model by now."""
         return SegReuseHandshake(self.worker_side.layers)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins. vLLM may start loads after it has sampled, which is too late to record."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, SegReuseMetadata)
+        if connector_metadata.audits is not None:
+            self.worker_side.recorder.take(connector_metadata.audits)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         with self._own_pass() as metadata:
             self.worker_side.before_forward(metadata.plans)
@@ -183,11 +195,12 @@ class SegReuseConnector(KVConnectorBase_V1):
         try:
             yield metadata
         finally:
-            self.bind_connector_metadata(metadata)
+            super().bind_connector_metadata(metadata)
 
     def build_connector_worker_meta(self) -> SegReuseWorkerMetadata | None:
         outcomes = self.worker_side.take_outcomes()
-        return SegReuseWorkerMetadata(outcomes) if outcomes else None
+        audits = self.worker_side.recorder.take_results()
+        return SegReuseWorkerMetadata(outcomes, audits) if outcomes or audits else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the forward starts."""

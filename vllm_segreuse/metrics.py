@@ -23,6 +23,8 @@ TokenKind = Literal["prefix", "reused", "recomputed", "exact", "similar", "new"]
 ObservedKind = Literal["reused", "recomputed"]
 Outcome = Literal["reused", "bypassed"]
 Timing = Literal["match", "similar", "align", "sparse_pass"]
+AuditOutcome = Literal["compared", "busy", "limit", "too_long", "ended", "failed"]
+DriftChange = Literal["drifted", "recovered"]
 
 TOKEN_KINDS: tuple[TokenKind, ...] = (
     *("prefix", "reused", "recomputed", "exact", "similar", "new"),
@@ -41,6 +43,7 @@ _BUCKETS_S = (
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _DRIFT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
+_KL_BUCKETS = (*(m * 10.0**e for e in (-4, -3, -2, -1) for m in (1, 3)), 1.0, 3.0, 10.0)
 
 
 def _no_data() -> dict[str, Any]:
@@ -53,6 +56,10 @@ def _no_data() -> dict[str, Any]:
         "repeated": 0,
         "drift": [],
         "in_full": 0,
+        "audits": [],
+        "compared": [],
+        "drifted": [],
+        "audit_log_errors": 0,
     }
 
 
@@ -61,8 +68,9 @@ class SegReuseStats(KVConnectorStats):
     """What happened since the last report; merges with `aggregate`, starts over with `reset`.
 
     `data` holds `tokens` and `observed` {kind: n}, `requests` {outcome: {reason: n}}, `frozen`
-    [share, whenever it has changed], `seconds` {timing: [s]}, `repeated` n, `drift` [of a request]
-    and `in_full` n.
+    [share, whenever it has changed], `seconds` {timing: [s]}, `repeated` n, `drift` [of a request],
+    `in_full` n, and of audits: `audits` [[policy, class, outcome]], `compared` [[policy, class, KL,
+    agreed, tokens]], `drifted` [[class, change]] and `audit_log_errors` n.
     An instance made from the `data` of another process is equal to the original.
     """
 
@@ -107,6 +115,24 @@ class SegReuseStats(KVConnectorStats):
         self.data["drift"].append(drift)
         self.data["in_full"] += in_full
 
+    def count_audit(self, policy: str, namespace_class: str, outcome: AuditOutcome) -> None:
+        """Adds an audit that has ended, or a drawn request that is not audited."""
+        self.data["audits"].append([policy, namespace_class, outcome])
+
+    def observe_compared(
+        self, policy: str, namespace_class: str, kl: float, agreed: int, tokens: int
+    ) -> None:
+        """Adds what an audit has found: see `plan.AuditResult`."""
+        self.data["compared"].append([policy, namespace_class, kl, agreed, tokens])
+
+    def count_drifted(self, namespace_class: str, change: DriftChange) -> None:
+        """Adds a namespace that has drifted, or recovered."""
+        self.data["drifted"].append([namespace_class, change])
+
+    def count_audit_log_error(self) -> None:
+        """Adds a line that could not be written."""
+        self.data["audit_log_errors"] += 1
+
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
@@ -136,6 +162,9 @@ class SegReuseStats(KVConnectorStats):
         self.data["in_full"] += other.data["in_full"]
         for timing, values in other.data["seconds"].items():
             self.data["seconds"].setdefault(timing, []).extend(values)
+        for listed in ("audits", "compared", "drifted"):
+            self.data[listed].extend(other.data[listed])
+        self.data["audit_log_errors"] += other.data["audit_log_errors"]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -219,6 +248,36 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             "above max_drift.",
             labelnames=labelnames,
         )
+        audited = [*labelnames, "policy", "namespace_class"]
+        self._audits = counter(
+            name="vllm:segreuse_audits_total",
+            documentation="Requests that were drawn for an audit, by what came of it.",
+            labelnames=[*audited, "outcome"],
+        )
+        self._audit_kl = histogram(
+            name="vllm:segreuse_audit_kl",
+            documentation="Divergence of the first token's distribution from that of full prefill, "
+            "in nats, of audited requests.",
+            buckets=_KL_BUCKETS,
+            labelnames=audited,
+        )
+        self._audit_tokens = counter(
+            name="vllm:segreuse_audit_tokens_total",
+            documentation="Tokens of audited answers, by whether full prefill has the same most "
+            "likely token there.",
+            labelnames=[*audited, "agreement"],
+        )
+        self._drifted = counter(
+            name="vllm:segreuse_audit_drifted_total",
+            documentation="Namespaces whose audits were above max_kl, and those that have "
+            "recovered from it.",
+            labelnames=[*labelnames, "namespace_class", "change"],
+        )
+        self._audit_log_errors = counter(
+            name="vllm:segreuse_audit_log_errors_total",
+            documentation="Lines of the audit log that could not be written.",
+            labelnames=labelnames,
+        )
         for engine in per_engine_labelvalues:
             self._touch(engine)
 
@@ -234,6 +293,7 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         self._repeated.labels(*labels)
         self._drift.labels(*labels)
         self._in_full.labels(*labels)
+        self._audit_log_errors.labels(*labels)
         for metric in self._seconds.values():
             metric.labels(*labels)
 
@@ -253,6 +313,19 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         _observe_all(self._drift.labels(*labels), transfer_stats_data["drift"])
         for timing, values in transfer_stats_data["seconds"].items():
             _observe_all(self._seconds[timing].labels(*labels), values)
+        self._observe_audits(transfer_stats_data, labels)
+
+    def _observe_audits(self, data: dict[str, Any], labels: list[object]) -> None:
+        for policy, namespace_class, outcome in data["audits"]:
+            self._audits.labels(*labels, policy, namespace_class, outcome).inc()
+        for policy, namespace_class, kl, agreed, tokens in data["compared"]:
+            audited = (*labels, policy, namespace_class)
+            self._audit_kl.labels(*audited).observe(kl)
+            self._audit_tokens.labels(*audited, "same").inc(agreed)
+            self._audit_tokens.labels(*audited, "other").inc(tokens - agreed)
+        for namespace_class, change in data["drifted"]:
+            self._drifted.labels(*labels, namespace_class, change).inc()
+        self._audit_log_errors.labels(*labels).inc(data["audit_log_errors"])
 
 
 def _observe_all(histogram: Any, values: Iterable[float]) -> None:

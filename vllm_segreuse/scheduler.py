@@ -23,6 +23,8 @@ from vllm_segreuse.arrival import (
     lora_id_of,
     namespace_of,
 )
+from vllm_segreuse.audit.audits import Audit
+from vllm_segreuse.audit.start import start_audits
 from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.exact import ResidentFinder
@@ -52,6 +54,8 @@ from vllm_segreuse.config import (
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
+    AuditOrders,
+    AuditResult,
     BoolArray,
     FreezeOrder,
     ModelLayers,
@@ -149,6 +153,7 @@ class SchedulerSide:
         requests: dict[str, TrackedRequest] = {}
         budget = StepBudget(_step_tokens(vllm_config, config))
         self._accounts = Accounts(stats, self._layers)
+        self._audits = start_audits(vllm_config, config.audit, stats)
         self._pool = pool
         self._index = index
         self._health = health
@@ -206,9 +211,15 @@ class SchedulerSide:
         if freeze is not None:
             # What is shared between users must hold nothing of anybody's prompt.
             bypass = bypass or "knowledge_base"
-        tokens, namespace = all_tokens(request), namespace_of(request, parsed.extra_keys)
+        tokens, key = all_tokens(request), namespace_of(request, parsed.extra_keys)
         resident = functools.partial(self._pool.resident_blocks, request)
-        prompt = Prompt(self._namespaces.intern(namespace), tokens, resident)
+        namespace = self._namespaces.intern(key)
+        prompt = Prompt(namespace, tokens, resident)
+        falls_back = self._audits.falls_back(self._namespaces.digest(namespace))
+        if falls_back:
+            careful = self._config.fallback_options(options)
+            bypass = bypass or ("fallback" if careful is None else None)
+            options = careful or options
         tracked = TrackedRequest(
             request_id=request.request_id,
             prompt=prompt,
@@ -224,6 +235,8 @@ class SchedulerSide:
             lora_id=lora_id_of(request),
             freeze=freeze,
             trace_headers=headers_of(request) if self._traces else None,
+            falls_back=falls_back,
+            namespace_class=self._config.audit.class_of(parsed.extra_keys),
         )
         self._adapters.note(request)
         if options.explain:
@@ -265,6 +278,7 @@ class SchedulerSide:
         hit_blocks = block_ids[: report.prefix_tokens // self._block_size]
         self._donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         if request.num_preemptions:
+            self._audits.forget(request.request_id)
             return  # counted when it was first admitted, like vLLM's own figures
         searched = report.bypass_reason in SEARCHED and tracked.explanation is not None
         if tracked.explains and not searched:
@@ -273,6 +287,40 @@ class SchedulerSide:
         self._accounts.admitted(tracked, request, report)
         self._freezing.used(tracked, hit_blocks)
         match_span(tracked)
+        if tracked.plan is not None:
+            self._audit(tracked, tracked.plan, request)
+
+    def _audit(self, tracked: TrackedRequest, plan: ReusePlan, request: Request) -> None:
+        """Perhaps. What a grammar rules out is no part of the comparison, so there is none."""
+        if request.use_structured_output:
+            return
+        policy, report = tracked.policy, tracked.report
+        assert report is not None
+        if not self._audits.draws(request.num_prompt_tokens, policy, tracked.namespace_class):
+            return
+        self._audits.admitted(
+            Audit(
+                request_id=request.request_id,
+                policy=policy,
+                namespace=self._namespaces.digest(tracked.prompt.namespace),
+                namespace_class=tracked.namespace_class,
+                fell_back=tracked.falls_back,
+                prompt=list(request.prompt_token_ids or ()),
+                lora_request=request.lora_request,
+                found={
+                    "prompt_tokens": request.num_prompt_tokens,
+                    "prefix_tokens": report.prefix_tokens,
+                    "segment_tokens": plan.num_reused,
+                    "segments": report.matches,
+                    "depth": plan.donor_depth,
+                },
+                planned={
+                    "reused_tokens": plan.num_reused,
+                    "recomputed_tokens": plan.num_recomputed,
+                    "computed_share": report.computed_share,
+                },
+            )
+        )
 
     def note_outcomes(
         self, outcomes: Mapping[str, PlanOutcome], requests: Mapping[str, Request]
@@ -308,6 +356,7 @@ class SchedulerSide:
         for that of another.
         """
         self._planner.call_back(request.request_id)
+        self._audits.forget(request.request_id)
         self._called_back.append(request.request_id)
 
     def take_called_back(self) -> list[str]:
@@ -324,6 +373,32 @@ class SchedulerSide:
         self._accounts.frozen(self._freezing.entries)
         return plans
 
+    def take_audit_orders(self) -> AuditOrders | None:
+        """What the workers are to record from this step on; None for nothing new."""
+        return self._audits.take_orders()
+
+    def note_audits(self, results: Mapping[str, AuditResult]) -> None:
+        """The workers report what came of references."""
+        self._audits.compared(results)
+
+    def next_reference(self, running: int, waiting: int) -> Request | None:
+        """A step is over: a request that is to be added to the engine, to audit another."""
+        has_room = functools.partial(self._has_room, self._manager.watermark_blocks)
+        reference: Request | None = self._audits.next_reference(running, waiting, has_room)
+        return reference
+
+    def _has_room(self, watermark_blocks: int, num_tokens: int) -> bool:
+        needed = -(-num_tokens // self._block_size) + watermark_blocks
+        return self._pool.num_free_blocks() >= needed
+
+    def reset_audits(self) -> str | None:
+        """The cache is about to be reset; a reference that runs has to be aborted."""
+        return self._audits.reset()
+
+    def audits(self) -> dict[str, Any]:
+        """What the route of audits shows."""
+        return self._audits.status()
+
     @_contained(otherwise=None)
     def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
         """The request ended, in whatever way; its report if it was ever admitted.
@@ -331,6 +406,12 @@ class SchedulerSide:
         Args:
             block_ids: its blocks, which it still holds.
         """
+        report = self._finished(request, block_ids)
+        is_complete = request.status in _COMPLETED
+        self._audits.ended(request.request_id, is_complete, request.output_token_ids, report or {})
+        return report
+
+    def _finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
         tracked = self._planner.remove(request.request_id)
         if tracked is None:
             return None
@@ -348,6 +429,8 @@ class SchedulerSide:
             "prompt_tokens": request.num_prompt_tokens,
             **tracked.report._asdict(),
         }
+        if tracked.falls_back:
+            report["fallback"] = True
         if tracked.explanation is not None:
             report["explain"] = tracked.explanation
         return report if tracked.freeze is None else report | {"frozen": frozen}

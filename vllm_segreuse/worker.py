@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_segreuse.audit.recorder import Recorder
+from vllm_segreuse.compat import sampler
 from vllm_segreuse.compat.model_runner import loaded_model
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
@@ -34,6 +36,7 @@ class WorkerSide:
 
     Attributes:
         backlog: plans under way.
+        recorder: of audits.
 
     Raises:
         RefusedError: what could not be proven.
@@ -50,6 +53,8 @@ class WorkerSide:
         self._outcomes: dict[str, PlanOutcome] = {}
         self._spans = PassSpans(vllm_config.parallel_config.rank)
         self.backlog = _proven_backlog(vllm_config, config, kv_cache_config)
+        self.recorder = Recorder()
+        sampler.watch(self.recorder)
 
     @property
     def layers(self) -> ModelLayers:

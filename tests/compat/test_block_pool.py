@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+from vllm.v1.request import Request
 
 from tests.compat.managed import OPTIONS, SIZE, Managed, ids, plan_of
 from vllm_segreuse.cache.rolling_hash import window_hashes
@@ -218,6 +220,33 @@ def test_a_prefix_donates_in_the_namespace_that_meets_it(
     calls = inserted(managed, monkeypatch)
     managed.donors.index_prefix(tracked, other.all_token_ids, blocks)
     assert calls == [], "what is known is not told again"
+
+
+# References of audits.
+
+
+def test_blocks_of_a_reference_have_no_names_and_are_taken_first(managed: Managed) -> None:
+    """It leaves no trace: nobody finds what it has computed, and the free queue is as it was."""
+    known = managed.computed(DOCUMENT)
+    reference = Request(
+        "reference",
+        prompt_token_ids=[*DOCUMENT, 1, 2, 3, 4],
+        sampling_params=SamplingParams(max_tokens=4),
+        pooling_params=None,
+    )
+    managed.side.add(reference)
+    manager, queue = managed.manager, managed.pool.free_block_queue
+    before = ids(queue.get_all_free_blocks())
+    assert manager.allocate_slots(reference, len(DOCUMENT)) is not None, "a part of its prompt"
+    reference.num_computed_tokens = len(DOCUMENT)
+    assert manager.allocate_slots(reference, 4) is not None
+    held = manager.get_block_ids("reference")[0]
+    assert len(held) == 5
+    assert all(managed.pool.blocks[i].block_hash is None for i in held)
+    assert len(managed.index) == len(known)
+    manager.free(reference)
+    assert ids(queue.get_all_free_blocks()) == before
+    assert ids(managed.pool.get_new_blocks(5)) == held
 
 
 # What is not computed yet.

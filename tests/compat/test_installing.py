@@ -70,6 +70,7 @@ def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
     side = SimpleNamespace(
         set_enabled=lambda state: calls.append(("set_enabled", state)) or state,
         status=lambda: {"indexed_blocks": 3},
+        audits=lambda: {"share": 0.5},
         frozen=lambda: {"blocks": 4},
         unfreeze=lambda entries: calls.append(("unfreeze", entries)),
     )
@@ -79,6 +80,7 @@ def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
     assert ours.segreuse_set_enabled(core, True) is True
     assert ours.segreuse_set_enabled(core, False) is False
     assert ours.segreuse_status(core) == {"indexed_blocks": 3}
+    assert ours.segreuse_audits(core) == {"share": 0.5}
     assert ours.segreuse_frozen(core) == {"blocks": 4}
     assert ours.segreuse_unfreeze(core, ["a", "b"]) is None
     assert calls == [("set_enabled", True), ("set_enabled", False), ("unfreeze", ["a", "b"])]

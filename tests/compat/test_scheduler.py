@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What workers report reaches the scheduler's half first, and only loads that vLLM waits for count;
-a reset takes the blocks of whoever is set aside. Other connectors see no change."""
+a reset takes the blocks of whoever is set aside; references are added when a step is over. Other
+connectors see no change."""
 
 import ast
 import inspect
@@ -9,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from vllm_segreuse.compat.scheduler import _reset_prefix_cache, _update_from_output
 
 
 def output(computed: Any, loaded: set[str] | None = None) -> SimpleNamespace:
-    metadata = None if computed is None else SimpleNamespace(outcomes=computed)
+    metadata = None if computed is None else SimpleNamespace(outcomes=computed, audits="audits")
     reported = SimpleNamespace(kv_connector_worker_meta=metadata, finished_recving=loaded)
     return SimpleNamespace(kv_connector_output=reported)
 
@@ -33,7 +35,15 @@ def request(status: str, computed: int = 8, preemptions: int = 0) -> SimpleNames
 
 def connector(**side: Any) -> SimpleNamespace:
     """Ours, with a scheduler's half that does as given."""
-    return SimpleNamespace(scheduler_side=SimpleNamespace(**side))
+    audits = {
+        "note_audits": lambda results: None,
+        "next_reference": lambda running, waiting: None,
+        "reset_audits": lambda: None,
+    }
+    return SimpleNamespace(scheduler_side=SimpleNamespace(**audits | side))
+
+
+IDLE = {"pause_state": PauseState.UNPAUSED, "get_request_counts": lambda: (0, 0)}
 
 
 def updated(model_runner_output: Any, ours: bool = True) -> list[Any]:
@@ -46,7 +56,9 @@ def updated(model_runner_output: Any, ours: bool = True) -> list[Any]:
         assert given[1] is requests
 
     scheduler = SimpleNamespace(
-        connector=connector(note_outcomes=computed) if ours else object(), requests=requests
+        connector=connector(note_outcomes=computed) if ours else object(),
+        requests=requests,
+        **IDLE,
     )
     wrapped = _update_from_output(lambda *_: happened.append("updated"))
     wrapped(scheduler, None, model_runner_output)
@@ -77,12 +89,66 @@ def test_only_loads_that_vllm_waits_for_count(ours: bool) -> None:
     )
     requests = {r.request_id: r for r in (waiting, ended, called_back)}
     scheduler = SimpleNamespace(
-        connector=connector() if ours else SimpleNamespace(), requests=requests
+        connector=connector() if ours else SimpleNamespace(), requests=requests, **IDLE
     )
     reported = output(None, {*requests, "gone"})
     _update_from_output(lambda *_: None)(scheduler, None, reported)
     counted = {"WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED"} if ours else {*requests, "gone"}
     assert reported.kv_connector_output.finished_recving == counted
+
+
+def stepped(paused: PauseState = PauseState.UNPAUSED, reference: Any = "reference") -> list[Any]:
+    """What happened in a step, in order."""
+    happened: list[Any] = []
+
+    def following(running: int, waiting: int) -> Any:
+        happened.append((running, waiting))
+        return reference
+
+    side = {
+        "note_outcomes": lambda *_: happened.append("outcomes"),
+        "note_audits": happened.append,
+        "next_reference": following,
+    }
+    scheduler = SimpleNamespace(
+        connector=connector(**side),
+        requests={},
+        pause_state=paused,
+        get_request_counts=lambda: (3, 1),
+        add_request=happened.append,
+    )
+    wrapped = _update_from_output(lambda *_: happened.append("updated") or "its outputs")
+    assert wrapped(scheduler, None, output({})) == "its outputs"
+    return happened
+
+
+def test_a_reference_is_added_when_a_step_is_over() -> None:
+    assert stepped() == ["outcomes", "audits", "updated", (3, 1), "reference"]
+    assert stepped(reference=None)[-1] == (3, 1)
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_an_engine_that_is_paused_gets_no_reference(state: PauseState) -> None:
+    assert stepped(state) == ["outcomes", "audits", "updated"]
+
+
+def test_a_reset_aborts_the_reference_first() -> None:
+    happened: list[Any] = []
+    scheduler = SimpleNamespace(
+        connector=connector(reset_audits=lambda: "reference"),
+        finish_requests=lambda *given: happened.append(given),
+    )
+    reset = _reset_prefix_cache(lambda self, running: happened.append("reset"))
+    reset(scheduler, False)
+    assert happened == [("reference", RequestStatus.FINISHED_ABORTED), "reset"]
+
+
+def test_what_a_reference_needs_of_vllms_scheduler_is_there() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler as Real
+
+    for name in ("add_request", "finish_requests", "get_request_counts"):
+        assert callable(getattr(Real, name))
+    assert isinstance(Real.pause_state, property)
 
 
 class Scheduler:

@@ -9,11 +9,14 @@ from typing import Any
 from fastapi import FastAPI
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.audit.audits import Audits
+from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.schemas import PREFIX
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.serve.admin import Below, make_app
 
 TOKEN = "admin"
@@ -26,7 +29,13 @@ class SwitchableEngine:
         self.engine_core = self
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
+        if method == "segreuse_audits":
+            return Audits(AuditOptions(), SegReuseStats(), _none, _none, _none, _none).status()
         return args[0] if args else {"enabled": True, "indexed_blocks": 0}
+
+
+def _none(*_: Any) -> Any:
+    raise AssertionError("nothing is audited here")
 
 
 def admin_app(engine: FakeEngine | None = None) -> FastAPI:

@@ -165,7 +165,7 @@ def test_25_another_base_of_the_same_name_is_409(client: TestClient) -> None:
 def test_the_description_names_these_routes_only(client: TestClient) -> None:
     description = client.get(f"{PREFIX}/openapi.json").json()
     assert description["servers"] == [{"url": PREFIX}]
-    assert len(description["paths"]) == 10
+    assert len(description["paths"]) == 11
 
 
 @pytest.mark.filterwarnings("ignore")

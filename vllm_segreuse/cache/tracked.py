@@ -55,6 +55,9 @@ class TrackedRequest:
         bypass: reason why this request never reuses, or None.
         donates: whether its blocks enter the index.
         lora_id: see `ReusePlan`.
+        falls_back: its namespace had drifted when it arrived (`audit/drifting.py`), and its options
+            are those of the fallback.
+        namespace_class: of its namespace, in metrics of audits.
         freeze: what is to become of its blocks when it ends; None: nothing.
         trace_headers: see `ReusePlan`.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
@@ -85,6 +88,8 @@ class TrackedRequest:
     lora_id: int = 0
     freeze: FreezeOrder | None = None
     trace_headers: Mapping[str, str] | None = None
+    falls_back: bool = False
+    namespace_class: str = ""
     plan: ReusePlan | None = None
     observed: ReusePlan | None = None
     report: Report | None = None

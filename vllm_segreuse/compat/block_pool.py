@@ -185,8 +185,11 @@ class SegmentBlockPool(BlockPool):
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        """Name full blocks: exact names up to the plan's start, names of our own behind it."""
-        if num_cached_blocks >= num_full_blocks:
+        """Name full blocks: exact names up to the plan's start, names of our own behind it.
+
+        A reference (`audit/`) has no hashes, and its blocks no names: nobody finds them.
+        """
+        if num_cached_blocks >= num_full_blocks or not request.block_hashes:
             return
         tracked = self._requests.get(request.request_id)
         exact_end = num_full_blocks
@@ -227,8 +230,12 @@ class SegmentBlockPool(BlockPool):
 
         vLLM itself keeps the exact one: with priorities and `long_prefill_token_threshold` a
         request can be preempted in the step that has scheduled it, and would then resume on it.
+
+        Nameless blocks return to the front of the free queue in the order in which they were
+        taken. So a reference, all of whose blocks are nameless, leaves the queue as it was, and
+        later requests get the blocks that they would have had.
         """
-        ordered_blocks = list(ordered_blocks)
+        ordered_blocks = _nameless_reversed(list(ordered_blocks))
         if self._fresh:
             for block in ordered_blocks:
                 if block.block_id in self._fresh and block.ref_cnt == 1:
@@ -256,3 +263,11 @@ class SegmentBlockPool(BlockPool):
             for listener in self._listeners:
                 listener.reset()
         return done
+
+
+def _nameless_reversed(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+    """vLLM frees a request's last block first."""
+    nameless = [block for block in blocks if block.block_hash is None]
+    if len(nameless) < 2:
+        return blocks
+    return [*reversed(nameless), *(block for block in blocks if block.block_hash is not None)]

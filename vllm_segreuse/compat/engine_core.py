@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.v1.engine.core.EngineCore`: kill switch and frozen pool, in the scheduler's process.
+"""`vllm.v1.engine.core.EngineCore`: kill switch, frozen pool, audits, in the scheduler's process.
 
 API servers call methods of `EngineCore` by name between two steps (`call_utility_async`,
 vllm-project/vllm#13060); plugins have no other way to the scheduler: `collective_rpc` reaches
@@ -23,6 +23,7 @@ def install() -> None:
 
     add_method(EngineCore, "segreuse_set_enabled", segreuse_set_enabled)
     add_method(EngineCore, "segreuse_status", segreuse_status)
+    add_method(EngineCore, "segreuse_audits", segreuse_audits)
     add_method(EngineCore, "segreuse_frozen", segreuse_frozen)
     add_method(EngineCore, "segreuse_unfreeze", segreuse_unfreeze)
 
@@ -35,6 +36,11 @@ def segreuse_set_enabled(self: Any, enabled: bool | str) -> Any:
 def segreuse_status(self: Any) -> dict[str, Any]:
     """What the status route shows."""
     return dict(_side(self).status())
+
+
+def segreuse_audits(self: Any) -> dict[str, Any]:
+    """What the route of audits shows."""
+    return dict(_side(self).audits())
 
 
 def segreuse_frozen(self: Any) -> dict[str, Any]:

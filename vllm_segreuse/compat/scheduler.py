@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two things that vLLM's scheduler (`v1/core/sched/scheduler.py`) does not do for a connector.
+"""Three things that vLLM's scheduler (`v1/core/sched/scheduler.py`) does not do for a connector.
 
 - What workers report to their connector is passed on last of all, when a request of one token has
   ended in the same step and its report has left. Here it is passed on first.
@@ -42,12 +42,26 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         if side is not None and output is not None:
             if output.kv_connector_worker_meta is not None:
                 side.note_outcomes(output.kv_connector_worker_meta.outcomes, self.requests)
+                side.note_audits(output.kv_connector_worker_meta.audits)
             if output.finished_recving:
                 loaded = {i for i in output.finished_recving if _is_loading(self, i)}
                 output.finished_recving = loaded
-        return original(self, scheduler_output, model_runner_output)
+        outputs = original(self, scheduler_output, model_runner_output)
+        if side is not None:
+            _add_reference(self, side)
+        return outputs
 
     return update_from_output
+
+
+def _add_reference(scheduler: Any, side: Any) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    if scheduler.pause_state != PauseState.UNPAUSED:
+        return
+    reference = side.next_reference(*scheduler.get_request_counts())
+    if reference is not None:
+        scheduler.add_request(reference)
 
 
 def _is_loading(scheduler: Any, request_id: str) -> bool:
@@ -65,11 +79,21 @@ def _reset_prefix_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         side = scheduler_side(self.connector)
+        if side is not None:
+            _abort_reference(self, side)
         if reset_running_requests and side is not None:
             _call_back(self, side)
         return original(self, reset_running_requests, *args, **kwargs)
 
     return reset_prefix_cache
+
+
+def _abort_reference(scheduler: Any, side: Any) -> None:
+    from vllm.v1.request import RequestStatus
+
+    reference = side.reset_audits()
+    if reference is not None:
+        scheduler.finish_requests(reference, RequestStatus.FINISHED_ABORTED)
 
 
 def _call_back(scheduler: Any, side: Any) -> None:

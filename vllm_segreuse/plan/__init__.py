@@ -5,6 +5,7 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 """
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
+from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.pieces import Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
@@ -21,6 +22,8 @@ from vllm_segreuse.plan.programs import (
 from vllm_segreuse.plan.reuse import PlanOutcome, Recipe, ReusePlan
 
 __all__ = [
+    "AuditOrders",
+    "AuditResult",
     "BoolArray",
     "Boundary",
     "Counts",
@@ -35,6 +38,8 @@ __all__ = [
     "Probed",
     "Program",
     "Recipe",
+    "Recording",
+    "Reference",
     "ReusePlan",
     "Segments",
     "Stock",

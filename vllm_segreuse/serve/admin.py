@@ -26,7 +26,7 @@ import vllm_segreuse
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.knowledge.errors import KnowledgeError
 from vllm_segreuse.knowledge.schemas import PREFIX, Error, ErrorAnswer
-from vllm_segreuse.serve import knowledge_routes, routes
+from vllm_segreuse.serve import audit_routes, knowledge_routes, routes
 from vllm_segreuse.serve.bodies import TOO_DEEP
 from vllm_segreuse.viewer import routes as viewer_routes
 from vllm_segreuse.viewer.door import MAX_LOGIN_BYTES, Door, is_viewer
@@ -79,6 +79,7 @@ def make_app() -> FastAPI:
     admin.state.max_body_bytes = SegReuseConfig().knowledge_body_bytes
     admin.state.recent = Recent(SegReuseConfig().viewer_requests)
     admin.include_router(routes.router)
+    admin.include_router(audit_routes.router)
     admin.include_router(knowledge_routes.router)
     admin.include_router(viewer_routes.router)
     admin.add_exception_handler(HTTPException, _http_error)
