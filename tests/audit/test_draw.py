@@ -31,6 +31,10 @@ def test_none_and_all() -> None:
         assert {draw.draw(10, 0) for _ in range(500)} == {expected}
 
 
+def test_without_a_share_even_the_smallest_chance_draws_nothing() -> None:
+    assert Draw(AuditOptions(), lambda: 0.0, Clock()).draw(10, 0) is None
+
+
 def test_no_more_than_so_many_within_any_minute() -> None:
     clock = Clock()
     draw = Draw(AuditOptions(share=1.0, per_minute=2), lambda: 0.0, clock)
