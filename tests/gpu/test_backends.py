@@ -103,3 +103,25 @@ def test_the_next_step_does_not_overwrite_what_a_pass_reads(
     assert answers[0].report["reused_tokens"] >= 64
     assert_same(answers[0], reference, noise=2e-3)
     reusing.check_idle()
+
+
+def test_an_audit_compares_what_was_answered(
+    reusing: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner samples with two steps in flight; rows and positions are told by its batch."""
+    audits = reusing.scheduler.connector.scheduler_side._audits
+    monkeypatch.setattr(audits._draw, "_chance", lambda: -1.0)
+    text = Prompts(reusing.vocab_size, seed=21)
+    document = text.tokens(100)
+    reusing.ask(document, options=NAMESPACE, max_tokens=1)
+    for options in (EVERYTHING, EVERYTHING | {"segreuse_policy": "shift"}):
+        prompt = text.around(document, gaps=(9, 20))
+        (answer,) = reusing.ask(prompt, options=options, max_tokens=5)
+        assert answer.report["bypass_reason"] is None
+        while reusing.scheduler.has_requests():
+            reusing.llm.llm_engine.step()
+    everything, shifted = audits.status()["recent"]
+    assert everything["compared_tokens"] == shifted["compared_tokens"] == 5
+    assert everything["agreed_tokens"] == 5
+    assert 0 <= everything["kl"] < 1e-4 < shifted["kl"]
+    reusing.check_idle()
