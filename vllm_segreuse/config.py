@@ -245,7 +245,7 @@ class SimilarityOptions(BaseModel):
     min_run_tokens: Annotated[int, count(1, 1024)] = 8
     """Fewer equal tokens in a row are computed."""
 
-    min_context_tokens: Annotated[int, _count(0, 4096)] = 0
+    min_context_tokens: Annotated[int, count(0, 4096)] = 0
     """A token of a similar segment is reused only if so many tokens in front of it are equal in the
     donor, one by one; 0: whatever is in front."""
 
