@@ -1045,7 +1045,7 @@ def test_an_audit_says_what_was_found_planned_and_computed() -> None:
     world = audited()
     lines: list[Any] = []
     world.side._audits._write = lambda audit, line: lines.append(line)
-    options = OPTIONS | {"segreuse_policy": "focus"}
+    options = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.5}
     request = answered(world, PROMPT, options)
     planned = world.plans[0].num_recomputed
     behind = world.plans[0].recipe.counts(0, 1).always
