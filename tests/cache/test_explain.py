@@ -141,6 +141,9 @@ def test_recomputed_tokens_are_runs_within_their_segment() -> None:
         None,
     ]
     assert [*map(len, found)] == [3, 5, 5, 5, 4]
+    similar = [s | {"source": "similar"} if s["source"] == "segment" else s for s in stretches]
+    again = with_recomputed(similar, positions)
+    assert [s.get("recomputed") for s in again] == [s.get("recomputed") for s in found]
     unknown = with_recomputed(found, None)
     assert [each["recomputed"] for each in unknown[1:4]] == [None] * 3
     assert found[1]["recomputed"], "the given ones stay as they are"

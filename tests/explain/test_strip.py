@@ -103,6 +103,19 @@ def test_labels_are_sentences() -> None:
     assert labels[6] == "7. token 2,627: new: the last token is always computed"
 
 
+def test_similar_text_has_a_colour_and_heat() -> None:
+    similar = [s | {"source": "similar"} if s["source"] == "segment" else s for s in STRETCHES]
+    found, equal = strip(REPORT | {"explain": similar}), strip(REPORT)
+    assert found.bars[2].label == (
+        "3. tokens 645 to 1,195: similar text, moved by -539, 16% computed again"
+    )
+    assert found.bars[2].colour == "similar"
+    assert [bar.heat for bar in found.bars] == [bar.heat for bar in equal.bars]
+    shown = page.render(type(EXPLANATION)(REPORT | {"explain": similar}, []), "request.json")
+    assert "equal tokens of similar text" in shown
+    assert "equal tokens of similar text" not in page.render(EXPLANATION, "request.json")
+
+
 def test_text_is_escaped_wherever_it_comes_from() -> None:
     shown = page.render(EXPLANATION, NASTY)
     assert NASTY not in shown
