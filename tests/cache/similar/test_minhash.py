@@ -76,6 +76,10 @@ def test_shingles_depend_on_order_and_on_nothing_outside() -> None:
     assert shingles(text[:5], 6).size == 0
     assert shingles(text[3:9], 6) == shingles(text, 6)[3]
     assert shingles(text[::-1].copy(), 6)[0] not in shingles(text, 6)
+    for i in range(6):
+        other = text[:6].copy()
+        other[i] += 1
+        assert shingles(other, 6) != shingles(text[:6], 6)
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])

@@ -90,13 +90,13 @@ def equal_runs(prompt: TokenArray, donor: TokenArray, min_run: int) -> IntArray:
     for i in range(count):  # the best chain that ends with each run
         tokens[i], before[i] = runs[i, TOKENS], -1
         for j in range(i):
-            overlap = max(
+            overlap = max(  # all of the run, where it is in front of the other
                 0,
                 runs[j, PROMPT] + runs[j, TOKENS] - runs[i, PROMPT],
                 runs[j, DONOR] + runs[j, TOKENS] - runs[i, DONOR],
             )
             gain = tokens[j] + runs[i, TOKENS] - overlap
-            if runs[j, DONOR] < runs[i, DONOR] and overlap < runs[i, TOKENS] and gain > tokens[i]:
+            if overlap < runs[i, TOKENS] and gain > tokens[i]:
                 tokens[i], before[i] = gain, j
         if last < 0 or tokens[i] > tokens[last]:
             last = i
