@@ -2,6 +2,7 @@
 """For all tests: every core, a small cache, no network, no telemetry; the quick ones first."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("record", "check"),
         help="add what passing tests show to docs/support.json, or compare a complete run with it",
     )
+
+
+@pytest.fixture(autouse=True)
+def _logging_of_vllm() -> Iterator[None]:
+    """Commands that a test runs in this process quieten vLLM; servers that later tests start are to
+    log as usual."""
+    names = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def pytest_configure(config: pytest.Config) -> None:
