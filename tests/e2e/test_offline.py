@@ -70,6 +70,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
             "drift": None,
             "in_full": False,
             "observed": None,
+            "similar_tokens": 0,
         }
     }
     assert output.num_cached_tokens == len(document)
