@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs to observe requests instead of serving them without extra keys, over HTTP.
 
-Servers with segment reuse, of a model of 8 layers and of one of 28. Batches of requests about known documents, each behind something new,
-take turns: in one the requests have no extra keys, in the next they have and are observed. Both are
-computed in full. `observe_throughput_ratio` is the median over all pairs of (time without) / (time
-observed) with 28 layers: 1.0 means that matching, planning and indexing cost nothing. They cost the
-same whatever the model, so `observe_throughput_ratio_8_layers` is lower. Intervals of 95 % are those
-of the median.
+Servers with segment reuse, of a model of 8 layers and of one of 28. Batches of requests about known
+documents, each behind something new, take turns: in one the requests have no extra keys, in the
+next they have and are observed. Both are computed in full. `observe_throughput_ratio` is the median
+over all pairs of (time without) / (time observed) with 28 layers: 1.0 means that matching, planning
+and indexing cost nothing. They cost the same whatever the model is, so that of 8 layers,
+`observe_throughput_ratio_8_layers`, is lower. Intervals of 95 % are those of the median.
 """
 
 from __future__ import annotations
