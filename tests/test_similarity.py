@@ -70,11 +70,12 @@ def test_without_a_tokenizer_tokens_are_compared_themselves(
             raise OSError("no such file")
 
     monkeypatch.setattr(similarity, "cached_tokenizer_from_config", load)
-    logging.getLogger("vllm.segreuse").addHandler(caplog.handler)
+    similarity.logger.addHandler(caplog.handler)
     try:
-        found = similarity.vocabulary(SimpleNamespace(), OPTIONS)  # type: ignore[arg-type]
+        with caplog.at_level(logging.INFO, logger=similarity.logger.name):
+            found = similarity.vocabulary(SimpleNamespace(), OPTIONS)  # type: ignore[arg-type]
     finally:
-        logging.getLogger("vllm.segreuse").removeHandler(caplog.handler)
+        similarity.logger.removeHandler(caplog.handler)
     assert found.classes.size == 0
     assert found.anchors == ()
     assert "token by token" in caplog.text
