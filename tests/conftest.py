@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """For all tests: every core, a small cache, no network, no telemetry; the quick ones first."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,13 +43,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _logging_of_vllm() -> Iterator[None]:
-    """Commands that a test runs in this process quieten vLLM; servers that later tests start are to
-    log as usual."""
+    """Engines and commands of a module configure vLLM's logger in this process, and commands also
+    quieten it; other modules are to read our log, and start servers, as if they had not."""
     names = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM")
     before = {name: os.environ.get(name) for name in names}
+    logger = logging.getLogger("vllm")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
     yield
+    logger.setLevel(level)
+    logger.propagate, logger.handlers[:] = propagate, handlers
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
