@@ -51,7 +51,7 @@ from vllm_segreuse.policies.loudest import Loudest
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
-from vllm_segreuse.prefill.selection import with_chosen
+from vllm_segreuse.prefill.selection import choose_tokens
 from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Loudest
@@ -59,7 +59,8 @@ PROGRAM = Loudest
 
 def run(program: Loudest, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
     values = batch.held(typed_pages(layers.stack.attention[0]), layers.layouts[0].values)
-    active = with_chosen(batch, values.float().abs().pow(program.power).sum((1, 2))).active
+    values = values.float().abs().pow(program.power).sum((1, 2))
+    active = choose_tokens(batch, values).beside(batch.always)
     return active.device, (yield from layers.all_layers(batch.tokens.take(active), batch))
 
 

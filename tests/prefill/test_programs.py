@@ -114,8 +114,9 @@ class Known:
 
     def queries(self, wanted, computed, layers, batch) -> Waves[list[torch.Tensor]]:
         yield from self.run(0, layers[-1] + 1, batch.tokens.take(computed), None, batch)
-        others = torch.zeros(len(computed) - len(wanted), 4)
-        return [torch.zeros(len(wanted), HEADS, CHANNELS)] * len(layers), LayerState(others, None)
+        others = computed.without(wanted)
+        state = LayerState(torch.zeros(len(others), 4), None)
+        return [torch.zeros(len(wanted), HEADS, CHANNELS)] * len(layers), others, state
 
     def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return self.computed

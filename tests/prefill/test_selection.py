@@ -12,7 +12,7 @@ from tests.prefill.tiny import SIZE
 from vllm_segreuse.plan import Boundary, Gather
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.selection import with_chosen
+from vllm_segreuse.prefill.selection import choose_tokens
 
 
 def choose(scores: list[torch.Tensor], *options: Any, **more: Any) -> torch.Tensor:
@@ -195,9 +195,9 @@ def test_every_plan_chooses_its_own_beside_what_is_always_computed(
     scores[[2, 3, 7]] = torch.tensor([0.25, 0.1, 0.3])
     scores[[9, 13]] = torch.tensor([0.2, 0.5])
     before = scores.clone()
-    choice = with_chosen(batch, scores, threshold=threshold)
+    choice = choose_tokens(batch, scores, threshold=threshold)
     chosen = [2, 7, 13] if threshold else [2, 7, 9, 13]
-    assert choice.active.device.tolist() == sorted([0, 5, 8, 11, 12, 14, *chosen])
+    assert choice.beside(batch.always).device.tolist() == sorted([0, 5, 8, 11, 12, 14, *chosen])
     assert choice.chosen.tolist() == chosen
     assert choice.counts == [2, 2, 0]
     assert torch.equal(scores, before)
@@ -212,7 +212,7 @@ def test_ranks_put_peaks_and_sums_together_each_in_their_way(
     gather: Gather, collective: str, group: Group
 ) -> None:
     group.world_size = 2
-    with_chosen(Batch(plans(program=Boundary(), top_k=1), SIZE, CPU), torch.zeros(15), gather)
+    choose_tokens(Batch(plans(program=Boundary(), top_k=1), SIZE, CPU), torch.zeros(15), gather)
     assert group.calls == [collective, "broadcast"]
 
 
@@ -221,5 +221,5 @@ def test_scores_that_are_no_numbers_are_reported_of_their_plan(group: Group) -> 
     scores = torch.zeros(15)
     scores[10] = torch.nan
     scores[0] = torch.nan  # of a token that is computed whatever it is
-    with_chosen(batch, scores)
+    choose_tokens(batch, scores)
     assert batch.sound.tolist() == [True, False, True]

@@ -114,7 +114,8 @@ def test_requests_appear_by_themselves(browser: Any, url: str, app: FastAPI) -> 
 
 def test_an_explained_request_has_its_strip(browser: Any, url: str) -> None:
     with known(browser, url) as page:
-        page.get_by_role("link", name="1", exact=True).click()
+        with page.expect_navigation():  # until its scripts have run
+            page.get_by_role("link", name="1", exact=True).click()
         page.get_by_role("heading", name="Request 1").wait_for()
         page.get_by_role("link", name="3. tokens 645 to 1,195").focus()
         page.keyboard.press("ArrowRight")

@@ -139,7 +139,7 @@ class LayerRunner:
 
     def queries(
         self, wanted: Index, computed: Index, layers: Sequence[int], batch: Batch
-    ) -> Waves[tuple[list[torch.Tensor], LayerState]]:
+    ) -> Waves[tuple[list[torch.Tensor], Index, LayerState]]:
         """The queries of some tokens, and all layers on the others that are computed with them.
 
         Args:
@@ -150,8 +150,8 @@ class LayerRunner:
             batch: the plans.
 
         Returns:
-            Queries `[wanted, heads, head_size]` of each layer; of the others, what entered the last
-            layer, or left it where the model is compiled.
+            Queries `[wanted, heads, head_size]` of each layer; the others; and what entered the
+            last layer of these, or left it where the model is compiled.
         """
         attention = [self.stack.attention[layer] for layer in layers]
         queries = Queries(attention, wanted.within(computed))
@@ -168,7 +168,7 @@ class LayerRunner:
             if len(others):
                 left = batch.tokens.take(others)
                 state = yield from self.run(behind, len(self), left, state, batch)
-        return queries.by_layer(), state
+        return queries.by_layer(), others, state
 
     def keys_and_values(
         self, layer: int, tokens: TokenTable, state: LayerState, batch: Batch

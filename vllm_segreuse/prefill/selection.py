@@ -16,23 +16,25 @@ _NOT_CHOSEN = -1
 
 
 class Choice(NamedTuple):
-    """Tokens of a batch that a program computes.
+    """Tokens of a batch that were chosen.
 
     Attributes:
-        active: what is always computed, and what was chosen.
-        chosen: int64, ascending flat indices of the latter.
+        chosen: int64, ascending flat indices.
         counts: how many of each plan were chosen; the most of it, where there is a threshold.
     """
 
-    active: Index
     chosen: torch.Tensor
     counts: list[int]
 
+    def beside(self, others: Index) -> Index:
+        """They and others."""
+        return Index.computed(torch.cat([others.device, self.chosen]).sort().values)
 
-def with_chosen(
+
+def choose_tokens(
     batch: Batch, scores: torch.Tensor, gather: Gather = Gather.SUM, threshold: float = 0.0
 ) -> Choice:
-    """What is always computed, and each plan's `top_k` other tokens with the largest scores.
+    """Each plan's `top_k` tokens with the largest scores, of those that are not always computed.
 
     Plans whose scores are not numbers are not `sound` from here on.
 
@@ -46,9 +48,8 @@ def with_chosen(
     top_k = [plan.recipe.top_k for plan in batch.plans]
     chosen, numbers = choose(list(candidates), top_k, gather, threshold)
     batch.sound &= numbers
-    active = Index.computed(torch.cat([batch.always.device, chosen]).sort().values)
     counts = [min(k, length) for k, length in zip(top_k, batch.lengths, strict=True)]
-    return Choice(active, chosen, counts)
+    return Choice(chosen, counts)
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from vllm_segreuse.prefill.attention import Queries
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
-from vllm_segreuse.prefill.selection import with_chosen
+from vllm_segreuse.prefill.selection import choose_tokens
 from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Boundary
@@ -33,7 +33,7 @@ def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Waves[Computed]
     [asking] = queries.by_layer()
     counts = batch.counts(batch.probes)
     scores = layers.attention_paid(batch, scored, batch.probes.device, counts, asking)
-    active = with_chosen(batch, scores).active
+    active = choose_tokens(batch, scores).beside(batch.always)
     tokens = batch.tokens.take(active)
     if state is None:  # some layers once more, for some tokens: cheaper than to stop behind them
         return active.device, (yield from layers.all_layers(tokens, batch))

@@ -11,7 +11,7 @@ from vllm_segreuse.plan import Deviation
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
-from vllm_segreuse.prefill.selection import with_chosen
+from vllm_segreuse.prefill.selection import choose_tokens
 from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Deviation
@@ -29,7 +29,7 @@ def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Waves[Computed
     for new, (strides, scale) in zip(computed, halves, strict=True):
         held = batch.held(pages, strides).float() * scale
         distance += (new.float() - held).square().sum((1, 2))
-    active = with_chosen(batch, distance).active
+    active = choose_tokens(batch, distance).beside(batch.always)
     tokens, state = batch.tokens.take(active), state.take(active.device)
     state = yield from layers.run(boundary, len(layers), tokens, state, batch)
     return active.device, state
