@@ -388,12 +388,14 @@ class SegReuseConfig(RequestOptions):
             raise ConfigError(f"{source}: {_first_error(error)[1]}") from None
 
     @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads the YAML file at `path`; an empty file means all defaults.
+    def from_yaml(cls, path: str | os.PathLike[str] | None) -> Self:
+        """Reads the YAML file at `path`; an empty file, or none, means all defaults.
 
         Raises:
             ConfigError: the file cannot be read, is no YAML mapping, or holds a bad option.
         """
+        if path is None:
+            return cls()
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

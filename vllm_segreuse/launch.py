@@ -145,6 +145,6 @@ def resolve_flags(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--segreuse and --kv-transfer-config both configure {CONNECTOR}: drop one of them"
         )
-    options = SegReuseConfig() if path is None else SegReuseConfig.from_yaml(path)
+    options = SegReuseConfig.from_yaml(path)
     args.kv_transfer_config = kv_transfer_config(options.model_dump(exclude_unset=True))
     args.segreuse, args.segreuse_config = False, None

@@ -26,9 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     quiet()
     try:
         read_config(find_model(given.model))  # before vLLM is loaded, which takes seconds
-        options = (
-            SegReuseConfig() if given.config is None else SegReuseConfig.from_yaml(given.config)
-        )
+        options = SegReuseConfig.from_yaml(given.config)
         args = _engine_args(given.model, engine_arguments)
 
         from vllm_segreuse.doctor.diagnosis import diagnose

@@ -30,9 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     given, engine_arguments = _parse(arguments)
     quiet()
     try:
-        options = (
-            SegReuseConfig() if given.config is None else SegReuseConfig.from_yaml(given.config)
-        )
+        options = SegReuseConfig.from_yaml(given.config)
         log = _ordered(read_log(given.requests), given.tokens_per_second is not None)
         found = _estimated(given, engine_arguments, options, log)
     except RefusedError as error:

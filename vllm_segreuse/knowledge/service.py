@@ -472,6 +472,20 @@ async def start_service(
     return service
 
 
+def service_of(state: Any) -> KnowledgeService:
+    """The service that an application's `state` holds.
+
+    Raises:
+        UnavailableError: it has none, since its process serves with several others.
+    """
+    service: KnowledgeService | None = getattr(state, "service", None)
+    if service is None:
+        raise UnavailableError(
+            "knowledge bases need one API server with all engines: start with --api-server-count 1"
+        )
+    return service
+
+
 def _content(base: BaseRecord, body: schemas.CreateBase) -> tuple[Any, ...]:
     context = None if body.context is None else base.context
     return base.extra_key, base.preamble, base.metadata, context

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from vllm_segreuse.knowledge.errors import UnavailableError
 from vllm_segreuse.knowledge.schemas import (
     AddDocuments,
     CreateBase,
@@ -19,7 +18,7 @@ from vllm_segreuse.knowledge.schemas import (
     Stats,
     WarmDocuments,
 )
-from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.knowledge.service import service_of
 
 router = APIRouter(
     tags=["knowledge bases"],
@@ -38,15 +37,6 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 After = Annotated[str | None, Query(max_length=4096)]
 
 
-def _service(request: Request) -> KnowledgeService:
-    service: KnowledgeService | None = getattr(request.app.state, "service", None)
-    if service is None:
-        raise UnavailableError(
-            "knowledge bases need one API server with all engines: start with --api-server-count 1"
-        )
-    return service
-
-
 @router.post(
     _BASES,
     status_code=201,
@@ -54,7 +44,7 @@ def _service(request: Request) -> KnowledgeService:
 )
 async def create_base(body: CreateBase, request: Request, response: Response) -> KnowledgeBase:
     """Create a knowledge base."""
-    base, is_new = await _service(request).create_base(body)
+    base, is_new = await service_of(request.app.state).create_base(body)
     response.status_code = 201 if is_new else 200
     return base
 
@@ -64,19 +54,19 @@ async def list_bases(
     request: Request, limit: Limit = 100, after: After = None
 ) -> Page[KnowledgeBase]:
     """List knowledge bases by name."""
-    return await _service(request).bases(after, limit)
+    return await service_of(request.app.state).bases(after, limit)
 
 
 @router.get(_BASE)
 async def show_base(name: str, request: Request) -> KnowledgeBase:
     """Show a knowledge base."""
-    return await _service(request).base(name)
+    return await service_of(request.app.state).base(name)
 
 
 @router.delete(_BASE, status_code=204)
 async def delete_base(name: str, request: Request) -> None:
     """Delete a knowledge base and its documents; again is no error."""
-    await _service(request).delete_base(name)
+    await service_of(request.app.state).delete_base(name)
 
 
 @router.post(
@@ -88,7 +78,7 @@ async def add_documents(
     name: str, body: AddDocuments, request: Request, response: Response
 ) -> Documents:
     """Add documents, all of them or none; equal ones stay, others of the same id are replaced."""
-    documents = await _service(request).add(name, body)
+    documents = await service_of(request.app.state).add(name, body)
     response.status_code = 200 if body.wait else 202
     return Documents(data=documents)
 
@@ -98,19 +88,19 @@ async def list_documents(
     name: str, request: Request, limit: Limit = 100, after: After = None
 ) -> Page[Document]:
     """List the documents of a base by id."""
-    return await _service(request).documents(name, after, limit)
+    return await service_of(request.app.state).documents(name, after, limit)
 
 
 @router.get(_DOCUMENT)
 async def show_document(name: str, document_id: str, request: Request) -> Document:
     """Show a document."""
-    return await _service(request).document(name, document_id)
+    return await service_of(request.app.state).document(name, document_id)
 
 
 @router.delete(_DOCUMENT, status_code=204)
 async def delete_document(name: str, document_id: str, request: Request) -> None:
     """Delete a document; again is no error."""
-    await _service(request).delete(name, document_id)
+    await service_of(request.app.state).delete(name, document_id)
 
 
 @router.post(
@@ -122,7 +112,7 @@ async def warm_documents(
     name: str, body: WarmDocuments, request: Request, response: Response
 ) -> Documents:
     """Bring documents back to GPU memory, by default all of the base."""
-    documents = await _service(request).warm(name, body)
+    documents = await service_of(request.app.state).warm(name, body)
     response.status_code = 200 if body.wait else 202
     return Documents(data=documents)
 
@@ -130,4 +120,4 @@ async def warm_documents(
 @router.get("/stats")
 async def stats(request: Request) -> Stats:
     """Blocks, documents and hits of all knowledge bases together."""
-    return await _service(request).stats()
+    return await service_of(request.app.state).stats()

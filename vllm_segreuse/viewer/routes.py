@@ -21,8 +21,8 @@ from vllm_segreuse.config import OBSERVE
 from vllm_segreuse.explain.client import EXCERPT_TOKENS, ExplainError, read_request
 from vllm_segreuse.explain.strip import strip
 from vllm_segreuse.explain.words import verdict
-from vllm_segreuse.knowledge.errors import UnavailableError
 from vllm_segreuse.knowledge.scheduler_calls import call_scheduler
+from vllm_segreuse.knowledge.service import service_of
 from vllm_segreuse.viewer.door import SESSION
 from vllm_segreuse.viewer.figures import figures
 from vllm_segreuse.viewer.inside import explained
@@ -191,7 +191,7 @@ async def explain_request(request: Request) -> Response:
 @router.get("/knowledge")
 async def knowledge(request: Request, after: str | None = None) -> Response:
     """The knowledge bases."""
-    service = _service(request)
+    service = service_of(request.app.state)
     found, stats = await service.bases(after, DOCUMENTS_PER_PAGE), await service.stats()
     return _page(request, "knowledge.html", found=found, stats=stats)
 
@@ -199,16 +199,9 @@ async def knowledge(request: Request, after: str | None = None) -> Response:
 @router.get("/knowledge/{name}")
 async def documents(name: str, request: Request, after: str | None = None) -> Response:
     """The documents of a knowledge base."""
-    service = _service(request)
+    service = service_of(request.app.state)
     base, found = await service.base(name), await service.documents(name, after, DOCUMENTS_PER_PAGE)
     return _page(request, "documents.html", knowledge_base=base, found=found)
-
-
-def _service(request: Request) -> Any:
-    service = getattr(request.app.state, "service", None)
-    if service is None:
-        raise UnavailableError("knowledge bases need one API server and one engine")
-    return service
 
 
 @router.get("/metrics")

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_segreuse.cache.assembly import BLOCK, DESTINATION, LENGTH, OFFSET, POSITION
 from vllm_segreuse.cache.jit import kernel
 from vllm_segreuse.cache.links import Nodes
 from vllm_segreuse.cache.rolling_hash import TokenArray
 from vllm_segreuse.plan import BoolArray, IntArray
-
-# Columns of the table of pieces; see `Pieces.from_table`.
-DESTINATION, LENGTH, BLOCK, OFFSET, POSITION = range(5)
 
 
 @kernel
