@@ -37,6 +37,15 @@ def test_engine_without_segment_reuse_takes_anything() -> None:
     assert validate(params, None) == ("vllm's answer", (params, ("generate",)))
 
 
+def test_similar_segments_are_asked_for_where_the_engine_finds_them() -> None:
+    params = SamplingParams(extra_args={"segreuse_similarity": 1})
+    for options in ({"similarity": {}}, {"similarity": {"by_default": False}}):
+        assert validate(params, vllm_segreuse.kv_transfer_config(**options))
+    for options in ({}, {"similarity": None}):
+        with pytest.raises(ValueError, match="the server has no option `similarity`"):
+            validate(params, vllm_segreuse.kv_transfer_config(**options))
+
+
 RIGHTS = {"0" * 64: ("handbook",)}
 
 

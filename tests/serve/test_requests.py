@@ -74,6 +74,19 @@ def test_request_without_our_options_is_left_alone(
     assert xargs_seen(client, endpoint, {"vllm_xargs": xargs, "extra_keys": None}) == xargs
 
 
+@endpoints
+def test_similar_segments_may_be_asked_for_where_the_server_finds_them(endpoint: str) -> None:
+    server = TestClient(make_app({"similarity": {"by_default": False}}))
+    assert xargs_seen(server, endpoint, {"vllm_xargs": {"segreuse_similarity": 1}})
+
+
+def test_elsewhere_that_is_400(client: TestClient) -> None:
+    body = {"prompt": "hello", "vllm_xargs": {"segreuse_similarity": 1}}
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "segreuse_similarity"
+
+
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("extra_keys", {"extra_keys": 5}),
     ("extra_keys", {"extra_keys": []}),

@@ -33,6 +33,7 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
             options = config.kv_connector_extra_config
             check_extra_args(
                 getattr(params, "extra_args", None),
+                similar=options.get("similarity") is not None,
                 bound=options.get("namespaces") is not None,
                 trust_programs=options.get("namespaces_trust_programs", False),
             )

@@ -17,6 +17,7 @@ from vllm_segreuse.config import (
     EXTRA_KEYS,
     RequestError,
     SegReuseConfig,
+    SimilarityOptions,
     bind_extra_keys,
     parse_extra_keys,
     parse_request,
@@ -38,8 +39,9 @@ ENDPOINTS = frozenset(
 
 XARGS = "vllm_xargs"
 
-# Whether a request's options are allowed does not depend on the server's own.
-_ANY_SERVER = SegReuseConfig()
+# Whether a request's options are allowed depends on one of the server's own only: `similarity`.
+_PLAIN_SERVER = SegReuseConfig()
+_ANY_SERVER = SegReuseConfig(similarity=SimilarityOptions())
 
 
 class BadOptionError(VLLMValidationError, ValueError):
@@ -53,11 +55,16 @@ class BadOptionError(VLLMValidationError, ValueError):
 
 
 def check_extra_args(
-    extra_args: Mapping[str, Any] | None, *, bound: bool = False, trust_programs: bool = False
+    extra_args: Mapping[str, Any] | None,
+    *,
+    similar: bool = False,
+    bound: bool = False,
+    trust_programs: bool = False,
 ) -> None:
     """Checks our part of `SamplingParams.extra_args`.
 
     Args:
+        similar: whether this engine finds similar segments (`SegReuseConfig.similarity`).
         bound: whether this engine binds extra keys to API keys (`SegReuseConfig.namespaces`).
         trust_programs: `SegReuseConfig.namespaces_trust_programs`.
 
@@ -66,8 +73,9 @@ def check_extra_args(
     """
     if not extra_args:
         return
+    server = _ANY_SERVER if similar else _PLAIN_SERVER
     try:
-        parsed = parse_request(extra_args, _ANY_SERVER, trusted=origin.get().is_trusted)
+        parsed = parse_request(extra_args, server, trusted=origin.get().is_trusted)
         if bound and parsed.extra_keys is not None and not may_name(trust_programs):
             raise RequestError(
                 EXTRA_KEYS,
@@ -122,6 +130,8 @@ def _bind(
 
 def admit_body(body: dict[str, Any]) -> None:
     """What `admit` does, to the JSON object that a client sent.
+
+    Whether the server finds similar segments is not known here: `check_extra_args` says so.
 
     Raises:
         RequestError: names the option, its value and what is allowed.
