@@ -94,11 +94,7 @@ class Accounts:
     def _computed_share(
         self, plan: ReusePlan, num_tokens: int, chosen: int | None = None, in_full: bool = False
     ) -> float:
-        by_vllm = (num_tokens - plan.stop) * self.layers.count  # the last token, as a rule
-        computed = plan.layer_tokens(self.layers, chosen) + by_vllm
-        if in_full:  # once more, and all of it
-            computed += plan.in_full().layer_tokens(self.layers)
-        return round(computed / ((num_tokens - plan.start) * self.layers.count), 4)
+        return plan.computed_share(self.layers, num_tokens, chosen, in_full)
 
     def _count(self, report: Report, recomputed: bool) -> None:
         self._stats.count_tokens("prefix", report.prefix_tokens)

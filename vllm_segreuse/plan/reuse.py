@@ -62,12 +62,16 @@ class Recipe:
         return cls(program or Fixed(), always, probes=np.zeros_like(always))
 
     @property
+    def leaves_a_choice(self) -> bool:
+        """Whether only the workers know which tokens are computed at every layer."""
+        chooses_all = int(self.always.sum()) + self.top_k >= len(self.always)
+        return self.top_k > 0 and (self.program.may_choose_fewer or not chooses_all)
+
+    @property
     def settled(self) -> BoolArray:
         """bool `[stop - start]`: tokens computed at every layer, whatever is chosen."""
-        chooses_all = int(self.always.sum()) + self.top_k == len(self.always)
-        if chooses_all and not self.program.may_choose_fewer:
-            return np.ones_like(self.always)
-        return self.always
+        chooses_all = self.top_k > 0 and not self.leaves_a_choice
+        return np.ones_like(self.always) if chooses_all else self.always
 
     def counts(self, chosen: int, behind: int = 0) -> Counts:
         """Tokens by what is done with them.
@@ -174,10 +178,9 @@ class ReusePlan:
     @property
     def recomputed_positions(self) -> IntArray | None:
         """Positions of the reused tokens that are computed again; None where the workers choose."""
-        settled = self.recipe.settled
-        if self.recipe.top_k and not settled.all():
+        if self.recipe.leaves_a_choice:
             return None
-        return np.asarray(np.flatnonzero(settled & self.reused) + self.start, np.int32)
+        return np.asarray(np.flatnonzero(self.recipe.settled & self.reused) + self.start, np.int32)
 
     def recomputed(self, chosen: int) -> int:
         """The same, where so many were chosen by their score."""
@@ -201,6 +204,16 @@ class ReusePlan:
         all_tokens = np.ones(self.num_tokens, dtype=np.bool_)
         return replace(self, recipe=Recipe.without_choice(all_tokens))
 
+    def computed_by(self, recipe: Recipe, token_at_stop: int) -> ReusePlan:
+        """The same reuse, with another recipe.
+
+        Args:
+            token_at_stop: becomes `next_token`, where that is probed.
+        """
+        program = recipe.program
+        probed = token_at_stop if program.probes_next_token else None
+        return replace(self, recipe=recipe, next_token=probed, reports=program.reports)
+
     def layer_tokens(self, layers: ModelLayers, chosen: int | None = None) -> int:
         """Tokens computed, summed over the layers: the work of the pass.
 
@@ -211,6 +224,23 @@ class ReusePlan:
         recipe = self.recipe
         chosen = recipe.top_k if chosen is None else chosen
         return recipe.program.cost(recipe.counts(chosen, self._behind), layers)
+
+    def computed_share(
+        self, layers: ModelLayers, num_tokens: int, chosen: int | None = None, in_full: bool = False
+    ) -> float:
+        """The work as a share of that of full prefill behind the prefix hit.
+
+        Args:
+            layers: of the model.
+            num_tokens: of the request; those behind the plan are computed by vLLM.
+            chosen: see `layer_tokens`.
+            in_full: everything was computed once more.
+        """
+        by_vllm = (num_tokens - self.stop) * layers.count  # the last token, as a rule
+        computed = self.layer_tokens(layers, chosen) + by_vllm
+        if in_full:  # once more, and all of it
+            computed += self.in_full().layer_tokens(layers)
+        return round(computed / ((num_tokens - self.start) * layers.count), 4)
 
     @property
     def active_tokens(self) -> int:
