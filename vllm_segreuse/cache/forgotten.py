@@ -12,10 +12,21 @@ from enum import IntEnum
 import numpy as np
 
 from vllm_segreuse.cache.index import SegmentIndex, salt_of
+from vllm_segreuse.cache.links import NODE
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.rolling_hash import TokenArray, window_anchors, window_hashes
+from vllm_segreuse.cache.rolling_hash import (
+    AnchorArray,
+    HashArray,
+    TokenArray,
+    window_anchors,
+    window_hashes,
+)
 from vllm_segreuse.plan import BoolArray
+
+_KEY, _NAMESPACE, _ANCHOR, _NEXT_VIEW = map(
+    tuple(NODE.names or ()).index, ("key", "namespace", "anchor", "next_view")
+)
 
 
 class Why(IntEnum):
@@ -45,18 +56,16 @@ class Forgotten:
 
     def evicted(self, block_id: int) -> None:
         """A block is about to be removed from the index, in all namespaces."""
-        nodes = self._index.nodes
-        entry = block_id
-        if not nodes[entry]["born"]:
+        if block_id not in self._index:
             return
-        anchor = int(nodes[entry]["anchor"])
+        nodes, entry = self._index.nodes, block_id
         while entry >= 0:
-            node = nodes[entry]
-            namespace = int(node["namespace"])
+            node = nodes[entry].item()  # at once: a field at a time takes as long each
+            namespace = node[_NAMESPACE]
             # The key's salt is that of the id, which another namespace may get later.
-            key = int(node["key"]) ^ (int(salt_of(namespace)) & 0xFFFFFFFF)
-            self._note(namespace, key, anchor, Why.EVICTED)
-            entry = int(node["next_view"])
+            key = node[_KEY] ^ (int(salt_of(namespace)) & 0xFFFFFFFF)
+            self._note(namespace, key, node[_ANCHOR], Why.EVICTED)
+            entry = node[_NEXT_VIEW]
 
     def too_deep(self, namespace: int, tokens: TokenArray) -> None:
         """Blocks that were computed and do not donate.
@@ -66,10 +75,12 @@ class Forgotten:
             tokens: int32 `[blocks, block_size]`.
         """
         size = self._index.block_size
-        keys = window_hashes(tokens.ravel(), size)[::size].astype(np.uint32)
-        anchors = window_anchors(tokens.ravel(), size)[::size]
-        for key, anchor in zip(keys, anchors, strict=True):
-            self._note(namespace, int(key), int(anchor), Why.TOO_DEEP)
+        hashes = window_hashes(tokens.ravel(), size)[::size]
+        marks = self._marks_of(namespace, hashes, window_anchors(tokens.ravel(), size)[::size])
+        places = np.arange(self._next, self._next + marks.size) % self._marks.size
+        self._marks[places] = marks
+        self._why[places] = Why.TOO_DEEP
+        self._next = (self._next + marks.size) % self._marks.size
 
     def _note(self, namespace: int, key: int, anchor: int, why: Why) -> None:
         at = self._next
@@ -81,7 +92,10 @@ class Forgotten:
         """Which windows of a prompt are the content of such blocks: bool `[windows]`, by what
         became of the blocks."""
         size = self._index.block_size
-        keys = prompt.hashes(size).astype(np.uint32).astype(np.uint64)
-        marks = keys << np.uint64(32) | window_anchors(prompt.tokens, size)
-        marks ^= np.uint64(self._namespaces.digest(prompt.namespace))
+        anchors = window_anchors(prompt.tokens, size)
+        marks = self._marks_of(prompt.namespace, prompt.hashes(size), anchors)
         return {why: np.isin(marks, self._marks[self._why == why]) for why in Why}
+
+    def _marks_of(self, namespace: int, hashes: HashArray, anchors: AnchorArray) -> HashArray:
+        keys = hashes.astype(np.uint32).astype(np.uint64)
+        return (keys << np.uint64(32) | anchors) ^ np.uint64(self._namespaces.digest(namespace))

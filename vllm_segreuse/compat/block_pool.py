@@ -249,9 +249,10 @@ class SegmentBlockPool(BlockPool):
         return removed
 
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
-        super()._emit_block_removed_events(
-            [h for h in block_hashes if not get_block_hash(h).startswith(_OWN_NAME)]
-        )
+        if self.enable_kv_cache_events:
+            super()._emit_block_removed_events(
+                [h for h in block_hashes if not get_block_hash(h).startswith(_OWN_NAME)]
+            )
 
     def reset_prefix_cache(self) -> bool:
         """Forget all names. vLLM refuses while any block is held, so listeners release theirs."""
