@@ -373,6 +373,13 @@ class SchedulerSide:
         self._accounts.frozen(self._freezing.entries)
         return plans
 
+    def computed_by(
+        self, plan: ReusePlan, options: RequestOptions, token_at_stop: int
+    ) -> ReusePlan:
+        """The plan of a request with other options, if these find the same; see `ReusePlan`."""
+        reused, segments = plan.reused, plan.pieces.segments(plan.start)
+        return plan.computed_by(self._recipe(options, reused, segments), token_at_stop)
+
     def take_audit_orders(self) -> AuditOrders | None:
         """What the workers are to record from this step on; None for nothing new."""
         return self._audits.take_orders()

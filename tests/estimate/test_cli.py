@@ -13,8 +13,10 @@ import pytest
 from bench.shapes import make_model
 from tests.estimate import logs
 from vllm_segreuse import cli as commands
-from vllm_segreuse.estimate import cli
+from vllm_segreuse.estimate import cli, estimate
 from vllm_segreuse.estimate.estimate import Estimate, Row
+from vllm_segreuse.estimate.replay import replay
+from vllm_segreuse.estimate.twins import Twin
 from vllm_segreuse.policies import POLICIES
 
 KEYS = ["--extra-keys", "docs"]
@@ -80,6 +82,28 @@ def test_segments_are_found_where_prefix_caching_finds_nothing(rows: Any) -> Non
     assert focus["is_planned"]
     assert 0 < focus["recomputed_tokens"] < focus["reused_tokens"]
     assert shift["reusing_requests"] + sum(shift["bypassed"].values()) == 30
+
+
+def test_policies_that_share_a_replay_have_the_rows_of_their_own(
+    rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (*KEYS, "--num-blocks", "120")
+    own = {"vllm_xargs": {"segreuse_policy": "sparsex", "segreuse_min_reused_tokens": 40}}
+    bodies = [body | (own if i % 7 == 3 else {}) for i, body in enumerate(logs.bodies(30))]
+    replays: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        replays.append(args)
+        return replay(*args)
+
+    monkeypatch.setattr(estimate, "replay", counted)
+    shared = rows(bodies, *options)
+    num_shared = len(replays)
+    monkeypatch.setattr(Twin, "arrived", lambda twin, one: setattr(twin, "agrees", False))
+    assert rows(bodies, *options) == shared
+    assert num_shared < 7
+    assert len(replays) - num_shared == 1 + len(POLICIES)
+    assert len({row["computed_tokens"] for row in shared[1].values()}) > 6
 
 
 def test_without_extra_keys_nothing_is_looked_up(run: Any) -> None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     except (LogError, InputError, ConfigError) as error:
         print(f"vllm-segreuse estimate: {error}", file=sys.stderr)
         return BAD_INPUT
+    finally:
+        gc.unfreeze()
     from vllm_segreuse.estimate.printing import as_text
 
     print(json.dumps(found.as_json(), indent=2) if given.json else as_text(found, options.policy))
@@ -52,13 +56,14 @@ def _estimated(
     options: SegReuseConfig,
     log: list[Logged],
 ) -> Estimate:
-    # Imported here: they load vLLM, which takes seconds, and bad input is told before.
-    from vllm_segreuse.estimate.estimate import cache_of, estimate
-    from vllm_segreuse.estimate.model import load_model
-    from vllm_segreuse.estimate.prompts import Renderer
-    from vllm_segreuse.estimate.replay import Pace
+    # Imported here: they load vLLM, which takes seconds, and bad input is reported before.
+    with not_searched_for_garbage():
+        from vllm_segreuse.estimate.estimate import cache_of, estimate
+        from vllm_segreuse.estimate.model import load_model
+        from vllm_segreuse.estimate.prompts import Renderer
+        from vllm_segreuse.estimate.replay import Pace
 
-    model = load_model(given.model, engine_arguments)
+        model = load_model(given.model, engine_arguments)
     renderer = Renderer(model.vllm_config, model.args, given.extra_keys, given.answer_tokens)
     asked = renderer.render(log)
     if not asked:
@@ -69,6 +74,17 @@ def _estimated(
     pace = Pace(model.layers, step_work or 0, given.concurrency, given.tokens_per_second)
     policies = [RECOMMENDED if name == AUTO else name for name in given.policy] or [*POLICIES]
     return estimate(model, asked, options, policies, cache, pace, dict(renderer.left_out))
+
+
+@contextmanager
+def not_searched_for_garbage() -> Iterator[None]:
+    """What is made meanwhile stays to the end, and is so much that each search takes long."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _ordered(log: list[Logged], timed: bool) -> list[Logged]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_segreuse.config import EXTRA_KEYS, SegReuseConfig
@@ -16,6 +16,7 @@ from vllm_segreuse.estimate.log import LogError
 from vllm_segreuse.estimate.model import Model
 from vllm_segreuse.estimate.prompts import Asked
 from vllm_segreuse.estimate.replay import Pace, Replayed, replay
+from vllm_segreuse.estimate.twins import Arm, Twin
 
 MOST_BLOCKS = 1 << 19
 """Of a KV cache whose size was not given."""
@@ -112,11 +113,8 @@ def estimate(
         LogError: a request does not fit into the KV cache.
     """
     _check_sizes(asked, cache)
-    plain = [replace(one, extra_args={}) for one in asked]
-    rows = [_row(model, plain, config, None, cache, pace)]
     keys = {tuple(one.extra_args[EXTRA_KEYS]) for one in asked if EXTRA_KEYS in one.extra_args}
-    if keys:
-        rows += [_row(model, asked, config, policy, cache, pace) for policy in policies]
+    arms = [Arm(config, policy) for policy in [None, *(policies if keys else ())]]
     lengths = [len(one.token_ids) for one in asked]
     return Estimate(
         requests=len(asked),
@@ -127,7 +125,7 @@ def estimate(
         left_out=left_out,
         concurrency=pace.concurrency if pace.tokens_per_s is None else None,
         cache=cache,
-        rows=tuple(rows),
+        rows=tuple(_rows(model, asked, arms, cache, pace)),
     )
 
 
@@ -172,21 +170,35 @@ def _check_sizes(asked: Sequence[Asked], cache: Cache) -> None:
             )
 
 
-def _row(
-    model: Model,
-    asked: Sequence[Asked],
-    config: SegReuseConfig,
-    policy: str | None,
-    cache: Cache,
-    pace: Pace,
-) -> Row:
-    options = config.model_copy(update={"policy": policy or config.policy, "enabled": True})
+def _rows(
+    model: Model, asked: Sequence[Asked], arms: Sequence[Arm], cache: Cache, pace: Pace
+) -> list[Row]:
+    """A row for each arm; those that do the same are replayed once."""
+    found: dict[str | None, Row] = {}
+    # `exact` first: it often reuses nothing, as prefix caching alone, which is last.
+    left = sorted(arms, key=lambda arm: (arm.policy is None, arm.policy != "exact"))
+    while left:
+        first, *others = left
+        engine = _engine(model, first, cache)
+        twins = [Twin(arm, first, engine.side, model.layers, cache.block_size) for arm in others]
+        followed = twins if pace.is_one_by_one else []
+        replayed = replay(engine, [first.sent(one) for one in asked], pace, followed)
+        found[first.policy] = _summed(first.policy, asked, replayed)
+        for twin in followed:
+            if twin.agrees:
+                policy = twin.arm.policy
+                found[policy] = _summed(policy, asked, twin.replayed(replayed))
+        left = [arm for arm in others if arm.policy not in found]
+    return [found[arm.policy] for arm in arms]
+
+
+def _engine(model: Model, arm: Arm, cache: Cache) -> ModellessEngine:
     transfer = model.vllm_config.kv_transfer_config
     assert transfer is not None
-    transfer.kv_connector_extra_config = options.model_dump()
+    transfer.kv_connector_extra_config = arm.options.model_dump()
     engine = ModellessEngine(model.vllm_config, cache.num_blocks, cache.block_size)
     engine.side.take_layers(model.layers)
-    return _summed(policy, asked, replay(engine, asked, pace))
+    return engine
 
 
 def _summed(policy: str | None, asked: Sequence[Asked], found: Replayed) -> Row:

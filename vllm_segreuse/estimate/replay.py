@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_segreuse.estimate.prompts import Asked
+    from vllm_segreuse.estimate.twins import Twin
     from vllm_segreuse.plan import ModelLayers, ReusePlan
 
 LEAST_STEP_S = 0.02
@@ -41,6 +42,11 @@ class Pace:
     step_work: int
     concurrency: int = 1
     tokens_per_s: float | None = None
+
+    @property
+    def is_one_by_one(self) -> bool:
+        """Whether each request has ended before the next arrives."""
+        return self.tokens_per_s is None and self.concurrency == 1
 
 
 @dataclass
@@ -68,14 +74,17 @@ class StuckError(RuntimeError):
     """No request goes on, and none has ended."""
 
 
-def replay(engine: ModellessEngine, asked: Sequence[Asked], pace: Pace) -> Replayed:
+def replay(
+    engine: ModellessEngine, asked: Sequence[Asked], pace: Pace, twins: Sequence[Twin] = ()
+) -> Replayed:
     """Run all requests to their ends.
 
     Args:
         engine: new, with vLLM's plain scheduler.
         asked: in the order of their arrival; with times, if they arrive at these.
+        twins: are shown what arrives and what is planned.
     """
-    return _Run(engine, asked, pace).to_the_end()
+    return _Run(engine, asked, pace, twins).to_the_end()
 
 
 class _Evictions(BlockListener):
@@ -91,6 +100,7 @@ class _Run:
     engine: ModellessEngine
     asked: Sequence[Asked]
     pace: Pace
+    twins: Sequence[Twin]
     _live: dict[str, Request] = field(default_factory=dict)
     _spread: dict[str, int] = field(default_factory=dict)  # layer-tokens that are left
     _clock_s: float = -math.inf
@@ -131,6 +141,8 @@ class _Run:
 
     def _add(self, index: int) -> None:
         one = self.asked[index]
+        for twin in self.twins:
+            twin.arrived(one)
         params = SamplingParams(
             max_tokens=len(one.answer_ids),
             extra_args=one.extra_args or None,
@@ -170,6 +182,9 @@ class _Run:
 
     def _begin(self, plans: list[ReusePlan]) -> int:
         """Work of the step's plans, in layer-tokens; what is spread is done later."""
+        for plan in plans:
+            for twin in self.twins:
+                twin.planned(plan, int(plan.request_id), self.asked[int(plan.request_id)])
         self._found.is_planned |= any(plan.reports for plan in plans)
         work = {plan.request_id: plan.layer_tokens(self.pace.layers) for plan in plans}
         spread = [plan.request_id for plan in plans if plan.spread]
@@ -198,8 +213,7 @@ class _Run:
         if request.num_computed_tokens < request.num_tokens:
             return []
         left = self.asked[int(name)].answer_ids[request.num_output_tokens :]
-        alone = self.pace.tokens_per_s is None and self.pace.concurrency == 1
-        return left[:-1] if alone and len(left) > 1 else left[:1]
+        return left[:-1] if self.pace.is_one_by_one and len(left) > 1 else left[:1]
 
     def _note(self, outputs: list[Any]) -> None:
         for output in outputs:
