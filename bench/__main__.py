@@ -26,6 +26,7 @@ SUITES = {
     "stall": "what decoding requests wait for the long prompts of others",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
     "observe": "requests that are only observed, against requests without extra keys",
+    "estimate": "`vllm-segreuse estimate` on 1,000 requests, with all policies",
     "router": "two servers behind nginx: what is reused with the header, and without",
     "gpu": "on a GPU: models of real shapes, long contexts, serving (docs/gpu.md)",
 }

@@ -14,8 +14,8 @@ TOKENIZER = Path(__file__).parent.parent / "models" / "lab" / "tokenizer.json"
 REQUESTS, PASSAGES, IN_EACH = 300, 80, 8
 
 
-def bodies() -> list[dict[str, Any]]:
-    """Completions, the same in every run."""
+def bodies(requests: int = REQUESTS) -> list[dict[str, Any]]:
+    """So many completions, the same in every run."""
     rng = random.Random(0)
     vocabulary = json.loads(TOKENIZER.read_text(encoding="utf-8"))["model"]["vocab"]
     words = sorted(word for word in vocabulary if word.isalpha())
@@ -27,7 +27,7 @@ def bodies() -> list[dict[str, Any]]:
     ranks = [1 / (rank + 8) for rank in range(PASSAGES)]
     instructions = text(40)
     found = []
-    for _ in range(REQUESTS):
+    for _ in range(requests):
         chosen: list[str] = []
         while len(chosen) < IN_EACH:
             [passage] = rng.choices(passages, ranks)
