@@ -20,6 +20,7 @@ from vllm_segreuse.config import (
     RequestError,
     RequestOptions,
     SegReuseConfig,
+    SimilarityOptions,
     bind_extra_keys,
     parse_extra_keys,
     parse_request,
@@ -299,12 +300,28 @@ def test_06_a_bad_request_for_similar_segments_is_refused(value: object) -> None
         ({"anchors": [""]}, "must be a list of texts, none of them empty"),
         ({"volatile": ["("]}, "must be regular expressions: '(' is none"),
         ({"permutations": 10**6}, "similarity.permutations=1000000 must be an integer"),
+        ({"halo_tokens": 65}, "similarity.halo_tokens=65 must be an integer from 0 to 64"),
+        (
+            {"halo_tokens": 8, "max_boundary_drift": -0.1},
+            "max_boundary_drift=-0.1 must be a number from 0 on, or null for no test",
+        ),
+        ({"max_boundary_drift": 0.1}, "has max_boundary_drift and no halo_tokens"),
     ],
 )
 def test_bad_options_of_similarity_are_refused(given: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SegReuseConfig.from_options({"similarity": given})
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("min_run_tokens", "halo_tokens", "least"), [(8, 0, 8), (8, 4, 8), (8, 8, 9), (1, 16, 17)]
+)
+def test_a_run_of_similar_text_is_longer_than_its_halo(
+    min_run_tokens: int, halo_tokens: int, least: int
+) -> None:
+    options = SimilarityOptions(min_run_tokens=min_run_tokens, halo_tokens=halo_tokens)
+    assert options.least_run_tokens == least
 
 
 def test_06_unknown_request_option_is_named_with_the_allowed_ones() -> None:

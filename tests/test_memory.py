@@ -19,6 +19,7 @@ def config(
     max_model_len: int = 1000,
     wave: int = 100_000,
     lora: bool = False,
+    **options: Any,
 ) -> Any:
     model = SimpleNamespace(
         dtype=dtype,
@@ -26,6 +27,8 @@ def config(
         get_hidden_size=lambda: 64,
         get_num_attention_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
         get_head_size=lambda: 128,
+        get_num_kv_heads=lambda parallel: 4 // parallel.tensor_parallel_size,
+        get_num_layers=lambda _: 10,
     )
     return SimpleNamespace(
         model_config=model,
@@ -33,6 +36,7 @@ def config(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=wave),
         lora_config=object() if lora else None,
         attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=options),
     )
 
 
@@ -47,6 +51,20 @@ def test_states_of_the_longest_prompt_and_of_a_step_beside_it(
 def test_with_lora_a_long_prompt_may_be_computed_beside_one_that_is_under_way() -> None:
     another = 2 * 1000 * 64 * 2
     assert pass_bytes(config(lora=True)) - pass_bytes(config()) == another
+
+
+def test_what_halos_are_compared_with_is_kept_at_all_layers() -> None:
+    """256 tokens of the longest prompt and one of each segment, a step's plans beside it."""
+    halo = {"halo_tokens": 8, "max_boundary_drift": 0.3, "min_run_tokens": 4}
+    tokens = 256 + 1000 // 9 + 512
+    of_a_token = 2 * 128 * (2 * 10 * 2 + 4 * 4)
+    plain = pass_bytes(config(similarity={}))
+    assert plain == pass_bytes(config()) == pass_bytes(config(similarity={"halo_tokens": 8}))
+    assert pass_bytes(config(similarity=halo)) - plain == tokens * of_a_token
+    of_few = pass_bytes(config(similarity=halo, max_step_tokens=100)) - plain
+    assert of_few == (tokens - 412) * of_a_token
+    two = pass_bytes(config(similarity=halo, lora=True)) - pass_bytes(config(lora=True))
+    assert two == (2 * tokens - 512) * of_a_token
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])

@@ -31,6 +31,7 @@ def filled() -> SegReuseStats:
     stats.count_repeated(3)
     stats.observe_drift(2.5, in_full=False)
     stats.observe_drift(7.0, in_full=True)
+    stats.observe_acceptance((0.25, 0.75, float("nan"), float("inf")), rejected=3)
     stats.count_audit("shift", "docs", "compared")
     stats.count_audit("shift", "docs", "busy")
     stats.observe_compared("shift", "docs", 0.25, 5, 8)
@@ -87,6 +88,8 @@ def test_empty_until_something_is_counted() -> None:
         lambda stats: stats.note_frozen(0.0),
         lambda stats: stats.count_repeated(1),
         lambda stats: stats.observe_drift(0.0, in_full=False),
+        lambda stats: stats.observe_acceptance((0.0,), rejected=0),
+        lambda stats: stats.observe_acceptance((float("nan"),), rejected=1),
         lambda stats: stats.count_audit("shift", "docs", "busy"),
         lambda stats: stats.observe_compared("shift", "docs", 0.0, 0, 0),
         lambda stats: stats.count_drifted("docs", "recovered"),
@@ -122,6 +125,9 @@ def test_aggregate_adds() -> None:
         "repeated": 6,
         "drift": [2.5, 7.0, 2.5, 7.0],
         "in_full": 2,
+        "boundary_drift": [0.25, 0.75, 0.25, 0.75],
+        "accepted": 2,
+        "rejected": 6,
         "audits": [["shift", "docs", "compared"], ["shift", "docs", "busy"]] * 2,
         "compared": [["shift", "docs", 0.25, 5, 8]] * 2,
         "drifted": [["docs", "drifted"]] * 2,
@@ -166,6 +172,10 @@ def test_prometheus_shows_what_was_counted(
     assert value("drift_count") == 4
     assert value("drift_sum") == 19
     assert value("in_full_total") == 2
+    assert value("boundary_drift_count") == 4, "what is not a number is not counted"
+    assert value("boundary_drift_sum") == 2
+    assert value("similar_segments_total", outcome="accepted") == 2
+    assert value("similar_segments_total", outcome="rejected") == 6
     assert value("tokens_total", kind="reused") == 2000
     assert value("tokens_total", kind="prefix") == 64
     assert value("observed_tokens_total", kind="reused") == 600
@@ -198,6 +208,8 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_not_finite",
         "vllm:segreuse_drift",
         "vllm:segreuse_in_full",
+        "vllm:segreuse_boundary_drift",
+        "vllm:segreuse_similar_segments",
         "vllm:segreuse_audits",
         "vllm:segreuse_audit_kl",
         "vllm:segreuse_audit_tokens",

@@ -56,6 +56,16 @@ def test_similar_pieces_take_their_place_among_others() -> None:
     assert both.segments(START).first.tolist() == [0, 4, 12, 22]
 
 
+def test_similar_segments_are_runs_of_similar_pieces() -> None:
+    assert [it.tolist() for it in pieces((8, 4, 0)).similar_segments(START)] == [[], []]
+    assert [it.tolist() for it in pieces().similar_segments(START)] == [[], []]
+    similar = [[12, 4, 8, 0, 4], [16, 2, 9, 0, 8], [30, 2, 9, 1, 5], [32, 1, 9, 3, 9]]
+    both = pieces((8, 4, 0), (20, 3, 7)).merged(Pieces.from_table(similar, is_similar=True))
+    first, stop = both.similar_segments(START)
+    assert (first.tolist(), stop.tolist()) == ([4, 22, 24], [10, 24, 25])
+    assert set(first.tolist()) <= set(both.segments(START).first.tolist())
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=8), st.integers(0, 20))
 def test_reused_are_the_tokens_of_the_pieces(runs: list[tuple[int, int]], start: int) -> None:
     rows, expected = [], []

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan says of itself, counted by hand."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from vllm_segreuse.plan import (
+    Acceptance,
+    AcceptanceOutcome,
     BoolArray,
     Boundary,
     Counts,
@@ -15,6 +19,7 @@ from vllm_segreuse.plan import (
     Gather,
     ModelLayers,
     Pieces,
+    PlanOutcome,
     Probed,
     Program,
     Recipe,
@@ -198,3 +203,72 @@ def test_where_no_scored_layer_is_left_the_last_one_counts(
     first: int, found: tuple[int, ...]
 ) -> None:
     assert WINDOWED.scored_from(first) == found
+
+
+SIMILAR = Acceptance(np.array([2, 7], np.int32), np.array([6, 9], np.int32), 3, max_drift=0.5)
+"""Both runs of reused tokens; the halo of the second is all of it."""
+
+
+def with_test() -> ReusePlan:
+    return replace(plan(again={2, 3, 4, 7, 8}), acceptance=SIMILAR)
+
+
+def positions(of: BoolArray) -> list[int]:
+    return np.flatnonzero(of).tolist()
+
+
+def test_a_halo_is_the_first_tokens_of_a_segment_and_never_more() -> None:
+    assert SIMILAR.halo_stop.tolist() == [5, 9]
+    assert positions(SIMILAR.halos(10)) == [2, 3, 4, 7, 8]
+
+
+def test_segments_above_the_bound_are_rejected_and_what_is_no_number() -> None:
+    drifts = [(0.5, 0.6), (0.6, 0.5), (math.nan, math.inf), (0.0, 0.5)]
+    found = [SIMILAR.is_rejected(each).tolist() for each in drifts]
+    assert found == [[False, True], [True, False], [True, True], [False, False]]
+    assert positions(SIMILAR.rejected((0.6, 0.1), 10)) == [2, 3, 4, 5]
+    assert positions(SIMILAR.rejected((0.1, 0.6), 10)) == [7, 8]
+
+
+def test_halos_are_moved_only_where_they_are_compared() -> None:
+    assert positions(with_test().moved) == [2, 3, 4, 5, 7, 8]
+    assert positions(replace(with_test(), acceptance=None).moved) == [5]
+    assert with_test().recomputed_positions is None, "the workers decide"
+    assert with_test().num_tested == 2
+
+
+def test_a_second_round_computes_the_rest_and_what_was_computed_behind_it() -> None:
+    one = with_test()
+    computed = one.recipe.always
+    second = one.second_round((0.6, 0.1), computed)
+    assert second is not None
+    assert positions(second.recipe.always) == [5, 6, 7, 8, 9]
+    assert (second.recipe.program, second.acceptance) == (Fixed(), None)
+    assert second.num_written == one.num_written
+    assert one.second_round((0.1, 0.6), computed) is None, "all of it is its halo"
+    assert one.second_round((0.1, 0.1), computed) is None
+    few = mask({0, 1, 2, 3, 4, 7, 8})
+    left = one.second_round((0.6, 0.1), few)
+    assert left is not None
+    assert positions(left.recipe.always) == [5, 7, 8], "and no more than that"
+
+
+def test_what_was_added_counts_as_recomputed() -> None:
+    one = replace(plan(MAX, again={2, 3}, top_k=1), acceptance=SIMILAR)
+    always = one.recipe.counts(0).always
+    of_test = AcceptanceOutcome((0.1, 0.6), added=3, again=9)
+    assert one.recomputed_after(PlanOutcome(always + 1, acceptance=of_test)) == 2 + 1 + 3
+    assert one.recomputed_after(PlanOutcome(always + 1)) == 2 + 1
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, SUM], ids=str)
+def test_more_tokens_may_be_computed_than_a_policy_asks_for(program: Program) -> None:
+    chooses = 2 if program.chooses else 0
+    recipe = Recipe(program, mask(NEW), mask({6, 9}), chooses)
+    more = recipe.also(mask({3, 7, 8}))
+    assert positions(more.always) == [0, 1, 3, 6, 7, 8, 9]
+    assert more.top_k == chooses
+    again = [6, 7, 8, 9] if program.computes_before_choice else [6, 9]
+    assert positions(more.probes) == again, "who is computed once stands before the probes"
+    every = Recipe(ABOVE, mask(NEW), mask({6, 9}), top_k=6)
+    assert every.also(mask({3, 7, 8})).top_k == 3, "no more than are left"

@@ -6,6 +6,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import PoolingParams, SamplingParams
@@ -23,6 +24,7 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
+    AcceptanceOutcome,
     AuditResult,
     FreezeOrder,
     ModelLayers,
@@ -644,6 +646,105 @@ def test_a_plan_carries_its_requests_bound_on_drift() -> None:
         assert world.match(request, 0)
         plan = world.side._planner.get(request.request_id).plan
         assert plan.max_drift == carried
+
+
+SIMILARITY: dict[str, Any] = {
+    "window_tokens": 8,
+    "stride_tokens": 2,
+    "shingle_tokens": 2,
+    "context_tokens": 8,
+    "permutations": 32,
+    "threshold": 0.1,
+    "min_run_tokens": 2,
+    "max_windows": 64,
+}
+CHANGED = [token if 0 < i % 8 < 7 else 90 + i for i, token in enumerate(DOCUMENT)]
+"""Four runs of six tokens of the document, none of which is a whole block."""
+
+
+def similar(policy: str, supplied: int = 33, **options: Any) -> tuple[World, Request]:
+    """A request whose text is similar to that of a cached document, and was matched and run."""
+    world = World(similarity=SIMILARITY | options, min_reused_tokens=4)
+    world.run(world.add(DOCUMENT))
+    wanted = {"segreuse_policy": policy, "segreuse_explain": True, "segreuse_min_reused_tokens": 4}
+    request = world.add([7, *CHANGED, 8], OPTIONS | wanted)
+    assert world.run(request) == supplied
+    return world, request
+
+
+@pytest.mark.parametrize("policy", ["shift", "focus", "cacheblend", "sparsex"])
+def test_halos_of_similar_segments_are_computed_whatever_the_policy(policy: str) -> None:
+    plain, _ = similar(policy)
+    world, _ = similar(policy, halo_tokens=3)
+    [before], [plan] = plain.plans, world.plans
+    segments = plan.pieces.segments(0).first.tolist()
+    assert segments == [2, 10, 18, 26]
+    halos = {first + i for first in segments for i in range(3)}
+    always = set(np.flatnonzero(plan.recipe.always).tolist())
+    assert always == set(np.flatnonzero(before.recipe.always).tolist()) | halos
+    assert plan.acceptance is None, "there is no bound"
+    assert plan.reports == before.reports
+
+
+def test_runs_that_are_no_longer_than_the_halo_are_not_reused() -> None:
+    world, _ = similar("shift", halo_tokens=5)
+    [plan] = world.plans
+    assert (plan.num_reused, plan.num_recomputed) == (4 * 6, 4 * 5)
+    world, request = similar("shift", supplied=0, halo_tokens=6)
+    assert world.report(request)["bypass_reason"] == "too_few_reused_tokens"
+
+
+def test_the_test_of_similar_segments_is_reported_and_counted() -> None:
+    world, request = similar("shift", halo_tokens=3, max_boundary_drift=0.5)
+    [plan] = world.plans
+    assert plan.acceptance is not None
+    assert plan.acceptance.max_drift == 0.5
+    starts = plan.acceptance.first.tolist()
+    assert plan.reports
+    computed = int(plan.recipe.always.sum())
+    drifts = (0.12345, 0.6, math.nan, 0.5)
+    outcome = PlanOutcome(computed, positions=(0, 1), acceptance=AcceptanceOutcome(drifts, 6, 17))
+    world.side.note_outcomes({request.request_id: outcome}, {request.request_id: request})
+    report = world.report(request)
+    assert (report["accepted_segments"], report["rejected_segments"]) == (2, 2)
+    assert (report["rejected_tokens"], report["recomputed_tokens"]) == (6, 4 * 3 + 6)
+    work = (computed + 17 + 1) / (1 + len(CHANGED) + 1)
+    assert report["computed_share"] == pytest.approx(work, abs=1e-4)
+    assert request.prefill_stats is not None
+    assert request.prefill_stats.num_external_cached_tokens == report["reused_tokens"] - 18
+    shown = [each for each in report["explain"] if each["source"] == "similar"]
+    assert [each["start"] for each in shown] == starts
+    assert [(each["boundary_drift"], each["rejected"]) for each in shown] == [
+        (0.1235, False),
+        (0.6, True),
+        (None, True),
+        (0.5, False),
+    ]
+    assert [each["recomputed"] for each in shown] == [[]] * 4
+    data = world.stats.data
+    assert (data["boundary_drift"], data["accepted"], data["rejected"]) == (
+        [0.12345, 0.6, 0.5],
+        2,
+        2,
+    )
+
+
+def test_where_everything_is_computed_nothing_is_tested() -> None:
+    world, request = similar("shift", halo_tokens=3, max_boundary_drift=0.5)
+    [plan] = world.plans
+    outcome = PlanOutcome(plan.num_written)  # it met NaN
+    world.side.note_outcomes({request.request_id: outcome}, {request.request_id: request})
+    report = world.report(request)
+    assert (report["accepted_segments"], report["rejected_segments"]) == (0, 0)
+    assert report["recomputed_tokens"] == report["reused_tokens"]
+    assert world.stats.data["boundary_drift"] == []
+    world, request = similar("shift", halo_tokens=3, max_boundary_drift=0.5)
+    again = OPTIONS | {"segreuse_policy": "epic", "segreuse_recompute_ratio": 1.0}
+    request = world.add([9, *CHANGED, 8], again | {"segreuse_min_reused_tokens": 4})
+    world.run(request)
+    [plan] = world.plans
+    assert plan.recipe.always.all()
+    assert (plan.acceptance, plan.reports) == (None, False)
 
 
 def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SEEN, World
 from tests.test_worker import Backlog, report, worker_side
 from vllm_segreuse import worker as worker_module
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import PlanOutcome, ReusePlan
+from vllm_segreuse.plan import AcceptanceOutcome, PlanOutcome, ReusePlan
 from vllm_segreuse.worker import WorkerSide
 
 pytest.importorskip("opentelemetry.sdk", reason="spans need OpenTelemetry's SDK, as vLLM's do")
@@ -179,6 +179,7 @@ def test_a_pass_is_a_child_of_the_requests_context(
         "reused_tokens": 32,
         "recomputed_tokens": 0,
         "in_full": False,
+        "rejected_tokens": 0,
         "spread": False,
         "align_s": 0.25,
         "compute_s": 0.5,
@@ -188,17 +189,21 @@ def test_a_pass_is_a_child_of_the_requests_context(
 def test_a_pass_shows_what_only_the_workers_know(
     side: WorkerSide, backlog: Backlog, spans: Any
 ) -> None:
-    near, far = plan_of(), plan_of()
+    near, far, similar = plan_of(), plan_of(), plan_of()
+    tested = AcceptanceOutcome((0.2, 0.9), added=9, again=14)
     backlog.report = report(
         outcomes={
             near.request_id: PlanOutcome(6, drift=0.5),
             far.request_id: PlanOutcome(6, drift=2.5, in_full=True),
+            similar.request_id: PlanOutcome(6, acceptance=tested),
         }
     )
-    side.before_forward([near, far])
+    side.before_forward([near, far, similar])
     shown = [attributes(span) for span in passes(spans)]
-    assert [it["recomputed_tokens"] for it in shown] == [5, 32]  # one token is new
-    assert [(it["drift"], it["in_full"]) for it in shown] == [(0.5, False), (2.5, True)]
+    assert [it["recomputed_tokens"] for it in shown] == [5, 32, 14]  # one token is new
+    assert [it["in_full"] for it in shown] == [False, True, False]
+    assert [it.get("drift") for it in shown] == [0.5, 2.5, None]
+    assert [it["rejected_tokens"] for it in shown] == [0, 0, 9]
 
 
 def test_a_plan_over_several_steps_is_one_span(

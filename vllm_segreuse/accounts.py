@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_segreuse.cache.explain import with_recomputed
+from vllm_segreuse.cache.explain import with_acceptance, with_recomputed
 from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
+from vllm_segreuse.plan import (
+    Acceptance,
+    AcceptanceOutcome,
+    ModelLayers,
+    PlanOutcome,
+    ReusePlan,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -37,7 +43,7 @@ class Accounts:
         """
         plan = tracked.plan
         if plan is not None:
-            share = self._computed_share(plan, request.num_tokens)
+            share = plan.computed_share(self.layers, request.num_tokens)
             report = report._replace(computed_share=share)
             tracked.awaited = plan if plan.reports else None
         elif tracked.observed is not None:
@@ -52,9 +58,8 @@ class Accounts:
         if tracked.report is None or tracked.awaited is None:
             return  # readmitted meanwhile: the report is about the first admission
         plan, tracked.awaited = tracked.awaited, None
-        chosen = plan.num_chosen(outcome.computed)
         recomputed = plan.recomputed_after(outcome)
-        share = self._computed_share(plan, plan.stop + 1, chosen, outcome.in_full)
+        share = plan.computed_share(self.layers, plan.stop + 1, outcome)
         drift = None if outcome.drift is None else round(outcome.drift, 4)
         tracked.report = tracked.report._replace(
             recomputed_tokens=recomputed,
@@ -69,6 +74,24 @@ class Accounts:
         self._stats.count_tokens("recomputed", recomputed)
         if outcome.drift is not None:
             self._stats.observe_drift(outcome.drift, outcome.in_full)
+        if plan.acceptance is not None and outcome.acceptance is not None:
+            self._tested(tracked, plan.acceptance, outcome.acceptance)
+
+    def _tested(
+        self, tracked: TrackedRequest, acceptance: Acceptance, outcome: AcceptanceOutcome
+    ) -> None:
+        """Similar segments were accepted or rejected."""
+        assert tracked.report is not None
+        is_rejected = acceptance.is_rejected(outcome.drifts)
+        rejected = int(is_rejected.sum())
+        tracked.report = tracked.report._replace(
+            accepted_segments=is_rejected.size - rejected,
+            rejected_segments=rejected,
+            rejected_tokens=outcome.added,
+        )
+        self._stats.observe_acceptance(outcome.drifts, rejected)
+        if tracked.explanation is not None:
+            tracked.explanation = with_acceptance(tracked.explanation, outcome.drifts, is_rejected)
 
     def frozen(self, entries: FrozenPool) -> None:
         """A scheduling step is over: how much knowledge bases keep."""
@@ -83,18 +106,13 @@ class Accounts:
         observed = {
             "reused_tokens": plan.num_reused,
             "recomputed_tokens": plan.num_recomputed,
-            "computed_share": self._computed_share(plan, num_tokens),
+            "computed_share": plan.computed_share(self.layers, num_tokens),
             "matches": tracked.num_segments,
             "similar_tokens": plan.pieces.num_similar,
         }
         self._stats.count_observed("reused", plan.num_reused)
         self._stats.count_observed("recomputed", plan.num_recomputed)
         return observed
-
-    def _computed_share(
-        self, plan: ReusePlan, num_tokens: int, chosen: int | None = None, in_full: bool = False
-    ) -> float:
-        return plan.computed_share(self.layers, num_tokens, chosen, in_full)
 
     def _count(self, report: Report, recomputed: bool) -> None:
         self._stats.count_tokens("prefix", report.prefix_tokens)

@@ -249,6 +249,15 @@ class SimilarityOptions(BaseModel):
     """A token of a similar segment is reused only if so many tokens in front of it are equal in the
     donor, one by one; 0: whatever is in front."""
 
+    halo_tokens: Annotated[int, count(0, 64)] = 0
+    """The first tokens of each equal run, which are computed in any case; shorter runs are not
+    reused. 0: none."""
+
+    max_boundary_drift: Annotated[float | None, number(math.inf, "no test")] = None
+    """A run is computed as a whole, in the same pass, if the keys and values of its halo differ by
+    more than this from those that were moved (docs/similar.md); None: they are not compared. It
+    needs `halo_tokens`."""
+
     anchors: Annotated[tuple[str, ...], BeforeValidator(_texts)] = (
         "\nThought:",
         "\nAction:",
@@ -265,6 +274,20 @@ class SimilarityOptions(BaseModel):
 
     max_windows: Annotated[int, count(1, MAX_TOKENS // 1024)] = 100_000
     """Windows that are kept; the oldest ones are dropped for others."""
+
+    @property
+    def least_run_tokens(self) -> int:
+        """Fewer equal tokens in a row are not worth being moved."""
+        return max(self.min_run_tokens, self.halo_tokens + 1)
+
+    @model_validator(mode="after")
+    def _check_halo(self) -> Self:
+        if self.max_boundary_drift is not None and not self.halo_tokens:
+            raise ValueError(
+                "has max_boundary_drift and no halo_tokens, so that nothing can be compared: set "
+                "halo_tokens (8, say), or omit max_boundary_drift"
+            )
+        return self
 
 
 class SegReuseConfig(RequestOptions):

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_segreuse.config import STEP_TOKENS, SegReuseConfig
 from vllm_segreuse.kernels.scratch import SCRATCH_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+COMPARED_TOKENS = 256
+"""Most tokens of a plan whose moved KV is compared with what was computed, beside one of each
+similar segment."""
+
 _BUILDER_BYTES = 16 << 20
+_FLOAT32_BYTES = 4
 _FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
 
 
@@ -23,17 +29,41 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     """Most bytes on the device that a pass holds beside the activations of one chunk.
 
     The states (hidden states and residual) of a prompt of maximum length at a boundary layer, and
-    those of a step's plans while that one is under way; the scratch of overlapping moves, and the
-    buffers of the metadata builder.
+    those of a step's plans while that one is under way; what halos of similar segments are compared
+    with; the scratch of overlapping moves, and the buffers of the metadata builder. What is
+    computed once more, because a drift was too large or segments were rejected, is so one plan
+    after the other.
     """
     model = vllm_config.model_config
     element = model.dtype.itemsize
-    # A plan with an adapter is never spread: it runs beside one that is under way.
-    prompts = 1 if vllm_config.lora_config is None else 2
-    tokens = prompts * model.max_model_len
+    tokens = _prompts(vllm_config) * model.max_model_len
     tokens += vllm_config.scheduler_config.max_num_batched_tokens
     states = 2 * tokens * model.get_hidden_size() * element
-    return states + SCRATCH_BYTES + _builder_bytes(vllm_config)
+    return states + _halo_bytes(vllm_config) + SCRATCH_BYTES + _builder_bytes(vllm_config)
+
+
+def _prompts(vllm_config: VllmConfig) -> int:
+    """Prompts of maximum length whose plans are under way together."""
+    # A plan with an adapter is never spread: it runs beside one that is under way.
+    return 1 if vllm_config.lora_config is None else 2
+
+
+def _halo_bytes(vllm_config: VllmConfig) -> int:
+    """Keys and values at all layers of the tokens that are compared; and of one layer what the
+    comparison makes of them, in float32."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    config = SegReuseConfig.from_options(transfer.kv_connector_extra_config)
+    similarity = config.similarity
+    if similarity is None or similarity.max_boundary_drift is None:
+        return 0
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    segments = model.max_model_len // similarity.least_run_tokens
+    of_a_step = config.max_step_tokens or STEP_TOKENS["other"]
+    tokens = _prompts(vllm_config) * (COMPARED_TOKENS + segments) + of_a_step
+    channels = model.get_num_kv_heads(parallel) * model.get_head_size()
+    kept = 2 * model.get_num_layers(parallel) * model.dtype.itemsize
+    return tokens * channels * (kept + 4 * _FLOAT32_BYTES)
 
 
 def _builder_bytes(vllm_config: VllmConfig) -> int:

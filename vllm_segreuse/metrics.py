@@ -6,7 +6,8 @@ with the step's statistics to the API server, where `SegReusePromMetrics` adds i
 vLLM's own labels (`model_name`, `engine`) come first on every metric.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -29,6 +30,7 @@ DriftChange = Literal["drifted", "recovered"]
 TOKEN_KINDS: tuple[TokenKind, ...] = (
     *("prefix", "reused", "recomputed", "exact", "similar", "new"),
 )
+ACCEPTANCE_OUTCOMES = ("accepted", "rejected")
 OBSERVED_KINDS: tuple[ObservedKind, ...] = ("reused", "recomputed")
 TIMINGS: dict[Timing, str] = {
     "match": "Time to match a request's prompt against the index, in seconds.",
@@ -43,6 +45,7 @@ _BUCKETS_S = (
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _DRIFT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
+_BOUNDARY_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5)
 _KL_BUCKETS = (*(m * 10.0**e for e in (-4, -3, -2, -1) for m in (1, 3)), 1.0, 3.0, 10.0)
 
 
@@ -56,6 +59,9 @@ def _no_data() -> dict[str, Any]:
         "repeated": 0,
         "drift": [],
         "in_full": 0,
+        "boundary_drift": [],
+        "accepted": 0,
+        "rejected": 0,
         "audits": [],
         "compared": [],
         "drifted": [],
@@ -69,8 +75,9 @@ class SegReuseStats(KVConnectorStats):
 
     `data` holds `tokens` and `observed` {kind: n}, `requests` {outcome: {reason: n}}, `frozen`
     [share, whenever it has changed], `seconds` {timing: [s]}, `repeated` n, `drift` [of a request],
-    `in_full` n, and of audits: `audits` [[policy, class, outcome]], `compared` [[policy, class, KL,
-    agreed, tokens]], `drifted` [[class, change]] and `audit_log_errors` n.
+    `in_full` n, `boundary_drift` [of a similar segment], `accepted` and `rejected` n of these, and
+    of audits: `audits` [[policy, class, outcome]], `compared` [[policy, class, KL, agreed,
+    tokens]], `drifted` [[class, change]] and `audit_log_errors` n.
     An instance made from the `data` of another process is equal to the original.
     """
 
@@ -114,6 +121,13 @@ class SegReuseStats(KVConnectorStats):
         """Adds a request's drift, and whether everything was computed because of it."""
         self.data["drift"].append(drift)
         self.data["in_full"] += in_full
+
+    def observe_acceptance(self, drifts: Sequence[float], rejected: int) -> None:
+        """Adds the similar segments of a request: how far off their halos were, and how many of
+        them were rejected."""
+        self.data["boundary_drift"].extend(filter(math.isfinite, drifts))
+        self.data["accepted"] += len(drifts) - rejected
+        self.data["rejected"] += rejected
 
     def count_audit(self, policy: str, namespace_class: str, outcome: AuditOutcome) -> None:
         """Adds an audit that has ended, or a drawn request that is not audited."""
@@ -160,6 +174,9 @@ class SegReuseStats(KVConnectorStats):
         self.count_repeated(other.data["repeated"])
         self.data["drift"].extend(other.data["drift"])
         self.data["in_full"] += other.data["in_full"]
+        self.data["boundary_drift"].extend(other.data["boundary_drift"])
+        for outcome in ACCEPTANCE_OUTCOMES:
+            self.data[outcome] += other.data[outcome]
         for timing, values in other.data["seconds"].items():
             self.data["seconds"].setdefault(timing, []).extend(values)
         for listed in ("audits", "compared", "drifted"):
@@ -248,6 +265,18 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             "above max_drift.",
             labelnames=labelnames,
         )
+        self._boundary_drift = histogram(
+            name="vllm:segreuse_boundary_drift",
+            documentation="How far the first tokens of similar segments were from those of their "
+            "donors, by segment (see docs/similar.md).",
+            buckets=_BOUNDARY_BUCKETS,
+            labelnames=labelnames,
+        )
+        self._tested = counter(
+            name="vllm:segreuse_similar_segments_total",
+            documentation="Similar segments that were tested, by whether they were accepted.",
+            labelnames=[*labelnames, "outcome"],
+        )
         audited = [*labelnames, "policy", "namespace_class"]
         self._audits = counter(
             name="vllm:segreuse_audits_total",
@@ -293,6 +322,9 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         self._repeated.labels(*labels)
         self._drift.labels(*labels)
         self._in_full.labels(*labels)
+        self._boundary_drift.labels(*labels)
+        for outcome in ACCEPTANCE_OUTCOMES:
+            self._tested.labels(*labels, outcome)
         self._audit_log_errors.labels(*labels)
         for metric in self._seconds.values():
             metric.labels(*labels)
@@ -311,6 +343,9 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         self._repeated.labels(*labels).inc(transfer_stats_data["repeated"])
         self._in_full.labels(*labels).inc(transfer_stats_data["in_full"])
         _observe_all(self._drift.labels(*labels), transfer_stats_data["drift"])
+        _observe_all(self._boundary_drift.labels(*labels), transfer_stats_data["boundary_drift"])
+        for tested in ACCEPTANCE_OUTCOMES:
+            self._tested.labels(*labels, tested).inc(transfer_stats_data[tested])
         for timing, values in transfer_stats_data["seconds"].items():
             _observe_all(self._seconds[timing].labels(*labels), values)
         self._observe_audits(transfer_stats_data, labels)

@@ -54,10 +54,12 @@ from vllm_segreuse.config import (
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
+    NO_HALO,
     AuditOrders,
     AuditResult,
     BoolArray,
     FreezeOrder,
+    Halo,
     ModelLayers,
     PlanOutcome,
     Recipe,
@@ -184,6 +186,7 @@ class SchedulerSide:
             is_spread=self._is_spread,
             clock=time.perf_counter,
             on_match=functools.partial(stats.observe, "match"),
+            halo=_halo(config),
         )
         self.set_enabled(config.starts_enabled)
         pool.attach(requests, budget, self._freezing.make_room, (self._donors, self._freezing))
@@ -378,7 +381,8 @@ class SchedulerSide:
     ) -> ReusePlan:
         """The plan of a request with other options, if these find the same; see `ReusePlan`."""
         reused, segments = plan.reused, plan.pieces.segments(plan.start)
-        return plan.computed_by(self._recipe(options, reused, segments), token_at_stop)
+        recipe = self._recipe(options, reused, segments)
+        return plan.computed_by(recipe, _halo(self._config), token_at_stop)
 
     def take_audit_orders(self) -> AuditOrders | None:
         """What the workers are to record from this step on; None for nothing new."""
@@ -510,6 +514,11 @@ class SchedulerSide:
             return False
         is_long = plan.layer_tokens(self._layers) > self._spread_above
         return is_long or plan.active_tokens > self._max_wave_tokens
+
+
+def _halo(config: SegReuseConfig) -> Halo:
+    options = config.similarity
+    return NO_HALO if options is None else Halo(options.halo_tokens, options.max_boundary_drift)
 
 
 def _step_tokens(vllm_config: VllmConfig, config: SegReuseConfig) -> int:

@@ -60,7 +60,7 @@ def similar_segments(
         SimilarStore(index, namespaces, vocabulary(model_config, options), options),
         index,
         config.max_provenance_depth,
-        options.min_run_tokens,
+        options.least_run_tokens,
         clock=time.perf_counter,
         on_search=partial(stats.observe, "similar"),
     )

@@ -99,6 +99,7 @@ def _of_pass(plan: ReusePlan, report: PassReport) -> dict[str, Any]:
         "recomputed_tokens": plan.recomputed_after(outcome),
         "drift": outcome and outcome.drift,
         "in_full": bool(outcome and outcome.in_full),
+        "rejected_tokens": outcome.acceptance.added if outcome and outcome.acceptance else 0,
         "spread": plan.spread,
         "align_s": report.align_s,
         "compute_s": report.sparse_s,

@@ -40,6 +40,8 @@ def test_similar_text_is_told_from_segments() -> None:
     assert [bar.colour for bar in found.bars[2:4]] == ["similar", "segment-0"]
     assert found.bars[2].source == "similar text, moved by -539"
     assert found.bars[2].heat
+    rejected = strip(REPORT | {"explain": [similar | {"rejected": True}]})
+    assert rejected.bars[0].source == "similar text, moved by -539, rejected by the test"
     explained = type(EXPLANATION)(REPORT | {"explain": [similar]}, [])
     legend = "equal tokens of similar text"
     assert legend in page.render(explained, "x")

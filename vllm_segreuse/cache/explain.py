@@ -7,6 +7,7 @@ that belongs to others give the same answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,6 +80,27 @@ def with_recomputed(stretches: Sequence[Stretch], positions: IntArray | None) ->
         else each
         for each in stretches
     ]
+
+
+def with_acceptance(
+    stretches: Sequence[Stretch], drifts: Sequence[float], is_rejected: BoolArray
+) -> list[Stretch]:
+    """The same stretches; similar ones have `boundary_drift` (None: not a number) and whether they
+    were `rejected`.
+
+    Args:
+        stretches: of a prompt.
+        drifts, is_rejected: of each similar segment, in order.
+    """
+    tested = zip(drifts, is_rejected.tolist(), strict=True)
+    found = []
+    for each in stretches:
+        if each["source"] == "similar":
+            drift, rejected = next(tested)
+            shown = round(drift, 4) if math.isfinite(drift) else None
+            each = each | {"boundary_drift": shown, "rejected": rejected}
+        found.append(each)
+    return found
 
 
 def _runs_within(stretch: Stretch, positions: IntArray) -> list[list[int]]:

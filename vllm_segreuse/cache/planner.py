@@ -25,7 +25,7 @@ from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import NO_HALO, Halo, ReusePlan
 
 
 class BlockPins(Protocol):
@@ -66,6 +66,7 @@ class Planner:
         is_spread: whether a plan is to be carried out over several steps.
         clock: seconds.
         on_match: called with the seconds each search took.
+        halo: of similar segments.
 
     Attributes:
         enabled: kill switch. Off: no request reuses anything.
@@ -83,6 +84,7 @@ class Planner:
         is_spread: Callable[[ReusePlan], bool],
         clock: Callable[[], float],
         on_match: Callable[[float], None],
+        halo: Halo = NO_HALO,
     ) -> None:
         self.enabled, self.observes = True, False
         self._requests = requests
@@ -94,6 +96,7 @@ class Planner:
         self._is_spread = is_spread
         self._clock = clock
         self._on_match = on_match
+        self._halo = halo
         self._pending: dict[str, TrackedRequest] = {}
         self._ready: list[TrackedRequest] = []
 
@@ -255,11 +258,13 @@ class Planner:
             self._budget.lookups += 1
         return matches
 
-    @staticmethod
-    def _make_plan(tracked: TrackedRequest, matches: Matches, start: int, stop: int) -> ReusePlan:
+    def _make_plan(
+        self, tracked: TrackedRequest, matches: Matches, start: int, stop: int
+    ) -> ReusePlan:
         stop = tracked.finder.plan_stop(matches, stop)
         pieces, tokens = matches.pieces, tracked.prompt.tokens
         recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
+        recipe, acceptance = recipe.tested(self._halo, pieces, start)
         return ReusePlan(
             request_id=tracked.request_id,
             start=start,
@@ -271,10 +276,11 @@ class Planner:
             donor_depth=matches.max_depth,
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             max_drift=tracked.max_drift,
-            reports=recipe.program.reports,
+            reports=recipe.program.reports or acceptance is not None,
             lora_id=tracked.lora_id,
             trace_headers=tracked.trace_headers,
             explains=tracked.explains,
+            acceptance=acceptance,
         )
 
     def _room_beside(self, donor_blocks: list[int], needed: int) -> int:

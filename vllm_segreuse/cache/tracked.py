@@ -21,7 +21,9 @@ class Report(NamedTuple):
     the work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
     both are the most there can be until they have reported. `drift` is then known, too
     (`prefill/drift.py`), and whether everything was computed because of it: the work is more than 1
-    then. `observed` is what would have been reused: the fields of these names.
+    then. `observed` is what would have been reused: the fields of these names. Similar segments are
+    accepted or rejected where they are tested (`prefill/acceptance.py`); rejected tokens are what
+    was computed because of it.
     """
 
     prefix_tokens: int
@@ -36,6 +38,9 @@ class Report(NamedTuple):
     in_full: bool = False
     observed: Mapping[str, int | float] | None = None
     similar_tokens: int = 0
+    accepted_segments: int = 0
+    rejected_segments: int = 0
+    rejected_tokens: int = 0
 
 
 @dataclass

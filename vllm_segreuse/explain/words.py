@@ -27,7 +27,8 @@ def source(stretch: Mapping[str, Any]) -> str:
     if stretch["source"] in REUSED:
         moved = stretch["start"] - stretch["position"]
         where = f"moved by {moved:+,}" if moved else "in its place"
-        return f"{REUSED[stretch['source']]}, {where}"
+        rejected = ", rejected by the test" if stretch.get("rejected") else ""
+        return f"{REUSED[stretch['source']]}, {where}{rejected}"
     if stretch["source"] == "new":
         return f"new: {REASONS.get(stretch['reason'], stretch['reason'])}"
     return "prefix cache"

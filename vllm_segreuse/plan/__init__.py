@@ -4,6 +4,7 @@
 Free of torch and vLLM: policies and the planner run in the scheduler's process.
 """
 
+from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo, acceptance_of
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.plan.freezing import FreezeOrder
@@ -19,9 +20,12 @@ from vllm_segreuse.plan.programs import (
     Program,
     Stock,
 )
-from vllm_segreuse.plan.reuse import PlanOutcome, Recipe, ReusePlan
+from vllm_segreuse.plan.reuse import AcceptanceOutcome, PlanOutcome, Recipe, ReusePlan
 
 __all__ = [
+    "NO_HALO",
+    "Acceptance",
+    "AcceptanceOutcome",
     "AuditOrders",
     "AuditResult",
     "BoolArray",
@@ -31,6 +35,7 @@ __all__ = [
     "Fixed",
     "FreezeOrder",
     "Gather",
+    "Halo",
     "IntArray",
     "ModelLayers",
     "Pieces",
@@ -44,4 +49,5 @@ __all__ = [
     "Segments",
     "Stock",
     "Tier",
+    "acceptance_of",
 ]

@@ -129,6 +129,23 @@ class Pieces:
     def segments(self, start: int) -> Segments:
         """Runs of tokens that followed each other when they were computed, and were found in the
         same way, counted from `start`."""
+        first = self._begins()
+        return Segments(
+            np.asarray(self.destination[first] - start, dtype=np.int32),
+            np.asarray(self.position[first], dtype=np.int32),
+        )
+
+    def similar_segments(self, start: int) -> tuple[IntArray, IntArray]:
+        """First token of each segment of similar text, and the one behind its last; int32 `[n]`,
+        counted from `start`."""
+        first = np.flatnonzero(self._begins())
+        last = np.append(first[1:], len(self)) - 1
+        first, last = first[self.is_similar[first]], last[self.is_similar[first]]
+        stop = self.destination[last] + self.length[last]
+        return self.destination[first] - np.int32(start), stop - np.int32(start)
+
+    def _begins(self) -> BoolArray:
+        """bool `[n]`: where a segment begins."""
         shift = self.destination - self.position
         first = np.ones(len(self), dtype=np.bool_)
         first[1:] = (
@@ -136,7 +153,4 @@ class Pieces:
             | (shift[:-1] != shift[1:])
             | (self.is_similar[:-1] != self.is_similar[1:])
         )
-        return Segments(
-            np.asarray(self.destination[first] - start, dtype=np.int32),
-            np.asarray(self.position[first], dtype=np.int32),
-        )
+        return first

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from vllm_segreuse.plan.acceptance import Acceptance, Halo, acceptance_of
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.pieces import Pieces
 from vllm_segreuse.plan.programs import Counts, Fixed, ModelLayers, Program
@@ -73,6 +74,39 @@ class Recipe:
         chooses_all = self.top_k > 0 and not self.leaves_a_choice
         return np.ones_like(self.always) if chooses_all else self.always
 
+    def also(self, tokens: BoolArray) -> Recipe:
+        """The same, with other tokens computed at every layer, too.
+
+        Where those that do not probe are computed before the choice, the ones behind probes probe.
+
+        Args:
+            tokens: bool `[stop - start]`.
+        """
+        always, probes = self.always | tokens, self.probes
+        if self.program.computes_before_choice and probes.any():
+            behind = np.arange(len(probes)) > probes.argmax()
+            probes = probes | (tokens & behind)
+        top_k = min(self.top_k, int((~always).sum()))
+        return replace(self, always=always, probes=probes, top_k=top_k)
+
+    def tested(self, halo: Halo, pieces: Pieces, start: int) -> tuple[Recipe, Acceptance | None]:
+        """The same, with the halos of similar segments computed, too.
+
+        Args:
+            halo: that the server asks for.
+            pieces: that are copied.
+            start: of the plan.
+
+        Returns:
+            The recipe, and the test of these segments; None: nothing of them can be rejected.
+        """
+        acceptance = acceptance_of(halo, pieces, start)
+        if acceptance is None:
+            return self, None
+        recipe = self.also(acceptance.halos(len(self.always)))
+        has_bound = halo.max_drift is not None
+        return recipe, acceptance if has_bound and not recipe.settled.all() else None
+
     def counts(self, chosen: int, behind: int = 0) -> Counts:
         """Tokens by what is done with them.
 
@@ -84,20 +118,37 @@ class Recipe:
         return Counts(len(self.always) + behind, always + behind, chosen, probes + behind)
 
 
+class AcceptanceOutcome(NamedTuple):
+    """What came of the test of a plan's similar segments.
+
+    Attributes:
+        drifts: of each segment, how far its halo was off (`prefill/acceptance.py`).
+        added: reused tokens that were computed because of it, and else would not have been.
+        again: tokens of the second round: these, and those that had been computed behind them.
+    """
+
+    drifts: tuple[float, ...]
+    added: int = 0
+    again: int = 0
+
+
 class PlanOutcome(NamedTuple):
     """What the workers report of a plan.
 
     Attributes:
-        computed: tokens that were computed at all layers behind the dense ones.
+        computed: tokens that were computed at all layers behind the dense ones, in the first round
+            of a plan that tests similar segments.
         drift: see `prefill/drift.py`; None: not measured.
         in_full: everything was computed after that, because the drift was above `max_drift`.
         positions: of the tokens that were computed, ascending; None: the plan does not explain.
+        acceptance: of similar segments; None: not tested, or everything was computed.
     """
 
     computed: int
     drift: float | None = None
     in_full: bool = False
     positions: tuple[int, ...] | None = None
+    acceptance: AcceptanceOutcome | None = None
 
 
 @dataclass
@@ -121,6 +172,7 @@ class ReusePlan:
         lora_id: vLLM's number of the request's LoRA adapter; 0: none.
         trace_headers: W3C trace context that the request came with; None: it is not traced.
         explains: the workers report which tokens they have computed, where they choose them.
+        acceptance: the test of its similar segments; None: all are accepted, or computed.
     """
 
     request_id: str
@@ -139,6 +191,7 @@ class ReusePlan:
     lora_id: int = 0
     trace_headers: Mapping[str, str] | None = None
     explains: bool = False
+    acceptance: Acceptance | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -160,6 +213,17 @@ class ReusePlan:
         return self.pieces.reused(self.start, self.stop)
 
     @property
+    def moved(self) -> BoolArray:
+        """bool `[stop - start]`: tokens whose copies are read, if they are reused."""
+        moved = ~self.recipe.always
+        return moved if self.acceptance is None else moved | self.acceptance.halos(len(moved))
+
+    @property
+    def num_tested(self) -> int:
+        """Similar segments that may be rejected."""
+        return 0 if self.acceptance is None else len(self.acceptance.first)
+
+    @property
     def num_reused(self) -> int:
         """Tokens whose KV is copied."""
         return self.pieces.num_tokens
@@ -178,7 +242,7 @@ class ReusePlan:
     @property
     def recomputed_positions(self) -> IntArray | None:
         """Positions of the reused tokens that are computed again; None where the workers choose."""
-        if self.recipe.leaves_a_choice:
+        if self.acceptance is not None or self.recipe.leaves_a_choice:
             return None
         return np.asarray(np.flatnonzero(self.recipe.settled & self.reused) + self.start, np.int32)
 
@@ -192,7 +256,8 @@ class ReusePlan:
             return self.num_recomputed
         if outcome.in_full:
             return self.num_reused
-        return self.recomputed(self.num_chosen(outcome.computed))
+        added = 0 if outcome.acceptance is None else outcome.acceptance.added
+        return self.recomputed(self.num_chosen(outcome.computed)) + added
 
     def num_chosen(self, computed: int) -> int:
         """Tokens that were chosen by their score, if so many were computed behind the dense
@@ -201,18 +266,51 @@ class ReusePlan:
 
     def in_full(self) -> ReusePlan:
         """The same tokens, all of them computed at every layer, by the pass's own layers."""
-        all_tokens = np.ones(self.num_tokens, dtype=np.bool_)
-        return replace(self, recipe=Recipe.without_choice(all_tokens))
+        return self.computing(np.ones(self.num_tokens, dtype=np.bool_))
 
-    def computed_by(self, recipe: Recipe, token_at_stop: int) -> ReusePlan:
+    def computing(self, tokens: BoolArray) -> ReusePlan:
+        """The same plan; of its tokens these are computed at every layer, by the pass's own
+        layers, and what the others hold is left as it is.
+
+        Args:
+            tokens: bool `[stop - start]`.
+        """
+        return replace(self, recipe=Recipe.without_choice(tokens), acceptance=None)
+
+    def second_round(self, drifts: Sequence[float], computed: BoolArray) -> ReusePlan | None:
+        """What is left to be computed once halos were compared: the rest of rejected segments, and
+        what was computed behind the first of it, since that attended to what had been moved.
+
+        Args:
+            drifts: of each similar segment.
+            computed: bool `[stop - start]`: tokens that were computed so far.
+
+        Returns:
+            The plan; None: there is nothing left.
+        """
+        assert self.acceptance is not None
+        left = self.acceptance.rejected(drifts, self.num_tokens) & ~computed
+        if not left.any():
+            return None
+        behind = np.arange(self.num_tokens) > left.argmax()
+        return self.computing(left | (computed & behind))
+
+    def computed_by(self, recipe: Recipe, halo: Halo, token_at_stop: int) -> ReusePlan:
         """The same reuse, with another recipe.
 
         Args:
+            recipe: without halos.
+            halo: of similar segments.
             token_at_stop: becomes `next_token`, where that is probed.
         """
-        program = recipe.program
-        probed = token_at_stop if program.probes_next_token else None
-        return replace(self, recipe=recipe, next_token=probed, reports=program.reports)
+        recipe, acceptance = recipe.tested(halo, self.pieces, self.start)
+        return replace(
+            self,
+            recipe=recipe,
+            acceptance=acceptance,
+            next_token=token_at_stop if recipe.program.probes_next_token else None,
+            reports=recipe.program.reports or acceptance is not None,
+        )
 
     def layer_tokens(self, layers: ModelLayers, chosen: int | None = None) -> int:
         """Tokens computed, summed over the layers: the work of the pass.
@@ -226,20 +324,23 @@ class ReusePlan:
         return recipe.program.cost(recipe.counts(chosen, self._behind), layers)
 
     def computed_share(
-        self, layers: ModelLayers, num_tokens: int, chosen: int | None = None, in_full: bool = False
+        self, layers: ModelLayers, num_tokens: int, outcome: PlanOutcome | None = None
     ) -> float:
         """The work as a share of that of full prefill behind the prefix hit.
 
         Args:
             layers: of the model.
             num_tokens: of the request; those behind the plan are computed by vLLM.
-            chosen: see `layer_tokens`.
-            in_full: everything was computed once more.
+            outcome: of the plan; None: the most that it computes, if every similar segment is
+                accepted.
         """
         by_vllm = (num_tokens - self.stop) * layers.count  # the last token, as a rule
+        chosen = None if outcome is None else self.num_chosen(outcome.computed)
         computed = self.layer_tokens(layers, chosen) + by_vllm
-        if in_full:  # once more, and all of it
+        if outcome is not None and outcome.in_full:  # once more, and all of it
             computed += self.in_full().layer_tokens(layers)
+        if outcome is not None and outcome.acceptance is not None:
+            computed += outcome.acceptance.again * layers.count
         return round(computed / ((num_tokens - self.start) * layers.count), 4)
 
     @property

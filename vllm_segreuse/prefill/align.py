@@ -35,7 +35,7 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
     """The copies of all plans, one entry per token.
 
     Args:
-        skip_always: omit tokens that are computed at every layer anyway.
+        skip_always: omit tokens that are computed at every layer anyway, and not compared.
     """
     sources, targets, deltas = [], [], []
     for plan in plans:
@@ -48,7 +48,7 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
         shift = (pieces.destination - pieces.position).astype(np.int64)
         delta = np.repeat(shift, length)
         if skip_always:
-            keep = ~plan.recipe.always[to - plan.start]
+            keep = plan.moved[to - plan.start]
             to, source, delta = to[keep], source[keep], delta[keep]
         blocks = plan.block_ids.astype(np.int64)
         sources.append(source)

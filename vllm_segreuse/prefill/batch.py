@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ class Batch:
         lora_id: adapter of the plans.
         sound: bool `[plans]`, on the device: no score was NaN.
         drift: float64 `[plans]`, on the device; NaN where it is not measured.
+        boundary_drifts: float64 `[segments]`, on the device: of the similar segments of each plan
+            that tests them (`acceptance.py`).
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Batch:
         self.block_tables = upload(tables, device)
         self.sound = torch.ones(len(plans), dtype=torch.bool, device=device)
         self.drift = torch.full((len(plans),), torch.nan, dtype=torch.float64, device=device)
+        self.boundary_drifts = torch.zeros(0, dtype=torch.float64, device=device)
 
     @property
     def everything(self) -> Index:
@@ -99,17 +103,19 @@ class Batch:
         request = self.tokens.request[active]
         return counts.scatter_add_(0, request, torch.ones_like(request))
 
-    def positions(self, active: torch.Tensor) -> dict[str, tuple[int, ...]]:
-        """Which tokens of the plans that explain are among these flat indices, by request; waits
-        for the device if there is such a plan."""
-        if not any(plan.explains for plan in self.plans):
+    def positions(
+        self, active: torch.Tensor, request_ids: Collection[str]
+    ) -> dict[str, tuple[int, ...]]:
+        """Which tokens of some requests are among these flat indices, by request; waits for the
+        device if any of them is here."""
+        if not any(plan.request_id in request_ids for plan in self.plans):
             return {}
         host, flat = self.tokens.read_host(), active.cpu().numpy()
         request, positions = host.request[flat], host.positions[flat]
         return {
             plan.request_id: tuple(np.sort(positions[request == i]).tolist())
             for i, plan in enumerate(self.plans)
-            if plan.explains
+            if plan.request_id in request_ids
         }
 
     def held(self, pages: torch.Tensor, strides: TiledStrides) -> torch.Tensor:

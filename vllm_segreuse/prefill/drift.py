@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm_segreuse.kernels.reference import pick_tokens
+from vllm_segreuse.memory import COMPARED_TOKENS
 from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -22,9 +23,24 @@ from vllm_segreuse.prefill.tokens import upload
 
 LAYERS = 4
 PER_TOKENS = 100
-TOKENS = 256
+TOKENS = COMPARED_TOKENS
 """Most chosen tokens of a plan that are compared, evenly spaced."""
 _SMALLEST_NORM = 1e-6
+
+
+def relative_difference(moved: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """How far keys or values of tokens are off that were moved: by head, relative to the norm of
+    the new ones, and the mean over heads.
+
+    Args:
+        moved, new: `[tokens, heads, channels]`.
+
+    Returns:
+        float32 `[tokens]`.
+    """
+    moved, new = moved.float(), new.float()
+    relative = (new - moved).norm(dim=-1) / new.norm(dim=-1).clamp_min(_SMALLEST_NORM)
+    return relative.mean(-1)
 
 
 class MovedValues:
@@ -50,8 +66,7 @@ class MovedValues:
         To be called once they are recomputed."""
         apart = torch.zeros(self._slots.numel(), device=self._slots.device)
         for moved, new in zip(self._moved, self._values(), strict=True):
-            relative = (new - moved).norm(dim=-1) / new.norm(dim=-1).clamp_min(_SMALLEST_NORM)
-            apart += relative.mean(-1) / len(self._moved)
+            apart += relative_difference(moved, new) / len(self._moved)
         of_plan = upload(np.repeat(np.arange(len(self._counts)), self._counts), apart.device)
         totals = torch.zeros(len(self._counts), device=apart.device)
         totals.scatter_add_(0, of_plan, apart)
@@ -68,9 +83,7 @@ class MovedValues:
     def _values(self) -> list[torch.Tensor]:
         stack, layouts = self._layers.stack, self._layers.layouts
         return [
-            pick_tokens(
-                typed_pages(stack.attention[layer]), layouts[layer].values, self._slots
-            ).float()
+            pick_tokens(typed_pages(stack.attention[layer]), layouts[layer].values, self._slots)
             for layer in _spread_over(len(layouts))
         ]
 

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
 import torch
 
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, Program, ReusePlan
-from vllm_segreuse.prefill import programs
+from vllm_segreuse.prefill import outcomes, programs
+from vllm_segreuse.prefill.acceptance import Halos
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.outcomes import Computed
 from vllm_segreuse.prefill.waves import T, Waves, finish
 
 
@@ -96,46 +97,58 @@ class SparsePrefill:
         """Compute what prepared plans leave to be computed.
 
         A plan whose scores or hidden states are not finite is computed again, in full: what it
-        reused may be the reason. So is one whose drift is above what its request allows.
+        reused may be the reason. So is one whose drift is above what its request allows. Of one
+        whose similar segments are rejected, the rest of these is computed in a second round.
         Tensor-parallel ranks hold the same hidden states, choose by the same scores and measure the
-        same drift, so they agree on it.
+        same drifts, so they agree on it.
         """
         clock = _Clock()
-        outcomes, computed = [], []
+        computed = []
         for batch in prepared.batches:
-            outcome, active = yield from clock.running(self._compute(batch))
-            outcomes.append(outcome)
-            computed.append((batch, active))
-        # The one result of a pass that the host waits for, unless a plan explains.
-        ends = zip(prepared.plans, torch.cat(outcomes).tolist(), strict=True)
+            computed.append((yield from clock.running(self._compute(batch))))
+        ends = outcomes.read(computed)
+        wanted = {end.plan.request_id for end in ends if end.wants_positions}
         positions: dict[str, tuple[int, ...]] = {}
-        for batch, active in computed:
-            positions |= batch.positions(active)
-        again, not_finite, reported = [], [], {}
-        for plan, (fine, active, drift) in ends:
-            too_far = drift > plan.max_drift
-            if not fine or too_far:
-                again.append(plan.in_full())
-                if plan.explains:
-                    positions[plan.request_id] = tuple(range(plan.start, plan.stop))
+        for batch, active, _ in computed:
+            positions |= batch.positions(active, wanted)
+        del computed
+        not_finite, reported = [], {}
+        for end in ends:
+            plan = end.plan
+            outcome, left = end.outcome(positions.get(plan.request_id))
+            fine = end.fine
+            if left is not None:
+                fine &= yield from clock.running(self._go_on(left, prepared.wave_work))
             if not fine:
                 not_finite.append(plan.request_id)
-                outcome = PlanOutcome(plan.num_written)
-            else:
-                outcome = PlanOutcome(
-                    int(active), None if math.isnan(drift) else drift, in_full=too_far
-                )
+                outcome = outcomes.in_full(plan)
             if plan.reports:
-                computed_at = positions.get(plan.request_id)
-                reported[plan.request_id] = outcome._replace(positions=computed_at)
-        for in_full in self._batches(again, prepared.wave_work):
-            yield from clock.running(self._compute(in_full))
+                reported[plan.request_id] = (
+                    outcome if plan.explains else outcome._replace(positions=None)
+                )
         return PassReport(
             align_s=prepared.seconds,
             sparse_s=clock.seconds(),
             not_finite=not_finite,
             outcomes=reported,
         )
+
+    def _go_on(self, plan: ReusePlan, wave_work: int | None) -> Waves[bool]:
+        """Compute what is left of a plan, alone: the states of one prompt fit into memory.
+
+        Returns:
+            Whether it is finite. A second round attends to moved tokens that nothing has attended
+            to so far; if it is not, everything is computed.
+        """
+        [batch] = self._batches([plan], wave_work)
+        ended = yield from self._compute(batch)
+        if plan.recipe.always.all():
+            return True
+        [end] = outcomes.read([ended])
+        if not end.fine:
+            [batch] = self._batches([plan.in_full()], wave_work)
+            yield from self._compute(batch)
+        return end.fine
 
     def _batches(self, plans: list[ReusePlan], wave_work: int | None) -> list[Batch]:
         """Plans by what they share a pass with: their program, and their adapter."""
@@ -146,25 +159,22 @@ class SparsePrefill:
             Batch(group, self._block_size, self._device, wave_work) for group in groups.values()
         ]
 
-    def _compute(self, batch: Batch) -> Waves[tuple[torch.Tensor, torch.Tensor]]:
-        """Run plans of one program.
-
-        Returns:
-            float64 `[plans, 3]`: whether a plan's scores are numbers and the hidden states of its
-            active tokens finite; how many these tokens are; its drift. And the flat indices of the
-            active tokens.
-        """
+    def _compute(self, batch: Batch) -> Waves[Computed]:
+        """Run plans of one program, and compare halos where similar segments are tested."""
+        tests = any(plan.acceptance is not None for plan in batch.plans)
+        halos = Halos(self._layers, batch) if tests else None
         active, state = yield from programs.run(self._layers, batch)
+        if halos is not None:
+            batch.boundary_drifts = halos.drifts()
         request = batch.tokens.request[active]
         finite = torch.ones_like(request)
         if state is not None:
             finite &= state.hidden_states.isfinite().all(-1)
             if state.residual is not None:
                 finite &= state.residual.isfinite().all(-1)
-        fine = batch.sound.long()
+        fine = torch.ones(len(batch.plans), dtype=torch.int64, device=self._device)
         fine.scatter_reduce_(0, request, finite, "amin")
-        figures = fine.double(), batch.num_active(active).double(), batch.drift
-        return torch.stack(figures, dim=1), active
+        return Computed(batch, active, fine.bool())
 
 
 class _Clock:
