@@ -16,7 +16,6 @@ from vllm_segreuse.plan import (
     AcceptanceOutcome,
     ModelLayers,
     PlanOutcome,
-    ReusePlan,
 )
 
 if TYPE_CHECKING:

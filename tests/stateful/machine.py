@@ -44,6 +44,7 @@ SETUPS = st.builds(
     frozen_pressure=st.sampled_from([0.9, 0.9, 0.5]),
     spread_tokens=st.sampled_from([0, 1, 1, 5]),
     similarity=st.booleans(),
+    halo=st.booleans(),
 )
 OPTIONS = st.builds(
     lambda policy, ratio, dense, overflow, drift, least, observe, explain: {

@@ -234,6 +234,7 @@ class _Run:
             max_depth=choose([4, 4, 1, 0]),
             spread_tokens=choose([0, 1, 1, 5]),
             similarity=choose([False, True]),
+            halo=choose([False, True]),
         )
 
     def _make_ask(self) -> Ask:

@@ -27,6 +27,8 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "drifts",
         "in full",
         "similar tokens",
+        "accepted segments",
+        "rejected tokens",
         *(f"policy: {policy}" for policy in POLICIES),
         *(f"fault: {site}" for site in (*SITES, *OTHERS)),
     ):

@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_segreuse.estimate.engine import step_output
-from vllm_segreuse.plan import PlanOutcome, ReusePlan, Stock
+from vllm_segreuse.plan import AcceptanceOutcome, PlanOutcome, ReusePlan, Stock
 
 STOP = 1
 """The token that ends a request."""
@@ -82,11 +82,16 @@ class Ending(NamedTuple):
         recomputed: reused tokens that were computed again.
         drift: that the workers reported; None: none.
         in_full: whether everything was computed because of it.
+        accepted, rejected: similar segments that were tested.
+        added: tokens that were computed because of that.
     """
 
     recomputed: int
     drift: float | None = None
     in_full: bool = False
+    accepted: int = 0
+    rejected: int = 0
+    added: int = 0
 
 
 @dataclass
@@ -405,12 +410,28 @@ class Worker:
         active = int(computed.sum()) + int(plan.next_token is not None)
         if in_full:
             computed[:] = True
+        before, tested = computed.copy(), None
+        if plan.acceptance is not None and not in_full:
+            drifts = rng.uniform(0, LARGEST_DRIFT, plan.num_tested)
+            rejected = plan.acceptance.is_rejected(drifts)
+            for which in np.flatnonzero(rejected):
+                computed[plan.acceptance.first[which] : plan.acceptance.stop[which]] = True
+            added = int((computed & ~before).sum())
+            # Behind the first of them everything is computed twice; here, that is all of it.
+            again = int(computed.sum()) if added else 0
+            tested = AcceptanceOutcome(tuple(drifts.tolist()), added, again)
         if plan.reports:
             positions = tuple((np.flatnonzero(computed) + plan.start).tolist())
-            outcome = PlanOutcome(active, drift, in_full, positions if plan.explains else None)
+            positions = positions if plan.explains else None
+            outcome = PlanOutcome(active, drift, in_full, positions, tested)
             self._outcomes[plan.request_id] = outcome
-        recomputed = int((computed & plan.reused).sum())
-        self.endings.setdefault(plan.request_id, Ending(recomputed, drift, in_full))
+        ending = Ending(int((computed & plan.reused).sum()), drift, in_full)
+        if tested is not None:
+            count = int(rejected.sum())
+            ending = ending._replace(
+                accepted=plan.num_tested - count, rejected=count, added=tested.added
+            )
+        self.endings.setdefault(plan.request_id, ending)
         return computed
 
     # The forward.

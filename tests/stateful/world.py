@@ -69,6 +69,9 @@ SIMILARITY = {
 }
 """So that texts of a few tokens are similar, and windows are dropped for others."""
 
+HALO = {"halo_tokens": 1, "max_boundary_drift": LARGEST_DRIFT / 2}
+"""Of the segments that the worker draws drifts for, half are rejected."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -82,6 +85,7 @@ class Setup:
         whole_prompts: admit a prompt only if there is room for all of it (vLLM's default).
         spread_tokens: see `SegReuseConfig`.
         similarity: whether similar segments are reused (`SIMILARITY`).
+        halo: whether these are tested (`HALO`).
     """
 
     num_blocks: int = 40
@@ -97,6 +101,7 @@ class Setup:
     frozen_pressure: float = 0.9
     frozen_share: float = 0.5
     similarity: bool = False
+    halo: bool = False
 
 
 @dataclass
@@ -394,7 +399,8 @@ class World:
             or request.request_id in self.worker.called_back
         ):
             return
-        reported = report["recomputed_tokens"], report["drift"], report["in_full"]
+        fields = ("recomputed_tokens", "drift", "in_full", "accepted_segments")
+        reported = tuple(report[name] for name in (*fields, "rejected_segments", "rejected_tokens"))
         drift = None if ending.drift is None else round(ending.drift, 4)
         assert reported == ending._replace(drift=drift), (
             f"{request.request_id} reports {reported}, not {ending}"
@@ -406,6 +412,8 @@ class World:
         self.counts["chosen by workers"] += report["policy"] == "peaks" and ending.recomputed > 0
         self.counts["drifts"] += ending.drift is not None
         self.counts["in full"] += ending.in_full
+        self.counts["accepted segments"] += ending.accepted
+        self.counts["rejected tokens"] += ending.added
 
 
 @functools.cache
@@ -437,7 +445,7 @@ def _engine(setup: Setup) -> ModellessEngine:
         spread_tokens=setup.spread_tokens,
         frozen_pressure=setup.frozen_pressure,
         frozen_share=setup.frozen_share,
-        similarity=SIMILARITY if setup.similarity else None,
+        similarity=SIMILARITY | (HALO if setup.halo else {}) if setup.similarity else None,
     ).model_dump()
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"
