@@ -751,14 +751,14 @@ def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.Monk
     world = cached_document()
     broken, sound = focused(world), focused(world)
     requests = {request.request_id: request for request in (broken, sound)}
-    whole, calls = world.side._accounts._computed_share, count()
+    whole, calls = ReusePlan.computed_share, count()
 
     def failing_once(*args: Any) -> float:
         if next(calls) == 0:
             raise ArithmeticError
         return whole(*args)
 
-    monkeypatch.setattr(world.side._accounts, "_computed_share", failing_once)
+    monkeypatch.setattr(ReusePlan, "computed_share", failing_once)
     world.side.note_outcomes(dict.fromkeys(requests, PlanOutcome(5)), requests)
     assert world.report(sound)["recomputed_tokens"] == 3
     assert world.report(broken)["reused_tokens"] == len(DOCUMENT)
