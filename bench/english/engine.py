@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples asked of the real engine: in full, and with documents that were computed elsewhere.
 
-Only exact KV donates (`max_provenance_depth: 0`): what one arm leaves behind must not help the
-next. Everything else is as the plugin ships it.
+Only exact KV donates (`EXACT_DONORS`): what one arm leaves behind must not help the next.
+Everything else is as the plugin ships it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bench import engine, harness
@@ -26,6 +27,7 @@ MAX_TOKENS = 8192
 FORCED_TOKENS = 32
 """Tokens of the full answer along which distributions are compared."""
 WARM_UP = "These words are not measured. " * 64
+EXACT_DONORS: Mapping[str, Any] = MappingProxyType({"max_provenance_depth": 0})
 COMPUTED_IN_FULL = {"segreuse_min_reused_tokens": 2**31 - 1}
 """Options of donors, which reuse nothing themselves."""
 
@@ -50,9 +52,18 @@ class Full(NamedTuple):
 
 @contextmanager
 def english_engine(
-    model: Path, kv_space_gib: int = KV_SPACE_GIB, kv_cache_dtype: str = "auto"
+    model: Path,
+    kv_space_gib: int = KV_SPACE_GIB,
+    kv_cache_dtype: str = "auto",
+    segreuse: Mapping[str, Any] = EXACT_DONORS,
 ) -> Iterator[Lab]:
     """A model, served with segment reuse in this process.
+
+    Args:
+        model: its folder.
+        kv_space_gib: memory for KV.
+        kv_cache_dtype: vLLM's option.
+        segreuse: options of the server.
 
     Raises:
         BenchError: the model cannot be loaded, or start-up refuses it.
@@ -62,7 +73,7 @@ def english_engine(
 
     with engine.engine(
         model,
-        segreuse={"max_provenance_depth": 0},
+        segreuse=segreuse,
         max_model_len=context_tokens(model),
         max_num_batched_tokens=MAX_TOKENS,
         enforce_eager=True,
@@ -204,13 +215,34 @@ class Lab:
         forced: Sequence[int] = (),
         salt: str | None = None,
     ) -> Answered:
-        """One request; it ends where the model ends its answer, or with the forced tokens."""
+        prompt = self.prompts.prompt(example.documents, example.question)
+        return self.ask(prompt, example.answer_tokens, extra_args, forced, salt)
+
+    def ask(
+        self,
+        prompt: list[int],
+        most: int,
+        extra_args: Mapping[str, Any] | None,
+        forced: Sequence[int] = (),
+        salt: str | None = None,
+    ) -> Answered:
+        """One request; it ends where the model ends its answer, or with the forced tokens.
+
+        Args:
+            prompt: token ids.
+            most: tokens of the answer, unless they are forced.
+            extra_args: of the request; None: it reuses nothing.
+            forced: what it is made to say.
+            salt: vLLM's `cache_salt`.
+
+        Raises:
+            BenchError: not every step was recorded.
+        """
         from bench.english.tape import TAPE
 
-        prompt = self.prompts.prompt(example.documents, example.question)
         TAPE.start(forced)
         output, ttft_ms = self._generate(
-            prompt, len(forced) or example.answer_tokens, extra_args, salt, bool(forced)
+            prompt, len(forced) or most, extra_args, salt, bool(forced)
         )
         tokens = tuple(output.outputs[0].token_ids)
         if len(TAPE.logits) < len(tokens):

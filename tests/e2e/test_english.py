@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench english` on a real engine: a model with random weights, whose answers mean nothing."""
+"""`bench english` on a real engine: a model with random weights, whose answers mean nothing.
+And what `bench agents` measures in the same way."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from bench.agents import arms as agents_arms
+from bench.agents import distance, traces
+from bench.agents.tokens import Tokens
 from bench.english import demo, donors
 from bench.english.arms import arm
-from bench.english.engine import Lab, english_engine
+from bench.english.engine import EXACT_DONORS, Lab, english_engine
 from bench.english.tasks import draw
 from bench.quality import seeds
 from bench.shapes import make_model
@@ -22,7 +27,8 @@ def lab() -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patch:
         # The suite wants vLLM quiet, and vLLM reads that once: other modules look at its log.
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-        with english_engine(make_model("llama"), kv_space_gib=1) as started:
+        options = {**EXACT_DONORS, "similarity": {"by_default": False}}
+        with english_engine(make_model("llama"), kv_space_gib=1, segreuse=options) as started:
             yield started
 
 
@@ -62,3 +68,17 @@ def test_the_demo_shows_answers_of_a_knowledge_base(lab: Lab) -> None:
         assert one.outcomes["default"].drift is not None
         assert max(map(len, demo.described(one).splitlines())) <= demo.WIDTH
     assert demo.summed_up(asked).startswith("segreuse demo ok: speedup=")
+
+
+def test_similar_text_of_agents_is_reused_and_recomputing_it_is_full_prefill(lab: Lab) -> None:
+    trace = traces.draw("clock", 0, "tuning")
+    trace = replace(trace, requests=trace.requests[:6])  # two steps of each user
+    arms = agents_arms.find(["content", "similar", "similar-all"])
+    apart = list(distance.measure(lab, trace, arms))
+    assert len(apart) == 18
+    content, similar, everything = ([it for it in apart if it.arm == arm.name] for arm in arms)
+    tokens = [sum((it.tokens for it in mine), Tokens()) for mine in (content, similar)]
+    assert tokens[0].similar == 0 < tokens[1].similar
+    assert tokens[1].computed < tokens[0].computed
+    assert max(it.answer_kl for it in everything) < 0.005
+    assert max(it.answer_kl for it in similar) > max(it.answer_kl for it in everything)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to serve the same requests: what is cached, and what of it is reused.
+
+An arm is a line of `ARMS`. One that needs other options of the server gets a server of its own; the
+others share one and take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
+
+NONE, PREFIX, CONTENT, SIMILAR = "none", "prefix", "content", "similar"
+CLOSE = "similar-close"
+SERVER: Mapping[str, Any] = MappingProxyType(
+    # Histories are computed behind reused KV again and again, as `configs/agents.yaml` expects.
+    {"min_reused_tokens": 64, "max_provenance_depth": 8, "similarity": {}}
+)
+"""Options of the server that all arms have which say nothing else."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to serve requests.
+
+    Attributes:
+        name: as tables have it.
+        prefix: whether vLLM's prefix cache may find what the same arm computed.
+        options: of the request, without `segreuse_`; None: it has no extra keys.
+        server: options laid over `SERVER`.
+    """
+
+    name: str
+    prefix: bool = True
+    options: Mapping[str, Any] | None = None
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def server_options(self) -> dict[str, Any]:
+        """All options of the server that it needs."""
+        return {**SERVER, **self.server}
+
+    def extra_args(self, space: str) -> dict[str, Any]:
+        """What a request of the arm has beside its prompt, offline.
+
+        Args:
+            space: name of the namespace that it shares.
+        """
+        if self.options is None:
+            return {}
+        named = {f"segreuse_{name}": value for name, value in self.options.items()}
+        return {"extra_keys": [space], **named}
+
+    def body(self, space: str, request: object) -> dict[str, Any]:
+        """The same over HTTP; requests without extra keys have a salt.
+
+        Args:
+            space: name of the namespace that it shares.
+            request: what no other request of the space has.
+        """
+        if self.options is None:
+            return {"cache_salt": space if self.prefix else f"{space} {request}"}
+        options = self.extra_args(space)
+        return {"extra_keys": options.pop("extra_keys"), "vllm_xargs": options}
+
+
+def _named(*arms: Arm) -> Mapping[str, Arm]:
+    return MappingProxyType({arm.name: arm for arm in arms})
+
+
+ARMS = _named(
+    Arm(NONE, prefix=False),
+    Arm(PREFIX),
+    Arm(CONTENT, options={"similarity": 0}),
+    Arm(SIMILAR, options={"similarity": 1}),
+)
+"""What is timed and compared over HTTP."""
+
+ABLATIONS = _named(
+    # How much of what is reused is computed again.
+    Arm("similar-shift", options={"similarity": 1, "policy": "shift"}),
+    Arm("similar-focus-30", options={"similarity": 1, "recompute_ratio": 0.3}),
+    Arm("similar-all", options={"similarity": 1, "policy": "sparsex", "dense_layers": 0,
+                                "recompute_ratio": 1.0}),
+    Arm(CLOSE, options={"similarity": 1, "max_drift": 1.0}),
+    # What is found. The first is what drafts of this method propose.
+    Arm("similar-tau-80", options={"similarity": 1}, server={"similarity": {"threshold": 0.8}}),
+    Arm("similar-run-16", options={"similarity": 1}, server={"similarity": {"min_run_tokens": 16}}),
+    Arm("similar-run-32", options={"similarity": 1}, server={"similarity": {"min_run_tokens": 32}}),
+    Arm("similar-context-8", options={"similarity": 1},
+        server={"similarity": {"min_context_tokens": 8}}),
+)  # fmt: skip
+"""Compared by their distance from full prefill and by their work only."""
+
+
+def find(names: Sequence[str]) -> list[Arm]:
+    """Arms by name.
+
+    Raises:
+        ValueError: there is none; the text says which there are.
+    """
+    known = {**ARMS, **ABLATIONS}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no arm {name!r}; there are {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def by_server(arms: Sequence[Arm]) -> list[tuple[dict[str, Any], list[Arm]]]:
+    """Options of each server that is needed, with the arms that share it."""
+
+    def key(arm: Arm) -> str:
+        return repr(sorted(arm.server_options.items()))
+
+    first = {key(arm): number for number, arm in reversed(list(enumerate(arms)))}
+    ordered = sorted(arms, key=lambda arm: first[key(arm)])
+    groups = [list(group) for _, group in groupby(ordered, key)]
+    return [(group[0].server_options, group) for group in groups]

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bench agents --model DIR`: what reuse saves and costs an agent with tools.
+
+Conversations of a ReAct agent with a search and a calculator are served over HTTP under several
+arms (`arms`), as traces of one or more users (`traces`). Behind the right history every step has a
+label; the model also leads conversations itself. Distances from full prefill are measured in this
+process. An interrupt (Ctrl-C) ends it early, with figures of what was measured.
+`BENCH_QUALITY_SEEDS=tuning` draws the traces on which options are chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import openai
+
+from bench import harness
+from bench.agents import arms, figures
+from bench.agents.arms import Arm
+from bench.agents.traces import KINDS, Trace, Writer, draw
+from bench.english import text
+from bench.english.command import UsageError, require_model
+from bench.english.records import model_digest
+from bench.quality import seeds
+from bench.server import ServerError
+
+PARTS = ("serving", "distance", "retrieval")
+TEMPERATURE = 0.2
+RERUNS = 5
+_WARM_UP = 10**6
+"""Number of the trace that is not measured."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much is asked.
+
+    Attributes:
+        kinds: of traces.
+        arms: that are served.
+        compared: arms whose distance from full prefill is measured.
+        traces: of each kind.
+        free: traces of one user that the model also leads itself.
+        reruns: traces of one user that are repeated at a temperature.
+        distant: traces of each kind of which distances are measured.
+        seeds: name of the set that they are drawn from.
+        parts: some of `PARTS`.
+    """
+
+    kinds: Sequence[str]
+    arms: Sequence[Arm]
+    compared: Sequence[Arm]
+    traces: int
+    free: int
+    reruns: int
+    distant: int
+    seeds: str = field(default_factory=seeds.chosen)
+    parts: Sequence[str] = PARTS
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; returns the exit status: 2 for bad input, 130 if it was interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        require_model(args.model)
+        return run(args, load_of(args))
+    except UsageError as error:
+        print(f"bench agents: {error}", file=sys.stderr)
+        return 2
+    except harness.BenchError as error:
+        print(f"bench agents: {error}", file=sys.stderr)
+        return 1
+
+
+def run(args: argparse.Namespace, load: Load) -> int:
+    """Measure, and report on what was measured.
+
+    Raises:
+        BenchError: nothing can be measured.
+    """
+    where = harness.environment() | {"quick": args.quick}
+    measured, done, started = figures.Measured(), True, time.monotonic()
+    try:
+        if "retrieval" in load.parts:
+            measured.similar = retrieval(args.quick)
+        if "serving" in load.parts:
+            serve(args.model, load, measured)
+        if "distance" in load.parts:
+            compare(args.model, load, measured)
+    except KeyboardInterrupt:
+        print("interrupted: figures are of what was measured", file=sys.stderr)
+        done = False
+    except (ServerError, httpx.HTTPError, openai.OpenAIError) as error:
+        raise harness.BenchError(str(error)) from error
+    where |= {"seconds": round(time.monotonic() - started, 1), "interrupted": not done}
+    result = figures.result(measured)
+    setting = {
+        "model": args.model.resolve().name,
+        "model_digest": model_digest(args.model),
+        "seeds": load.seeds,
+        "text": text.digest(),
+    }
+    result = {"rows": result["rows"], "summary": {**setting, **result["summary"]}}
+    harness.report("agents", where, shown(result))
+    if args.json:
+        harness.write_json(args.json, "agents", where, result)
+    return 0 if done else 130
+
+
+def shown(result: harness.SuiteResult) -> harness.SuiteResult:
+    """What of a result a person wants to see: conversations are in the file."""
+    rows = [row for row in result["rows"] if "conversation" not in row]
+    return {"rows": rows, "summary": result["summary"]}
+
+
+def serve(model: Path, load: Load, measured: figures.Measured) -> None:
+    """Ask servers; a trace counts once all arms of its server have been asked."""
+    from transformers import AutoTokenizer
+
+    from bench.agents.serving import Client, asking
+
+    writer = Writer(AutoTokenizer.from_pretrained(model))
+    warm_up = draw("single", _WARM_UP, "tuning")
+    warm_up = replace(warm_up, requests=warm_up.requests[:2])
+
+    def one_trace(client: Client, trace: Trace, mine: Sequence[Arm]) -> None:
+        found = {arm.name: client.trace(trace, arm) for arm in mine}
+        measured.taken += [it for taken in found.values() for it in taken]
+
+    def one_free(client: Client, trace: Trace, mine: Sequence[Arm]) -> None:
+        measured.free += [client.free(trace, 0, arm) for arm in mine]
+
+    def one_rerun(client: Client, trace: Trace, mine: Sequence[Arm]) -> None:
+        texts = {
+            arm.name: [
+                "".join(it.answered.said for it in client.trace(trace, arm, TEMPERATURE, seed))
+                for seed in range(RERUNS)
+            ]
+            for arm in mine
+        }
+        for name, found in texts.items():
+            measured.reruns.setdefault(name, []).append(found)
+
+    for options, mine in arms.by_server(load.arms):
+        with asking(model, options, writer) as client:
+            for arm in mine:  # the first requests of a server are slow
+                client.trace(warm_up, arm)
+            for number in harness.progress(range(load.traces), "traces"):
+                turn = harness.rotated(mine, number)
+                for kind in load.kinds:
+                    one_trace(client, draw(kind, number, load.seeds), turn)
+                if number < load.free:
+                    one_free(client, draw("single", number, load.seeds), turn)
+                if number < load.reruns:
+                    one_rerun(client, draw("single", number, load.seeds), turn)
+
+
+def compare(model: Path, load: Load, measured: figures.Measured) -> None:
+    """Distances from full prefill, with an engine for each set of server options."""
+    from bench.agents import distance
+    from bench.english.engine import english_engine
+
+    for options, mine in arms.by_server(load.compared):
+        with english_engine(model, kv_space_gib=1, segreuse=options) as lab:
+            for number in harness.progress(range(load.distant), "distances"):
+                for kind in load.kinds:
+                    trace = draw(kind, number, load.seeds)
+                    measured.apart += list(distance.measure(lab, trace, mine))
+
+
+def retrieval(quick: bool) -> harness.SuiteResult:
+    """What `bench similar` measures of the search: its labelled pairs, and its time on arrival."""
+    from bench.suites import similar
+
+    result = similar.run(quick)
+    total = next(row for row in result["rows"] if row.get("edited_words") == "all")
+    return {
+        "rows": [row for row in result["rows"] if "edited_words" in row],
+        "summary": {
+            "precision_tau80": total["precision"],
+            "recall_tau80": total["recall"],
+            "arrival_ms": result["summary"]["arrival_ms_hit"],
+            "pairs": total["pairs"],
+            "right_pairs": round(total["precision"] * total["pairs"]),
+        },
+    }
+
+
+def load_of(args: argparse.Namespace) -> Load:
+    """What the arguments ask for.
+
+    Raises:
+        UsageError: a name or a number is wrong.
+    """
+    numbers = {"traces": args.traces, "free": args.free, "reruns": args.reruns}
+    numbers["distant"] = args.distant
+    usual = _QUICK if args.quick else _USUAL
+    chosen = {name: usual[name] if it is None else it for name, it in numbers.items()}
+    for name, number in chosen.items():
+        if number < 0:
+            raise UsageError(f"--{name} {number}: it cannot be negative")
+    try:
+        served = arms.find(_split(args.arms)) or list(arms.ARMS.values())
+        others = [] if args.quick else arms.ABLATIONS.values()
+        compared = arms.find(_split(args.compared)) or [
+            *(arm for arm in arms.ARMS.values() if arm.options is not None),
+            *others,
+        ]
+        which = seeds.chosen()
+    except (ValueError, harness.BenchError) as error:
+        raise UsageError(str(error)) from None
+    plain = [arm.name for arm in compared if arm.options is None]
+    if plain:
+        raise UsageError(f"--compared: {plain[0]} reuses no segments, so it is full prefill")
+    return Load(
+        kinds=_known("kind", args.kinds, KINDS),
+        arms=served,
+        compared=compared,
+        seeds=which,
+        parts=_known("part", args.parts, PARTS),
+        **chosen,
+    )
+
+
+_USUAL = {"traces": 8, "free": 8, "reruns": 4, "distant": 3}
+_QUICK = {"traces": 1, "free": 1, "reruns": 1, "distant": 1}
+
+
+def _known(what: str, given: str | None, known: Iterable[str]) -> list[str]:
+    names = _split(given)
+    for name in names:
+        if name not in list(known):
+            raise UsageError(f"no {what} {name!r}; there are {', '.join(known)}")
+    return names or list(known)
+
+
+def _split(given: str | None) -> list[str]:
+    return list(dict.fromkeys(filter(None, (given or "").split(","))))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench agents", description=(__doc__ or "").partition("\n")[0]
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="a folder of Hugging Face")
+    add("--quick", action="store_true", help="a rough answer, sooner")
+    add("--json", type=Path, metavar="FILE", help="also write the result here")
+    add("--kinds", metavar="NAMES", help=f"of traces: some of {', '.join(KINDS)}")
+    add("--arms", metavar="NAMES", help=f"that are served: {', '.join(arms.ARMS)}, or ablations")
+    add("--compared", metavar="NAMES", help=f"with full prefill: also {', '.join(arms.ABLATIONS)}")
+    add("--parts", metavar="NAMES", help=f"some of {', '.join(PARTS)}")
+    add("--traces", type=int, metavar="N", help="of each kind (8)")
+    add("--free", type=int, metavar="N", help="conversations that the model leads (8)")
+    add("--reruns", type=int, metavar="N", help=f"traces repeated {RERUNS} times (4)")
+    add("--distant", type=int, metavar="N", help="traces of each kind compared with full (3)")
+    return parser

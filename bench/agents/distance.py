@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the distributions of an arm are from those of full prefill, over the whole vocabulary.
+
+The same steps as `serving`, in this process, as `bench english` does it: the arm is made to say
+what full prefill says, and its logits are compared at each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench import harness
+from bench.agents.arms import Arm
+from bench.agents.tokens import Tokens
+from bench.agents.traces import Trace, Writer
+
+STEP_TOKENS = 16
+"""Tokens of full prefill's answer along which distributions are compared."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """One step under an arm.
+
+    Attributes:
+        kind, trace, conversation, step, arm: which.
+        first_kl: divergence of the first token's distribution, in nats.
+        answer_kl: mean divergence along the answer.
+        agreement: share of the answer's tokens that would have been chosen.
+        tokens: of the prompt.
+        in_full: whether a fallback computed it in full.
+    """
+
+    kind: str
+    trace: int
+    conversation: int
+    step: int
+    arm: str
+    first_kl: float
+    answer_kl: float
+    agreement: float
+    tokens: Tokens
+    in_full: bool
+
+
+def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[Apart]:
+    """Every step of a trace under every arm, each in a namespace of its own.
+
+    Args:
+        lab: `bench.english.engine.Lab`.
+        trace: what is asked.
+        arms: those that reuse segments.
+
+    Raises:
+        BenchError: the connector does not run, or the prefix cache could not be reset.
+    """
+    from bench.english.tape import divergences, favourites
+
+    writer = Writer(lab.llm.get_tokenizer())
+    for number, request in enumerate(trace.requests):
+        prompt = writer.request(trace, request)
+        # A salt of its own: nobody finds its blocks.
+        full = lab.ask(prompt, STEP_TOKENS, None, salt=f"{trace.kind} {trace.number} {number}")
+        for arm in harness.rotated(arms, number):
+            space = f"{trace.kind} {trace.number} {arm.name}"
+            mine = lab.ask(prompt, STEP_TOKENS, arm.extra_args(space), forced=full.tokens)
+            if mine.report is None:
+                raise harness.BenchError(f"the arm {arm.name!r} has no report")
+            apart = divergences(full.logits, mine.logits)
+            said = zip(full.tokens, favourites(mine.logits), strict=True)
+            yield Apart(
+                *(trace.kind, trace.number, request.conversation, request.step, arm.name),
+                first_kl=apart[0],
+                answer_kl=sum(apart) / len(apart),
+                agreement=sum(a == b for a, b in said) / len(apart),
+                tokens=Tokens.of(len(prompt), 0, mine.report),
+                in_full=bool(mine.report["in_full"]),
+            )
+    if not lab.llm.reset_prefix_cache():
+        raise harness.BenchError("the prefix cache could not be reset: a request still runs")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is claimed for the reuse of similar segments, and whether the figures say so.
+
+    h1  at least 20 % of the latency of no reuse is saved, and at most 2 points of success are lost
+    h2  with halos of at most 8 tokens the divergence at boundaries is below 0.1 nats
+    h3  more than 70 % of the pairs found at a threshold of .8 are right
+    h4  fallbacks cap the loss: with them, fewer than 5 % of the first tokens diverge by 0.1 nats
+
+A claim is held if the whole interval of 95 % is on its side of the bound, failed if all of it is on
+the other side, and open else: too little was measured, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench import harness
+from bench.quality import statistics
+
+LEAST_SAVING = 0.2
+MOST_SUCCESS_LOST = 0.02
+MOST_KL = 0.1
+LEAST_PRECISION = 0.7
+MOST_FAR = 0.05
+HELD, FAILED, OPEN = "held", "failed", "open"
+_FEWEST = 6
+"""Values of which a median has an interval."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict, and what it rests on: one sentence as `str`."""
+
+    verdict: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.why}"
+
+
+def h1(savings: Sequence[float], full: Sequence[float], similar: Sequence[float]) -> Verdict:
+    """Of conversations.
+
+    Args:
+        savings: of the latency of no reuse, as shares.
+        full, similar: mean score of each conversation's steps.
+    """
+    if len(savings) < _FEWEST:
+        return Verdict(OPEN, f"{len(savings)} conversations are too few")
+    saved = harness.median_interval(savings)
+    lost = _swapped(statistics.difference_interval(similar, full))
+    both = (
+        _above(saved, LEAST_SAVING),
+        _above((-lost[1], -lost[0]), -MOST_SUCCESS_LOST),
+    )
+    verdict = FAILED if FAILED in both else HELD if both == (HELD, HELD) else OPEN
+    mean_lost = sum(full) / len(full) - sum(similar) / len(similar)
+    return Verdict(
+        verdict,
+        f"n = {len(savings)} conversations, latency saved "
+        f"{_shown(harness.median(savings), saved)} ({both[0]}), success lost "
+        f"{_shown(mean_lost, lost)} ({both[1]})",
+    )
+
+
+def h2(boundary_kl: Sequence[float]) -> Verdict:
+    """Of the divergences at the boundaries of accepted segments, where they are measured."""
+    return _rarely(boundary_kl, "boundaries")
+
+
+def h3(right: int, pairs: int) -> Verdict:
+    """Of labelled pairs."""
+    if not pairs:
+        return Verdict(OPEN, "no pair was found")
+    found = statistics.interval([1.0] * right + [0.0] * (pairs - right))
+    return Verdict(
+        _above(found, LEAST_PRECISION),
+        f"n = {pairs} pairs, precision {_shown(right / pairs, found)}",
+    )
+
+
+def h4(first_kl: Sequence[float]) -> Verdict:
+    """Of the divergences of first tokens under a fallback."""
+    return _rarely(first_kl, "steps")
+
+
+def _rarely(values: Sequence[float], what: str) -> Verdict:
+    if not values:
+        return Verdict(OPEN, "not measured")
+    far = [float(value >= MOST_KL) for value in values]
+    found = statistics.interval(far)
+    return Verdict(
+        _above((-found[1], -found[0]), -MOST_FAR),
+        f"n = {len(values)} {what}, share of {MOST_KL} nats or more "
+        f"{_shown(sum(far) / len(far), found)}",
+    )
+
+
+def _above(interval: Interval, bound: float) -> str:
+    low, high = interval
+    return HELD if low >= bound else FAILED if high < bound else OPEN
+
+
+def _swapped(interval: Interval) -> Interval:
+    return -interval[1], -interval[0]
+
+
+def _shown(value: float, interval: Interval) -> str:
+    return f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})"
