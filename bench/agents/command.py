@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 import openai
@@ -29,6 +31,11 @@ from bench.english.command import UsageError, require_model
 from bench.english.records import model_digest
 from bench.quality import seeds
 from bench.server import ServerError
+
+if TYPE_CHECKING:
+    from bench.agents.serving import Client
+
+T = TypeVar("T")
 
 PARTS = ("serving", "distance", "retrieval")
 TEMPERATURE = 0.2
@@ -50,6 +57,7 @@ class Load:
         reruns: traces of one user that are repeated at a temperature.
         distant: traces of each kind of which distances are measured.
         seeds: name of the set that they are drawn from.
+        minutes: of each server and engine, after which nothing new begins; None: any.
         parts: some of `PARTS`.
     """
 
@@ -60,7 +68,8 @@ class Load:
     free: int
     reruns: int
     distant: int
-    seeds: str = field(default_factory=seeds.chosen)
+    seeds: str
+    minutes: float | None = None
     parts: Sequence[str] = PARTS
 
 
@@ -123,42 +132,60 @@ def serve(model: Path, load: Load, measured: figures.Measured) -> None:
     """Ask servers; a trace counts once all arms of its server have been asked."""
     from transformers import AutoTokenizer
 
-    from bench.agents.serving import Client, asking
+    from bench.agents.serving import asking
 
     writer = Writer(AutoTokenizer.from_pretrained(model))
     warm_up = draw("single", _WARM_UP, "tuning")
     warm_up = replace(warm_up, requests=warm_up.requests[:2])
 
-    def one_trace(client: Client, trace: Trace, mine: Sequence[Arm]) -> None:
-        found = {arm.name: client.trace(trace, arm) for arm in mine}
-        measured.taken += [it for taken in found.values() for it in taken]
-
-    def one_free(client: Client, trace: Trace, mine: Sequence[Arm]) -> None:
-        measured.free += [client.free(trace, 0, arm) for arm in mine]
-
-    def one_rerun(client: Client, trace: Trace, mine: Sequence[Arm]) -> None:
-        texts = {
-            arm.name: [
-                "".join(it.answered.said for it in client.trace(trace, arm, TEMPERATURE, seed))
-                for seed in range(RERUNS)
-            ]
-            for arm in mine
-        }
-        for name, found in texts.items():
-            measured.reruns.setdefault(name, []).append(found)
-
     for options, mine in arms.by_server(load.arms):
         with asking(model, options, writer) as client:
             for arm in mine:  # the first requests of a server are slow
                 client.trace(warm_up, arm)
-            for number in harness.progress(range(load.traces), "traces"):
-                turn = harness.rotated(mine, number)
-                for kind in load.kinds:
-                    one_trace(client, draw(kind, number, load.seeds), turn)
-                if number < load.free:
-                    one_free(client, draw("single", number, load.seeds), turn)
-                if number < load.reruns:
-                    one_rerun(client, draw("single", number, load.seeds), turn)
+            steps = [
+                partial(measure, client, draw(kind, number, load.seeds), mine, measured)
+                for number in range(load.traces)
+                for measure, kind in _in_turn(load, number)
+            ]
+            for turn, step in enumerate(within(load.minutes, steps, "traces")):
+                step(turn)
+
+
+def _in_turn(load: Load, number: int) -> Iterator[tuple[Callable[..., None], str]]:
+    """What is done with the traces of a number, and the kind of each."""
+    for kind in load.kinds:
+        yield _follow, kind
+    if number < load.free:
+        yield _lead, "single"
+    if number < load.reruns:
+        yield _repeat, "single"
+
+
+def _follow(
+    client: Client, trace: Trace, mine: Sequence[Arm], measured: figures.Measured, turn: int
+) -> None:
+    found = [client.trace(trace, arm) for arm in harness.rotated(mine, turn)]
+    measured.taken += [it for taken in found for it in taken]
+
+
+def _lead(
+    client: Client, trace: Trace, mine: Sequence[Arm], measured: figures.Measured, turn: int
+) -> None:
+    measured.free += [client.free(trace, 0, arm) for arm in harness.rotated(mine, turn)]
+
+
+def _repeat(
+    client: Client, trace: Trace, mine: Sequence[Arm], measured: figures.Measured, turn: int
+) -> None:
+    texts = {
+        arm.name: [
+            "".join(it.answered.said for it in client.trace(trace, arm, TEMPERATURE, seed))
+            for seed in range(RERUNS)
+        ]
+        for arm in harness.rotated(mine, turn)
+    }
+    for arm in mine:
+        measured.reruns.setdefault(arm.name, []).append(texts[arm.name])
 
 
 def compare(model: Path, load: Load, measured: figures.Measured) -> None:
@@ -168,10 +195,20 @@ def compare(model: Path, load: Load, measured: figures.Measured) -> None:
 
     for options, mine in arms.by_server(load.compared):
         with english_engine(model, kv_space_gib=1, segreuse=options) as lab:
-            for number in harness.progress(range(load.distant), "distances"):
-                for kind in load.kinds:
-                    trace = draw(kind, number, load.seeds)
-                    measured.apart += list(distance.measure(lab, trace, mine))
+            chosen = [(kind, number) for number in range(load.distant) for kind in load.kinds]
+            for kind, number in within(load.minutes, chosen, "distances"):
+                trace = draw(kind, number, load.seeds)
+                measured.apart += list(distance.measure(lab, trace, mine))
+
+
+def within(minutes: float | None, steps: Sequence[T], what: str) -> Iterator[T]:
+    """Steps, with progress, of which none begins when the time is over; the first always does."""
+    started = time.monotonic()
+    for done, step in enumerate(harness.progress(steps, what)):
+        if done and minutes is not None and time.monotonic() - started > 60 * minutes:
+            print(f"{what}: the time is over after {done} of {len(steps)}", file=sys.stderr)
+            return
+        yield step
 
 
 def retrieval(quick: bool) -> harness.SuiteResult:
@@ -223,6 +260,7 @@ def load_of(args: argparse.Namespace) -> Load:
         arms=served,
         compared=compared,
         seeds=which,
+        minutes=args.minutes,
         parts=_known("part", args.parts, PARTS),
         **chosen,
     )
@@ -259,5 +297,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--traces", type=int, metavar="N", help="of each kind (8)")
     add("--free", type=int, metavar="N", help="conversations that the model leads (8)")
     add("--reruns", type=int, metavar="N", help=f"traces repeated {RERUNS} times (4)")
+    add("--minutes", type=float, metavar="N", help="of each server; then nothing new begins")
     add("--distant", type=int, metavar="N", help="traces of each kind compared with full (3)")
     return parser

@@ -430,3 +430,10 @@ def test_an_interrupted_run_says_what_it_has(
     assert result["environment"]["interrupted"] is True
     kinds = {row["trace"] for row in result["rows"] if "trace" in row}
     assert kinds == {"single", "users", "all"}, "a trace counts once all arms have been asked"
+
+
+def test_nothing_new_begins_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [*command.within(None, [1, 2, 3], "steps")] == [1, 2, 3]
+    assert [*command.within(60, [1, 2, 3], "steps")] == [1, 2, 3]
+    assert [*command.within(0, [1, 2, 3], "steps")] == [1]
+    assert "the time is over after 1 of 3" in capsys.readouterr().err
