@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+COLUMNS = (
+    *("trace", "arm", "conversations", "prefix", "equal", "similar", "work"),
+    *("tool_success", "task_success", "ttft_s", "total_s", "saved_over_none", "saved_over_prefix"),
+)
+"""Of a row, what is printed; its file has more."""
 PARTS = ("serving", "distance", "retrieval")
 TEMPERATURE = 0.2
 RERUNS = 5
@@ -125,7 +131,9 @@ def run(args: argparse.Namespace, load: Load) -> int:
 def shown(result: harness.SuiteResult) -> harness.SuiteResult:
     """What of a result a person wants to see: conversations are in the file."""
     rows = [row for row in result["rows"] if "conversation" not in row]
-    return {"rows": rows, "summary": result["summary"]}
+    served = [{key: row[key] for key in COLUMNS} for row in rows if "trace" in row]
+    rest = [row for row in rows if "trace" not in row]
+    return {"rows": [*served, *rest], "summary": result["summary"]}
 
 
 def serve(model: Path, load: Load, measured: figures.Measured) -> None:
@@ -147,7 +155,7 @@ def serve(model: Path, load: Load, measured: figures.Measured) -> None:
                 for number in range(load.traces)
                 for measure, kind in _in_turn(load, number)
             ]
-            for turn, step in enumerate(within(load.minutes, steps, "traces")):
+            for turn, step in enumerate(within(load.minutes, steps, "traces", len(steps))):
                 step(turn)
 
 
@@ -195,20 +203,25 @@ def compare(model: Path, load: Load, measured: figures.Measured) -> None:
 
     for options, mine in arms.by_server(load.compared):
         with english_engine(model, kv_space_gib=1, segreuse=options) as lab:
-            chosen = [(kind, number) for number in range(load.distant) for kind in load.kinds]
-            for kind, number in within(load.minutes, chosen, "distances"):
-                trace = draw(kind, number, load.seeds)
-                measured.apart += list(distance.measure(lab, trace, mine))
+            chosen = [
+                draw(kind, number, load.seeds)
+                for number in range(load.distant)
+                for kind in load.kinds
+            ]
+            steps = chain.from_iterable(distance.measure(lab, trace, mine) for trace in chosen)
+            total = sum(len(trace.requests) for trace in chosen)
+            for found in within(load.minutes, steps, "distances", total):
+                measured.apart += found
 
 
-def within(minutes: float | None, steps: Sequence[T], what: str) -> Iterator[T]:
+def within(minutes: float | None, steps: Iterable[T], what: str, total: int) -> Iterator[T]:
     """Steps, with progress, of which none begins when the time is over; the first always does."""
     started = time.monotonic()
-    for done, step in enumerate(harness.progress(steps, what)):
-        if done and minutes is not None and time.monotonic() - started > 60 * minutes:
-            print(f"{what}: the time is over after {done} of {len(steps)}", file=sys.stderr)
-            return
+    for done, step in enumerate(harness.progress(steps, what, total), 1):
         yield step
+        if done < total and minutes is not None and time.monotonic() - started >= 60 * minutes:
+            print(f"{what}: the time is over after {done} of {total}", file=sys.stderr)
+            return
 
 
 def retrieval(quick: bool) -> harness.SuiteResult:

@@ -45,8 +45,8 @@ class Apart:
     in_full: bool
 
 
-def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[Apart]:
-    """Every step of a trace under every arm, each in a namespace of its own.
+def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Apart]]:
+    """Every step of a trace under every arm, each arm in a namespace of its own.
 
     Args:
         lab: `bench.english.engine.Lab`.
@@ -63,6 +63,7 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[Apart]:
         prompt = writer.request(trace, request)
         # A salt of its own: nobody finds its blocks.
         full = lab.ask(prompt, STEP_TOKENS, None, salt=f"{trace.kind} {trace.number} {number}")
+        found = []
         for arm in harness.rotated(arms, number):
             space = f"{trace.kind} {trace.number} {arm.name}"
             mine = lab.ask(prompt, STEP_TOKENS, arm.extra_args(space), forced=full.tokens)
@@ -70,13 +71,16 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[Apart]:
                 raise harness.BenchError(f"the arm {arm.name!r} has no report")
             apart = divergences(full.logits, mine.logits)
             said = zip(full.tokens, favourites(mine.logits), strict=True)
-            yield Apart(
-                *(trace.kind, trace.number, request.conversation, request.step, arm.name),
+            at = (trace.kind, trace.number, request.conversation, request.step, arm.name)
+            one = Apart(
+                *at,
                 first_kl=apart[0],
                 answer_kl=sum(apart) / len(apart),
                 agreement=sum(a == b for a, b in said) / len(apart),
                 tokens=Tokens.of(len(prompt), 0, mine.report),
                 in_full=bool(mine.report["in_full"]),
             )
+            found.append(one)
+        yield found
     if not lab.llm.reset_prefix_cache():
         raise harness.BenchError("the prefix cache could not be reset: a request still runs")

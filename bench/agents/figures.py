@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from bench import harness
 from bench.agents import scoring, verdicts
-from bench.agents.arms import CLOSE, NONE, PREFIX, SIMILAR
+from bench.agents.arms import CLOSE, CONTENT, NONE, PREFIX, SIMILAR
 from bench.agents.distance import Apart
 from bench.agents.serving import Free, Taken
 from bench.agents.tokens import Tokens
@@ -64,6 +65,16 @@ class Conversation:
     answer: float
 
 
+_AMOUNTS: Mapping[str, Callable[[Conversation], float]] = MappingProxyType(
+    {
+        "latency": lambda it: it.total_s,
+        "ttft": lambda it: it.ttft_s,
+        "work": lambda it: it.tokens.computed,
+    }
+)
+"""What arms are compared by in the summary. Work is counted, so that no other load changes it."""
+
+
 def result(measured: Measured) -> harness.SuiteResult:
     """Rows and summary of what is there."""
     told = conversations(measured.taken)
@@ -107,11 +118,11 @@ def savings(
     told: Mapping[Key, Mapping[str, Conversation]],
     arm: str,
     base: str,
-    seconds: Callable[[Conversation], float] = lambda it: it.total_s,
+    amount: Callable[[Conversation], float] = lambda it: it.total_s,
 ) -> list[float]:
-    """Share of the base's time that an arm saves, by conversation."""
+    """Share of the base's time, or of another amount, that an arm saves, by conversation."""
     both = [it for it in told.values() if arm in it and base in it]
-    return [1 - seconds(it[arm]) / seconds(it[base]) for it in both]
+    return [1 - amount(it[arm]) / amount(it[base]) for it in both]
 
 
 def _served(told: Mapping[Key, Mapping[str, Conversation]]) -> list[Row]:
@@ -256,21 +267,24 @@ def _summary(
     measured: Measured, told: Mapping[Key, Mapping[str, Conversation]]
 ) -> dict[str, float | str]:
     summary: dict[str, Any] = {}
-    for name, base in (("none", NONE), ("prefix", PREFIX), ("content", "content")):
-        for what, seconds in (("latency", _total), ("ttft", _ttft)):
-            values = savings(told, SIMILAR, base, seconds)
+    for name, base in (("none", NONE), ("prefix", PREFIX), ("content", CONTENT)):
+        for what, amount in _AMOUNTS.items():
+            values = savings(told, SIMILAR, base, amount)
             summary |= _median(f"{what}_saving_over_{name}", values)
     both = [it for it in told.values() if SIMILAR in it and NONE in it]
     full, similar = ([it[arm].score for it in both] for arm in (NONE, SIMILAR))
     if both:
         shares = sum((it[SIMILAR].tokens for it in both), Tokens()).shares()
+        for name in (PREFIX, CONTENT, SIMILAR):
+            tokens = sum((it[name].tokens for it in both if name in it), Tokens())
+            if tokens.prompt:
+                summary[f"work_{name}"] = _round(tokens.shares()["work"])
         summary |= {
             "conversations": len(both),
             "steps": sum(it[SIMILAR].steps for it in both),
             "success_full": _round(fmean(full)),
             "success_similar": _round(fmean(similar)),
             "similar_tokens_share": _round(shares["similar"]),
-            "work_similar": _round(shares["work"]),
         }
     summary |= measured.similar.get("summary", {})
     pairs, right = (int(summary.pop(name, 0)) for name in ("pairs", "right_pairs"))
@@ -282,14 +296,6 @@ def _summary(
         "h4": verdicts.h4(close),
     }
     return summary | {name: str(verdict) for name, verdict in found.items()}
-
-
-def _total(it: Conversation) -> float:
-    return it.total_s
-
-
-def _ttft(it: Conversation) -> float:
-    return it.ttft_s
 
 
 def _by_arm(items: Iterable[Any]) -> dict[str, list[Any]]:

@@ -32,8 +32,8 @@ BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 2560
 KV_BLOCKS = 82
 """Of the server: a little more than one long history. Those of three users do not fit."""
-STEP_TOKENS = 24
-"""Longest text of a step behind the right history."""
+SPARE_TOKENS = 6
+"""A step may say so many tokens more than what is right."""
 FREE_TOKENS = 64
 FREE_STEPS = 10
 _FLAGS = (
@@ -52,7 +52,7 @@ class Answered:
     Attributes:
         said: text of the answer.
         ttft_s, total_s: seconds to the first token, and to the end.
-        tokens: of the prompt.
+        tokens: of the prompt; not known where there is no report.
     """
 
     said: str
@@ -137,14 +137,16 @@ class Client:
         space = f"{trace.kind} {trace.number} {arm.name} {temperature} {seed}"
         taken = []
         for number, request in enumerate(trace.requests):
+            label = trace.label(request)
             answered = self._ask(
                 self._writer.request(trace, request),
                 arm.body(space, number),
-                STEP_TOKENS,
-                temperature,
-                seed,
+                # Not until a stop string: vLLM answers without a report then.
+                most=self._writer.measure(label.label) + SPARE_TOKENS,
+                temperature=temperature,
+                seed=seed,
             )
-            score = scoring.step(answered.said, trace.label(request))
+            score = scoring.step(answered.said, label)
             at = (trace.kind, trace.number, request.conversation, request.step, arm.name)
             taken.append(Taken(*at, answered, score))
         return taken
@@ -160,7 +162,7 @@ class Client:
             prompt = self._writer.prompt(told, history)
             if len(prompt) + FREE_TOKENS > MAX_MODEL_LEN:
                 break
-            answered = self._ask(prompt, arm.body(space, step), FREE_TOKENS)
+            answered = self._ask(prompt, arm.body(space, step), FREE_TOKENS, stop=react.STOP)
             seconds += answered.total_s
             answer = react.answer(answered.said)
             if answer is not None:
@@ -180,6 +182,7 @@ class Client:
         prompt: Sequence[int],
         body: Mapping[str, Any],
         most: int,
+        stop: Sequence[str] = (),
         temperature: float = 0.0,
         seed: int | None = None,
     ) -> Answered:
@@ -192,7 +195,7 @@ class Client:
             max_tokens=most,
             temperature=temperature,
             seed=seed,
-            stop=list(react.STOP),
+            stop=list(stop),
             stream=True,
             stream_options={"include_usage": True},
             extra_body=dict(body),
@@ -206,6 +209,6 @@ class Client:
             params = (chunk.model_extra or {}).get("kv_transfer_params") or {}
             report = params.get("segreuse", report)
         total_s = time.perf_counter() - began
-        if ttft_s is None or (report is None) != ("extra_keys" not in body):
+        if ttft_s is None or (not stop and (report is None) != ("extra_keys" not in body)):
             raise BenchError(f"a request with {sorted(body)} was reported as {report}")
         return Answered(said, ttft_s, total_s, Tokens.of(len(prompt), cached, report))

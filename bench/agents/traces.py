@@ -150,6 +150,10 @@ class Writer:
         self._tokenizer = tokenizer
         self.chat = getattr(tokenizer, "chat_template", None) is not None
 
+    def measure(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self._tokenizer(text, add_special_tokens=False).input_ids)
+
     def request(self, trace: Trace, request: Request) -> list[int]:
         """A step behind the right history."""
         conversation = trace.conversations[request.conversation]

@@ -65,9 +65,11 @@ def action(text: str) -> Action | None:
 
 
 def turn(text: str) -> str:
-    """A text up to the end of its first action; all of it if there is none."""
+    """A text up to the end of its first action, or up to what is not the agent's to write."""
     found = _ACTION.search(text)
-    return text[: found.end()] if found else text.rstrip()
+    ends = [found.end()] if found else []
+    ends += [at for stop in STOP if (at := text.find(stop)) >= 0]
+    return text[: min(ends, default=len(text))].rstrip()
 
 
 def answer(text: str) -> str | None:

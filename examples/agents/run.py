@@ -40,9 +40,9 @@ def agent(
         found = client.completions.create(
             model=model,
             prompt=prompt,
-            max_tokens=96,
+            # Not `stop=react.STOP`: where a stop string ends an answer, vLLM sends no report.
+            max_tokens=64,
             temperature=0.0,
-            stop=list(react.STOP),
             extra_body={"extra_keys": [extra_key]},
         )
         report = ((found.model_extra or {}).get("kv_transfer_params") or {}).get("segreuse")

@@ -237,7 +237,7 @@ def test_tokens_of_a_report() -> None:
 def test_savings_are_of_whole_conversations() -> None:
     found = [
         *(taken("none", trace, step, 2.0, 1.0) for trace in range(6) for step in range(2)),
-        *(taken("similar", trace, 0, 0.5, 1.0) for trace in range(6)),
+        *(taken("similar", trace, 0, 0.5, 1.0, computed=60) for trace in range(6)),
         *(taken("similar", trace, 1, 1.5 + trace / 10, 0.0, similar=50) for trace in range(6)),
     ]
     told = figures.conversations(found)
@@ -248,6 +248,8 @@ def test_savings_are_of_whole_conversations() -> None:
     assert summary["latency_saving_over_none"] == pytest.approx(0.4375)
     assert summary["latency_saving_over_none_low"] == pytest.approx(0.375)
     assert summary["latency_saving_over_prefix"] is None
+    assert summary["work_saving_over_none"] == pytest.approx(0.2)
+    assert summary["work_similar"] == 0.8
     assert (summary["success_full"], summary["success_similar"]) == (1.0, 0.5)
     assert summary["similar_tokens_share"] == 0.25
     assert "boundary_kl_p95" not in summary, "nothing measures it"
@@ -433,7 +435,7 @@ def test_an_interrupted_run_says_what_it_has(
 
 
 def test_nothing_new_begins_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [*command.within(None, [1, 2, 3], "steps")] == [1, 2, 3]
-    assert [*command.within(60, [1, 2, 3], "steps")] == [1, 2, 3]
-    assert [*command.within(0, [1, 2, 3], "steps")] == [1]
+    assert [*command.within(None, [1, 2, 3], "steps", 3)] == [1, 2, 3]
+    assert [*command.within(60, [1, 2, 3], "steps", 3)] == [1, 2, 3]
+    assert [*command.within(0, [1, 2, 3], "steps", 3)] == [1]
     assert "the time is over after 1 of 3" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_similar_text_of_agents_is_reused_and_recomputing_it_is_full_prefill(lab
     trace = traces.draw("clock", 0, "tuning")
     trace = replace(trace, requests=trace.requests[:6])  # two steps of each user
     arms = agents_arms.find(["content", "similar", "similar-all"])
-    apart = list(distance.measure(lab, trace, arms))
+    apart = [one for found in distance.measure(lab, trace, arms) for one in found]
     assert len(apart) == 18
     content, similar, everything = ([it for it in apart if it.arm == arm.name] for arm in arms)
     tokens = [sum((it.tokens for it in mine), Tokens()) for mine in (content, similar)]

@@ -79,6 +79,7 @@ def test_what_is_an_action_and_what_is_an_answer() -> None:
     assert react.answer(" I know the answer.\nFinal Answer: 93\nQuestion: and") == "93"
     assert react.answer(action + "\nFinal Answer: made up") is None, "an action comes first"
     assert react.turn(" no idea\n") == " no idea"
+    assert react.turn(" none.\nObservation: made up\nAction: a\nAction Input: b") == " none."
 
 
 def test_the_instructions_have_every_schema() -> None:
@@ -88,7 +89,7 @@ def test_the_instructions_have_every_schema() -> None:
 
 REPORT = {f"{name}_tokens": 7 for name in ("prompt", "prefix", "reused", "similar", "new")}
 TEXTS = (
-    " I need a price.\nAction: search\nAction Input: blue kettle",
+    " I need a price.\nAction: search\nAction Input: blue kettle\nObservation: made up",
     " I multiply.\nAction: calculator\nAction Input: 31 * 3",
     " I know the answer.\nFinal Answer: 93",
 )
