@@ -18,7 +18,7 @@ quick: setup ## run every test that needs no engine, in two minutes: at every sa
 		-n logical --maxprocesses 4 --dist worksteal --hypothesis-profile quick -q $(ARGS)
 
 test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
-	@$(VENV)/python -m pytest $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(VENV)/python -m pytest $(ARGS)
 
 mutants: setup ## take safeguards out, one by one, and see whether the tests notice
 	@nice $(VENV)/python scripts/mutants.py $(ARGS)
