@@ -69,7 +69,8 @@ class Adapters:
 
     def others(self, request: Request, extra_keys: tuple[str, ...]) -> list[bytes]:
         """Namespaces that differ from the request's own by the adapter only."""
-        others = (adapter for adapter in self._seen if adapter != adapter_of(request))
+        own = adapter_of(request)
+        others = (adapter for adapter in self._seen if adapter != own)
         return [_namespace(request, extra_keys, adapter) for adapter in others]
 
 

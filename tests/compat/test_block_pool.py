@@ -110,7 +110,7 @@ def inserted(managed: Managed, patch: Patch) -> list[dict[str, Any]]:
                 "tokens": tokens.tolist(),
                 "position": position,
                 "parent": given["parent_block"],
-                "depths": given["depths"].tolist(),
+                "depths": np.broadcast_to(given["depths"], len(blocks)).tolist(),
             }
         )
 

@@ -161,28 +161,39 @@ class Donors(BlockListener):
     def _insert(self, tracked: TrackedRequest, blocks: NamedBlocks) -> None:
         size, first = self._index.block_size, blocks.first
         depths = self.depths(tracked, first, len(blocks.block_ids))
+        if not depths.any():  # as nearly always: all of them are exact
+            self._index_run(tracked, blocks, slice(0, len(depths)), 0)
+            return
         donors = np.flatnonzero((depths >= 0) & (depths <= MAX_PROVENANCE_DEPTH))
         too_deep = tracked.plan is not None and tracked.plan.donor_depth >= self._max_depth
         if not (len(donors) or too_deep):
             return
-        last = first + len(blocks.block_ids)
-        tokens = np.asarray(blocks.token_ids[first * size : last * size], dtype=np.int32)
         if too_deep:
+            last = first + len(blocks.block_ids)
+            tokens = np.asarray(blocks.token_ids[first * size : last * size], dtype=np.int32)
             others = tokens.reshape(-1, size)[depths < 0]
             self._forgotten.too_deep(tracked.prompt.namespace, others)
         if not len(donors):
             return
         # The index takes runs of consecutive blocks; a block that may not donate ends a run.
         for run in np.split(donors, np.flatnonzero(np.diff(donors) > 1) + 1):
-            begin, end = int(run[0]), int(run[-1]) + 1
-            block_ids = np.asarray(blocks.block_ids[begin:end], np.int32)
-            self._index.insert(
-                tracked.prompt.namespace,
-                block_ids,
-                tokens[begin * size : end * size],
-                (first + begin) * size,
-                parent_block=blocks.block_ids[begin - 1] if begin else blocks.parent,
-                depths=depths[begin:end],
-            )
-            for follower in self._followers:
-                follower.inserted(tracked.prompt.namespace, block_ids)
+            part = slice(int(run[0]), int(run[-1]) + 1)
+            self._index_run(tracked, blocks, part, depths[part])
+
+    def _index_run(
+        self, tracked: TrackedRequest, blocks: NamedBlocks, run: slice, depths: int | IntArray
+    ) -> None:
+        """Consecutive ones of the blocks donate from now on."""
+        size, first = self._index.block_size, blocks.first + run.start
+        last = blocks.first + run.stop
+        block_ids = np.asarray(blocks.block_ids[run], np.int32)
+        self._index.insert(
+            tracked.prompt.namespace,
+            block_ids,
+            np.asarray(blocks.token_ids[first * size : last * size], np.int32),
+            first * size,
+            parent_block=blocks.block_ids[run.start - 1] if run.start else blocks.parent,
+            depths=depths,
+        )
+        for follower in self._followers:
+            follower.inserted(tracked.prompt.namespace, block_ids)

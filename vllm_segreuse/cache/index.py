@@ -143,8 +143,11 @@ class SegmentIndex:
             )
         if not count:
             return
-        depth_array = np.broadcast_to(np.asarray(depths), count)
-        self._check_insert(namespace, block_ids, first_position, depth_array)
+        # Reductions are most of what one block takes, and one comes with every answer's block.
+        lowest, deepest = (
+            (depths, depths) if isinstance(depths, int) else (depths.min(), depths.max())
+        )
+        self._check_insert(namespace, block_ids, first_position, int(lowest), int(deepest))
         self._reserve_views(block_ids)
         grown, changed = insert_blocks(
             self.nodes,
@@ -162,7 +165,7 @@ class SegmentIndex:
             window_anchors(tokens, self.block_size)[:: self.block_size].copy(),
             first_position,
             int(parent_block),
-            depth_array.astype(DEPTH),
+            np.full(count, depths, DEPTH),
         )
         self._size += grown
         if changed:
@@ -178,20 +181,20 @@ class SegmentIndex:
             self._set_nodes(grown)
 
     def _check_insert(
-        self, namespace: int, block_ids: IntArray, position: int, depths: DepthArray
+        self, namespace: int, block_ids: IntArray, position: int, lowest: int, deepest: int
     ) -> None:
         if block_ids.min() < 0 or block_ids.max() >= self.num_blocks:
             raise ValueError(
                 f"block ids {block_ids.min()}..{block_ids.max()} are outside of "
                 f"0..{self.num_blocks - 1}: the index was built for another pool"
             )
-        if namespace < 0 or position < 0 or depths.min() < 0:
+        if namespace < 0 or position < 0 or lowest < 0:
             raise ValueError(
-                f"namespace {namespace}, position {position} and depth {depths.min()} "
+                f"namespace {namespace}, position {position} and depth {lowest} "
                 "must not be negative"
             )
-        if depths.max() > MAX_PROVENANCE_DEPTH:
-            raise ValueError(f"depth {depths.max()} is above {MAX_PROVENANCE_DEPTH}")
+        if deepest > MAX_PROVENANCE_DEPTH:
+            raise ValueError(f"depth {deepest} is above {MAX_PROVENANCE_DEPTH}")
         if namespace >= self._population.size:
             grown = np.zeros(2 * namespace, np.int64)
             grown[: self._population.size] = self._population

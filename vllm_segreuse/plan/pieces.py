@@ -122,8 +122,8 @@ class Pieces:
     def reused(self, start: int, stop: int) -> BoolArray:
         """bool `[stop - start]`: which positions of a range that holds all pieces are copied to."""
         steps = np.zeros(stop - start + 1, dtype=np.int8)
-        np.add.at(steps, self.destination - start, 1)
-        np.add.at(steps, self.destination + self.length - start, -1)
+        steps[self.destination - start] = 1
+        steps[self.destination + self.length - start] -= 1  # none ends where another does
         return np.cumsum(steps[:-1], dtype=np.int8).astype(np.bool_)
 
     def segments(self, start: int) -> Segments:
