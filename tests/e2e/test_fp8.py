@@ -2,18 +2,14 @@
 """fp8 KV caches: what is recomputed is what vLLM would have stored in the same format."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from bench.shapes import make_model
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.server import Server
 from tests.e2e.test_equality import assert_same, check_everything
-from tests.e2e.test_knowledge import ARGS, ENV, Client, files, tokens
+from vllm_segreuse.knowledge.offline import KnowledgeBase
 
-__all__ = ["files"]  # a fixture
-
+NUM_BLOCKS = 161  # six prompts of 900 tokens fill them
 REUSE = NAMESPACE | {"segreuse_min_reused_tokens": 16}
 
 
@@ -35,7 +31,13 @@ def test_recomputing_everything_equals_plain_vllm(kind: str, dtype: str, noise: 
 
 @pytest.fixture(scope="module")
 def reusing() -> Iterator[Engine]:
-    with engine("qwen3", dtype="float32", kv_cache_dtype="fp8_e4m3") as running:
+    with engine(
+        "qwen3",
+        segreuse={"knowledge_chunk_tokens": 256},
+        dtype="float32",
+        kv_cache_dtype="fp8_e4m3",
+        num_gpu_blocks_override=NUM_BLOCKS,
+    ) as running:
         yield running
 
 
@@ -93,14 +95,17 @@ def test_moves_by_whole_blocks_copy_bytes(reusing: Engine) -> None:
     assert (again.token_ids, again.logprobs) == (full.token_ids, full.logprobs)
 
 
-@pytest.mark.slow
-def test_a_knowledge_base_holds_documents_in_fp8(files: Path) -> None:
-    args = [*ARGS, "--segreuse-config", str(files / "config.yaml"), "--kv-cache-dtype", "fp8"]
-    with Server(make_model("qwen3"), args, ENV) as server:
-        client = Client(server)
-        client.create("handbook")
-        document = tokens(300)
-        client.add("handbook", doc=document)
-        client.churn()
-        report = client.ask(tokens(40) + document + tokens(9), keys="handbook")
-        assert report["reused_tokens"] >= 280
+def test_a_knowledge_base_holds_documents_in_fp8(reusing: Engine) -> None:
+    text = Prompts(reusing.vocab_size, seed=5)
+    document = text.tokens(300)
+    reusing.reset()
+    base = KnowledgeBase(reusing.llm, "handbook")
+    [added] = base.add({"doc": document})
+    assert added.status == "warm"
+    for _ in range(6):  # evicts everything that is not frozen
+        reusing.ask(text.tokens(900), max_tokens=1)
+    options = {"extra_keys": ["handbook"], "segreuse_policy": "shift"}
+    [answer] = reusing.ask(text.around(document), options=options)
+    assert answer.report["reused_tokens"] >= 280
+    base.delete()
+    reusing.check_idle()
