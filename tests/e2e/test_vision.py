@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.shapes import VISION, VISION_TOKENS
-from tests.e2e.engine import NAMESPACE, Engine, engine
+from tests.e2e.engine import NAMESPACE, Engine, diagnosed, engine
 from tests.e2e.test_equality import EVERYTHING, assert_same, check_every_way, prompts_for
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -51,7 +51,9 @@ def with_image(text: list[int], color: str, first_special: int) -> dict[str, Any
 
 
 def check(shape: str) -> None:
-    """All of it, in one engine beside plain vLLM."""
+    """All of it, in one engine beside plain vLLM; and what the doctor says without one."""
+    found = diagnosed(shape, dtype="float32")
+    assert (found.works, found.reasons, found.notes) == (True, (), ())
     with engine(shape, segreuse=False, dtype="float32") as plain:
         words = plain.vocab_size - len(VISION_TOKENS)
         documents, prompts = prompts_for(words)
