@@ -1,63 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines behind one address: each reuses what it has computed itself."""
+"""Two engines and two API servers behind one address: each engine reuses what it has computed
+itself, and the API servers share the flag, the switch and sessions of administrators."""
 
-import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from bench.shapes import make_model, passages
+from bench.shapes import make_model
+from tests.e2e import data_parallel
+from tests.e2e.data_parallel import ADMIN, DOCUMENTS, ENGINES, ENVIRONMENT, ROUTES, ask
 from tests.e2e.server import ADMIN_TOKEN, Server
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each engine"),
-]
+pytestmark = data_parallel.MARKS
 
-ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
-ROUTES = "/plugins/segreuse/v1"
-DOCUMENT = next(text[:2500] for _, text in passages() if len(text) > 2500)
+DOCUMENT = DOCUMENTS[0]
+RAG = Path(__file__).parents[2] / "configs" / "rag.yaml"
+CLOSE = {"Connection": "close"}
+"""The next request opens a connection of its own, and meets either of the API servers."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    environment = {"VLLM_SEGREUSE_ADMIN_TOKEN": ADMIN_TOKEN, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with Server(make_model("qwen3"), ["--data-parallel-size", "2"], environment) as running:
+    flags = ["--segreuse", "--segreuse-config", str(RAG), "--api-server-count", "2"]
+    with Server(make_model("qwen3"), [*data_parallel.FLAGS, *flags], ENVIRONMENT) as running:
         yield running
 
 
-def ask(server: Server, prompt: str, engine: int) -> Any:
-    """The report on a prompt that this engine answers."""
-    body = {"model": "m", "prompt": prompt, "max_tokens": 2, "extra_keys": "docs"}
-    where = {"X-data-parallel-rank": str(engine), "Connection": "close"}
-    answer = server.post("/v1/completions", body, headers=where).raise_for_status().json()
-    return answer["kv_transfer_params"]["segreuse"]
+def test_two_api_servers_share_the_flag_and_the_switch(server: Server) -> None:
+    text = "".join(DOCUMENTS)
+    for engine in ENGINES:
+        assert ask(server, "Both. " + text, engine) is not None, server.log_tail()
+    for number in range(6):
+        refused = server.post(
+            "/v1/completions",
+            {"model": "m", "prompt": "a", "extra_keys": number},
+            headers=CLOSE,
+        )
+        assert refused.status_code == 400
+        assert ask(server, f"Number {number}. " + text, number % 2)["reused_tokens"] > 0
+        state = number % 2 == 0
+        verb = "enable" if state else "disable"
+        server.post(f"{ROUTES}/{verb}", headers=ADMIN | CLOSE).raise_for_status()
+        status = server.get(f"{ROUTES}/status", headers=ADMIN | CLOSE).json()
+        assert status["enabled"] is state
+        server.post(f"{ROUTES}/enable", headers=ADMIN | CLOSE).raise_for_status()
+    shown = server.get("/metrics").text
+    for engine in ENGINES:
+        assert f'segreuse_tokens_total{{engine="{engine}",kind="reused",model_name="m"}}' in shown
+    check_viewer(server)
+
+
+def check_viewer(server: Server) -> None:
+    """Both API servers accept the session that one of them began; each says whose requests it
+    shows, and both the metrics of all."""
+    with httpx.Client(base_url=f"{server.url}{ROUTES}/ui", headers=CLOSE) as browser:
+        assert browser.post("/login", data={"token": ADMIN_TOKEN}).status_code == 303
+        processes, reused = set(), set()
+        for _ in range(20):
+            page = browser.get("/requests").raise_for_status().text
+            found = re.search(r"process (\d+); 2 share the port", page)
+            assert found is not None
+            processes.add(found[1])
+            metrics = browser.get("/metrics").raise_for_status().text
+            figure = re.search(r"<dt>requests that reused</dt><dd>(\d+)</dd>", metrics)
+            assert figure is not None
+            reused.add(int(figure[1]))
+    assert len(processes) == 2
+    assert reused == {6}
 
 
 def test_an_engine_reuses_what_it_has_computed(server: Server) -> None:
-    ask(server, DOCUMENT, engine=0)
-    assert ask(server, "One. " + DOCUMENT, engine=0)["reused_tokens"] > 0
-    elsewhere = ask(server, "Two. " + DOCUMENT, engine=1)
+    def reuse(preamble: str, engine: int) -> dict[str, Any]:
+        return ask(server, preamble + DOCUMENT, engine, "a namespace of this test")
+
+    reuse("", engine=0)
+    assert reuse("One. ", engine=0)["reused_tokens"] > 0
+    elsewhere = reuse("Two. ", engine=1)
     assert elsewhere["reused_tokens"] == 0
     assert elsewhere["bypass_reason"] == "too_few_reused_tokens"
-    assert ask(server, "Three. " + DOCUMENT, engine=1)["reused_tokens"] > 0
+    assert reuse("Three. ", engine=1)["reused_tokens"] > 0
     shown = server.get("/metrics").text
-    for engine in (0, 1):
+    for engine in ENGINES:
         line = f'vllm:segreuse_tokens_total{{engine="{engine}",kind="reused",model_name="m"}}'
         [counted] = [text.split()[-1] for text in shown.splitlines() if text.startswith(line)]
         assert float(counted) > 0
 
 
 def test_the_kill_switch_reaches_every_engine(server: Server) -> None:
-    for engine in (0, 1):
+    for engine in ENGINES:
         ask(server, DOCUMENT, engine)
     off = server.post(f"{ROUTES}/disable", headers=ADMIN).raise_for_status().json()
     assert off["enabled"] is False
-    for engine in (0, 1):
+    for engine in ENGINES:
         assert ask(server, "Four. " + DOCUMENT, engine)["bypass_reason"] == "disabled"
     server.post(f"{ROUTES}/enable", headers=ADMIN).raise_for_status()
-    for engine in (0, 1):
+    for engine in ENGINES:
         assert ask(server, "Five. " + DOCUMENT, engine)["reused_tokens"] > 0
 
 

@@ -2,11 +2,8 @@
 """The other ways in, the environment's kill switch, and a server where reuse is not enabled."""
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from bench.shapes import make_model, passages
@@ -18,7 +15,6 @@ TOKEN = "an admin token of this test"
 ADMIN = {"Authorization": f"Bearer {TOKEN}"}
 SWITCH = "/plugins/segreuse/v1"
 DOCUMENTS = [text[:2500] for _, text in passages() if len(text) > 2500][:2]
-RAG = Path(__file__).parents[2] / "configs" / "rag.yaml"
 
 
 def report(server: Server, preamble: str, **options: Any) -> Any:
@@ -50,56 +46,6 @@ def test_stock_server_with_kv_transfer_config_switched_off_at_start() -> None:
             assert off["bypass_reason"]
         server.post(f"{SWITCH}/enable", headers=ADMIN).raise_for_status()
         assert report(server, "Three. ")["reused_tokens"] > 0
-
-
-def test_two_api_servers_share_the_flag_and_the_switch() -> None:
-    with Server(
-        make_model("llama"),
-        ["--segreuse", "--segreuse-config", str(RAG), "--api-server-count", "2"],
-        {"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN},
-    ) as server:
-        first = report(server, "One. ")
-        assert first is not None, server.log_tail()
-        # Each request opens a connection of its own and meets either of the two.
-        for number in range(6):
-            close = {"Connection": "close"}
-            refused = server.post(
-                "/v1/completions",
-                {"model": "m", "prompt": "a", "extra_keys": number},
-                headers=close,
-            )
-            assert refused.status_code == 400
-            assert report(server, f"Number {number}. ")["reused_tokens"] > 0
-            state = number % 2 == 0
-            verb = "enable" if state else "disable"
-            server.post(f"{SWITCH}/{verb}", headers=ADMIN | close).raise_for_status()
-            status = server.get(f"{SWITCH}/status", headers=ADMIN | close).json()
-            assert status["enabled"] is state
-            server.post(f"{SWITCH}/enable", headers=ADMIN | close).raise_for_status()
-        shown = server.get("/metrics").text
-        assert 'vllm:segreuse_tokens_total{engine="0",kind="reused",model_name="m"}' in shown
-        check_viewer(server)
-
-
-def check_viewer(server: Server) -> None:
-    """Both API servers accept the session that one of them began; each says whose requests it
-    shows, and both the metrics of all."""
-    with httpx.Client(
-        base_url=f"{server.url}{SWITCH}/ui", headers={"Connection": "close"}
-    ) as browser:
-        assert browser.post("/login", data={"token": TOKEN}).status_code == 303
-        processes, reused = set(), set()
-        for _ in range(20):
-            page = browser.get("/requests").raise_for_status().text
-            found = re.search(r"process (\d+); 2 share the port", page)
-            assert found is not None
-            processes.add(found[1])
-            metrics = browser.get("/metrics").raise_for_status().text
-            figure = re.search(r"<dt>requests that reused</dt><dd>(\d+)</dd>", metrics)
-            assert figure is not None
-            reused.add(int(figure[1]))
-    assert len(processes) == 2
-    assert reused == {6}
 
 
 def test_kv_offloading_beside_it_is_refused_in_one_sentence() -> None:
