@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 NONE, PREFIX, CONTENT, SIMILAR = "none", "prefix", "content", "similar"
-CLOSE = "similar-close"
+CLOSE, TESTED = "similar-close", "similar-tested"
 SERVER: Mapping[str, Any] = MappingProxyType(
     # Histories are computed behind reused KV again and again, as `configs/agents.yaml` expects.
     {"min_reused_tokens": 64, "max_provenance_depth": 8, "similarity": {}}
@@ -79,6 +79,12 @@ ARMS = _named(
 )
 """What is timed and compared over HTTP."""
 
+
+def _searched(name: str, **similarity: Any) -> Arm:
+    """An arm whose server has other options of `similarity`."""
+    return Arm(name, options={"similarity": 1}, server={"similarity": similarity})
+
+
 ABLATIONS = _named(
     # How much of what is reused is computed again.
     Arm("similar-shift", options={"similarity": 1, "policy": "shift"}),
@@ -87,11 +93,15 @@ ABLATIONS = _named(
                                 "recompute_ratio": 1.0}),
     Arm(CLOSE, options={"similarity": 1, "max_drift": 1.0}),
     # What is found. The first is what drafts of this method propose.
-    Arm("similar-tau-80", options={"similarity": 1}, server={"similarity": {"threshold": 0.8}}),
-    Arm("similar-run-16", options={"similarity": 1}, server={"similarity": {"min_run_tokens": 16}}),
-    Arm("similar-run-32", options={"similarity": 1}, server={"similarity": {"min_run_tokens": 32}}),
-    Arm("similar-context-8", options={"similarity": 1},
-        server={"similarity": {"min_context_tokens": 8}}),
+    _searched("similar-tau-80", threshold=0.8),
+    _searched("similar-run-16", min_run_tokens=16),
+    _searched("similar-run-32", min_run_tokens=32),
+    _searched("similar-context-8", min_context_tokens=8),
+    # Halos, and what they are for.
+    _searched("similar-halo-4", halo_tokens=4),
+    _searched("similar-halo-8", halo_tokens=8),
+    _searched("similar-halo-16", halo_tokens=16),
+    _searched(TESTED, halo_tokens=8, max_boundary_drift=0.3),
 )  # fmt: skip
 """Compared by their distance from full prefill and by their work only."""
 

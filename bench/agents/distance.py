@@ -31,6 +31,7 @@ class Apart:
         agreement: share of the answer's tokens that would have been chosen.
         tokens: of the prompt.
         in_full: whether a fallback computed it in full.
+        accepted, rejected: similar segments, by the acceptance test.
     """
 
     kind: str
@@ -43,6 +44,8 @@ class Apart:
     agreement: float
     tokens: Tokens
     in_full: bool
+    accepted: int = 0
+    rejected: int = 0
 
 
 def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Apart]]:
@@ -79,6 +82,8 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Apart]
                 agreement=sum(a == b for a, b in said) / len(apart),
                 tokens=Tokens.of(len(prompt), 0, mine.report),
                 in_full=bool(mine.report["in_full"]),
+                accepted=mine.report["accepted_segments"],
+                rejected=mine.report["rejected_segments"],
             )
             found.append(one)
         yield found

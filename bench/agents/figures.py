@@ -18,7 +18,7 @@ import numpy as np
 
 from bench import harness
 from bench.agents import scoring, verdicts
-from bench.agents.arms import CLOSE, CONTENT, NONE, PREFIX, SIMILAR
+from bench.agents.arms import CLOSE, CONTENT, NONE, PREFIX, SIMILAR, TESTED
 from bench.agents.distance import Apart
 from bench.agents.serving import Free, Taken
 from bench.agents.tokens import Tokens
@@ -257,6 +257,8 @@ def _distances(apart: Sequence[Apart]) -> list[Row]:
                 "answer_kl_high": None if high is None else _round(high),
                 "agreement": _round(fmean(it.agreement for it in mine)),
                 "in_full": _round(fmean(it.in_full for it in mine)),
+                "accepted": sum(it.accepted for it in mine),
+                "rejected": sum(it.rejected for it in mine),
                 **_rounded(tokens.shares()),
             }
         )
@@ -288,12 +290,15 @@ def _summary(
         }
     summary |= measured.similar.get("summary", {})
     pairs, right = (int(summary.pop(name, 0)) for name in ("pairs", "right_pairs"))
-    close = [it.first_kl for it in measured.apart if it.arm == CLOSE]
+    first_kl = {arm: [it.first_kl for it in mine] for arm, mine in _by_arm(measured.apart).items()}
+    accepted = [it.first_kl for it in measured.apart if it.arm == TESTED and it.accepted]
+    if accepted:
+        summary["boundary_kl_p95"] = _round(float(np.quantile(accepted, 0.95)))
     found = {
         "h1": verdicts.h1(savings(told, SIMILAR, NONE), full, similar),
-        "h2": verdicts.h2([]),  # nothing reports a divergence at boundaries
+        "h2": verdicts.h2(accepted),
         "h3": verdicts.h3(right, pairs),
-        "h4": verdicts.h4(close),
+        "h4": verdicts.h4(first_kl.get(TESTED) or first_kl.get(CLOSE, [])),
     }
     return summary | {name: str(verdict) for name, verdict in found.items()}
 

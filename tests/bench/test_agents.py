@@ -301,6 +301,22 @@ def test_h1_needs_latency_and_success() -> None:
     assert verdicts.h1([0.5] * 5, [1.0] * 5, [1.0] * 5).verdict == "open"
 
 
+def test_h2_is_of_accepted_segments_and_h4_of_all_that_a_test_lets_pass() -> None:
+    def apart(arm: str, kl: float, accepted: int) -> Apart:
+        return Apart("single", 0, 0, 0, arm, kl, kl, 1.0, Tokens(100), False, accepted, 2)
+
+    close = [apart("similar-close", 3.0, 0)]
+    tested = [apart("similar-tested", 0.01, 1)] * 9 + [apart("similar-tested", 0.5, 0)]
+    result = figures.result(figures.Measured(apart=[*close, *tested]))
+    summary = result["summary"]
+    assert summary["boundary_kl_p95"] == 0.01
+    assert str(summary["h2"]).startswith("open: n = 9 steps, share of 0.1 nats or more 0.000")
+    assert str(summary["h4"]).startswith("open: n = 10 steps, share of 0.1 nats or more 0.100")
+    row = next(row for row in result["rows"] if row.get("distance_of") == "similar-tested")
+    assert (row["accepted"], row["rejected"]) == (9, 20)
+    assert "boundary_kl_p95" not in figures.result(figures.Measured(apart=close))["summary"]
+
+
 def test_h2_is_open_until_it_is_measured() -> None:
     assert str(verdicts.h2([])) == "open: not measured"
     assert verdicts.h2([0.01] * 200).verdict == "held"
