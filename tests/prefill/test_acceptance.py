@@ -14,7 +14,7 @@ import torch
 from tests.prefill.loop import KV, TinyDecoder, carry_out
 from tests.prefill.test_executor import DONOR, RECIPES, assert_equal, in_turns, pages
 from tests.prefill.tiny import KV_HEADS, LAYERS, SIZE, World, make_plan
-from vllm_segreuse.plan import Acceptance, Pieces, PlanOutcome, ReusePlan
+from vllm_segreuse.plan import Acceptance, Fixed, Pieces, ReusePlan
 from vllm_segreuse.prefill import acceptance as module
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.executor import PassReport
@@ -45,12 +45,14 @@ def plan(
     pieces = pieces.merged(Pieces.from_table(similar, is_similar=True))
     halos = [at + i for at, _ in SIMILAR for i in range(HALO)]
     probes = [24, 25]
+    next_token = 7 if RECIPES[recipe].get("program", Fixed()).probes_next_token else None
     made = make_plan(
         name,
         START,
         sorted([*NEW, *halos]),
         COUNT,
         np.arange(first, first + 9),
+        next_token,
         probes=probes,
         **RECIPES[recipe],
     )
@@ -253,20 +255,12 @@ def test_a_halo_that_is_no_number_is_rejected(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.undo()
 
 
-def test_a_second_round_that_meets_nan_is_computed_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first did not attend to: here, because a window passes it."""
-    windows = (0, 2, 2, 2)
-    world, full = World(monkeypatch, windows=windows), World(monkeypatch, windows=windows)
-    one, beside = plan(bound=0.0), plan("other", bound=1e9, first=30, donor=DONOR)
-    beside = replace(beside, acceptance=None, pieces=Pieces.from_table([]))
-    beside = beside.in_full()
-    # The second segment's last token but two, at a layer with a window of two tokens.
-    world.caches[1][DONOR + 5, 1, :, 3] = math.nan
-    report = world.prefill.run([one, beside])
-    assert report.not_finite == ["one"]
-    assert report.outcomes["one"] == PlanOutcome(one.num_written)
-    run(full, one.in_full())
-    assert_equal(pages(world, one), pages(full, one), atol=1e-4)
+def test_windows_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, windows=(0, 3, 0, 5), max_wave_tokens=3)
+    one = plan(recipe="sum")
+    expected = first_round(world, one)
+    run(world, one)
+    check_kv(world, one, second_round(world, one, expected, (0, 1)))
 
 
 @pytest.mark.parametrize("drift", [True, False], ids=["drift", "NaN"])

@@ -98,7 +98,9 @@ class SparsePrefill:
 
         A plan whose scores or hidden states are not finite is computed again, in full: what it
         reused may be the reason. So is one whose drift is above what its request allows. Of one
-        whose similar segments are rejected, the rest of these is computed in a second round.
+        whose similar segments are rejected, the rest of these is computed in a second round. That
+        attends to no moved token to which the halo in front of it has not attended, so that it
+        meets nothing that is not finite.
         Tensor-parallel ranks hold the same hidden states, choose by the same scores and measure the
         same drifts, so they agree on it.
         """
@@ -116,39 +118,20 @@ class SparsePrefill:
         for end in ends:
             plan = end.plan
             outcome, left = end.outcome(positions.get(plan.request_id))
-            fine = end.fine
-            if left is not None:
-                fine &= yield from clock.running(self._go_on(left, prepared.wave_work))
-            if not fine:
+            if not end.fine:
                 not_finite.append(plan.request_id)
-                outcome = outcomes.in_full(plan)
             if plan.reports:
-                reported[plan.request_id] = (
-                    outcome if plan.explains else outcome._replace(positions=None)
-                )
+                shown = outcome if plan.explains else outcome._replace(positions=None)
+                reported[plan.request_id] = shown
+            if left is not None:  # alone: the states of one prompt fit into memory
+                [batch] = self._batches([left], prepared.wave_work)
+                yield from clock.running(self._compute(batch))
         return PassReport(
             align_s=prepared.seconds,
             sparse_s=clock.seconds(),
             not_finite=not_finite,
             outcomes=reported,
         )
-
-    def _go_on(self, plan: ReusePlan, wave_work: int | None) -> Waves[bool]:
-        """Compute what is left of a plan, alone: the states of one prompt fit into memory.
-
-        Returns:
-            Whether it is finite. A second round attends to moved tokens that nothing has attended
-            to so far; if it is not, everything is computed.
-        """
-        [batch] = self._batches([plan], wave_work)
-        ended = yield from self._compute(batch)
-        if plan.recipe.always.all():
-            return True
-        [end] = outcomes.read([ended])
-        if not end.fine:
-            [batch] = self._batches([plan.in_full()], wave_work)
-            yield from self._compute(batch)
-        return end.fine
 
     def _batches(self, plans: list[ReusePlan], wave_work: int | None) -> list[Batch]:
         """Plans by what they share a pass with: their program, and their adapter."""

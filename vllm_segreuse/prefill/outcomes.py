@@ -71,15 +71,15 @@ class Ended(NamedTuple):
             positions: of the tokens that were computed, ascending; None: not wanted.
         """
         if not self.fine:
-            return in_full(self.plan), self.plan.in_full()
+            everything = PlanOutcome(self.plan.num_written, positions=_everything(self.plan))
+            return everything, self.plan.in_full()
         drift = None if math.isnan(self.drift) else self.drift
         outcome = PlanOutcome(self.computed, drift, self.is_too_far, positions)
         if self.is_too_far:
             return outcome._replace(positions=_everything(self.plan)), self.plan.in_full()
         if self.plan.acceptance is None:
             return outcome, None
-        computed = np.zeros(self.plan.num_tokens, np.bool_)
-        computed[np.array(positions or (), np.int64) - self.plan.start] = True
+        computed = np.isin(np.arange(self.plan.start, self.plan.stop), positions or ())
         second = self.plan.second_round(self.boundary_drifts, computed)
         tested = AcceptanceOutcome(self.boundary_drifts)
         if second is not None:
@@ -89,11 +89,6 @@ class Ended(NamedTuple):
             again = second.recipe.counts(0, second.num_written - second.num_tokens).always
             tested = tested._replace(added=added, again=again)
         return outcome._replace(positions=positions, acceptance=tested), second
-
-
-def in_full(plan: ReusePlan) -> PlanOutcome:
-    """Of a plan that met NaN or infinity."""
-    return PlanOutcome(plan.num_written, positions=_everything(plan))
 
 
 def read(computed: list[Computed]) -> list[Ended]:
