@@ -12,7 +12,9 @@ import pytest
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, engine
 from tests.e2e.test_equality import assert_same
 from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
+from vllm_segreuse.config import SimilarityOptions
 from vllm_segreuse.model.kv_format import typed_pages
+from vllm_segreuse.plan import Halo
 
 pytestmark = pytest.mark.e2e
 
@@ -104,6 +106,97 @@ def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) 
         assert ours.report["similar_tokens"] > 100
         assert ours.report["recomputed_tokens"] == ours.report["reused_tokens"]
         assert_same(ours, theirs, noise=2e-3)
+    reusing.check_idle()
+
+
+def accepting(
+    reusing: Engine, patch: pytest.MonkeyPatch, halo_tokens: int, bound: float | None
+) -> None:
+    """As with these options of the server."""
+    side = reusing.scheduler.connector.scheduler_side
+    options = SimilarityOptions(halo_tokens=halo_tokens, max_boundary_drift=bound)
+    patch.setattr(side._planner, "_halo", Halo(halo_tokens, bound))
+    patch.setattr(side._by_similarity, "_min_run", options.least_run_tokens)
+
+
+FEW = {"segreuse_recompute_ratio": 0.05, "segreuse_overflow_tokens": 0}
+"""Of these prompts policies would recompute nearly everything."""
+
+
+def ask_few(reusing: Engine, prompt: list[int], policy: str) -> Answer:
+    return ask(reusing, prompt, policy=policy, explain=True, recompute_ratio=0.05)
+
+
+def similar_stretches(answer: Answer) -> list[dict[str, Any]]:
+    return [it for it in answer.report["explain"] if it["source"] == "similar"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "halo_tokens"),
+    [
+        *((policy, 8) for policy in ("sparsex", "focus", "epic", "cacheblend", "peaks")),
+        *(("shift", halo_tokens) for halo_tokens in (1, 4, 8)),
+    ],
+)
+def test_rejecting_everything_equals_plain_vllm(
+    reusing: Engine, policy: str, halo_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(reusing)
+    before = [agent.prompt("find the parcel"), agent.prompt("sum the prices")]
+    prompts = [agent.prompt("which order is late?"), agent.prompt("who has complained?")]
+    reference = reusing.ask(*prompts)
+    reusing.reset()
+    accepting(reusing, monkeypatch, halo_tokens, 0.0)
+    reusing.ask(*before, options=OPTIONS, max_tokens=1)
+    options = OPTIONS | FEW | {"segreuse_policy": policy, "segreuse_explain": True}
+    for ours, theirs in zip(reusing.ask(*prompts, options=options), reference, strict=True):
+        report = ours.report
+        assert report["similar_tokens"] == report["reused_tokens"] > 80
+        assert report["recomputed_tokens"] == report["reused_tokens"]
+        assert report["accepted_segments"] == 0
+        assert report["rejected_segments"] == report["matches"] > 5
+        assert report["rejected_tokens"] > 0
+        assert report["computed_share"] > 1
+        for stretch in similar_stretches(ours):
+            assert stretch["rejected"]
+            assert stretch["boundary_drift"] > 0
+            assert stretch["recomputed"] == [[stretch["start"], stretch["tokens"]]]
+        assert_same(ours, theirs, noise=2e-3)
+    reusing.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["shift", "focus"])
+def test_segments_above_the_bound_are_computed_and_others_are_not(
+    reusing: Engine, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(reusing)
+    before, prompt = agent.prompt("find the parcel"), agent.prompt("which order is late?")
+    answers = []
+    for bound in (None, 1e9):
+        reusing.reset()
+        accepting(reusing, monkeypatch, 8, bound)
+        ask(reusing, before)
+        answers.append(ask_few(reusing, prompt, policy))
+    untested, measured = answers
+    assert measured.logprobs == untested.logprobs, "to measure changes nothing"
+    assert untested.report["accepted_segments"] == 0
+    assert "rejected" not in similar_stretches(untested)[0]
+    drifts = [it["boundary_drift"] for it in similar_stretches(measured)]
+    assert measured.report["accepted_segments"] == len(drifts) == measured.report["matches"]
+
+    bound = sorted(drifts)[len(drifts) // 2] + 5e-5  # drifts are rounded
+    reusing.reset()
+    accepting(reusing, monkeypatch, 8, bound)
+    ask(reusing, before)
+    answer = ask_few(reusing, prompt, policy)
+    report, stretches = answer.report, similar_stretches(answer)
+    assert [it["rejected"] for it in stretches] == [drift > bound for drift in drifts]
+    assert report["rejected_segments"] == sum(drift > bound for drift in drifts) > 0
+    assert report["accepted_segments"] == len(drifts) - report["rejected_segments"] > 0
+    again = sum(length for it in stretches for _, length in it["recomputed"])
+    assert again == report["recomputed_tokens"] < report["reused_tokens"]
+    assert report["rejected_tokens"] <= sum(it["tokens"] - 8 for it in stretches if it["rejected"])
+    assert measured.report["computed_share"] < report["computed_share"]
     reusing.check_idle()
 
 
