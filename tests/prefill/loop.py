@@ -129,6 +129,25 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
     return active, kv
 
 
+def carry_out_in_stages(
+    decoder: TinyDecoder, plan: ReusePlan, kv: KV, entering: dict[int, tuple[int, np.ndarray]]
+) -> KV:
+    """The same for tokens that enter between layers.
+
+    Args:
+        kv: of every position, with the donors' keys and values in place.
+        entering: by position, the layer at which a token enters, and with what.
+    """
+    token_ids = dict(enumerate(plan.token_ids.tolist(), plan.start))
+    always = [plan.start + int(i) for i in np.flatnonzero(plan.recipe.always)]
+    kv = {at: held for at, held in kv.items() if at[1] not in always}
+    states = {p: decoder.embed(token_ids[p], p) for p in always}
+    for layer in range(LAYERS):
+        states |= {p: stream for p, (cut, stream) in entering.items() if cut == layer}
+        states = decoder.run(range(layer, layer + 1), dict(sorted(states.items())), kv)
+    return kv
+
+
 def _attention_at_boundary(
     decoder: TinyDecoder,
     dense: int,

@@ -165,7 +165,7 @@ def test_nothing_to_copy_touches_nothing() -> None:
     subject, layers = make_aligner(["NHD"], [ROPE])
     before = layers[0].pages.clone()
     empty = np.empty(0, np.int64)
-    subject.align(align_module.TokenCopies(empty, empty, empty))
+    subject.align(align_module.TokenCopies.at_all_layers(empty, empty, empty))
     assert torch.equal(layers[0].pages, before)
     assert layers[0].log == []
 
@@ -174,7 +174,7 @@ def test_unmoved_tokens_are_copied_bit_for_bit() -> None:
     subject, layers = make_aligner(["tiled by 16"], [ROPE])
     source, target = np.arange(70, 190), np.arange(300, 420)
     expected = [layers[0].read(slot) for slot in source.tolist()]
-    subject.align(align_module.TokenCopies(source, target, np.zeros_like(source)))
+    subject.align(align_module.TokenCopies.at_all_layers(source, target, np.zeros_like(source)))
     for slot, (key, value) in zip(target.tolist(), expected, strict=True):
         assert torch.equal(layers[0].read(slot)[0], key)
         assert torch.equal(layers[0].read(slot)[1], value)
@@ -191,7 +191,9 @@ def test_the_kernel_is_told_where_pages_are_both_read_and_written(
         known([layer], [found], [ROPE], lambda pages, parts, moves: told.append(moves))
     )
     source = np.arange(BLOCK_SIZE)
-    subject.align(align_module.TokenCopies(source, source + distance, np.zeros_like(source)))
+    subject.align(
+        align_module.TokenCopies.at_all_layers(source, source + distance, np.zeros_like(source))
+    )
     assert [moves.overlapping for moves in told] == [overlapping]
 
 
@@ -205,8 +207,8 @@ def test_layers_that_are_alike_are_aligned_by_one_call() -> None:
         known(layers, found, ropes, lambda pages, parts, moves: calls.append(len(pages)))
     )
     slots = np.arange(9)
-    subject.align(align_module.TokenCopies(slots, slots + 500, slots))
+    subject.align(align_module.TokenCopies.at_all_layers(slots, slots + 500, slots))
     assert calls == [2, 1, 1]
     calls.clear()
-    subject.align(align_module.TokenCopies(slots, slots + 500, slots), first_layer=2)
+    subject.align(align_module.TokenCopies.at_all_layers(slots, slots + 500, slots), first_layer=2)
     assert calls == [1, 1]

@@ -25,6 +25,7 @@ from vllm_segreuse.plan import (
     Program,
     Recipe,
     ReusePlan,
+    Staged,
     Stock,
 )
 from vllm_segreuse.prefill import programs
@@ -287,10 +288,10 @@ def test_plans_side_by_side_choose_each_for_itself() -> None:
     assert active.tolist() == [*range(10), 47, *seen[:10], TOKENS + 45, TOKENS + 46]
 
 
-@pytest.mark.parametrize("program", [Fixed, Stock, Boundary, Deviation, Probed])
+@pytest.mark.parametrize("program", [Fixed, Staged, Stock, Boundary, Deviation, Probed])
 def test_every_program_has_a_module_that_runs_it(program: type[Program]) -> None:
     assert programs.PROGRAMS[program].PROGRAM is program
-    assert len(programs.PROGRAMS) == 5
+    assert len(programs.PROGRAMS) == 6
 
 
 def test_the_program_of_a_batch_runs_with_what_it_was_given(

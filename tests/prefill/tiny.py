@@ -27,12 +27,13 @@ from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack
 from vllm_segreuse.plan import Fixed, Pieces, Program, Recipe, ReusePlan
 from vllm_segreuse.prefill import attention as attention_module
-from vllm_segreuse.prefill import selection
+from vllm_segreuse.prefill import selection, states
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.rows import common_metadata
+from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.tokens import TokenTable
 
 LAYERS, HEADS, KV_HEADS, CHANNELS, SIZE = 4, 4, 2, 8, 4
@@ -199,6 +200,7 @@ class World:
         windows: of each layer; 0: none.
         in_rows: layers whose scattered queries have no kernel, whatever the others have.
         lora_manager: vLLM's, where LoRA is enabled.
+        cuts: layers whose input is kept, as boundary states.
 
     Attributes:
         kinds: of the layers.
@@ -217,6 +219,7 @@ class World:
         windows: tuple[int, ...] = (0,) * LAYERS,
         in_rows: tuple[int, ...] = (),
         lora_manager: Any = None,
+        cuts: tuple[int, ...] = (),
     ) -> None:
         torch.manual_seed(0)
         self.written: list[tuple[int, list[int]]] = []
@@ -255,7 +258,11 @@ class World:
             SimpleNamespace(preferred=nullcontext),  # type: ignore[arg-type]
             Adapters(SimpleNamespace(lora_manager=lora_manager)),
             max_wave_tokens,
+            BoundaryStates(self.stack, cuts, 100 * SIZE, HIDDEN, torch.float32, torch.device("cpu"))
+            if cuts
+            else None,
         )
+        patch.setattr(states, "slots_of_forward", self._slots_of_forward)
         self.prefill = SparsePrefill(self.layers, Aligner(kv))
         patch.setattr(attention_module, "pass_context", _pass_context)
         patch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
@@ -270,6 +277,9 @@ class World:
             yield
         finally:
             self.context = None
+
+    def _slots_of_forward(self, layer_name: str) -> torch.Tensor | None:
+        return None if self.context is None else self.context[0].slots
 
     def left_layer(self, index: int, *state: torch.Tensor) -> None:
         if self.spoil is not None:
@@ -308,6 +318,7 @@ def make_plan(
     program: Program = FIXED,
     top_k: int = 0,
     lora_id: int = 0,
+    enters: np.ndarray | None = None,
 ) -> ReusePlan:
     """A plan of `count` tokens from `start` on.
 
@@ -317,12 +328,14 @@ def make_plan(
         pieces: see `ReusePlan`.
         program, top_k: see `Recipe`.
         lora_id: see `ReusePlan`.
+        enters: see `Recipe`.
     """
     masks = []
     for indices in (always, always if probes is None else probes):
         masks.append(np.zeros(count, bool))
         masks[-1][indices] = True
     recipe = Recipe(program, always=masks[0], probes=masks[1], top_k=top_k)
+    recipe = recipe.entering(enters)
     token_ids = np.random.default_rng(len(name) + start).integers(0, VOCABULARY, count)
     return ReusePlan(
         name,

@@ -11,6 +11,7 @@ the layers is proven at start-up by comparing with the model's own forward (`che
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,13 @@ class LayerState:
 
     hidden_states: torch.Tensor
     residual: torch.Tensor | None
+
+    @property
+    def stream(self) -> torch.Tensor:
+        """The residual stream: what the next layer adds up before it does anything else."""
+        if self.residual is None:
+            return self.hidden_states
+        return self.hidden_states + self.residual
 
     def take(self, index: torch.Tensor | slice) -> LayerState:
         """The states of the given rows."""
@@ -158,6 +166,26 @@ class DecoderStack:
                 f"{type(self.layers[0]).__name__}.forward takes more than hidden states of each "
                 f"token ({', '.join(of_tokens)})"
             )
+
+    def report_input(self, index: int, keep: Callable[[torch.Tensor, LayerState], None]) -> None:
+        """Have a layer report, from here on, what enters it: positions `[tokens]`, and the state.
+
+        Whoever runs it; but for compiled models, which call no hooks.
+        """
+
+        def report(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = self._signature.bind(*args, **kwargs).arguments
+            positions = given["positions"]
+            state = LayerState(given["hidden_states"], given.get("residual"))
+            keep(positions.view(-1, positions.shape[-1])[0], state)
+
+        self.layers[index].register_forward_pre_hook(report, with_kwargs=True)
+
+    def state_of(self, stream: torch.Tensor, index: int) -> LayerState:
+        """A state with which layer `index` adds up to this residual stream `[tokens, hidden]`."""
+        if not (self._has_residual and index):
+            return LayerState(stream, None)
+        return LayerState(torch.zeros_like(stream), stream)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's own forward, all layers; what `embed` and `run` together must reproduce.

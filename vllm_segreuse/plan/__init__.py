@@ -8,7 +8,7 @@ from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo, acceptance_
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.plan.freezing import FreezeOrder
-from vllm_segreuse.plan.pieces import Pieces, Segments, Tier
+from vllm_segreuse.plan.pieces import ALL_LAYERS, Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
     Boundary,
     Counts,
@@ -18,11 +18,13 @@ from vllm_segreuse.plan.programs import (
     ModelLayers,
     Probed,
     Program,
+    Staged,
     Stock,
 )
 from vllm_segreuse.plan.reuse import AcceptanceOutcome, PlanOutcome, Recipe, ReusePlan
 
 __all__ = [
+    "ALL_LAYERS",
     "NO_HALO",
     "Acceptance",
     "AcceptanceOutcome",
@@ -47,6 +49,7 @@ __all__ = [
     "Reference",
     "ReusePlan",
     "Segments",
+    "Staged",
     "Stock",
     "Tier",
     "acceptance_of",

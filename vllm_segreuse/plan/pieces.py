@@ -20,6 +20,9 @@ import numpy.typing as npt
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 
+ALL_LAYERS = np.iinfo(np.int32).max
+"""More layers than any model has."""
+
 
 class Tier(IntEnum):
     """Where a donor block lies."""
@@ -55,6 +58,8 @@ class Pieces:
         source: int8 `[n]`, `Tier` of the donor block.
         is_similar: bool `[n]`, whether the piece was found in text that is only similar. Its own
             tokens are equal all the same.
+        layers: int32 `[n]`, how many layers KV is moved at, the lowest ones. At the others the
+            tokens are computed, from the donor's boundary states; `ALL_LAYERS`: at none.
     """
 
     destination: IntArray
@@ -64,21 +69,29 @@ class Pieces:
     position: IntArray
     source: npt.NDArray[np.int8]
     is_similar: BoolArray
+    layers: IntArray
 
     @classmethod
     def from_table(
-        cls, table: npt.ArrayLike, source: Tier = Tier.GPU, is_similar: bool = False
+        cls,
+        table: npt.ArrayLike,
+        source: Tier = Tier.GPU,
+        is_similar: bool = False,
+        layers: npt.ArrayLike = ALL_LAYERS,
     ) -> Pieces:
         """Pieces of one tier, found in one way.
 
         Args:
             table: `[n, 5]`: destination, length, block, offset and position of each.
+            source, is_similar: of all.
+            layers: of all, or of each `[n]`.
         """
         columns = np.ascontiguousarray(np.asarray(table, np.int32).reshape(-1, 5).T)
         destination, length, block, offset, position = columns
         tiers = np.full(length.size, source, np.int8)
         similar = np.full(length.size, is_similar, np.bool_)
-        return cls(destination, length, block, offset, position, tiers, similar)
+        moved_at = np.full(length.size, layers, np.int32)
+        return cls(destination, length, block, offset, position, tiers, similar, moved_at)
 
     def merged(self, others: Pieces) -> Pieces:
         """These and others, which go to other positions."""
@@ -108,6 +121,19 @@ class Pieces:
     def num_similar(self) -> int:
         """Tokens that were found in similar text."""
         return int(self.length[self.is_similar].sum())
+
+    def enters(self, start: int, stop: int) -> IntArray | None:
+        """int32 `[stop - start]`: the layer from which on each token is computed, -1 where it is
+        moved at all layers, or not at all; None: all are."""
+        partial = self.layers != ALL_LAYERS
+        if not partial.any():
+            return None
+        enters = np.full(stop - start, -1, np.int32)
+        lengths = self.length[partial]
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        first = self.destination[partial] - start
+        enters[np.repeat(first, lengths) + within] = np.repeat(self.layers[partial], lengths)
+        return enters
 
     @property
     def stop(self) -> int:

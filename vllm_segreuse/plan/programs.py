@@ -55,12 +55,14 @@ class Counts(NamedTuple):
         always: computed at every layer, whatever is chosen.
         chosen: by their score, outside of these.
         probes: whose queries give the scores.
+        entering: computed from each of the program's cuts on.
     """
 
     tokens: int
     always: int
     chosen: int
     probes: int
+    entering: tuple[int, ...] = ()
 
 
 class Program:
@@ -72,9 +74,11 @@ class Program:
         chooses: whether tokens are chosen by a score.
         probes_next_token: whether the query of the token behind the plan takes part in the choice.
         computes_before_choice: whether new tokens that do not probe are done before the choice.
+        cuts: layers at which tokens enter from boundary states, ascending.
     """
 
     dense_layers: int = 0
+    cuts: tuple[int, ...] = ()
     chooses: ClassVar[bool] = True
     probes_next_token: ClassVar[bool] = False
     computes_before_choice: ClassVar[bool] = False
@@ -110,6 +114,30 @@ class Fixed(Program):
 
     dense_layers: int = 0
     chooses = False
+
+
+@dataclass(frozen=True)
+class Staged(Program):
+    """Tokens enter at cuts, from the boundary states of their donors (`prefill/states.py`). At the
+    layers below, their KV is moved; from there on they are computed with those that are always
+    computed.
+
+    Attributes:
+        cuts: see `Program`.
+    """
+
+    cuts: tuple[int, ...] = ()
+    chooses = False
+
+    def most_active(self, counts: Counts) -> int:
+        """Behind the last cut all of them are computed."""
+        return super().most_active(counts) + sum(counts.entering)
+
+    def cost(self, counts: Counts, layers: ModelLayers) -> int:
+        """A token that enters is computed at the layers from its cut on."""
+        behind = [layers.count - cut for cut in self.cuts]
+        entering = sum(n * left for n, left in zip(counts.entering, behind, strict=True))
+        return super().cost(counts, layers) + entering
 
 
 @dataclass(frozen=True)

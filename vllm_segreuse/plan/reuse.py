@@ -13,7 +13,7 @@ import numpy as np
 from vllm_segreuse.plan.acceptance import Acceptance, Halo, acceptance_of
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.pieces import Pieces
-from vllm_segreuse.plan.programs import Counts, Fixed, ModelLayers, Program
+from vllm_segreuse.plan.programs import Counts, Fixed, ModelLayers, Program, Staged
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Recipe:
         probes: bool `[stop - start]`: tokens whose queries give the scores.
         top_k: reused tokens outside `always` that are computed behind the program's dense layers,
             chosen by their score; the most of them, where the program may choose fewer.
+        enters: int32 `[stop - start]`: the layer at which a reused token enters from a boundary
+            state, -1 where none does; None: no token does.
 
     Raises:
         ValueError: tokens are to be chosen by a program that does not choose; or computed before
@@ -39,6 +41,7 @@ class Recipe:
     always: BoolArray
     probes: BoolArray
     top_k: int = 0
+    enters: IntArray | None = None
 
     def __post_init__(self) -> None:
         if self.program.computes_before_choice and self.settled.all():
@@ -61,6 +64,25 @@ class Recipe:
             program: how they are computed; None: by layers of the pass.
         """
         return cls(program or Fixed(), always, probes=np.zeros_like(always))
+
+    def entering(self, enters: IntArray | None) -> Recipe:
+        """The same, where tokens enter from boundary states unless they are always computed.
+
+        Args:
+            enters: as the attribute.
+
+        Raises:
+            ValueError: the program stops between layers itself, or chooses tokens.
+        """
+        if enters is None:
+            return self
+        enters = np.where(self.always, -1, enters).astype(np.int32)
+        cuts = np.unique(enters[enters >= 0]).tolist()
+        if not cuts:
+            return self
+        if self.program != Fixed():
+            raise ValueError(f"{self.program} has no stages at which tokens enter")
+        return replace(self, program=Staged(tuple(cuts)), enters=enters)
 
     @property
     def leaves_a_choice(self) -> bool:
@@ -115,7 +137,9 @@ class Recipe:
             behind: tokens behind the plan that are computed and probed with it.
         """
         always, probes = int(self.always.sum()), int(self.probes.sum())
-        return Counts(len(self.always) + behind, always + behind, chosen, probes + behind)
+        entering = tuple(int(np.sum(self.enters == cut)) for cut in self.program.cuts)
+        tokens = len(self.always) + behind
+        return Counts(tokens, always + behind, chosen, probes + behind, entering)
 
 
 class AcceptanceOutcome(NamedTuple):
@@ -227,6 +251,12 @@ class ReusePlan:
     def num_reused(self) -> int:
         """Tokens whose KV is copied."""
         return self.pieces.num_tokens
+
+    @property
+    def num_entering(self) -> int:
+        """Reused tokens that are moved at some layers, and computed above."""
+        enters = self.recipe.enters
+        return 0 if enters is None else int((enters >= 0).sum())
 
     @property
     def num_segments(self) -> int:

@@ -8,27 +8,47 @@ written where they share a page, so overlapping sources and destinations are saf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from vllm_segreuse.kernels.pages import Moves
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import ALL_LAYERS, ReusePlan
 from vllm_segreuse.prefill.tokens import upload
 
 
 @dataclass(frozen=True)
 class TokenCopies:
-    """Token by token: `source_slots[i]` to `target_slots[i]`, `deltas[i]` positions on; int64."""
+    """Token by token: `source_slots[i]` to `target_slots[i]`, `deltas[i]` positions on; int64.
+
+    Attributes:
+        positions: of the tokens in their donor's sequence.
+        stops: int32, the layers before this one; `ALL_LAYERS`: all.
+    """
 
     source_slots: np.ndarray
     target_slots: np.ndarray
     deltas: np.ndarray
+    positions: np.ndarray
+    stops: np.ndarray
+
+    @classmethod
+    def at_all_layers(
+        cls, source_slots: np.ndarray, target_slots: np.ndarray, deltas: np.ndarray
+    ) -> TokenCopies:
+        """Copies of which nothing else matters: no state goes with them."""
+        stops = np.full(len(deltas), ALL_LAYERS, np.int32)
+        return cls(source_slots, target_slots, deltas, np.zeros_like(deltas), stops)
 
     def __len__(self) -> int:
         return len(self.source_slots)
+
+    def take(self, which: np.ndarray) -> TokenCopies:
+        """Some of them, by a mask."""
+        return TokenCopies(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
 def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> TokenCopies:
@@ -37,7 +57,7 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
     Args:
         skip_always: omit tokens that are computed at every layer anyway, and not compared.
     """
-    sources, targets, deltas = [], [], []
+    columns: list[tuple[np.ndarray, ...]] = []
     for plan in plans:
         pieces, length = plan.pieces, plan.pieces.length
         first = np.cumsum(length) - length
@@ -47,14 +67,17 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
         source = np.repeat(slot, length) + within
         shift = (pieces.destination - pieces.position).astype(np.int64)
         delta = np.repeat(shift, length)
+        stop = np.full(len(to), ALL_LAYERS, np.int32)
+        if plan.recipe.enters is not None:
+            enters = plan.recipe.enters[to - plan.start]
+            stop[enters >= 0] = enters[enters >= 0]
+        blocks = plan.block_ids.astype(np.int64)
+        target = blocks[to // block_size] * block_size + to % block_size
+        columns.append((source, target, delta, to - delta, stop))
         if skip_always:
             keep = plan.moved[to - plan.start]
-            to, source, delta = to[keep], source[keep], delta[keep]
-        blocks = plan.block_ids.astype(np.int64)
-        sources.append(source)
-        targets.append(blocks[to // block_size] * block_size + to % block_size)
-        deltas.append(delta)
-    return TokenCopies(*(np.concatenate(part) for part in (sources, targets, deltas)))
+            columns[-1] = tuple(column[keep] for column in columns[-1])
+    return TokenCopies(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 class Aligner:
@@ -77,9 +100,13 @@ class Aligner:
                 self._groups.append(_Group(layer, [layer.pages], [index]))
 
     def align(self, copies: TokenCopies, first_layer: int = 0) -> None:
-        """Carry the copies out at layers `first_layer` and later."""
-        if not len(copies):
-            return
+        """Carry the copies out at layers `first_layer` and later, each up to where it stops."""
+        stops = np.unique(copies.stops[copies.stops > first_layer]).tolist()
+        for begin, end in pairwise([first_layer, *stops]):
+            self._align(copies.take(copies.stops > begin), begin, end)
+
+    def _align(self, copies: TokenCopies, first_layer: int, stop_layer: int) -> None:
+        """Carry the copies out at layers `[first_layer, stop_layer)`."""
         # A plan has few distinct differences: one per segment.
         distinct, angles = np.unique(copies.deltas, return_inverse=True)
         device = self._groups[0].pages[0].device
@@ -91,7 +118,7 @@ class Aligner:
             pages = [
                 pages
                 for index, pages in zip(group.layers, group.pages, strict=True)
-                if index >= first_layer
+                if first_layer <= index < stop_layer
             ]
             if pages:
                 tables = group.tables(torch.from_numpy(distinct))

@@ -79,6 +79,7 @@ class Batch:
         self._device, self._block_size, self._slots = device, block_size, slots
         self.is_always = joined([p.recipe.always for p in plans], true, np.bool_)
         self.always = Index.known(np.flatnonzero(self.is_always), device)
+        self._enters = joined([_enters(p) for p in plans], [[-1] * len(more) for more in last], int)
         probes = joined([p.recipe.probes for p in plans], true, np.bool_)
         self.probes = Index.known(np.flatnonzero(probes), device)
         self.bounds = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -91,6 +92,10 @@ class Batch:
     def everything(self) -> Index:
         """All tokens."""
         return Index.known(np.arange(len(self.tokens)), self._device)
+
+    def entering(self, cut: int) -> Index:
+        """The tokens that enter at a cut."""
+        return Index.known(np.flatnonzero(self._enters == cut), self._device)
 
     def counts(self, index: Index) -> list[int]:
         """How many tokens of each plan are in an index that the host knows."""
@@ -129,3 +134,9 @@ class Batch:
         token = which * self._block_size + self._slots % self._block_size
         held = strides.tokens_of(pages, upload(blocks, self._device))
         return indexable(held)[upload(token, self._device)].view(pages.dtype)
+
+
+def _enters(plan: ReusePlan) -> np.ndarray:
+    """See `Recipe`; none enters where it says nothing."""
+    enters = plan.recipe.enters
+    return np.full(plan.num_tokens, -1) if enters is None else enters

@@ -90,6 +90,8 @@ class SparsePrefill:
         for batch in batches:
             copies = token_copies(batch.plans, self._block_size, skip_always=True)
             self._aligner.align(copies, first_layer=batch.program.dense_layers)
+            if self._layers.states is not None:
+                self._layers.states.move(copies)
         return Prepared(batches, time.perf_counter() - started, wave_work)
 
     @torch.inference_mode()

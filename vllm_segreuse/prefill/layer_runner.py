@@ -20,6 +20,7 @@ from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.tokens import Index, TokenTable, upload
 from vllm_segreuse.prefill.waves import Waves
 
@@ -42,11 +43,13 @@ class LayerRunner:
         fast_ops: the kernels that layers prefer when they run eagerly.
         adapters: the model's LoRA adapters.
         max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
+        states: see the attribute.
 
     Attributes:
         model: the layers, as programs see them.
         layouts: page layout of each layer.
         compiled: whether passes through all layers run as vLLM has compiled them; set once it has.
+        states: where tokens enter between layers; None: nowhere.
     """
 
     compiled = False
@@ -59,8 +62,10 @@ class LayerRunner:
         fast_ops: FastOps,
         adapters: Adapters,
         max_wave_tokens: int,
+        states: BoundaryStates | None = None,
     ) -> None:
         self.stack = stack
+        self.states = states
         self.model = model_layers([layer.kind for layer in layers])
         self.layouts = [layer.layout for layer in layers]
         self._layers = layers
@@ -107,6 +112,36 @@ class LayerRunner:
                 outputs.add(part, output)
             yield len(wave) * (last - first)
         return outputs.state
+
+    def enter(
+        self, cut: int, active: Index, state: LayerState | None, batch: Batch
+    ) -> tuple[Index, LayerState | None]:
+        """Tokens that enter at a cut join those that have come there.
+
+        Args:
+            cut: a layer.
+            active: tokens that all layers before it were run on.
+            state: theirs, if there are any.
+            batch: the plans.
+
+        Returns:
+            All of them, and their state.
+        """
+        entering = batch.entering(cut)
+        if not len(entering):
+            return active, state
+        assert self.states is not None
+        stream = self.states.at(cut, batch.tokens.slots[entering.device])
+        entered = self.stack.state_of(stream, cut)
+        if state is None:
+            return entering, entered
+        assert active.host is not None
+        assert entering.host is not None
+        both = np.concatenate([active.host, entering.host])
+        order = np.argsort(both)
+        device = stream.device
+        state = state.followed_by(entered).take(upload(order, device))
+        return Index.known(both[order], device), state
 
     def all_layers(self, tokens: TokenTable, batch: Batch) -> Waves[LayerState]:
         """All layers on these tokens.

@@ -34,7 +34,7 @@ def prove_moves(
     moved = np.array([scratch.distance, 0, -7])[tokens // 50 % 3]
     source, target = slots(scratch.own, tokens), slots(scratch.copy, tokens + 1)
     scratch.clear_copy()
-    aligner.align(TokenCopies(source, target, moved))
+    aligner.align(TokenCopies.at_all_layers(source, target, moved))
     distances = torch.from_numpy(moved).to(scratch.stack.attention[0].kv_cache.device)
     for layer, layout, delta_rope in zip(scratch.stack.attention, layouts, ropes, strict=True):
         pages = typed_pages(layer)
