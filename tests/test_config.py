@@ -2,6 +2,7 @@
 """Options: every bad value is refused with the option, the value and the rule in the text."""
 
 import hashlib
+import json
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,14 @@ def test_06_a_bad_request_for_similar_segments_is_refused(value: object) -> None
             "max_boundary_drift=-0.1 must be a number from 0 on, or null for no test",
         ),
         ({"max_boundary_drift": 0.1}, "has max_boundary_drift and no halo_tokens"),
+        *(
+            ({"w_exact": given}, 'must map layers from 1 on, or "all", to a number of tokens')
+            for given in (
+                *(8, {}, {0: 4}, {"first": 4}, {True: 4}, {1.5: 4}, {-1: 4}, {1000: 4}),
+                *({8: -1}, {8: 4097}, {8: "full"}, {8: True}, {8: None}, {8: 0.5}),
+                *({8: 16, 16: 15}, {16: 4, 8: 5}, {8: 5, "all": 4}, {8: "full_prefix", 16: 64}),
+            )
+        ),
     ],
 )
 def test_bad_options_of_similarity_are_refused(given: object, message: str) -> None:
@@ -322,6 +331,19 @@ def test_a_run_of_similar_text_is_longer_than_its_halo(
 ) -> None:
     options = SimilarityOptions(min_run_tokens=min_run_tokens, halo_tokens=halo_tokens)
     assert options.least_run_tokens == least
+
+
+def test_a_table_of_contexts_is_ordered_by_layer() -> None:
+    server = SegReuseConfig.from_options(
+        {"similarity": {"w_exact": {"all": "full_prefix", 16: 64, "8": 64}}}
+    )
+    assert server.similarity is not None
+    assert server.similarity.w_exact == {"8": 64, "16": 64, "all": "full_prefix"}
+    assert list(server.similarity.w_exact) == ["8", "16", "all"]
+    assert server.cuts == (8, 16)
+    assert SegReuseConfig.from_options(json.loads(json.dumps(server.model_dump()))) == server
+    assert SegReuseConfig(similarity={"w_exact": {"all": 3}}).cuts == ()  # type: ignore[arg-type]
+    assert SIMILAR.cuts == SegReuseConfig().cuts == ()
 
 
 def test_06_unknown_request_option_is_named_with_the_allowed_ones() -> None:

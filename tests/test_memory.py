@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_segreuse.memory import pass_bytes
+from vllm_segreuse.memory import kv_bytes, pass_bytes, state_bytes_per_token
 
 FIXED = 272 << 20
 """Scratch of overlapping moves (256 MiB), and buffers of a metadata builder (16 MiB)."""
@@ -92,3 +92,22 @@ def test_the_scratch_is_that_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert layers_at_once(80, SCRATCH_BYTES // 3) == 3
     assert layers_at_once(2, 1) == 2
     assert layers_at_once(80, SCRATCH_BYTES + 1) == 1
+
+
+def test_states_that_tokens_enter_from_are_joined_with_others() -> None:
+    states = 2 * (1000 + 100_000) * 64 * 2
+    entering = config(similarity={"w_exact": {8: 4}})
+    assert pass_bytes(entering) - pass_bytes(config()) == 2 * states
+
+
+def test_boundary_states_take_a_row_and_a_position_per_token_and_cut() -> None:
+    assert state_bytes_per_token(config(), (8, 16)) == 2 * (64 * 2 + 4)
+    assert state_bytes_per_token(config(dtype=torch.float32), (8,)) == 64 * 4 + 4
+    assert state_bytes_per_token(config(), ()) == 0
+
+
+def test_kv_and_its_boundary_states_share_what_is_left() -> None:
+    spec = SimpleNamespace(page_size_bytes=16 * 200, block_size=16)
+    left = kv_bytes(10**9, config(), {"first": spec, "second": spec}, (8,))
+    tokens = left / 400
+    assert left + tokens * state_bytes_per_token(config(), (8,)) == pytest.approx(10**9, rel=1e-6)

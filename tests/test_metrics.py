@@ -28,6 +28,7 @@ def filled() -> SegReuseStats:
     stats.observe("match", 0.003)
     stats.note_frozen(0.5)
     stats.note_frozen(0.25)
+    stats.note_states(4096)
     stats.count_repeated(3)
     stats.observe_drift(2.5, in_full=False)
     stats.observe_drift(7.0, in_full=True)
@@ -86,6 +87,7 @@ def test_empty_until_something_is_counted() -> None:
         lambda stats: stats.count_request("reused"),
         lambda stats: stats.observe("align", 0.5),
         lambda stats: stats.note_frozen(0.0),
+        lambda stats: stats.note_states(0),
         lambda stats: stats.count_repeated(1),
         lambda stats: stats.observe_drift(0.0, in_full=False),
         lambda stats: stats.observe_acceptance((0.0,), rejected=0),
@@ -122,6 +124,7 @@ def test_aggregate_adds() -> None:
         "requests": {"reused": {"": 2}, "bypassed": {"too_few_reused_tokens": 4}},
         "seconds": {"match": [0.001, 0.003, 0.001, 0.003]},
         "frozen": [0.5, 0.25, 0.5, 0.25],
+        "states": [4096] * 2,
         "repeated": 6,
         "drift": [2.5, 7.0, 2.5, 7.0],
         "in_full": 2,
@@ -168,6 +171,7 @@ def test_prometheus_shows_what_was_counted(
         )
 
     assert value("frozen_share") == 0.25, "the last of them"
+    assert value("state_bytes") == 4096
     assert value("not_finite_total") == 6
     assert value("drift_count") == 4
     assert value("drift_sum") == 19
@@ -205,6 +209,7 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_observed_tokens",
         "vllm:segreuse_requests",
         "vllm:segreuse_frozen_share",
+        "vllm:segreuse_state_bytes",
         "vllm:segreuse_not_finite",
         "vllm:segreuse_drift",
         "vllm:segreuse_in_full",
@@ -227,7 +232,7 @@ def test_every_series_has_its_name_labels_and_buckets(
         *("model_name", "engine", "outcome", "reason")
     }
     kinds = {s.labels["kind"] for s in found["vllm:segreuse_tokens"].samples if "kind" in s.labels}
-    assert kinds == {"prefix", "reused", "recomputed", "exact", "similar", "new"}
+    assert kinds == {"prefix", "reused", "recomputed", "exact", "similar", "entering", "new"}
     edges = [
         s.labels["le"] for s in found["vllm:segreuse_align_seconds"].samples if "le" in s.labels
     ]

@@ -20,10 +20,11 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_segreuse.arrival import MAX_ADAPTERS, namespace_of
-from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
+    ALL_LAYERS,
     AcceptanceOutcome,
     AuditResult,
     FreezeOrder,
@@ -31,6 +32,7 @@ from vllm_segreuse.plan import (
     PlanOutcome,
     Recording,
     ReusePlan,
+    Staged,
 )
 from vllm_segreuse.scheduler import SchedulerSide
 
@@ -684,6 +686,46 @@ def test_halos_of_similar_segments_are_computed_whatever_the_policy(policy: str)
     assert always == set(np.flatnonzero(before.recipe.always).tolist()) | halos
     assert plan.acceptance is None, "there is no bound"
     assert plan.reports == before.reports
+
+
+@pytest.mark.parametrize("policy", ["shift", "epic"])
+def test_tokens_of_similar_segments_enter_where_their_context_allows(policy: str) -> None:
+    options = {"w_exact": {1: 1, 2: 3, "all": 5}}
+    world, request = similar(policy, **options)
+    [plan] = world.plans
+    layers = plan.pieces.layers.tolist()
+    assert layers == [1, 2, ALL_LAYERS] * 4
+    assert plan.pieces.length.tolist() == [2, 2, 1] * 4
+    entering = plan.num_entering
+    assert plan.recipe.program == Staged((1, 2))
+    assert entering == 16 - int((plan.recipe.always & plan.reused).sum())
+    report = world.report(request)
+    assert (report["similar_tokens"], report["entering_tokens"]) == (20, entering)
+    assert world.stats.data["tokens"]["entering"] == entering
+    assert len([it for it in report["explain"] if it["source"] == "similar"]) == 4
+
+
+@pytest.mark.parametrize("policy", ["focus", "cacheblend", "sparsex"])
+def test_policies_that_choose_move_at_all_layers_or_not_at_all(policy: str) -> None:
+    world, _ = similar(policy, w_exact={1: 1, 2: 2, "all": 4})
+    [plan] = world.plans
+    assert plan.pieces.length.tolist() == [2] * 4
+    assert set(plan.pieces.layers.tolist()) == {ALL_LAYERS}
+    world, request = similar(policy, supplied=0, w_exact={1: 1, 2: 2})
+    assert world.report(request)["bypass_reason"] == "too_few_reused_tokens"
+
+
+def test_policies_that_find_the_same_are_known() -> None:
+    def alike(one: str, other: str, **options: Any) -> bool:
+        world = World(similarity=SIMILARITY | options)
+        both = [RequestOptions(policy=policy, similarity=True) for policy in (one, other)]
+        return world.side.finds_alike(*both)
+
+    assert alike("shift", "focus")
+    assert not alike("exact", "focus")
+    assert not alike("shift", "focus", w_exact={1: 2})
+    assert alike("shift", "epic", w_exact={1: 2})
+    assert alike("focus", "sparsex", w_exact={1: 2})
 
 
 def test_runs_that_are_no_longer_than_the_halo_are_not_reused() -> None:

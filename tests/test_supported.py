@@ -230,3 +230,22 @@ def test_nothing_else_is_refused(changes: dict[str, Any], llama: Any) -> None:
 def test_a_model_without_a_name_is_named_by_where_it_is(llama: Any) -> None:
     nameless = {"hf_config": SimpleNamespace(architectures=None), "use_mla": True}
     assert refusal(config(llama, nameless)).startswith(f"{llama.model} uses multi-head")
+
+
+@pytest.mark.parametrize("cuts", [(1,), (1, 2)])
+def test_boundary_states_need_layers_that_report_their_input(
+    cuts: tuple[int, ...], llama: Any
+) -> None:
+    check_config(config(llama), cuts)
+    compiled = config(llama, {"enforce_eager": False})
+    check_config(compiled)
+    text = refused(lambda: check_config(compiled, cuts))
+    assert text.endswith("which compiled models do not report; add --enforce-eager")
+
+
+def test_boundary_states_are_of_layers_that_the_model_has(llama: Any) -> None:
+    text = refused(lambda: check_config(config(llama), (1, 3)))
+    assert text == (
+        "similarity.w_exact names layer 3, and the last layer of LlamaForCausalLM is 2; remove it, "
+        'or call it "all"'
+    )

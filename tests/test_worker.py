@@ -160,9 +160,28 @@ def test_the_model_is_proven(
     model = object()
     proven = []
     monkeypatch.setattr(module, "loaded_model", lambda: model)
-    runtime = SimpleNamespace(prefill="prefill", max_deviation=0.0, kernels="kernels")
+    prefill = SimpleNamespace(states=None)
+    runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels")
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
-    assert proven == [(model, vllm_config, kv_cache_config)]
-    assert side.backlog.prefill == "prefill"
+    assert proven == [(model, vllm_config, kv_cache_config, ())]
+    assert side.backlog.prefill is prefill
     assert side.backlog._step_work == share
+
+
+def test_boundary_states_are_logged_and_counted(
+    llama: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = SimpleNamespace(cuts=(1, 2), num_bytes=3 << 29)
+    runtime = SimpleNamespace(
+        prefill=SimpleNamespace(states=states), max_deviation=0.0, kernels="kernels"
+    )
+    proven = []
+    monkeypatch.setattr(module, "loaded_model", lambda: None)
+    monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given[-1]), runtime)[1])
+    monkeypatch.setattr(module.logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        side, *_ = started(llama, similarity={"w_exact": {"2": 9, "1": 4}})
+    assert proven == [(1, 2)]
+    assert side._stats.data["states"] == [3 << 29]
+    assert "boundary states at layers 1, 2 take 1.50 GiB beside the KV cache" in caplog.text

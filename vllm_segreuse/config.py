@@ -28,7 +28,9 @@ from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.keys import MAX_EXTRA_KEYS, key_fault
 from vllm_segreuse.policies import POLICIES
 from vllm_segreuse.values import (
+    ALL,
     MAX_TOKENS,
+    contexts_by_layer,
     count,
     inner_share,
     is_int,
@@ -258,6 +260,14 @@ class SimilarityOptions(BaseModel):
     more than this from those that were moved (docs/similar.md); None: they are not compared. It
     needs `halo_tokens`."""
 
+    w_exact: Annotated[dict[str, int | str] | None, BeforeValidator(contexts_by_layer)] = None
+    """Below which layer a token of a similar segment is moved, by the equal tokens that this takes
+    in front of it: `{8: 16, 16: 64, all: full_prefix}` moves it below layer 8 if 16 are equal,
+    below layer 16 if 64 are, and at all layers if everything in front is equal. From that layer on
+    it is computed, from a boundary state that is kept at each of these layers; a token with fewer
+    equal ones is computed at all layers. It needs `--enforce-eager`. None: tokens are moved at all
+    layers."""
+
     anchors: Annotated[tuple[str, ...], BeforeValidator(_texts)] = (
         "\nThought:",
         "\nAction:",
@@ -279,6 +289,11 @@ class SimilarityOptions(BaseModel):
     def least_run_tokens(self) -> int:
         """Fewer equal tokens in a row are not worth being moved."""
         return max(self.min_run_tokens, self.halo_tokens + 1)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The layers of `w_exact`, ascending, whose inputs are kept as boundary states."""
+        return tuple(int(layer) for layer in self.w_exact or {} if layer != ALL)
 
     @model_validator(mode="after")
     def _check_halo(self) -> Self:
@@ -366,6 +381,11 @@ class SegReuseConfig(RequestOptions):
         to be done in one while others run; None: of any."""
         tokens = max_num_batched_tokens // 2 if self.spread_tokens is None else self.spread_tokens
         return tokens * num_layers or None
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """See `SimilarityOptions`."""
+        return () if self.similarity is None else self.similarity.cuts
 
     @model_validator(mode="before")
     @classmethod

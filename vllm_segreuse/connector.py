@@ -89,11 +89,11 @@ class SegReuseConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported_vllm()
-        check_config(vllm_config)
         self._group = segment_group(kv_cache_config)
         self._config = SegReuseConfig.from_options(
             self._kv_transfer_config.kv_connector_extra_config, source="kv_connector_extra_config"
         )
+        check_config(vllm_config, self._config.cuts)
         self._stats = SegReuseStats()
 
     @property

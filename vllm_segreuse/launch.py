@@ -60,6 +60,13 @@ def _as_config(config: "KVTransferConfig | Mapping[str, Any]") -> "KVTransferCon
     return KVTransferConfig(**config) if isinstance(config, Mapping) else config
 
 
+def cuts_of(config: "KVTransferConfig | None") -> tuple[int, ...]:
+    """Layers whose inputs an engine of this configuration keeps (`SimilarityOptions.cuts`)."""
+    if config is None or not names_connector(config):
+        return ()
+    return SegReuseConfig.from_options(config.kv_connector_extra_config).cuts
+
+
 def check_config(
     config: "KVTransferConfig | Mapping[str, Any]", *, kv_offloading: bool = False
 ) -> "KVTransferConfig":

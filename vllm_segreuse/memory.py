@@ -8,7 +8,8 @@ vLLM measures.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.config import STEP_TOKENS, SegReuseConfig
 from vllm_segreuse.kernels.scratch import SCRATCH_BYTES
@@ -25,6 +26,31 @@ _FLOAT32_BYTES = 4
 _FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
 
 
+_POSITION_BYTES = 4
+
+
+def state_bytes_per_token(vllm_config: VllmConfig, cuts: Sequence[int]) -> int:
+    """What boundary states take for each token of the KV cache, beside it: at each cut a residual
+    stream, and its position (`prefill/states.py`). Equal on all ranks."""
+    model = vllm_config.model_config
+    state = int(model.get_hidden_size()) * int(model.dtype.itemsize)
+    return len(cuts) * (state + _POSITION_BYTES)
+
+
+def kv_bytes(
+    available: int, vllm_config: VllmConfig, specs: Mapping[str, Any], cuts: Sequence[int]
+) -> int:
+    """What is left for KV if the boundary states of the same tokens are to fit beside it.
+
+    Args:
+        available: bytes for both.
+        specs: vLLM's `KVCacheSpec` of each layer.
+    """
+    of_kv = sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
+    of_states = state_bytes_per_token(vllm_config, cuts)
+    return int(available * of_kv / (of_kv + of_states))
+
+
 def pass_bytes(vllm_config: VllmConfig) -> int:
     """Most bytes on the device that a pass holds beside the activations of one chunk.
 
@@ -32,14 +58,21 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     those of a step's plans while that one is under way; what halos of similar segments are compared
     with; the scratch of overlapping moves, and the buffers of the metadata builder. What is
     computed once more, because a drift was too large or segments were rejected, is so one plan
-    after the other.
+    after the other. Where tokens enter at cuts, states are joined with others.
     """
     model = vllm_config.model_config
     element = model.dtype.itemsize
     tokens = _prompts(vllm_config) * model.max_model_len
     tokens += vllm_config.scheduler_config.max_num_batched_tokens
-    states = 2 * tokens * model.get_hidden_size() * element
-    return states + _halo_bytes(vllm_config) + SCRATCH_BYTES + _builder_bytes(vllm_config)
+    config = _config(vllm_config)
+    states = (6 if config.cuts else 2) * tokens * model.get_hidden_size() * element
+    return states + _halo_bytes(vllm_config, config) + SCRATCH_BYTES + _builder_bytes(vllm_config)
+
+
+def _config(vllm_config: VllmConfig) -> SegReuseConfig:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    return SegReuseConfig.from_options(transfer.kv_connector_extra_config)
 
 
 def _prompts(vllm_config: VllmConfig) -> int:
@@ -48,12 +81,9 @@ def _prompts(vllm_config: VllmConfig) -> int:
     return 1 if vllm_config.lora_config is None else 2
 
 
-def _halo_bytes(vllm_config: VllmConfig) -> int:
+def _halo_bytes(vllm_config: VllmConfig, config: SegReuseConfig) -> int:
     """Keys and values at all layers of the tokens that are compared; and of one layer what the
     comparison makes of them, in float32."""
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    config = SegReuseConfig.from_options(transfer.kv_connector_extra_config)
     similarity = config.similarity
     if similarity is None or similarity.max_boundary_drift is None:
         return 0

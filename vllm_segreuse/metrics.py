@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-TokenKind = Literal["prefix", "reused", "recomputed", "exact", "similar", "new"]
+TokenKind = Literal["prefix", "reused", "recomputed", "exact", "similar", "entering", "new"]
 ObservedKind = Literal["reused", "recomputed"]
 Outcome = Literal["reused", "bypassed"]
 Timing = Literal["match", "similar", "align", "sparse_pass"]
@@ -28,7 +28,7 @@ AuditOutcome = Literal["compared", "busy", "limit", "too_long", "ended", "failed
 DriftChange = Literal["drifted", "recovered"]
 
 TOKEN_KINDS: tuple[TokenKind, ...] = (
-    *("prefix", "reused", "recomputed", "exact", "similar", "new"),
+    *("prefix", "reused", "recomputed", "exact", "similar", "entering", "new"),
 )
 ACCEPTANCE_OUTCOMES = ("accepted", "rejected")
 OBSERVED_KINDS: tuple[ObservedKind, ...] = ("reused", "recomputed")
@@ -55,6 +55,7 @@ def _no_data() -> dict[str, Any]:
         "observed": {},
         "requests": {},
         "frozen": [],
+        "states": [],
         "seconds": {},
         "repeated": 0,
         "drift": [],
@@ -74,10 +75,10 @@ class SegReuseStats(KVConnectorStats):
     """What happened since the last report; merges with `aggregate`, starts over with `reset`.
 
     `data` holds `tokens` and `observed` {kind: n}, `requests` {outcome: {reason: n}}, `frozen`
-    [share, whenever it has changed], `seconds` {timing: [s]}, `repeated` n, `drift` [of a request],
-    `in_full` n, `boundary_drift` [of a similar segment], `accepted` and `rejected` n of these, and
-    of audits: `audits` [[policy, class, outcome]], `compared` [[policy, class, KL, agreed,
-    tokens]], `drifted` [[class, change]] and `audit_log_errors` n.
+    [share, whenever it has changed], `states` [bytes, once], `seconds` {timing: [s]}, `repeated` n,
+    `drift` [of a request], `in_full` n, `boundary_drift` [of a similar segment], `accepted` and
+    `rejected` n of these, and of audits: `audits` [[policy, class, outcome]], `compared` [[policy,
+    class, KL, agreed, tokens]], `drifted` [[class, change]] and `audit_log_errors` n.
     An instance made from the `data` of another process is equal to the original.
     """
 
@@ -85,7 +86,7 @@ class SegReuseStats(KVConnectorStats):
 
     def count_tokens(self, kind: TokenKind, n: int) -> None:
         """Adds `n` prompt tokens of `kind`. prefix + reused + new = prompt; recomputed, exact
-        and similar are parts of reused."""
+        and similar are parts of reused, entering of similar."""
         if kind not in TOKEN_KINDS:
             raise ValueError(f"unknown kind of tokens {kind!r}; known are {', '.join(TOKEN_KINDS)}")
         if n:
@@ -112,6 +113,10 @@ class SegReuseStats(KVConnectorStats):
     def note_frozen(self, share: float) -> None:
         """The share of the KV blocks that knowledge bases keep has changed to this."""
         self.data["frozen"].append(share)
+
+    def note_states(self, num_bytes: int) -> None:
+        """Boundary states take so many bytes of a worker's memory."""
+        self.data["states"].append(num_bytes)
 
     def count_repeated(self, n: int) -> None:
         """Adds passes that were computed again in full, because they met NaN or infinity."""
@@ -167,6 +172,7 @@ class SegReuseStats(KVConnectorStats):
         for kind, n in other.data["observed"].items():
             self.count_observed(kind, n)
         self.data["frozen"].extend(other.data["frozen"])
+        self.data["states"].extend(other.data["states"])
         for outcome, reasons in other.data["requests"].items():
             mine = self.data["requests"].setdefault(outcome, {})
             for reason, n in reasons.items():
@@ -215,7 +221,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         self._tokens = counter(
             name="vllm:segreuse_tokens_total",
             documentation="Prompt tokens of requests with extra keys. "
-            "prefix + reused + new = prompt; recomputed, exact and similar are parts of reused.",
+            "prefix + reused + new = prompt; recomputed, exact and similar are parts of reused, "
+            "entering (computed at the upper layers) of similar.",
             labelnames=[*labelnames, "kind"],
         )
         self._observed = counter(
@@ -234,6 +241,12 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             name="vllm:segreuse_frozen_share",
             documentation="Share of the KV blocks that knowledge bases keep, 0 to 1, as of the "
             "engine's last step.",
+            labelnames=labelnames,
+            multiprocess_mode="mostrecent",
+        )
+        self._states = gauge(
+            name="vllm:segreuse_state_bytes",
+            documentation="Memory of the boundary states of one worker, beside its KV cache.",
             labelnames=labelnames,
             multiprocess_mode="mostrecent",
         )
@@ -319,6 +332,7 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             self._observed.labels(*labels, observed)
         self._requests.labels(*labels, "reused", "")
         self._frozen.labels(*labels)
+        self._states.labels(*labels)
         self._repeated.labels(*labels)
         self._drift.labels(*labels)
         self._in_full.labels(*labels)
@@ -337,6 +351,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             self._observed.labels(*labels, kind).inc(n)
         for share in transfer_stats_data["frozen"][-1:]:
             self._frozen.labels(*labels).set(share)
+        for num_bytes in transfer_stats_data["states"][-1:]:
+            self._states.labels(*labels).set(num_bytes)
         for outcome, reasons in transfer_stats_data["requests"].items():
             for reason, n in reasons.items():
                 self._requests.labels(*labels, outcome, reason).inc(n)

@@ -66,7 +66,7 @@ from vllm_segreuse.plan import (
     ReusePlan,
     Segments,
 )
-from vllm_segreuse.policies import POLICIES, Situation
+from vllm_segreuse.policies import POLICIES, WITHOUT_CHOICE, Situation
 from vllm_segreuse.similarity import similar_segments
 from vllm_segreuse.tracing import headers_of, is_traced, match_span
 
@@ -478,8 +478,15 @@ class SchedulerSide:
     def _finder(self, options: RequestOptions) -> Finder:
         if options.policy == "exact":
             return self._by_residence
-        similar = self._by_similarity if options.similarity else None
-        return similar or self._by_content
+        if self._by_similarity is None or not options.similarity:
+            return self._by_content
+        takes_cuts = options.policy in WITHOUT_CHOICE
+        return self._by_similarity if takes_cuts else self._by_similarity.without_cuts()
+
+    def finds_alike(self, one: RequestOptions, other: RequestOptions) -> bool:
+        """Whether requests with these options find the same."""
+        cuts = [bool(self._config.cuts) and it.policy in WITHOUT_CHOICE for it in (one, other)]
+        return cuts[0] is cuts[1] and (one.policy == "exact") is (other.policy == "exact")
 
     def _recipe(self, options: RequestOptions, reused: BoolArray, segments: Segments) -> Recipe:
         return POLICIES[options.policy](

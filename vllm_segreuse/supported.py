@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,13 +30,17 @@ class RefusedError(RuntimeError):
         self.reasons = (why, *others)
 
 
-def check_config(vllm_config: VllmConfig) -> None:
+def check_config(vllm_config: VllmConfig, cuts: Sequence[int] = ()) -> None:
     """Refuse models and engine options under which reuse is not proven.
+
+    Args:
+        vllm_config: the engine's.
+        cuts: layers whose inputs are to be kept.
 
     Raises:
         RefusedError: naming the first of them and the way out.
     """
-    checked = (_layer_faults, _model_faults, _engine_faults)
+    checked = (_layer_faults, _model_faults, _engine_faults, partial(_cut_faults, cuts))
     if reasons := [why for faults in checked for wrong, why in faults(vllm_config) if wrong]:
         raise RefusedError(*reasons)
 
@@ -79,6 +85,25 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
         (model.enable_prompt_embeds, "prompt embeddings are on; remove --enable-prompt-embeds"),
+    ]
+
+
+def _cut_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    model, name = vllm_config.model_config, _name(vllm_config)
+    if not cuts:
+        return []
+    layers = model.get_num_layers(vllm_config.parallel_config)
+    return [
+        (
+            max(cuts) >= layers,
+            f"similarity.w_exact names layer {max(cuts)}, and the last layer of {name} is "
+            f'{layers - 1}; remove it, or call it "all"',
+        ),
+        (
+            not model.enforce_eager,
+            "similarity.w_exact needs what enters some of the layers, which compiled models do not "
+            "report; add --enforce-eager",
+        ),
     ]
 
 

@@ -52,7 +52,7 @@ class WorkerSide:
         self._stats = stats
         self._outcomes: dict[str, PlanOutcome] = {}
         self._spans = PassSpans(vllm_config.parallel_config.rank)
-        self.backlog = _proven_backlog(vllm_config, config, kv_cache_config)
+        self.backlog = _proven_backlog(vllm_config, config, kv_cache_config, stats)
         self.recorder = Recorder()
         sampler.watch(self.recorder)
 
@@ -107,9 +107,12 @@ class WorkerSide:
 
 
 def _proven_backlog(
-    vllm_config: VllmConfig, config: SegReuseConfig, kv_cache_config: KVCacheConfig
+    vllm_config: VllmConfig,
+    config: SegReuseConfig,
+    kv_cache_config: KVCacheConfig,
+    stats: SegReuseStats,
 ) -> Backlog:
-    runtime = prove(loaded_model(), vllm_config, kv_cache_config)
+    runtime = prove(loaded_model(), vllm_config, kv_cache_config, config.cuts)
     step_work = config.spread_work(
         vllm_config.scheduler_config.max_num_batched_tokens,
         vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
@@ -119,4 +122,12 @@ def _proven_backlog(
         runtime.max_deviation,
         runtime.kernels,
     )
+    states = runtime.prefill.states
+    if states is not None:
+        stats.note_states(states.num_bytes)
+        logger.info(
+            "segment reuse: boundary states at layers %s take %.2f GiB beside the KV cache",
+            ", ".join(map(str, states.cuts)),
+            states.num_bytes / (1 << 30),
+        )
     return Backlog(runtime.prefill, step_work or 0)

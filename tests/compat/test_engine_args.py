@@ -45,12 +45,20 @@ def test_our_connector_enables_before_the_engine_exists(
     config: Any, enabled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[Any] = []
-    monkeypatch.setattr(engine_args.supported, "check_config", checked.append)
+    monkeypatch.setattr(engine_args.supported, "check_config", lambda *given: checked.extend(given))
     made = create(config)
     assert enabled == ["enabled"]
-    assert checked == [made]
+    assert checked == [made, ()]
     assert made.args == ("usage context",)
     assert made.kv_transfer_config.kv_connector_module_path == "vllm_segreuse.connector"
+
+
+@pytest.mark.usefixtures("enabled")
+def test_the_layers_of_boundary_states_are_checked_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(engine_args.supported, "check_config", lambda *given: checked.extend(given))
+    create(vllm_segreuse.kv_transfer_config(similarity={"w_exact": {8: 4, "all": 9}}))
+    assert checked[1] == (8,)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 256, "max_num_seqs": 1
 NOISE = 2e-3  # of float32
 _ROUND = 10
 COUNTED = (
-    *("reused", "similar", "preempted", "chunked", "together", "spread", "aborted"),
+    *("reused", "similar", "entering", "preempted", "chunked", "together", "spread", "aborted"),
     *("twins", "prefix hits"),
 )
 OPTIONS: list[dict[str, Any]] = [
@@ -54,7 +54,8 @@ def small_engine(segreuse: bool, similar: bool = False) -> Any:
     Args:
         similar: similar segments are reused, too.
     """
-    similarity = {"shingle_tokens": 3, "threshold": 0.2} if similar else None
+    by_depth = {"shingle_tokens": 3, "threshold": 0.2, "w_exact": {2: 2, "all": 12}}
+    similarity = by_depth if similar else None
     reuse = {"spread_tokens": SPREAD_TOKENS, "similarity": similarity}
     options: Any = reuse if segreuse else False
     return engine("qwen3", options, dtype="float32", num_gpu_blocks_override=NUM_BLOCKS, **LIMITS)
@@ -103,9 +104,9 @@ def poison(
         similar: see `make_prompts`.
 
     Returns:
-        What happened: "reused" requests, those with "similar" tokens, "preempted" ones, "chunked"
-        steps, those "together" in a step, plans "spread" over several, "aborted" requests; plain
-        "twins" that were compared to the last bit, and "prefix hits".
+        What happened: "reused" requests, those with "similar" tokens and with "entering" ones,
+        "preempted" ones, "chunked" steps, those "together" in a step, plans "spread" over several,
+        "aborted" requests; plain "twins" that were compared to the last bit, and "prefix hits".
 
     Raises:
         AssertionError: a twin answers otherwise.
@@ -149,7 +150,8 @@ def _approximate(
         answers |= drain(running, arrive)
     reused = [int(name) for name, answer in answers.items() if answer.report["reused_tokens"]]
     counts["reused"] += len(reused)
-    counts["similar"] += sum(answer.report["similar_tokens"] > 0 for answer in answers.values())
+    for kind in ("similar", "entering"):
+        counts[kind] += sum(answer.report[f"{kind}_tokens"] > 0 for answer in answers.values())
     return reused
 
 

@@ -71,6 +71,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
             "in_full": False,
             "observed": None,
             "similar_tokens": 0,
+            "entering_tokens": 0,
             "accepted_segments": 0,
             "rejected_segments": 0,
             "rejected_tokens": 0,

@@ -179,9 +179,9 @@ def _bind_kv_cache(vllm_config: Any) -> Any:
     return kv_cache_config
 
 
-def prove(model: Loaded) -> checks.Runtime:
+def prove(model: Loaded, cuts: tuple[int, ...] = ()) -> checks.Runtime:
     """The proofs of start-up."""
-    return checks.prove(model.model, model.vllm_config, model.kv_cache_config)
+    return checks.prove(model.model, model.vllm_config, model.kv_cache_config, cuts)
 
 
 def refused(start: Callable[[], object]) -> str:
@@ -193,8 +193,8 @@ def refused(start: Callable[[], object]) -> str:
     return text.removeprefix("segment reuse cannot start: ")
 
 
-def refusal(model: Loaded) -> str:
+def refusal(model: Loaded, cuts: tuple[int, ...] = ()) -> str:
     """Why the model is not proven."""
-    text = refused(lambda: prove(model))
+    text = refused(lambda: prove(model, cuts))
     assert text.endswith("; serve this model without --segreuse")
     return text

@@ -28,7 +28,7 @@ from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model import rope
 from vllm_segreuse.model.attention_kind import AttentionKind, kind_of
 from vllm_segreuse.model.kv_format import typed_pages
-from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
+from vllm_segreuse.model.layers import DecoderStack, LayerState, UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import (
     Boundary,
@@ -38,6 +38,7 @@ from vllm_segreuse.plan import (
     Program,
     ReusePlan,
     Segments,
+    Staged,
     Stock,
 )
 from vllm_segreuse.policies import POLICIES, Situation
@@ -46,6 +47,7 @@ from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.proofs import passes
 from vllm_segreuse.prefill.proofs.causal import check_attention
 from vllm_segreuse.prefill.proofs.rotations import prove_rotation
+from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.supported import RefusedError
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
@@ -273,7 +275,61 @@ def test_a_mistake_is_found(
     assert MISTAKES[mistake] in refusal(model)
 
 
-@pytest.mark.parametrize("program", [Stock, Fixed, Boundary, Deviation, Probed])
+@pytest.fixture
+def unwatched(model: Loaded) -> Iterator[Loaded]:
+    """Layers that report to nobody, before and after."""
+    yield model
+    for module in model.model.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_pre_hooks_with_kwargs.clear()
+
+
+CUTS = tuple(range(LAYERS))
+
+
+@FORMATS
+def test_boundary_states_are_proven(unwatched: Loaded) -> None:
+    """At each cut: what enters there is what the model's own forward has left."""
+    eps = torch.finfo(unwatched.vllm_config.model_config.dtype).eps
+    stored = typed_pages(unwatched.first).dtype
+    near_ties = (eps * torch.finfo(stored).eps) ** 0.5 if stored.itemsize == 1 else 0.0
+    runtime = prove(unwatched, CUTS)
+    assert runtime.max_deviation < eps * 8 + 2 * near_ties
+    states = runtime.prefill.states
+    assert states is not None
+    assert states.cuts == CUTS
+    assert int((states._positions >= 0).sum(1).min()) > 100
+
+
+def _nothing_is_reported(patch: Patch) -> None:
+    patch.setattr(DecoderStack, "report_input", lambda *_: None)
+
+
+def _states_without_the_residual(patch: Patch) -> None:
+    patch.setattr(LayerState, "stream", property(lambda state: state.hidden_states))
+
+
+def _states_of_the_slot_before(patch: Patch) -> None:
+    at = BoundaryStates.at
+    patch.setattr(BoundaryStates, "at", lambda self, cut, slots: at(self, cut, slots - 1))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "why"),
+    [
+        (_nothing_is_reported, "the sparse pass meets NaN or infinity (Staged(cuts=(1,)))"),
+        (_states_without_the_residual, "does not reproduce this model's own forward"),
+        (_states_of_the_slot_before, "does not reproduce this model's own forward"),
+    ],
+)
+def test_wrong_boundary_states_are_found(
+    mistake: Callable[[Patch], None], why: str, unwatched: Loaded, monkeypatch: Patch
+) -> None:
+    mistake(monkeypatch)
+    assert why in refusal(unwatched, (1,))
+
+
+@pytest.mark.parametrize("program", [Stock, Fixed, Staged, Boundary, Deviation, Probed])
 def test_a_program_that_computes_nothing_is_found(
     program: type[Program], model: Loaded, monkeypatch: Patch
 ) -> None:

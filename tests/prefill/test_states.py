@@ -14,8 +14,9 @@ import torch
 from tests.prefill.loop import TinyDecoder, carry_out_in_stages
 from tests.prefill.test_passes import assert_holds
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
-from vllm_segreuse.plan import Fixed, ModelLayers, Pieces, Recipe, ReusePlan, Staged
+from vllm_segreuse.plan import Acceptance, Fixed, ModelLayers, Pieces, Recipe, ReusePlan, Staged
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.prefill.waves import finish
 
 Patch = pytest.MonkeyPatch
 CUTS = tuple(range(LAYERS))
@@ -236,3 +237,43 @@ def test_pieces_say_where_their_tokens_enter() -> None:
     found = whole.merged(part).enters(1, 10)
     assert found is not None
     assert found.tolist() == [-1, -1, -1, -1, 4, 4, 4, 2, -1]
+
+
+@pytest.mark.parametrize("wave_work", [None, 40])
+def test_a_rejected_segment_is_computed_in_full_though_its_tokens_entered(
+    wave_work: int | None, monkeypatch: Patch
+) -> None:
+    """The acceptance test: as full prefill, all of it, at all layers."""
+    world = World(monkeypatch, cuts=(2,))
+    donor = computed(world)
+    plan = entering(donor, at_cut(2), at=5, always=[0, 1, 2])
+    first, stop = np.array([5], np.int32), np.array([5 + COUNT], np.int32)
+    plan.acceptance = Acceptance(first, stop, halo_tokens=3, max_drift=0.0)
+    plan.reports = True
+    [outcome] = finish(
+        world.prefill.compute(world.prefill.prepare([plan], wave_work))
+    ).outcomes.values()
+    assert outcome.acceptance is not None
+    assert outcome.computed == 8, "those that entered do not count"
+    assert outcome.acceptance.added == outcome.acceptance.again == COUNT - 3
+    found = [held(world, plan, layer).clone() for layer in range(LAYERS)]
+    world.prefill.run([plan.in_full()])
+    for layer in range(LAYERS):
+        torch.testing.assert_close(found[layer], held(world, plan, layer))
+
+
+def test_tokens_that_entered_behind_a_rejected_segment_are_computed_with_it(
+    monkeypatch: Patch,
+) -> None:
+    """They have attended to what is replaced."""
+    world = World(monkeypatch, cuts=(2,))
+    plan = entering(computed(world), np.repeat([-1, 2], COUNT // 2), always=[0, 1, 18])
+    first, stop = np.array([0, 18], np.int32), np.array([18, COUNT], np.int32)
+    plan.acceptance = Acceptance(first, stop, halo_tokens=1, max_drift=0.5)
+    second = plan.second_round([0.9, 0.1], plan.recipe.always)
+    assert second is not None
+    assert np.flatnonzero(~second.recipe.always).tolist() == [0, 1]
+    assert second.recipe.program == Fixed()
+    behind = plan.second_round([0.1, 0.9], plan.recipe.always)
+    assert behind is not None
+    assert np.flatnonzero(behind.recipe.always).tolist() == list(range(19, COUNT))

@@ -218,6 +218,7 @@ class Planner:
             None,
             exact_tokens=plan.num_reused if tracked.finder.is_exact else 0,
             similar_tokens=plan.pieces.num_similar,
+            entering_tokens=plan.num_entering,
         )
 
     def take_plans(self) -> list[ReusePlan]:
@@ -265,6 +266,7 @@ class Planner:
         pieces, tokens = matches.pieces, tracked.prompt.tokens
         recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
         recipe, acceptance = recipe.tested(self._halo, pieces, start)
+        recipe = recipe.entering(pieces.enters(start, stop))
         return ReusePlan(
             request_id=tracked.request_id,
             start=start,

@@ -17,13 +17,13 @@ class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
     Recomputed tokens, exact ones (see `exact.py`) and similar ones (see `similar/`) are part of the
-    reused. `computed_share` is
-    the work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
-    both are the most there can be until they have reported. `drift` is then known, too
-    (`prefill/drift.py`), and whether everything was computed because of it: the work is more than 1
-    then. `observed` is what would have been reused: the fields of these names. Similar segments are
-    accepted or rejected where they are tested (`prefill/acceptance.py`); rejected tokens are what
-    was computed because of it.
+    reused, and entering ones, which are computed at some of the layers, of the similar.
+    `computed_share` is the work: what is computed of (token, layer) pairs behind the prefix. Where
+    the workers decide, both are the most there can be until they have reported. `drift` is then
+    known, too (`prefill/drift.py`), and whether everything was computed because of it: the work is
+    more than 1 then. `observed` is what would have been reused: the fields of these names. Similar
+    segments are accepted or rejected where they are tested (`prefill/acceptance.py`); rejected
+    tokens are what was computed because of it.
     """
 
     prefix_tokens: int
@@ -38,6 +38,7 @@ class Report(NamedTuple):
     in_full: bool = False
     observed: Mapping[str, int | float] | None = None
     similar_tokens: int = 0
+    entering_tokens: int = 0
     accepted_segments: int = 0
     rejected_segments: int = 0
     rejected_tokens: int = 0

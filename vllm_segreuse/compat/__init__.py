@@ -9,7 +9,7 @@
     reuse enabled        ENGINE: calls into the scheduler, handle on     EngineCore, workers
                          the loaded model, hits counted as saved, what
                          workers report passed on in time, logits
-                         for audits
+                         for audits, memory for boundary states
 
 "Enabled" is known when an engine's configuration is made, before any engine process starts. Forked
 children inherit the patches; spawned ones find `_MARKER` in their environment. `block_pool`,
@@ -24,7 +24,7 @@ from vllm_segreuse.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
 FRONT_END = ("input_processor", "openai_streams", "async_llm", "api_server")
-ENGINE = ("engine_core", "model_runner", "prefix_cache_stats", "sampler", "scheduler")
+ENGINE = ("engine_core", "model_runner", "prefix_cache_stats", "sampler", "scheduler", "worker")
 
 _MARKER = "VLLM_SEGREUSE_ENABLED"
 

@@ -50,7 +50,7 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_segreuse.launch import check_config, names_connector
+        from vllm_segreuse.launch import check_config, cuts_of, names_connector
 
         if not names_connector(self.kv_transfer_config):
             return original(self, *args, **kwargs)
@@ -59,7 +59,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             self.kv_transfer_config, kv_offloading=self.kv_offloading_size is not None
         )
         vllm_config = original(self, *args, **kwargs)
-        supported.check_config(vllm_config)
+        supported.check_config(vllm_config, cuts_of(self.kv_transfer_config))
         return vllm_config
 
     return create_engine_config

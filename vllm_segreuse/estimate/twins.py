@@ -79,8 +79,7 @@ class Twin:
     def arrived(self, one: Asked) -> None:
         """A request of the log arrives."""
         if self.agrees and self.arm.policy is not None and one.extra_args:
-            mine, other = self.arm.of(one), self.replayed_arm.of(one)
-            self.agrees = (mine.policy == "exact") is (other.policy == "exact")  # their finders
+            self.agrees = self.side.finds_alike(self.arm.of(one), self.replayed_arm.of(one))
 
     def planned(self, plan: ReusePlan, index: int, one: Asked) -> None:
         """A plan of the arm that is replayed.

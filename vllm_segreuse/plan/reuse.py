@@ -323,7 +323,9 @@ class ReusePlan:
         if not left.any():
             return None
         behind = np.arange(self.num_tokens) > left.argmax()
-        return self.computing(left | (computed & behind))
+        enters = self.recipe.enters
+        attended = computed if enters is None else computed | (enters >= 0)
+        return self.computing(left | (attended & behind))
 
     def computed_by(self, recipe: Recipe, halo: Halo, token_at_stop: int) -> ReusePlan:
         """The same reuse, with another recipe.
@@ -334,6 +336,7 @@ class ReusePlan:
             token_at_stop: becomes `next_token`, where that is probed.
         """
         recipe, acceptance = recipe.tested(halo, self.pieces, self.start)
+        recipe = recipe.entering(self.pieces.enters(self.start, self.stop))
         return replace(
             self,
             recipe=recipe,

@@ -3,7 +3,8 @@
 
 A policy runs in the scheduler process and is free of torch: it turns what is known about a request
 (which tokens are reused, the options) into a `Recipe`, which the workers carry out. Its module
-defines `recipe(situation)`.
+defines `recipe(situation)`, and `CHOOSES = False` if its recipes choose no token by its score and
+have no dense layers.
 """
 
 from __future__ import annotations
@@ -20,4 +21,9 @@ def find_policies() -> dict[str, Policy]:
 POLICIES = find_policies()
 """Those that a server or a request may choose."""
 
-__all__ = ["POLICIES", "Policy", "Situation", "find_policies"]
+WITHOUT_CHOICE = frozenset(
+    name for name, module in modules_of(__name__).items() if not getattr(module, "CHOOSES", True)
+)
+"""Those whose recipes name every token that is computed: others may enter between layers."""
+
+__all__ = ["POLICIES", "WITHOUT_CHOICE", "Policy", "Situation", "find_policies"]

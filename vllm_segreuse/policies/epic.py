@@ -14,6 +14,8 @@ from __future__ import annotations
 from vllm_segreuse.plan import Recipe
 from vllm_segreuse.policies.base import Situation
 
+CHOOSES = False
+
 
 def recipe(situation: Situation) -> Recipe:
     """New tokens, and the beginning of each segment."""

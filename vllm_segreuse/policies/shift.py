@@ -9,6 +9,8 @@ from __future__ import annotations
 from vllm_segreuse.plan import Recipe
 from vllm_segreuse.policies.base import Situation
 
+CHOOSES = False
+
 
 def recipe(situation: Situation) -> Recipe:
     """Compute the new tokens only."""

@@ -97,6 +97,10 @@ class Batch:
         """The tokens that enter at a cut."""
         return Index.known(np.flatnonzero(self._enters == cut), self._device)
 
+    def at_all_layers(self, active: torch.Tensor) -> torch.Tensor:
+        """Those of some flat indices that were computed from the first layer on."""
+        return self.always.device if self.program.cuts else active
+
     def counts(self, index: Index) -> list[int]:
         """How many tokens of each plan are in an index that the host knows."""
         assert index.host is not None

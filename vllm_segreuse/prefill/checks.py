@@ -7,6 +7,7 @@ earlier (`supported.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ from vllm_segreuse.prefill.proofs.rotations import prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch
 from vllm_segreuse.prefill.rows import RowBuilder
+from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.supported import WITHOUT, RefusedError
 
 if TYPE_CHECKING:
@@ -117,8 +119,19 @@ def read_structure(
     return Structure(group, attention, stack, layouts, kernels)
 
 
-def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Runtime:
+def prove(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    cuts: Sequence[int] = (),
+) -> Runtime:
     """Build the sparse pass for a loaded model and prove it, on scratch blocks of the empty cache.
+
+    Args:
+        model: as loaded.
+        vllm_config: the engine's.
+        kv_cache_config: vLLM's; the caches are bound to their layers.
+        cuts: layers whose inputs are kept from here on.
 
     Raises:
         RefusedError: naming the layer or the property that could not be proven.
@@ -144,6 +157,8 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             kv_cache_config.num_blocks,
             vllm_config,
         )
+        # From here on: the model's own forward leaves them, too.
+        states = _boundary_states(stack, cuts, group.block_size, kv_cache_config, vllm_config)
         ropes = prove_rotations(scratch)
         max_model_len = vllm_config.model_config.max_model_len
         known = [
@@ -159,6 +174,7 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             fast_ops,
             adapters,
             vllm_config.scheduler_config.max_num_batched_tokens,
+            states,
         )
         check_scored(layers.model)
         prefill = SparsePrefill(layers, aligner)
@@ -171,6 +187,21 @@ def prove(model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         return Runtime(prefill, max_deviation, structure.description)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
+
+
+def _boundary_states(
+    stack: DecoderStack,
+    cuts: Sequence[int],
+    block_size: int,
+    kv_cache_config: KVCacheConfig,
+    vllm_config: VllmConfig,
+) -> BoundaryStates | None:
+    """Those of the whole KV cache, where any are kept."""
+    if not cuts:
+        return None
+    model = vllm_config.model_config
+    slots, device = kv_cache_config.num_blocks * block_size, stack.attention[0].kv_cache.device
+    return BoundaryStates(stack, cuts, slots, model.get_hidden_size(), model.dtype, device)
 
 
 def _most_rows(vllm_config: VllmConfig, kernels: list[dispatch.Kernels]) -> int:

@@ -15,6 +15,7 @@ from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.outcomes import Computed
+from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.waves import T, Waves, finish
 
 
@@ -72,6 +73,11 @@ class SparsePrefill:
         """The model's, as programs see them."""
         return self._layers.model
 
+    @property
+    def states(self) -> BoundaryStates | None:
+        """What tokens may enter from."""
+        return self._layers.states
+
     def run(self, plans: list[ReusePlan]) -> PassReport:
         """Fill the KV of `[start, stop)` of every plan; plans with equal programs and the same
         adapter share passes."""
@@ -90,8 +96,8 @@ class SparsePrefill:
         for batch in batches:
             copies = token_copies(batch.plans, self._block_size, skip_always=True)
             self._aligner.align(copies, first_layer=batch.program.dense_layers)
-            if self._layers.states is not None:
-                self._layers.states.move(copies)
+            if self.states is not None:
+                self.states.move(copies)
         return Prepared(batches, time.perf_counter() - started, wave_work)
 
     @torch.inference_mode()
@@ -159,7 +165,7 @@ class SparsePrefill:
                 finite &= state.residual.isfinite().all(-1)
         fine = torch.ones(len(batch.plans), dtype=torch.int64, device=self._device)
         fine.scatter_reduce_(0, request, finite, "amin")
-        return Computed(batch, active, fine.bool())
+        return Computed(batch, batch.at_all_layers(active), fine.bool())
 
 
 class _Clock:

@@ -33,11 +33,6 @@ _NONE = -1
 _POSITION = torch.int32
 
 
-def bytes_per_token(num_cuts: int, hidden_size: int, element: int) -> int:
-    """What states take for each token of the KV cache: they are beside it, not in it."""
-    return num_cuts * (hidden_size * element + _POSITION.itemsize)
-
-
 class BoundaryStates:
     """States of all slots of a KV cache, at some cuts; one per worker, equal on all ranks.
 

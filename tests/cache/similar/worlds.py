@@ -19,6 +19,7 @@ from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.similar.canonical import Vocabulary
+from vllm_segreuse.cache.similar.depth import Depths
 from vllm_segreuse.cache.similar.finder import SimilarFinder
 from vllm_segreuse.cache.similar.store import SimilarStore
 from vllm_segreuse.cache.tracked import TrackedRequest
@@ -53,6 +54,7 @@ class World:
             self.options.min_run_tokens,
             lambda: float(next(ticks)),
             self.searches.append,
+            None if self.options.w_exact is None else Depths.of(self.options.w_exact),
         )
         self._requests: dict[str, TrackedRequest] = {}
         forgotten = Forgotten(self.index, self.names, 64)

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
 
+from vllm_segreuse.cache.assembly import BLOCK
 from vllm_segreuse.cache.finder import ContentFinder, Finder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Memo, Prompt
 from vllm_segreuse.cache.similar.canonical import Vocabulary
+from vllm_segreuse.cache.similar.depth import Depths, left_contexts
 from vllm_segreuse.cache.similar.fill import fill
 from vllm_segreuse.cache.similar.store import SimilarStore
 from vllm_segreuse.config import SimilarityOptions
 from vllm_segreuse.plan import Pieces
+from vllm_segreuse.values import ALL
 
 
 class SimilarFinder:
@@ -30,6 +34,7 @@ class SimilarFinder:
         min_run: fewer tokens in a row are not reused.
         clock: seconds.
         on_search: called with the seconds each search on arrival took.
+        depths: how far up tokens are moved; None: at all layers.
 
     Attributes:
         store: see above.
@@ -46,7 +51,9 @@ class SimilarFinder:
         min_run: int,
         clock: Callable[[], float],
         on_search: Callable[[float], None],
+        depths: Depths | None = None,
     ) -> None:
+        self._depths = depths
         self._equal = equal
         self.store = store
         self._index = index
@@ -54,6 +61,14 @@ class SimilarFinder:
         self._min_run = min_run
         self._clock = clock
         self._on_search = on_search
+
+    def without_cuts(self) -> SimilarFinder:
+        """For policies whose tokens do not enter between layers."""
+        if self._depths is None:
+            return self
+        other = copy.copy(self)
+        other._depths = self._depths.without_cuts()
+        return other
 
     def prepare(self, prompt: Prompt) -> None:
         self._equal.prepare(prompt)
@@ -80,11 +95,12 @@ class SimilarFinder:
     def _filled(self, equal: Matches, prompt: Prompt, start: int, stop: int) -> Matches:
         index = self._index
         assert prompt.slots is not None
+        tokens = np.require(prompt.tokens, np.int32, ("C", "W"))
         slots = np.ascontiguousarray(prompt.slots[start:stop])
         table, num_tokens, num_runs, depth = fill(
             index.nodes,
             index.tokens,
-            np.require(prompt.tokens, np.int32, ("C", "W")),
+            tokens,
             slots,
             index.entries(prompt.namespace, slots // index.block_size),
             ~equal.pieces.reused(start, stop)[: slots.size],
@@ -93,8 +109,16 @@ class SimilarFinder:
             self._max_depth,
             self._min_run,
         )
+        pieces = Pieces.from_table(table, is_similar=True)
+        if self._depths is not None:
+            entries = index.entries(prompt.namespace, np.ascontiguousarray(table[:, BLOCK]))
+            contexts = left_contexts(
+                index.nodes, index.tokens, tokens, table, entries, *self._depths.reach
+            )
+            pieces = self._depths.split(table, contexts)
+            num_tokens, num_runs = pieces.num_tokens, len(pieces.segments(0).first)
         return Matches(
-            equal.pieces.merged(Pieces.from_table(table, is_similar=True)),
+            equal.pieces.merged(pieces),
             equal.num_tokens + num_tokens,
             equal.num_segments + num_runs,
             max(equal.max_depth, depth),
@@ -113,7 +137,14 @@ def warm_up(options: SimilarityOptions) -> None:
     index.begin_step()
     store.inserted(namespace, blocks)
     finder = SimilarFinder(
-        ContentFinder(index, 0), store, index, 0, 1, clock=lambda: 0.0, on_search=lambda _: None
+        ContentFinder(index, 0),
+        store,
+        index,
+        0,
+        1,
+        clock=lambda: 0.0,
+        on_search=lambda _: None,
+        depths=Depths.of({ALL: 0}),
     )
     prompt = Prompt(namespace, tokens[1:])
     finder.prepare(prompt)

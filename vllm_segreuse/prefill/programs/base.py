@@ -11,7 +11,7 @@ from vllm_segreuse.model.layers import LayerState
 from vllm_segreuse.plan import Program
 
 Computed = tuple[torch.Tensor, LayerState | None]
-"""Flat indices of the tokens that all layers were run on, and what entered their last layer."""
+"""Flat indices of the tokens that the last layer was run on, and what entered it."""
 
 SHORT_STRETCH, LONG_STRETCH = 7, 20
 """Tokens per stretch of a proof: new tokens are scattered queries, or rows (`attention.py`)."""

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
-from vllm_segreuse.plan import BoolArray, Boundary, Pieces, Program, Recipe, ReusePlan
+from vllm_segreuse.plan import BoolArray, Boundary, Fixed, Pieces, Program, Recipe, ReusePlan
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.programs.base import SHORT_STRETCH
 from vllm_segreuse.prefill.proofs.scratch import Scratch, tolerance
 
 _MOST = 0.4
@@ -23,17 +25,30 @@ _MOST = 0.4
 def prove_passes(scratch: Scratch, prefill: SparsePrefill) -> float:
     """Plans that reuse every other stretch unmoved must reproduce the KV of the full forward.
 
-    Covers copying, rows, slot mapping, the layer loop, the boundary and the selection. Also warms
-    up everything the first request would otherwise wait for.
+    Covers copying, rows, slot mapping, the layer loop, the boundary, the selection, and what enters
+    from boundary states. Also warms up everything the first request would otherwise wait for.
 
     Returns:
         The largest deviation of a layer's keys and values, relative to their norm.
     """
     positions = np.arange(scratch.count)
     allowed, worst = _allowed(scratch), 0.0
-    for program, top_k, stretch in programs.proof_cases(len(scratch.stack)):
+    cases = programs.proof_cases(len(scratch.stack))
+    plans = [
+        _plan(scratch, (positions // stretch) % 2 == 1, program, top_k)
+        for program, top_k, stretch in cases
+    ]
+    reused = (positions // SHORT_STRETCH) % 2 == 1
+    for cut in () if prefill.states is None else prefill.states.cuts:
+        plan = _plan(scratch, reused, Fixed(), 0)
+        enters = np.where(reused, cut, -1).astype(np.int32)
+        plans.append(replace(plan, recipe=plan.recipe.entering(enters)))
+    for plan in plans:
         scratch.clear_copy()
-        prefill.run([_plan(scratch, (positions // stretch) % 2 == 1, program, top_k)])
+        if prefill.run([plan]).not_finite:
+            raise UnsupportedModelError(
+                f"the sparse pass meets NaN or infinity ({plan.recipe.program})"
+            )
         worst = max(worst, _deviation(scratch))
     if not worst <= allowed:
         raise UnsupportedModelError(
