@@ -216,7 +216,7 @@ def test_padding_and_forwards_without_kv_leave_nothing(monkeypatch: Patch) -> No
     enter(positions=torch.tensor([4, 5, 6]))
     assert states._positions[0, :-1].nonzero().numel() > 0
     assert (states._positions[0, :-1] >= 0).nonzero().flatten().tolist() == [9]
-    enter(positions=torch.tensor([[7, 8, 9]] * 3))
+    enter(positions=torch.tensor([[7, 8, 9], [1, 1, 1], [2, 2, 2]]))
     assert int(states._positions[0, 9]) == 7, "multimodal models have several rows"
 
 
