@@ -54,7 +54,7 @@ def small_engine(segreuse: bool, similar: bool = False) -> Any:
     Args:
         similar: similar segments are reused, too.
     """
-    by_depth = {"shingle_tokens": 3, "threshold": 0.2, "w_exact": {2: 2, "all": 12}}
+    by_depth = {"shingle_tokens": 3, "threshold": 0.2, "w_exact": {1: 0, "all": 3}}
     similarity = by_depth if similar else None
     reuse = {"spread_tokens": SPREAD_TOKENS, "similarity": similarity}
     options: Any = reuse if segreuse else False
