@@ -26,6 +26,8 @@ from bench import harness
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, submit
 from tests.e2e.test_equality import assert_same
+from vllm_segreuse.config import SimilarityOptions
+from vllm_segreuse.plan import Halo
 
 NUM_BLOCKS = 31  # one of them is vLLM's null block
 SPREAD_TOKENS = 40
@@ -34,9 +36,12 @@ LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 256, "max_num_seqs": 1
 NOISE = 2e-3  # of float32
 _ROUND = 10
 COUNTED = (
-    *("reused", "similar", "entering", "preempted", "chunked", "together", "spread", "aborted"),
-    *("twins", "prefix hits"),
+    *("reused", "similar", "entering", "accepted", "rejected", "preempted", "chunked"),
+    *("together", "spread", "aborted", "twins", "prefix hits"),
 )
+BOUNDS = (0.2, None, 0.0, 0.4, 1e9)
+"""`max_boundary_drift` in turns, of similar segments with a halo of `HALO_TOKENS`."""
+HALO_TOKENS = 4
 OPTIONS: list[dict[str, Any]] = [
     {"segreuse_policy": "shift"},
     {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3},
@@ -54,7 +59,7 @@ def small_engine(segreuse: bool, similar: bool = False) -> Any:
     Args:
         similar: similar segments are reused, too.
     """
-    by_depth = {"shingle_tokens": 3, "threshold": 0.2, "w_exact": {1: 0, "all": 3}}
+    by_depth = {"shingle_tokens": 3, "threshold": 0.2, "w_exact": {1: 0, "all": 8}}
     similarity = by_depth if similar else None
     reuse = {"spread_tokens": SPREAD_TOKENS, "similarity": similarity}
     options: Any = reuse if segreuse else False
@@ -105,8 +110,9 @@ def poison(
 
     Returns:
         What happened: "reused" requests, those with "similar" tokens and with "entering" ones,
-        "preempted" ones, "chunked" steps, those "together" in a step, plans "spread" over several,
-        "aborted" requests; plain "twins" that were compared to the last bit, and "prefix hits".
+        segments that were "accepted" and "rejected" by the test, "preempted" requests, "chunked"
+        steps, those "together" in a step, plans "spread" over several, "aborted" requests; plain
+        "twins" that were compared to the last bit, and "prefix hits".
 
     Raises:
         AssertionError: a twin answers otherwise.
@@ -119,6 +125,8 @@ def poison(
     try:
         for first in range(0, len(prompts), _ROUND):
             numbers = range(first, min(first + _ROUND, len(prompts)))
+            if similar:
+                _test_similar(running, BOUNDS[first // _ROUND % len(BOUNDS)])
             ended = _approximate(running, {n: prompts[n] for n in numbers}, dice, counts)
             for number in reversed(ended):  # whose blocks are the youngest comes first
                 _check_twin(number, running.ask(prompts[number])[0], expected[number], counts)
@@ -126,6 +134,15 @@ def poison(
         running.scheduler.schedule = schedule
     running.check_idle()
     return counts
+
+
+def _test_similar(running: Engine, bound: float | None) -> None:
+    """From here on; as with these options of the server."""
+    halo_tokens = 0 if bound is None else HALO_TOKENS
+    options = SimilarityOptions(halo_tokens=halo_tokens, max_boundary_drift=bound)
+    side = running.scheduler.connector.scheduler_side
+    side._planner._halo = Halo(halo_tokens, bound)
+    side._by_similarity._min_run = options.least_run_tokens
 
 
 def _approximate(
@@ -152,6 +169,9 @@ def _approximate(
     counts["reused"] += len(reused)
     for kind in ("similar", "entering"):
         counts[kind] += sum(answer.report[f"{kind}_tokens"] > 0 for answer in answers.values())
+    for outcome in ("accepted", "rejected"):
+        segments = [answer.report[f"{outcome}_segments"] for answer in answers.values()]
+        counts[outcome] += sum(segments)
     return reused
 
 

@@ -13,6 +13,7 @@ def test_29_plain_twins_of_approximate_requests_are_bit_identical(similar: bool)
         counts = poisoning.poison(running, expected, similar=similar)
     assert (counts["similar"] > 10) is similar, counts
     assert (counts["entering"] > 2) is similar, counts
+    assert (min(counts["accepted"], counts["rejected"]) > 0) is similar, counts
     assert counts["twins"] > (10 if similar else 20), counts
     for pressure in ("preempted", "chunked", "together", "spread", "aborted"):
         assert counts[pressure] > 0, counts
