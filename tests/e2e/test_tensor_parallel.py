@@ -27,10 +27,19 @@ WAYS = {
     "sparse": BASE | {"segreuse_recompute_ratio": 0.3, "segreuse_dense_layers": 0},
     "focus": BASE | {"segreuse_recompute_ratio": 0.2, "segreuse_policy": "focus"},
     "hybrid": BASE | {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 1},
+    "similar": BASE | {"segreuse_policy": "shift", "segreuse_similarity": 1},
     "everything": BASE | {"segreuse_recompute_ratio": 1.0, "segreuse_dense_layers": 0},
     "everything behind dense layers": BASE
     | {"segreuse_recompute_ratio": 1.0, "segreuse_dense_layers": 2},
 }
+SIMILARITY = {
+    "by_default": False,
+    "shingle_tokens": 3,
+    "threshold": 0.2,
+    "halo_tokens": 4,
+    "max_boundary_drift": 0.15,
+}
+"""Of the prompts that are changed here and there, some segments are rejected, and some are not."""
 EVERYTHING = [way for way in WAYS if way.startswith("everything")]
 NOISE = 2e-3  # of float32
 PREPARING = "prefill.executor.token_copies"
@@ -51,6 +60,13 @@ def documents_and_prompts(running: Engine) -> tuple[list[list[int]], list[list[i
     return documents, [text.around(documents[1], documents[0]), text.around(documents[0])]
 
 
+def changed(prompts: list[list[int]]) -> list[list[int]]:
+    """Every twentieth token is another one."""
+    return [
+        [token if at % 20 else token + 1 for at, token in enumerate(prompt)] for prompt in prompts
+    ]
+
+
 def ask_every_way(running: Engine) -> dict[str, list[Answer]]:
     """Two prompts of the same documents, together; documents exact each time."""
     documents, prompts = documents_and_prompts(running)
@@ -59,7 +75,8 @@ def ask_every_way(running: Engine) -> dict[str, list[Answer]]:
         running.reset()
         if options is not None:
             running.ask(*documents, options=NAMESPACE, max_tokens=1)
-        found[way] = running.ask(*prompts, options=options)
+        asked = changed(prompts) if way == "similar" else prompts
+        found[way] = running.ask(*asked, options=options)
     return found
 
 
@@ -83,7 +100,8 @@ def tensor_parallel_engine(answers: Path) -> None:
     extension = f"{MODULE}.{Breaking.__name__}"
     with engine(
         "qwen3",
-        segreuse={"spread_tokens": 64},  # of two prompts the second is carried out over steps
+        # Of two prompts the second is carried out over steps.
+        segreuse={"spread_tokens": 64, "similarity": SIMILARITY},
         dtype="float32",
         tensor_parallel_size=2,
         worker_extension_cls=extension,
@@ -103,8 +121,14 @@ def tensor_parallel_engine(answers: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, list[Answer]]:
-    with engine("qwen3", dtype="float32") as running:
+    with engine("qwen3", {"similarity": SIMILARITY}, dtype="float32") as running:
         return ask_every_way(running)
+
+
+def test_of_similar_segments_two_ranks_reject_some(two_ranks: dict[str, list[Answer]]) -> None:
+    for answer in two_ranks["similar"]:
+        assert min(answer.report["accepted_segments"], answer.report["rejected_segments"]) > 0
+        assert answer.report["rejected_tokens"] > 0
 
 
 @pytest.fixture(scope="module")
