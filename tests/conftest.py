@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -59,6 +60,14 @@ def _logging_of_vllm() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Modules that share a server run in one process."""
+    from tests import division
+
+    return division.scheduler(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
