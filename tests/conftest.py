@@ -52,7 +52,9 @@ def _logging_of_vllm() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
     logger = logging.getLogger("vllm")
     level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    disabled = logging.root.manager.disable
     yield
+    logging.disable(disabled)
     logger.setLevel(level)
     logger.propagate, logger.handlers[:] = propagate, handlers
     for name, value in before.items():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tokens are compared by comes from the model's tokenizer; without one, from themselves."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +70,12 @@ def test_without_a_tokenizer_tokens_are_compared_themselves(
             raise OSError("no such file")
 
     monkeypatch.setattr(similarity, "cached_tokenizer_from_config", load)
-    found = similarity.vocabulary(SimpleNamespace(), OPTIONS)  # type: ignore[arg-type]
+    similarity.logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger=similarity.logger.name):
+            found = similarity.vocabulary(SimpleNamespace(), OPTIONS)  # type: ignore[arg-type]
+    finally:
+        similarity.logger.removeHandler(caplog.handler)
     assert found.classes.size == 0
     assert found.anchors == ()
     assert "token by token" in caplog.text

@@ -126,7 +126,7 @@ def test_what_was_not_finite_is_counted_and_logged(
 ) -> None:
     monkeypatch.setattr(module.logger, "propagate", True)
     backlog.report = report(not_finite=["a", "b"])
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger=module.logger.name):
         side.before_forward(PLANS)
     assert stats.data["repeated"] == 2
     assert "NaN or infinity; computed in full: ['a', 'b']" in caplog.text

@@ -272,7 +272,7 @@ def test_a_namespace_that_drifts_falls_back_and_recovers(
     for number in range(2):
         world.audit(f"a{number}", kl=0.9)
     assert not world.audits.falls_back(7)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger=module.logger.name):
         world.audit("a3", kl=0.9)
         assert world.audits.falls_back(7)
         assert not world.audits.falls_back(8)
@@ -338,7 +338,7 @@ def test_an_error_ends_the_audits_and_nothing_else(
     world.admit("r")
     world.audits._make_request = fails
     world.end("r")
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.ERROR, logger=module.logger.name):
         assert world.due() is None
     assert "no more audits, after an error in next_reference" in caplog.text
     assert world.audits.broken
