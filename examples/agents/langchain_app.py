@@ -7,7 +7,6 @@ The server needs vLLM's flags for tools: `--enable-auto-tool-choice --tool-call-
 the parser of its model. The only line about reuse is `extra_body`.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from langchain_core.runnables import Runnable
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from examples.agents.run import QUESTION, STEPS
+from examples.agents.run import STEPS, parse
 from examples.agents.tools import CATALOGUE, SCHEMAS, Tools
 
 SYSTEM = "You answer questions about the articles of a shop. Look up prices, and calculate."
@@ -53,11 +52,7 @@ def converse(model: Runnable[Any, Any], question: str, tools: Tools) -> Iterator
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    options = argparse.ArgumentParser(description="A LangChain agent with two tools.")
-    options.add_argument("question", nargs="?", default=QUESTION)
-    options.add_argument("--url", default="http://localhost:8000", help="root of the server")
-    options.add_argument("--key", default="agents", help="whose KV is shared: the extra key")
-    args = options.parse_args(argv)
+    args = parse("A LangChain agent with two tools.", argv)
     import openai
 
     try:

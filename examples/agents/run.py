@@ -64,13 +64,18 @@ def shown(turn: Turn) -> str:
     return "\n".join([*lines, f"Observation: {turn.observation}"] if turn.observation else lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
-    options = argparse.ArgumentParser(description="A ReAct agent with a search and a calculator.")
+def parse(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line of both agents."""
+    options = argparse.ArgumentParser(description=description)
     options.add_argument("question", nargs="?", default=QUESTION)
     options.add_argument("--url", default="http://localhost:8000", help="root of the server")
     options.add_argument("--key", default="agents", help="whose KV is shared: the extra key")
-    args = options.parse_args(argv)
+    return options.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    args = parse("A ReAct agent with a search and a calculator.", argv)
     try:
         client = openai.OpenAI(base_url=f"{args.url}/v1", api_key="none")
         model = client.models.list().data[0].id

@@ -16,7 +16,7 @@ from tests.prefill.test_executor import DONOR, RECIPES, assert_equal, in_turns, 
 from tests.prefill.tiny import KV_HEADS, LAYERS, SIZE, World, make_plan
 from vllm_segreuse.plan import Acceptance, Fixed, Pieces, ReusePlan
 from vllm_segreuse.prefill import acceptance as module
-from vllm_segreuse.prefill import selection
+from vllm_segreuse.prefill import drift, selection
 from vllm_segreuse.prefill.executor import PassReport
 
 START, COUNT, HALO = 4, 26, 3
@@ -288,7 +288,7 @@ def test_ranks_agree_on_what_is_rejected(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(values.clone())
         return torch.full_like(values, 0.3 * HALO)
 
-    monkeypatch.setattr(module, "mean_over_ranks", mean)
+    monkeypatch.setattr(drift, "mean_over_ranks", mean)
     tested = run(world, replace(one, acceptance=one.acceptance._replace(max_drift=0.31))).outcomes  # type: ignore[union-attr]
     assert tested["one"].acceptance is not None
     assert tested["one"].acceptance.drifts == pytest.approx((0.3, 0.3))

@@ -4,7 +4,7 @@
 Free of torch and vLLM: policies and the planner run in the scheduler's process.
 """
 
-from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo, acceptance_of
+from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.plan.freezing import FreezeOrder
@@ -52,5 +52,4 @@ __all__ = [
     "Staged",
     "Stock",
     "Tier",
-    "acceptance_of",
 ]

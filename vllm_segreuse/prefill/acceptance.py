@@ -19,9 +19,8 @@ from vllm_segreuse.memory import COMPARED_TOKENS
 from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.plan import Acceptance
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.drift import relative_difference
+from vllm_segreuse.prefill.drift import summed_differences
 from vllm_segreuse.prefill.layer_runner import LayerRunner
-from vllm_segreuse.prefill.selection import mean_over_ranks
 from vllm_segreuse.prefill.tokens import upload
 
 
@@ -50,13 +49,8 @@ class Halos:
         """Boundary drift of each segment, float64 `[segments]`, by plan, equal on all ranks. To be
         called once halos are computed."""
         device = self._slots.device
-        apart = torch.zeros(self._slots.numel(), device=device)
-        for moved, new in zip(self._moved, self._held(), strict=True):
-            apart += relative_difference(moved, new) / max(1, len(self._moved))
-        of_segment = upload(np.repeat(np.arange(len(self._counts)), self._counts), device)
-        totals = torch.zeros(len(self._counts), device=device).scatter_add_(0, of_segment, apart)
-        # Each rank has its own heads. CPU ranks cannot add float64.
-        return mean_over_ranks(totals).double() / upload(np.array(self._counts, float), device)
+        totals = summed_differences(self._moved, self._held(), self._counts, device)
+        return totals / upload(np.array(self._counts, float), device)
 
     def _held(self) -> Iterator[torch.Tensor]:
         """Keys, then values, of each layer: `[tokens, heads, channels]`, in the type of pages."""

@@ -10,6 +10,8 @@ reads per request. docs/quality.md has how closely it follows the divergence fro
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import torch
 
@@ -43,6 +45,30 @@ def relative_difference(moved: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return relative.mean(-1)
 
 
+def summed_differences(
+    moved: Sequence[torch.Tensor],
+    new: Iterable[torch.Tensor],
+    counts: Sequence[int],
+    device: torch.device,
+) -> torch.Tensor:
+    """How far groups of tokens are off: of each the sum over its tokens of the mean relative
+    difference, float64 `[groups]`, equal on all ranks.
+
+    Args:
+        moved, new: `[tokens, heads, channels]` of each layer.
+        counts: tokens of each group, which follow one another.
+        device: of the model.
+    """
+    of_group = upload(np.repeat(np.arange(len(counts)), counts), device)
+    apart = torch.zeros(of_group.numel(), device=device)
+    for before, after in zip(moved, new, strict=True):
+        apart += relative_difference(before, after) / len(moved)
+    totals = torch.zeros(len(counts), device=device)
+    totals.scatter_add_(0, of_group, apart)
+    # Each rank has its own heads. CPU ranks cannot add float64.
+    return mean_over_ranks(totals).double()
+
+
 class MovedValues:
     """Values of chosen tokens as they were moved; made before these are recomputed.
 
@@ -64,14 +90,7 @@ class MovedValues:
     def drift(self) -> torch.Tensor:
         """Drift of each plan, float64 `[plans]`, equal on all ranks; 0 where nothing was chosen.
         To be called once they are recomputed."""
-        apart = torch.zeros(self._slots.numel(), device=self._slots.device)
-        for moved, new in zip(self._moved, self._values(), strict=True):
-            apart += relative_difference(moved, new) / len(self._moved)
-        of_plan = upload(np.repeat(np.arange(len(self._counts)), self._counts), apart.device)
-        totals = torch.zeros(len(self._counts), device=apart.device)
-        totals.scatter_add_(0, of_plan, apart)
-        # Each rank has its own heads. CPU ranks cannot add float64.
-        totals = mean_over_ranks(totals).double()
+        totals = summed_differences(self._moved, self._values(), self._counts, self._slots.device)
         factors = [
             plan.num_segments * PER_TOKENS / max(1, count) / max(1, chosen)
             for plan, count, chosen in zip(
