@@ -22,6 +22,7 @@ from vllm_segreuse.plan.programs import (
     Stock,
 )
 from vllm_segreuse.plan.reuse import AcceptanceOutcome, PlanOutcome, Recipe, ReusePlan
+from vllm_segreuse.plan.tiering import TierDone, TierOrders
 
 __all__ = [
     "ALL_LAYERS",
@@ -52,4 +53,6 @@ __all__ = [
     "Staged",
     "Stock",
     "Tier",
+    "TierDone",
+    "TierOrders",
 ]

@@ -30,6 +30,9 @@ class Tier(IntEnum):
     GPU = 0
     """In vLLM's own pool."""
 
+    HOST = 1
+    """In host memory; blocks are rows of the tier's region."""
+
 
 class Segments(NamedTuple):
     """Runs of reused tokens, each from one sequence, in order.
