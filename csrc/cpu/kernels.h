@@ -21,6 +21,8 @@ struct Part {
 struct AlignArgs {
   void* const* pages;  // of each layer
   int64_t layers, page_stride;  // in elements
+  const void* const* read;  // where sources lie: `pages`, or pages of as many layers elsewhere
+  int64_t read_stride;      // in elements
   const Part* parts;
   int64_t num_parts;
   const int64_t* sources;  // slots, of each token
@@ -30,7 +32,7 @@ struct AlignArgs {
   const float* cos;  // [angles, pairs]
   const float* sin;
   int64_t pairs;
-  void* scratch;  // null, or room for the tokens of one layer: all parts, all channels
+  void* scratch;  // null (as it is if `read` is not `pages`), or room for the tokens of one layer: all parts, all channels
   DType dtype;
 };
 

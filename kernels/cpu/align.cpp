@@ -78,11 +78,11 @@ struct Span {
   int from = 0, to = 0, length = 0;  // tokens
 
   Span() = default;
-  Span(const Run& run, int64_t block_size, int64_t page_stride)
-      : source(run.source / block_size * page_stride),
-        target(run.target / block_size * page_stride),
-        from(static_cast<int>(run.source % block_size)),
-        to(static_cast<int>(run.target % block_size)),
+  Span(const Run& run, const AlignArgs& args)
+      : source(run.source / args.block_size * args.read_stride),
+        target(run.target / args.block_size * args.page_stride),
+        from(static_cast<int>(run.source % args.block_size)),
+        to(static_cast<int>(run.target % args.block_size)),
         length(static_cast<int>(run.length)) {}
 };
 
@@ -204,29 +204,31 @@ class HeadMover {
 
   bool operator<(const HeadMover& other) const { return at_[0] < other.at_[0]; }
 
-  // A stretch; `pages` is block 0.
-  void move(const Stretch& stretch, Code<Format>* pages, const float* cos, const float* sin) const {
+  // A stretch, from pages to pages; both begin with block 0.
+  void move(const Stretch& stretch, const Code<Format>* read, Code<Format>* pages,
+            const float* cos, const float* sin) const {
     const Span& first = stretch.first;
     if constexpr (kHasLanes) {
       if (by_lanes_) {
-        const auto tile = [&](int64_t page, int token) {
-          return pages + page + token / kTile * strides_.token_hi;
+        const auto tile = [&](auto* memory, int64_t page, int token) {
+          return memory + page + token / kTile * strides_.token_hi;
         };
         const Span& second = stretch.second.length ? stretch.second : first;
-        by_lanes(stretch.lanes, tile(first.source, first.from), tile(second.source, second.from),
-                 tile(first.target, first.to), cos, sin);
+        by_lanes(stretch.lanes, tile(read, first.source, first.from),
+                 tile(read, second.source, second.from), tile(pages, first.target, first.to), cos,
+                 sin);
         return;
       }
     }
     if (dense_) {
       for (const Span* span : {&first, &stretch.second})
         copy_past_caches(pages + span->target + at_[0] + span->to * strides_.channels,
-                         pages + span->source + at_[0] + span->from * strides_.channels,
+                         read + span->source + at_[0] + span->from * strides_.channels,
                          sizeof(Code<Format>) * strides_.channels * span->length);
       return;
     }
     for (const Span& span : {first, stretch.second})
-      move(pages + span.source, span.from, pages + span.target, span.to, span.length, cos, sin);
+      move(read + span.source, span.from, pages + span.target, span.to, span.length, cos, sin);
   }
 
  private:
@@ -342,12 +344,12 @@ std::vector<Stretch> paired(const AlignArgs& args) {
   std::vector<Stretch> stretches;
   for (size_t r = 0; r < runs.size(); ++r) {
     const Run& run = runs[r];
-    const Span first(run, args.block_size, args.page_stride);
+    const Span first(run, args);
     Span second;
     if (r + 1 < runs.size()) {
       const Run& next = runs[r + 1];
       if (next.target == run.target + run.length && next.target % kTile && next.angle == run.angle) {
-        second = Span(next, args.block_size, args.page_stride);
+        second = Span(next, args);
         ++r;
       }
     }
@@ -375,15 +377,15 @@ void direct(const AlignArgs& args) {
     for (int64_t layer = 0; layer < args.layers; ++layer) {
       for (int64_t i = 0; i < count; ++i) {
         const Stretch& stretch = stretches[i];
+        const auto* read = static_cast<const Code<Format>*>(args.read[layer]);
         if (i + 1 < count) {
           // The machine's own prefetching ends with a page of memory.
           const Stretch& next = stretches[i + 1];
-          const auto* page = static_cast<const Code<Format>*>(args.pages[layer]) +
-                             (next.second.length ? next.second : next.first).source;
+          const auto* page = read + (next.second.length ? next.second : next.first).source;
           for (int64_t at = 0; at < ahead; at += 64 / sizeof(*page)) __builtin_prefetch(page + at);
         }
         for (const auto& mover : movers)
-          mover.move(stretch, static_cast<Code<Format>*>(args.pages[layer]),
+          mover.move(stretch, read, static_cast<Code<Format>*>(args.pages[layer]),
                      args.cos + stretch.angle, args.sin + stretch.angle);
       }
     }

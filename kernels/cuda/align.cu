@@ -46,6 +46,8 @@ struct AlignCall {
   void* const* layers;  // first element of the flat pages of each
   int64_t num_layers;
   int64_t page_stride;  // elements
+  void* const* read;    // where sources lie: as `layers`, or pages of as many layers elsewhere
+  int64_t read_stride;  // elements
   int64_t format;       // see `with_format`
   int64_t num_parts;
   Part parts[2];
@@ -62,10 +64,11 @@ enum class Stage { kDirect, kGather, kScatter };
 // One launch.
 struct Launch {
   unsigned char* layers[kLayersPerLaunch];
+  const unsigned char* read[kLayersPerLaunch];
   unsigned char* scratch;
   int32_t num_layers;
   Stage stage;
-  int64_t page_stride;
+  int64_t page_stride, read_stride;
   Part parts[2];
   int32_t items_per_head[2];
   int32_t items_of_keys, items;  // per token: of the first part, of all
@@ -240,12 +243,12 @@ SEGREUSE_HD void load_angles(float* to, const float* row, const Item& item) {
 
 // Byte offset in a layer of each of an item's vectors.
 template <int kElementBytes>
-SEGREUSE_HD void find_bytes(int64_t* to, const Launch& launch, const TiledStrides& strides,
+SEGREUSE_HD void find_bytes(int64_t* to, int64_t page_stride, const TiledStrides& strides,
                             int64_t slot, const int32_t* in_head) {
   // 32 bits hold every slot (vllm_segreuse/kernels/cuda.py checks the cache's size), and divide quicker.
   const uint32_t block = static_cast<uint32_t>(slot) / static_cast<uint32_t>(strides.block_size);
   const uint32_t token = static_cast<uint32_t>(slot) - block * strides.block_size;
-  const int64_t base = block * launch.page_stride + strides.of_token(static_cast<int32_t>(token));
+  const int64_t base = block * page_stride + strides.of_token(static_cast<int32_t>(token));
   to[0] = (base + in_head[0]) * kElementBytes;
   to[1] = (base + in_head[1]) * kElementBytes;
 }
@@ -267,10 +270,11 @@ SEGREUSE_HD void move_item(const Launch& launch, int64_t token, int32_t number, 
   int64_t from[2] = {in_scratch, in_scratch + int64_t{launch.items} * kBytes};
   int64_t to[2] = {from[0], from[1]};
   if (launch.stage != Stage::kScatter) {
-    find_bytes<kElementBytes>(from, launch, part.strides, launch.sources[token], in_head);
+    find_bytes<kElementBytes>(from, launch.read_stride, part.strides, launch.sources[token],
+                              in_head);
   }
   if (launch.stage != Stage::kGather) {
-    find_bytes<kElementBytes>(to, launch, part.strides, launch.targets[token], in_head);
+    find_bytes<kElementBytes>(to, launch.page_stride, part.strides, launch.targets[token], in_head);
   }
 
   Vector<kBytes> data[kLayers][2];
@@ -279,7 +283,7 @@ SEGREUSE_HD void move_item(const Launch& launch, int64_t token, int32_t number, 
     if (layer + i >= launch.num_layers) continue;
     const unsigned char* base = launch.stage == Stage::kScatter
                                     ? launch.scratch + (layer + i) * scratch_layer
-                                    : launch.layers[layer + i];
+                                    : launch.read[layer + i];
     data[i][0].load(base + from[0]);
     data[i][1].load(base + from[1]);
   }
@@ -370,8 +374,9 @@ auto with_format(int64_t format, Run run) -> decltype(run(Float32{})) {
 
 // Whether all vectors of `lanes` channels are 16 bytes at a multiple of 16.
 bool is_wide(const AlignCall& call, int32_t lanes) {
-  bool wide = call.page_stride % lanes == 0 &&
-              std::all_of(call.layers, call.layers + call.num_layers, is_multiple<kWideBytes>);
+  bool wide = call.page_stride % lanes == 0 && call.read_stride % lanes == 0 &&
+              std::all_of(call.layers, call.layers + call.num_layers, is_multiple<kWideBytes>) &&
+              std::all_of(call.read, call.read + call.num_layers, is_multiple<kWideBytes>);
   for (int64_t i = 0; i < call.num_parts; ++i) {
     const auto& [strides, rotation] = call.parts[i];
     const int32_t run = rotation.neox ? rotation.dim / 2 : rotation.dim;
@@ -387,7 +392,7 @@ Launch make_launch(const AlignCall& call) {
   constexpr int kLanes = kBytes / sizeof(typename Format::Code);
   Launch launch{};
   launch.scratch = static_cast<unsigned char*>(call.scratch);
-  launch.page_stride = call.page_stride;
+  launch.page_stride = call.page_stride, launch.read_stride = call.read_stride;
   for (int64_t i = 0; i < call.num_parts; ++i) {
     launch.parts[i] = call.parts[i];
     launch.items_per_head[i] = count_items<kLanes>(call.parts[i]);
@@ -413,6 +418,7 @@ Status run_call(const AlignCall& call, void* stream) {
     launch.num_layers = static_cast<int32_t>(std::min(step, call.num_layers - first));
     for (int32_t i = 0; i < launch.num_layers; ++i) {
       launch.layers[i] = static_cast<unsigned char*>(call.layers[first + i]);
+      launch.read[i] = static_cast<const unsigned char*>(call.read[first + i]);
     }
     for (int i = 0; i < (call.scratch ? 2 : 1); ++i) {
       launch.stage = stages[i];

@@ -154,6 +154,29 @@ def make_cache(
     return Cache(memory, layers)
 
 
+def make_region(
+    page_elements: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    num_layers: int = 1,
+    start: int = 3,
+    gap: int = 16,
+) -> Cache:
+    """As `make_cache`, but a row has all layers one after the other, as in a host region.
+
+    Args:
+        start: elements before the first row; with 3, nothing is aligned.
+        gap: elements between rows.
+    """
+    stride = num_layers * page_elements + gap
+    memory = make_cache(stride, num_rows, dtype, gap=0, start=start).memory
+    layers = [
+        memory.as_strided((num_rows, page_elements), (stride, 1), start + layer * page_elements)
+        for layer in range(num_layers)
+    ]
+    return Cache(memory, layers)
+
+
 def copy_of(pages: Cache, device: str = "cpu") -> Cache:
     memory = pages.memory.to(device, copy=True)
     layers = [
@@ -181,6 +204,18 @@ def make_moves(
     )
 
 
+def make_loads(
+    num_rows: int, num_blocks: int, block_size: int, num_tokens: int, pairs: int
+) -> Moves:
+    """Random moves from anywhere in other pages to anywhere in the cache.
+
+    They say that they overlap: of other pages that is never true, and does not matter.
+    """
+    moves = make_moves(num_blocks, block_size, num_tokens, pairs, overlapping=True)
+    sources = torch.randint(0, num_rows * block_size, (num_tokens,))
+    return dataclasses.replace(moves, sources=sources)
+
+
 def to_device(moves: Moves, device: str) -> Moves:
     names = ("sources", "targets", "angles", "cos", "sin")
     return dataclasses.replace(moves, **{name: getattr(moves, name).to(device) for name in names})
@@ -198,7 +233,8 @@ def good_call() -> tuple[list[torch.Tensor], list[Part], Moves]:
     return pages.layers, parts_of(shape, Rotation(32, True)), make_moves(4, 16, 9, 16, False)
 
 
-Run = Callable[[list[torch.Tensor], list[Part], Moves], None]
+Run = Callable[..., None]
+"""With arguments as `reference.align`."""
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -209,12 +245,25 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert not different.any(), (found.float()[different], expected.float()[different])
 
 
-def assert_agrees(run: Run, pages: Cache, parts: list[Part], moves: Moves, device: str) -> None:
+def assert_agrees(
+    run: Run,
+    pages: Cache,
+    parts: list[Part],
+    moves: Moves,
+    device: str,
+    sources: Cache | None = None,
+) -> None:
     """`run` changes the memory exactly as the reference does."""
     mine = copy_of(pages, device)
-    run(mine.layers, parts, to_device(moves, device))
     expected = copy_of(pages)
-    reference.align(expected.layers, parts, moves)
+    if sources is None:
+        run(mine.layers, parts, to_device(moves, device))
+        reference.align(expected.layers, parts, moves)
+    else:
+        read = copy_of(sources, device)
+        run(mine.layers, parts, to_device(moves, device), read.layers)
+        reference.align(expected.layers, parts, moves, sources.layers)
+        assert_same(read.memory.cpu(), sources.memory)
     bits = BITS[pages.memory.dtype.itemsize]
     assert not torch.equal(expected.memory.view(bits), pages.memory.view(bits))
     assert_same(mine.memory.cpu(), expected.memory)

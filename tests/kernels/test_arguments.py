@@ -98,6 +98,40 @@ def test_alignments_that_do_not_fit_are_refused(align: Callable[..., Any], name:
     assert all(map(torch.equal, pages, before))
 
 
+OTHER_SOURCES: dict[str, tuple[Callable[..., list[torch.Tensor]], str]] = {
+    "fewer layers": (lambda p: p[:2], "sources are of 2 layers, pages of 3"),
+    "none": (lambda p: [], "sources are of 0 layers"),
+    "dtype": (lambda p: [x.bfloat16() for x in p], "pages are torch.bfloat16; the kernel knows"),
+    "mixed": (lambda p: [*p[:2], p[2].contiguous()], "number 2 has"),
+    "device": (lambda p: [x.to("meta") for x in p], "must be those of pages: .* on meta|meta"),
+    "page size": (lambda p: [x[:, :1024] for x in p], "must be those of pages: .*1024. instead"),
+    "strided": (lambda p: [x.T for x in p], "with unit stride"),
+    "fewer rows": (lambda p: [x[:1] for x in p], "sources are from .*; expected 0 to 15"),
+}
+
+
+@ALIGN
+@pytest.mark.parametrize("name", OTHER_SOURCES)
+def test_sources_that_do_not_fit_are_refused(align: Callable[..., Any], name: str) -> None:
+    spoil, message = OTHER_SOURCES[name]
+    pages, parts, moves = good_call()
+    moves = dataclasses.replace(moves, sources=torch.arange(9, 18))
+    align(pages, parts, moves, pages)
+    with pytest.raises(ValueError, match=message):
+        align(pages, parts, moves, spoil(pages))
+
+
+@ALIGN
+def test_rows_of_sources_are_counted_by_themselves(align: Callable[..., Any]) -> None:
+    """Slots behind the pages that are written may be read elsewhere, and not the other way."""
+    pages, parts, moves = good_call()
+    more = [torch.cat([x, x]) for x in pages]
+    far = torch.arange(100, 109)
+    align(pages, parts, dataclasses.replace(moves, sources=far), more)
+    with pytest.raises(ValueError, match="targets are from 100 to 108; expected 0 to 63"):
+        align(pages, parts, dataclasses.replace(moves, targets=far), more)
+
+
 def test_cuda_moves_keys_and_values_only() -> None:
     pages, parts, moves = good_call()
     with pytest.raises(ValueError, match="3 parts given; the CUDA kernels move 1 to 2"):

@@ -16,7 +16,9 @@ from tests.kernels.align_cases import (
     assert_agrees,
     hnd,
     make_cache,
+    make_loads,
     make_moves,
+    make_region,
     nhd,
     pairs_of,
     parts_of,
@@ -104,6 +106,25 @@ def test_every_layout_and_rotation(built: str, case: tuple[Any, ...], dtype: tor
         assert_agrees(cpu.align, pages, parts, moves, "cpu")
 
 
+@pytest.mark.parametrize("start", [16, 3], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case.values, DTYPES[number % len(DTYPES)]) for number, case in enumerate(CASES)],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_tokens_are_read_elsewhere(
+    built: str, case: tuple[Any, ...], dtype: torch.dtype, start: int
+) -> None:
+    """From more rows than there are blocks, whose layers lie side by side."""
+    name, rotation = case
+    shape = shape_of(name)
+    parts = parts_of(shape, rotation)
+    pages = make_cache(shape.page_elements, 3, dtype, num_layers=2)
+    region = make_region(shape.page_elements, 7, dtype, 2, start)
+    moves = make_loads(7, 3, shape.keys.shape[1], 13, pairs_of(parts))
+    assert_agrees(cpu.align, pages, parts, moves, "cpu", region)
+
+
 @pytest.mark.parametrize("overlapping", [False, True], ids=["apart", "overlapping"])
 @pytest.mark.parametrize("layout", ["tiled by 32", "tiled by 16", "pairs", "NHD"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -178,6 +199,21 @@ def test_nothing_to_move_changes_nothing() -> None:
     cpu.align(pages.layers, [Part(shape.keys, ROTATIONS[0])], make_moves(4, 16, 0, 16, True))
     cpu.align([], [Part(shape.keys, ROTATIONS[0])], make_moves(4, 16, 3, 16, True))
     assert torch.equal(pages.memory, before)
+
+
+@settings(max_examples=3)
+@given(made=pieces(), rotation=st.sampled_from([*ROTATIONS, None]))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_of_tokens_are_read_elsewhere(
+    built: str, layout: str, dtype: torch.dtype, made: list[Piece], rotation: Rotation | None
+) -> None:
+    """Of a CPU's region, whose rows are not aligned to lines of its caches."""
+    shape = shape_of(layout)
+    region = make_region(shape.page_elements, NUM_BLOCKS, dtype, num_layers=2)
+    pages = make_cache(shape.page_elements, NUM_BLOCKS, dtype, num_layers=2)
+    moves = moves_of(made, rotation, overlapping=False)
+    assert_agrees(cpu.align, pages, parts_of(shape, rotation), moves, "cpu", region)
 
 
 @settings(max_examples=6)

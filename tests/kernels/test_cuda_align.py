@@ -23,7 +23,9 @@ from tests.kernels.align_cases import (
     good_call,
     hnd,
     make_cache,
+    make_loads,
     make_moves,
+    make_region,
     nhd,
     pairs_of,
     parts_of,
@@ -55,7 +57,9 @@ def run(device: str, request: pytest.FixtureRequest) -> Run:
     if device == "cuda":
         return cuda.align
     library = request.getfixturevalue("host")
-    return lambda pages, parts, moves: cuda.run(library, pages, parts, moves, 0)
+    return lambda pages, parts, moves, sources=None: cuda.run(
+        library, pages, parts, moves, 0, sources
+    )
 
 
 # Each case with each dtype, apart or overlapping by turns.
@@ -81,6 +85,40 @@ def test_agrees_with_the_reference(
     pages = make_cache(shape.page_elements, 4, dtype, num_layers=2)
     moves = make_moves(4, shape.keys.shape[1], 13, pairs_of(parts), overlapping)
     assert_agrees(run, pages, parts, moves, device)
+
+
+@pytest.mark.parametrize("start", [16, 3], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(("name", "rotation", "overlapping", "dtype"), SAMPLE[::3])
+def test_tokens_are_read_elsewhere(
+    run: Run,
+    device: str,
+    name: str,
+    rotation: Rotation | None,
+    overlapping: bool,
+    dtype: torch.dtype,
+    start: int,
+) -> None:
+    """From more rows than there are blocks, whose layers lie side by side."""
+    torch.manual_seed(0)
+    shape = shape_of(name)
+    parts = parts_of(shape, rotation)
+    layers = 131 if overlapping and name == "HND 2x80" else 2
+    pages = make_cache(shape.page_elements, 3, dtype, layers)
+    region = make_region(shape.page_elements, 7, dtype, layers, start)
+    moves = make_loads(7, 3, shape.keys.shape[1], 13, pairs_of(parts))
+    assert_agrees(run, pages, parts, moves, device, region)
+
+
+@pytest.mark.parametrize(("start", "gap", "vector_bytes"), [(8, 8, 16), (3, 8, 2), (8, 4, 2)])
+def test_what_is_read_elsewhere_may_forbid_wide_vectors(
+    host: CDLL, start: int, gap: int, vector_bytes: int
+) -> None:
+    shape = nhd(3, 16, 32)
+    pages = make_cache(shape.page_elements, 3, torch.bfloat16)
+    region = make_region(shape.page_elements, 7, torch.bfloat16, 1, start, gap)
+    moves = make_loads(7, 3, 16, 4, 16)
+    call = cuda.make_call(pages.layers, parts_of(shape, TURNED), moves, region.layers)
+    assert host.segreuse_align_vector_bytes(call) == vector_bytes
 
 
 @pytest.mark.parametrize("num_layers", [1, 4, 7, 128, 131])

@@ -18,7 +18,9 @@ from tests.kernels.align_cases import (
     copy_of,
     hnd,
     make_cache,
+    make_loads,
     make_moves,
+    make_region,
     mla,
     nhd,
     pairs_of,
@@ -81,6 +83,18 @@ def test_every_layout_and_rotation(case: tuple[Any, ...], dtype: torch.dtype) ->
     assert_agrees(align, pages, parts, overlapping, DEVICE)
     apart = make_moves(4, shape.keys.shape[1], 7, pairs_of(parts), False)
     assert_agrees(align, pages, parts, apart, DEVICE)
+
+
+@pytest.mark.parametrize("start", [16, 3], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("number", range(len(DTYPES)), ids=lambda number: str(DTYPES[number]))
+def test_the_smallest_that_is_read_elsewhere(number: int, start: int) -> None:
+    """From more rows than there are blocks, whose layers lie side by side."""
+    shape = [nhd(2, 16, 32), hnd(3, 8, 20), channel_tiles(2, 8, 24, 8)][number % 3]
+    parts = parts_of(shape, Rotation(12, number % 2 == 0, 4))
+    pages = make_cache(shape.page_elements, 3, DTYPES[number], num_layers=2)
+    region = make_region(shape.page_elements, 7, DTYPES[number], 2, start)
+    moves = make_loads(7, 3, shape.keys.shape[1], 13, pairs_of(parts))
+    assert_agrees(align, pages, parts, moves, DEVICE, region)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -230,6 +244,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "types": (changed(angles=torch.zeros(9, device=DEVICE).int()), "not torch.int32"),
     "count": (changed(targets=torch.arange(8, device=DEVICE)), r"targets is \(8,\)"),
 }
+
+
+def test_sources_of_other_layers_are_refused() -> None:
+    shape = nhd(2, 16, 32)
+    pages = copy_of(make_cache(shape.page_elements, 4, torch.bfloat16, 2), DEVICE).layers
+    moves = to_device(make_moves(4, 16, 9, 16, False), DEVICE)
+    with pytest.raises(ValueError, match="sources are of 1 layers, pages of 2"):
+        align(pages, parts_of(shape, Rotation(32, True)), moves, pages[:1])
 
 
 @pytest.mark.parametrize("name", REFUSED)

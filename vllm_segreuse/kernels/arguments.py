@@ -43,6 +43,31 @@ def check_pages(pages: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) ->
         raise ValueError(f"a page of {first.shape[1]} elements is too large: below 2**31 are known")
 
 
+def check_sources(
+    sources: Sequence[torch.Tensor] | None, pages: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Where tokens are read: `pages`, or other pages of the same layers.
+
+    Raises:
+        ValueError: another number of layers, another dtype, device or page size, or what
+            `check_pages` refuses.
+    """
+    if sources is None:
+        return pages
+    if len(sources) != len(pages):
+        raise ValueError(f"sources are of {len(sources)} layers, pages of {len(pages)}")
+    check_pages(sources, (pages[0].dtype,))
+    found, wanted = (
+        (layers[0].dtype, layers[0].device, layers[0].shape[1]) for layers in (sources, pages)
+    )
+    if found != wanted:
+        raise ValueError(
+            f"dtype, device and page size of sources must be those of pages: {found} instead of "
+            f"{wanted}"
+        )
+    return sources
+
+
 def check_strides(strides: TiledStrides, pages: torch.Tensor) -> None:
     """Where keys or values lie in a page.
 
@@ -91,8 +116,14 @@ def check_parts(parts: Sequence[Part], pages: torch.Tensor) -> None:
             raise ValueError(f"a head of {channels} channels cannot turn by {rotation}")
 
 
-def check_moves(moves: Moves, parts: Sequence[Part], pages: torch.Tensor) -> None:
+def check_moves(
+    moves: Moves, parts: Sequence[Part], pages: torch.Tensor, sources: torch.Tensor
+) -> None:
     """Slots, angles and their tables; on a CPU also that they are inside pages and tables.
+
+    Args:
+        pages: of one layer, which are written.
+        sources: of one layer, which are read.
 
     Raises:
         ValueError: wrong dtypes, devices, shapes, strides or values.
@@ -106,9 +137,9 @@ def check_moves(moves: Moves, parts: Sequence[Part], pages: torch.Tensor) -> Non
                 f"sources, targets and angles must be [tokens]: {name} is {tuple(tensor.shape)}, "
                 f"of {len(moves)} tokens"
             )
-    slots = pages.shape[0] * parts[0].strides.shape[1]
-    for name in ("sources", "targets"):
-        check_range(name, getattr(moves, name), slots)
+    block_size = parts[0].strides.shape[1]
+    check_range("sources", moves.sources, sources.shape[0] * block_size)
+    check_range("targets", moves.targets, pages.shape[0] * block_size)
     dims = {part.rotation.dim for part in parts if part.rotation is not None}
     if not dims:
         return

@@ -24,6 +24,7 @@ from vllm_segreuse.kernels.arguments import (
     check_places,
     check_positions,
     check_queries,
+    check_sources,
     check_strides,
     check_tables,
     check_tensor,
@@ -87,6 +88,8 @@ class _AlignArgs(ctypes.Structure):
         ("pages", ctypes.c_void_p),
         ("layers", ctypes.c_int64),
         ("page_stride", ctypes.c_int64),
+        ("read", ctypes.c_void_p),
+        ("read_stride", ctypes.c_int64),
         ("parts", ctypes.c_void_p),
         ("num_parts", ctypes.c_int64),
         ("sources", ctypes.c_void_p),
@@ -204,7 +207,12 @@ def _check_age(library: ctypes.CDLL, path: Path) -> None:
         raise OSError(f"{path} is of another version of the sources: install the package again")
 
 
-def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+def align(
+    pages: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    moves: Moves,
+    sources: Sequence[torch.Tensor] | None = None,
+) -> None:
     """As `reference.align`, bit for bit.
 
     Raises:
@@ -215,12 +223,13 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     _check_device("pages", pages[0])
     check_pages(pages, tuple(_DTYPES))
     check_parts(parts, pages[0])
-    check_moves(moves, parts, pages[0])
+    read = check_sources(sources, pages)
+    check_moves(moves, parts, pages[0], read[0])
     first, block_size = pages[0], parts[0].strides.shape[1]
-    pointers = (ctypes.c_void_p * len(pages))(*(p.data_ptr() for p in pages))
+    pointers, read_pointers = _pointers(pages), _pointers(read)
     c_parts = (_Part * len(parts))(*(_Part.of(part) for part in parts))
     scratch = None
-    if moves.overlapping:
+    if moves.overlapping and sources is None:
         width = sum(part.strides.shape[0] * part.strides.shape[2] for part in parts)
         scratch = torch.empty(len(moves) * width * first.element_size(), dtype=torch.uint8)
     _call(
@@ -229,6 +238,8 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
             ctypes.addressof(pointers),
             len(pages),
             first.stride(0),
+            ctypes.addressof(read_pointers),
+            read[0].stride(0),
             ctypes.addressof(c_parts),
             len(parts),
             moves.sources.data_ptr(),
@@ -367,6 +378,10 @@ def token_scores(
         ),
     )
     return scores
+
+
+def _pointers(pages: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(pages))(*(layer.data_ptr() for layer in pages))
 
 
 def _weights(sinks: torch.Tensor | None, scale: float, soft_cap: float) -> _Weights:

@@ -13,7 +13,12 @@ from pathlib import Path
 
 import torch
 
-from vllm_segreuse.kernels.arguments import check_moves, check_pages, check_parts
+from vllm_segreuse.kernels.arguments import (
+    check_moves,
+    check_pages,
+    check_parts,
+    check_sources,
+)
 from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, Rotation, TiledStrides
 from vllm_segreuse.kernels.scratch import layers_at_once
 
@@ -38,6 +43,8 @@ class _Call(ctypes.Structure):
         ("layers", ctypes.POINTER(ctypes.c_void_p)),
         ("num_layers", ctypes.c_int64),
         ("page_stride", ctypes.c_int64),
+        ("read", ctypes.POINTER(ctypes.c_void_p)),
+        ("read_stride", ctypes.c_int64),
         ("format", ctypes.c_int64),
         ("num_parts", ctypes.c_int64),
         ("parts", _Part * _MAX_PARTS),
@@ -72,9 +79,15 @@ def unavailable() -> str | None:
     return f"their build does not suit this GPU: {_message(library, status)}" if status else None
 
 
-def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+def align(
+    pages: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    moves: Moves,
+    sources: Sequence[torch.Tensor] | None = None,
+) -> None:
     """As `reference.align`; in addition, queued on the current stream: one launch for up to 128
-    layers, or two for as many as fit the scratch (`scratch.py`) if `moves.overlapping`.
+    layers, or two for as many as fit the scratch (`scratch.py`) if `moves.overlapping` and no
+    `sources` are given.
 
     Slots and angle rows are not checked against the pages and tables: that would stall the stream.
 
@@ -91,7 +104,8 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
     if device.type != "cuda":
         raise ValueError(f"pages are on {device}; the CUDA kernels need them on a GPU")
     with torch.cuda.device(device):
-        run(_library(), pages, parts, moves, torch.cuda.current_stream(device).cuda_stream)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        run(_library(), pages, parts, moves, stream, sources)
 
 
 @functools.cache
@@ -143,6 +157,7 @@ def run(
     parts: Sequence[Part],
     moves: Moves,
     stream: int,
+    sources: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Check the arguments of `align` and hand them to a library, current device and stream given.
 
@@ -152,11 +167,11 @@ def run(
     """
     if not pages:
         return
-    call = make_call(pages, parts, moves)
+    call = make_call(pages, parts, moves, sources)
     if not len(moves):
         return
     scratch = None  # a name that lives as long as the call
-    if moves.overlapping:
+    if moves.overlapping and sources is None:
         layer_bytes = library.segreuse_align_scratch_bytes(call)
         call.scratch_layers = layers_at_once(len(pages), layer_bytes)
         scratch = torch.empty(
@@ -175,7 +190,12 @@ def _message(library: ctypes.CDLL, status: int) -> str:
     return f"{library.segreuse_message(status).decode()} (CUDA error {status})"
 
 
-def make_call(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> _Call:
+def make_call(
+    pages: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    moves: Moves,
+    sources: Sequence[torch.Tensor] | None = None,
+) -> _Call:
     """The C structure of a call of `align`, without scratch. It borrows the tensors' memory.
 
     Raises:
@@ -185,12 +205,17 @@ def make_call(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves
     check_parts(parts, pages[0])
     if len(parts) > _MAX_PARTS:
         raise ValueError(f"{len(parts)} parts given; the CUDA kernels move 1 to {_MAX_PARTS}")
-    if pages[0].shape[0] * parts[0].strides.shape[1] > 1 << 32:
-        raise ValueError(f"{pages[0].shape[0]} pages have more than the 2**32 slots that are known")
-    check_moves(moves, parts, pages[0])
+    read = check_sources(sources, pages)
+    for layer in (pages[0], read[0]):
+        if layer.shape[0] * parts[0].strides.shape[1] > 1 << 32:
+            raise ValueError(
+                f"{layer.shape[0]} pages have more than the 2**32 slots that are known"
+            )
+    check_moves(moves, parts, pages[0], read[0])
     call = _Call(
         num_layers=len(pages),
         page_stride=pages[0].stride(0),
+        read_stride=read[0].stride(0),
         format=_FORMATS.index(pages[0].dtype),
         num_parts=len(parts),
         sources=moves.sources.data_ptr(),
@@ -201,7 +226,10 @@ def make_call(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves
         sin=moves.sin.data_ptr(),
         num_pairs=moves.cos.shape[-1],
     )
-    call.layers = (ctypes.c_void_p * len(pages))(*(layer.data_ptr() for layer in pages))
+    call.layers, call.read = (
+        (ctypes.c_void_p * len(layers))(*(layer.data_ptr() for layer in layers))
+        for layers in (pages, read)
+    )
     for mine, part in zip(call.parts, parts, strict=False):
         mine.strides[:] = _numbers(part.strides)
         mine.rotation[:] = _turn(part.rotation)

@@ -13,7 +13,12 @@ from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides, ind
 _SCORE_ELEMENTS = 1 << 24  # bound on one block of attention weights (64 MiB in float32)
 
 
-def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+def align(
+    pages: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    moves: Moves,
+    sources: Sequence[torch.Tensor] | None = None,
+) -> None:
     """Copy tokens from slot to slot, keys turned by each token's own distance (SparseX, 3.1).
 
     Every source is read before any target is written. Rotates in float32 and rounds once. fp8
@@ -23,9 +28,11 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
         pages: flat pages `[num_blocks, page_elements]` of each layer, of one dtype and one layout.
         parts: the keys and the values of a page.
         moves: which tokens go where.
+        sources: where tokens are read, if not in `pages`: flat pages of each layer that lie
+            elsewhere, packed alike, `[rows, page_elements]`. `moves.sources` are slots of these.
     """
-    for layer in pages:
-        moved = [read_tokens(layer, part.strides, moves.sources) for part in parts]
+    for layer, source in zip(pages, pages if sources is None else sources, strict=True):
+        moved = [read_tokens(source, part.strides, moves.sources) for part in parts]
         for part, tokens in zip(parts, moved, strict=True):
             if part.rotation is not None:
                 tokens = rotate(

@@ -17,7 +17,12 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from vllm_segreuse.kernels.arguments import check_moves, check_pages, check_parts
+from vllm_segreuse.kernels.arguments import (
+    check_moves,
+    check_pages,
+    check_parts,
+    check_sources,
+)
 from vllm_segreuse.kernels.pages import Moves, PageLayout, Part, Rotation, TiledStrides
 from vllm_segreuse.kernels.scratch import layers_at_once
 from vllm_segreuse.kernels.triton_addresses import element
@@ -59,20 +64,26 @@ class _End(NamedTuple):
     alignment: int
 
 
-def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
-    """As `reference.align`; in addition, with `moves.overlapping`, tokens are turned on their way
-    into a scratch buffer and written from there, as many layers at a time as it holds.
+def align(
+    pages: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    moves: Moves,
+    sources: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """As `reference.align`; in addition, with `moves.overlapping` and no `sources`, tokens are
+    turned on their way into a scratch buffer and written from there, as many layers at a time as it
+    holds.
 
     Raises:
         ValueError: the arguments are not as described, or `supports` says no to them.
     """
     if not len(moves) or not pages:
         return
-    _check(pages, parts, moves)
+    read = _check(pages, parts, moves, sources)
     dtype = pages[0].dtype
-    if not moves.overlapping:
+    if not moves.overlapping or sources is not None:
         transfers = tuple(Transfer(part.strides, part.strides, part.rotation) for part in parts)
-        source, target = (_in_cache(pages, slots) for slots in (moves.sources, moves.targets))
+        source, target = _in_cache(read, moves.sources), _in_cache(pages, moves.targets)
         _launch(transfers, dtype, moves, source, target)
         return
     # A scratch row is a page of one token, so both launches are the same kernel.
@@ -97,7 +108,13 @@ def align(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) ->
         _launch(outward, dtype, moves, staged, _in_cache(layers, moves.targets))
 
 
-def _check(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -> None:
+def _check(
+    pages: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    moves: Moves,
+    sources: Sequence[torch.Tensor] | None,
+) -> Sequence[torch.Tensor]:
+    """Raises ValueError; returns where tokens are read."""
     check_pages(pages, tuple(STORED_AS))
     check_parts(parts, pages[0])
     for part in parts:
@@ -106,7 +123,9 @@ def _check(pages: Sequence[torch.Tensor], parts: Sequence[Part], moves: Moves) -
                 f"parts of {part.strides.shape[0]} and {parts[0].strides.shape[0]} heads; pass "
                 "them in calls of their own"
             )
-    check_moves(moves, parts, pages[0])
+    read = check_sources(sources, pages)
+    check_moves(moves, parts, pages[0], read[0])
+    return read
 
 
 def _row_strides(parts: Sequence[Part]) -> list[TiledStrides]:
