@@ -9,26 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.cache.keeping import Journal
 from vllm_segreuse.cache.kept import KeptEntries
 
 A, B, C = b"a", b"b", b"c"
 NOWHERE, HOST, DISK, BOTH = (False, False), (True, False), (False, True), (True, True)
-
-
-class Journal:
-    """What a restart finds."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[str, int], tuple[int, tuple[bytes, ...]]] = {}
-
-    def kept(self, entry: str, part: int, parts: int, keys: Sequence[bytes]) -> None:
-        self.rows[entry, part] = parts, tuple(keys)
-
-    def released(self, entries: Sequence[str]) -> None:
-        self.rows = {key: row for key, row in self.rows.items() if key[0] not in entries}
-
-    def read(self) -> list[tuple[str, int, int, tuple[bytes, ...]]]:
-        return [(entry, part, *row) for (entry, part), row in self.rows.items()]
 
 
 @pytest.fixture
@@ -80,7 +65,7 @@ def test_a_record_of_two_entries_is_let_go_with_the_second(kept: KeptEntries) ->
     assert B in kept
     assert A not in kept
     assert sorted(kept.release(["two"])) == [B, C]
-    assert kept.keys() == []
+    assert kept.records() == []
 
 
 def test_a_new_entry_counts_records_that_are_there_for_another(kept: KeptEntries) -> None:
@@ -195,7 +180,7 @@ class Machine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.kept.check_integrity()
         assert self.kept.held() == self.held()
-        assert set(self.kept.keys()) == self.owned()
+        assert set(self.kept.records()) == self.owned()
 
 
 TestMachine = Machine.TestCase

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request that ended to a frozen part of an entry, and from a lack of blocks to eviction."""
+"""From a request that ended to a frozen part of an entry, and from a lack of blocks to eviction.
+
+With a second tier, each part is written through to it. What the frozen pool evicts, or has no room
+for, is then read from there, and need not be computed again.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import numpy as np
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.kept import KeepingTier, Place
 from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.rolling_hash import window_hashes
@@ -29,6 +34,7 @@ class Freezing(BlockListener):
         index: of the segments; a block that it does not contain is not frozen.
         is_exact: whether a block has an exact name; one that has none is not frozen.
         health: where errors over the entries end.
+        tier: keeps entries beyond GPU memory; None where there is none.
     """
 
     def __init__(
@@ -37,11 +43,13 @@ class Freezing(BlockListener):
         index: SegmentIndex,
         is_exact: Callable[[int], bool],
         health: Health,
+        tier: KeepingTier | None = None,
     ) -> None:
         self.entries = entries
         self._index = index
         self._is_exact = is_exact
         self._health = health
+        self._tier = tier
 
     # Requests.
 
@@ -65,7 +73,8 @@ class Freezing(BlockListener):
             block_ids: its blocks, which it still holds.
 
         Returns:
-            Whether it had an order, and this was carried out.
+            Whether it had an order, and this was carried out: the part is frozen, or the second
+            tier keeps it.
         """
         order = tracked.freeze
         if order is None:
@@ -75,7 +84,13 @@ class Freezing(BlockListener):
         except ValueError as reason:
             logger.warning("segment reuse: %s is not frozen: %s", order.entry, reason)
             return False
-        return self.entries.add(order, part)
+        if self._tier is None:
+            return self.entries.add(order, part)
+        self._tier.keep(order.entry, order.part, order.parts, part.block_ids)
+        if order.part == 0 or order.entry in self.entries:
+            # Of an entry that did not fit, or was evicted, no later part is frozen either.
+            self.entries.add(order, part)
+        return True
 
     def part(self, prompt: Prompt, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
         """What a request has computed, from the block of the order's first token to the last full
@@ -136,20 +151,31 @@ class Freezing(BlockListener):
     # Knowledge bases.
 
     def state(self) -> dict[str, Any]:
-        """What knowledge bases need to know; uses are reported once only."""
+        """What knowledge bases need to know; uses are reported once only.
+
+        `limit` is what all entries together may take, in GPU memory or in the second tier;
+        `stored` are those that this tier holds, with their place. They need not return.
+        """
         entries = self.entries
+        limit, stored = entries.limit, dict[str, Place]()
+        if self._tier is not None:
+            limit, stored = max(limit, self._tier.capacity_blocks), self._tier.held()
         return {
             "total": entries.num_blocks,
             "free": entries.num_free,
             "frozen": entries.num_frozen,
-            "limit": entries.limit,
+            "limit": limit,
             "block_size": self._index.block_size,
             "given_back": entries.num_evicted,
             "warm": {name: list(entry) for name, entry in entries.warm().items()},
             "uses": {name: list(use) for name, use in entries.take_uses().items()},
-            "wanted": entries.wanted(),
+            "wanted": [name for name in entries.wanted() if name not in stored],
+            "stored": stored,
         }
 
     def forget(self, entries: Iterable[str]) -> None:
         """Release entries that were deleted; unknown ones are no error."""
-        self.entries.release(entries)
+        names = list(entries)
+        self.entries.release(names)
+        if self._tier is not None:
+            self._tier.release(names)

@@ -148,6 +148,10 @@ class FrozenPool:
         """Blocks that nobody holds."""
         return self._blocks.num_free_blocks()
 
+    def __contains__(self, entry: str) -> bool:
+        """Whether any part of an entry is frozen."""
+        return entry in self._entries
+
     def is_sole_holder(self) -> bool:
         """Whether nobody else holds a block."""
         return self.num_free + self.num_reclaimable() == self.num_blocks

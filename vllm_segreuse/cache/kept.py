@@ -75,7 +75,7 @@ class KeptEntries:
         """Whether an entry has this record."""
         return key in self._owners
 
-    def keys(self) -> list[bytes]:
+    def records(self) -> list[bytes]:
         """Records of all entries."""
         return [*self._owners]
 
@@ -150,7 +150,7 @@ class KeptEntries:
             known = self._entries.get(entry)
             if known is None or len(known.parts) == parts:
                 self._put(entry, part, parts, keys)
-        for key in self.keys():
+        for key in self.records():
             self.placed(key, False, is_on_disk(key))
         held = self.held()
         return self.release([name for name in self._entries if name not in held])

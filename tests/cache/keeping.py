@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second tier without any KV, which keeps entries: the real bookkeeping on counted records."""
+
+from collections.abc import Iterable, Sequence
+
+from vllm_segreuse.cache.kept import KeptEntries, Place
+
+
+class Journal:
+    """What a restart finds."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, int], tuple[int, tuple[bytes, ...]]] = {}
+
+    def kept(self, entry: str, part: int, parts: int, keys: Sequence[bytes]) -> None:
+        self.rows[entry, part] = parts, tuple(keys)
+
+    def released(self, entries: Sequence[str]) -> None:
+        self.rows = {key: row for key, row in self.rows.items() if key[0] not in entries}
+
+    def read(self) -> list[tuple[str, int, int, tuple[bytes, ...]]]:
+        return [(entry, part, *row) for (entry, part), row in self.rows.items()]
+
+
+class FakeTier:
+    """Keeps at once, and only what it is told to lose is lost.
+
+    Attributes:
+        has_disk: what is kept outlives a restart.
+        calls: parts that were kept, in order.
+    """
+
+    def __init__(self, capacity_blocks: int = 1000, has_disk: bool = True) -> None:
+        self.capacity_blocks = capacity_blocks
+        self.has_disk = has_disk
+        self.calls: list[tuple[str, int, int, int]] = []
+        self._journal = Journal()
+        self._kept = KeptEntries(self._journal)
+        self._on_disk: set[bytes] = set()
+
+    def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> None:
+        self.calls.append((entry, part, parts, len(block_ids)))
+        keys = [f"{entry} {part} {block}".encode() for block in range(len(block_ids))]
+        self._kept.keep(entry, part, parts, keys)
+        for key in keys:
+            self._kept.placed(key, True, self.has_disk)
+        self._on_disk.update(keys if self.has_disk else ())
+
+    def release(self, entries: Iterable[str]) -> None:
+        self._on_disk.difference_update(self._kept.release(entries))
+
+    def held(self) -> dict[str, Place]:
+        return self._kept.held()
+
+    def lose_host(self) -> None:
+        """All of host memory was taken for others."""
+        for key in self._kept.records():
+            self._kept.placed(key, False, key in self._on_disk)
+
+    def lose(self, entry: str) -> None:
+        """One record of an entry is found damaged."""
+        key = next(key for key in self._kept.records() if entry in self._kept.owners([key]))
+        self._on_disk.discard(key)
+        self._kept.placed(key, False, False)
+
+    def restart(self) -> None:
+        """Another process opens what is on disk."""
+        self._kept = KeptEntries(self._journal)
+        gone = self._kept.restore(self._journal.read(), self._on_disk.__contains__)
+        self._on_disk.difference_update(gone)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen parts are written through to a second tier, which has them when GPU memory has not."""
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.cache.keeping import FakeTier
+from tests.cache.test_frozen import TOTAL, Blocks
+from vllm_segreuse.cache.freezing import Freezing
+from vllm_segreuse.cache.frozen import FrozenPool
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.plan import FreezeOrder
+
+SIZE = 4
+
+
+class World:
+    """A frozen pool of 20 blocks with a tier below it."""
+
+    def __init__(self, limit: int = 8, tier: FakeTier | None = None) -> None:
+        ticks = count()
+        table = NamespaceTable(lambda namespace: False)
+        self.namespace = table.intern(b"key")
+        self.pool = FrozenPool(Blocks(), table, TOTAL, limit, 0.9, True, lambda: float(next(ticks)))
+        self.index = SegmentIndex(TOTAL, SIZE)
+        self.tier = tier
+        self.freezing = Freezing(self.pool, self.index, lambda block: True, Health(), tier)
+        self._next = 0
+
+    def compute(self, entry: str, part: int = 0, parts: int = 1, blocks: int = 3) -> bool:
+        """A request that computes a part ends; whether its report says so."""
+        ids = [(self._next + i) % TOTAL for i in range(blocks)]
+        self._next += blocks
+        # Another text each time, and the same again for the same part.
+        tokens = np.arange(blocks * SIZE, dtype=np.int32) + 1000 * sum(entry.encode()) + 100 * part
+        self.index.insert(self.namespace, np.array(ids, np.int32), tokens, 0)
+        prompt = Prompt(self.namespace, tokens)
+        tracked: Any = SimpleNamespace(freeze=FreezeOrder(entry, part, parts, 0), prompt=prompt)
+        return self.freezing.finish(tracked, ids)
+
+    def ask(self, entry: str, blocks: int = 3) -> None:
+        """A prompt with the text of an entry arrives."""
+        tokens = np.arange(blocks * SIZE, dtype=np.int32) + 1000 * sum(entry.encode())
+        self.freezing.notice(Prompt(self.namespace, tokens))
+
+    def state(self) -> dict[str, Any]:
+        self.pool.check_integrity()
+        return self.freezing.state()
+
+
+def test_without_a_tier_nothing_is_stored() -> None:
+    world = World()
+    assert world.compute("doc")
+    state = world.state()
+    assert (state["stored"], state["limit"]) == ({}, 8)
+    assert not world.compute("large", blocks=9)
+
+
+def test_each_part_that_is_frozen_is_written_through() -> None:
+    tier = FakeTier()
+    world = World(tier=tier)
+    assert world.compute("doc", 0, 2)
+    assert world.state()["stored"] == {}
+    assert world.compute("doc", 1, 2, blocks=2)
+    assert tier.calls == [("doc", 0, 2, 3), ("doc", 1, 2, 2)]
+    assert world.state()["stored"] == {"doc": "host"}
+    assert list(world.state()["warm"]) == ["doc"]
+
+
+def test_what_is_deleted_leaves_the_tier_too() -> None:
+    world = World(tier=FakeTier())
+    world.compute("doc")
+    world.compute("other")
+    world.freezing.forget(iter(["doc", "never there"]))
+    state = world.state()
+    assert [*state["warm"]] == [*state["stored"]] == ["other"]
+
+
+def test_what_the_tier_holds_need_not_return_and_what_it_lost_does() -> None:
+    tier = FakeTier()
+    world = World(tier=tier)
+    world.compute("doc")
+    world.pool.make_free(1)
+    world.ask("doc")
+    state = world.state()
+    assert (state["warm"], state["stored"], state["wanted"]) == ({}, {"doc": "host"}, [])
+    tier.lose("doc")
+    state = world.state()
+    assert (state["stored"], state["wanted"]) == ({}, ["doc"])
+
+
+def test_what_the_frozen_pool_has_no_room_for_is_kept_whole() -> None:
+    """No part of it takes GPU memory, whichever part it was that did not fit."""
+    world = World(tier=FakeTier())
+    world.compute("small")
+    for part in range(3):
+        assert world.compute("large", part, 3)
+    state = world.state()
+    assert [*state["warm"]] == ["small"]
+    assert state["stored"] == {"small": "host", "large": "host"}
+    assert state["frozen"] == 3
+
+
+def test_an_entry_that_is_evicted_between_two_parts_is_kept_whole() -> None:
+    world = World(tier=FakeTier())
+    world.compute("doc", 0, 2)
+    world.pool.make_free(1)
+    world.compute("doc", 1, 2)
+    assert world.state()["frozen"] == 0
+    assert world.state()["stored"] == {"doc": "host"}
+
+
+def test_documents_may_take_what_the_tier_has() -> None:
+    assert World(tier=FakeTier(capacity_blocks=500)).state()["limit"] == 500
+    assert World(tier=FakeTier(capacity_blocks=5)).state()["limit"] == 8
