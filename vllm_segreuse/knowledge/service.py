@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Knowledge bases of one engine: what is done with them.
 
-    service ─► answers ─► catalogue   what there is, as reported and as stored
-        │         └────► warming      what waits to be computed ─► engine
-        └──────► store                the manifest
+    service ─► answers ─► catalogue      what there is, as reported and as stored
+        │         └────► warming         what waits to be computed ─► engine
+        ├──────► scheduler_state         which KV is in GPU memory ─► engine
+        └──────► store                   the manifest
 
-Which KV is in GPU memory is asked of the scheduler's process each time. Everything runs in one
-event loop. Changes of the manifest take turns; what blocks (SQLite, tokenizers) runs in one thread
-beside the loop.
+The scheduler's process is asked each time. Everything runs in one event loop. Changes of the
+manifest take turns; what blocks (SQLite, tokenizers) runs in one thread beside the loop.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from vllm_segreuse.knowledge.errors import (
     UnavailableError,
 )
 from vllm_segreuse.knowledge.restoring import restore
+from vllm_segreuse.knowledge.scheduler_state import SchedulerState, Uses
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
 from vllm_segreuse.knowledge.warming import Urgency, Warming
 
@@ -50,9 +51,6 @@ _T = TypeVar("_T")
 MAX_HELD_BYTES = 256 * 2**20
 """Memory that bases and documents may take here, without their tokens, which are in the manifest.
 Documents with equal texts take no KV blocks, so that these alone would be no bound."""
-
-_LAST_WORD_S = 2.0
-"""For which a closing service waits for the scheduler."""
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -71,7 +69,6 @@ class KnowledgeService:
         self._engine = engine
         self._store = store
         self._shape = shape
-        self._poll_s = poll_s
         self._catalogue = Catalogue(shape)
         self._changes = Changes(store, shape)
         self._changing: set[tuple[str, str]] = set()
@@ -79,10 +76,10 @@ class KnowledgeService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="segreuse-knowledge")
         self._warming = Warming(engine, self._prompts, self._is_wanted)
         self._answers = Answers(self._catalogue, self._warming)
+        self._scheduler = SchedulerState(
+            engine, self._catalogue, self._warming, self._write_uses, poll_s
+        )
         self._limit = 0
-        self._unsaved: set[str] = set()
-        self._poller: asyncio.Task[None] | None = None
-        self._closing = asyncio.Event()
 
     # Start and end.
 
@@ -95,7 +92,7 @@ class KnowledgeService:
         """
         await self._in_thread(self._load)
         await self._follow_the_rules()
-        self._limit = (await self._state())["limit"]
+        self._limit = (await self._scheduler.read())["limit"]
         if not in_background:
             return
         room = self._limit
@@ -103,31 +100,17 @@ class KnowledgeService:
             room -= self._catalogue.entries[name].num_blocks
             if room >= 0:  # a smaller cache than before: the rest stays cold
                 self._warming.add(name, Urgency.BACKGROUND)
-        self._poller = asyncio.create_task(self._poll())
+        self._scheduler.start_polling()
 
     async def close(self) -> None:
         """Stop warming, save what was counted, let the manifest go."""
-        self._closing.set()
         try:
-            if self._poller is not None:
-                await asyncio.wait({self._poller}, timeout=_LAST_WORD_S)
-                self._poller.cancel()
+            await self._scheduler.stop()
             await self._warming.close()
-            await self._save_the_last_uses()
+            await self._scheduler.save_the_last_uses()
         finally:
             await self._in_thread(self._store.close)
             self._thread.shutdown()
-
-    async def _save_the_last_uses(self) -> None:
-        try:
-            state = await asyncio.wait_for(self._engine.frozen(), _LAST_WORD_S)
-            self._unsaved.update(self._catalogue.count_uses(state["uses"]))
-        except Exception as error:  # it has stopped before us
-            logger.debug("segment reuse: the last uses of documents are not known: %s", error)
-        try:
-            await self.save_uses()
-        except UnavailableError as error:
-            logger.error("segment reuse: knowledge bases: uses are not counted: %s", error)
 
     def _load(self) -> None:
         restore(self._catalogue, self._store.load(), self._shape, self._context)
@@ -182,12 +165,12 @@ class KnowledgeService:
 
     async def base(self, name: str) -> schemas.KnowledgeBase:
         """One base."""
-        return self._answers.base(self._catalogue.base(name), await self._state())
+        return self._answers.base(self._catalogue.base(name), await self._scheduler.read())
 
     async def bases(self, after: str | None, limit: int) -> schemas.Page[schemas.KnowledgeBase]:
         """Part of the list of bases."""
         names, following = _page(self._catalogue.bases, after, limit)
-        found = self._answers.bases(names, await self._state()) if names else []
+        found = self._answers.bases(names, await self._scheduler.read()) if names else []
         return schemas.Page(data=found, next=following)
 
     async def delete_base(self, name: str) -> None:
@@ -242,7 +225,7 @@ class KnowledgeService:
         """One document."""
         base = self._catalogue.base(name)
         self._catalogue.document(base, document_id)
-        state = await self._state()
+        state = await self._scheduler.read()
         return self._answers.document(base, self._catalogue.document(base, document_id), state)
 
     async def documents(
@@ -251,7 +234,7 @@ class KnowledgeService:
         """Part of the list of a base's documents."""
         base = self._catalogue.base(name)
         ids, following = _page(base.documents, after, limit)
-        found = self._answers.documents(base, ids, await self._state()) if ids else []
+        found = self._answers.documents(base, ids, await self._scheduler.read()) if ids else []
         return schemas.Page(data=found, next=following)
 
     async def delete(self, name: str, document_id: str) -> None:
@@ -277,41 +260,12 @@ class KnowledgeService:
         for document in change.documents:
             self._catalogue.put(base, document)
         base.leads = change.leads
-        self._unsaved.update(document.entry for document in change.moved)
+        self._scheduler.changed(document.entry for document in change.moved)
         await self._disown(base.record.name, (d for d in before if d is not None))
 
     async def stats(self) -> schemas.Stats:
         """All bases together."""
-        return self._answers.stats(await self._state())
-
-    # What the scheduler knows.
-
-    async def _state(self) -> dict[str, Any]:
-        """The frozen pool as it is; what was used meanwhile is counted."""
-        state = await self._engine.frozen()
-        self._unsaved.update(self._catalogue.count_uses(state["uses"]))
-        for name in state["wanted"]:
-            if name in self._catalogue.entries and self._warming.error(name) is None:
-                self._warming.add(name, Urgency.BACKGROUND)
-        return state
-
-    async def _poll(self) -> None:
-        said = ""
-        while not await self._closes_within(self._poll_s):
-            try:
-                await self._warming.let_go(())
-                if self._catalogue.entries:
-                    await self._state()
-                    await self.save_uses()
-            except Exception as error:  # the next caller gets it, too
-                if str(error) != said:
-                    said = str(error)
-                    logger.warning("segment reuse: knowledge bases: %s", said)
-
-    async def _closes_within(self, seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), seconds)
-        return self._closing.is_set()
+        return self._answers.stats(await self._scheduler.read())
 
     async def save_uses(self) -> None:
         """Write what was counted since the last time into the manifest.
@@ -319,22 +273,16 @@ class KnowledgeService:
         Raises:
             UnavailableError: it could not be written; the next time tries it again.
         """
-        names, self._unsaved = self._unsaved, set()
-        known = {n: e for n, e in self._catalogue.entries.items() if n in names}
-        uses = [(name, entry.hits, entry.last_used) for name, entry in known.items()]
-        if uses:
-            try:
-                await self._in_store(self._store.save_uses, uses)
-            except BaseException:
-                self._unsaved |= names
-                raise
+        await self._scheduler.save_uses()
+
+    # Warming.
 
     async def _warm(
         self, base: CatalogueBase, ids: list[str], wait: bool, change: Change | None = None
     ) -> list[schemas.Document]:
         """Compute documents of a request, and lead documents that change with them; what else
         changes follows in the background."""
-        state = await self._state()
+        state = await self._scheduler.read()
         wanted = [base.documents[i].entry for i in ids if i in base.documents]
         if change is not None:
             wanted += [document.entry for document in change.moved if document.text in base.leads]
@@ -347,7 +295,7 @@ class KnowledgeService:
             self._warm_in_background(change)
         if wait and jobs:
             await asyncio.wait(jobs)
-            state = await self._state()
+            state = await self._scheduler.read()
         return self._answers.documents(base, ids, state)
 
     def _warm_in_background(self, change: Change) -> None:
@@ -442,6 +390,9 @@ class KnowledgeService:
             yield
         finally:
             self._changing -= claimed
+
+    async def _write_uses(self, uses: Uses) -> None:
+        await self._in_store(self._store.save_uses, uses)
 
     async def _in_store(self, method: Callable[..., _T], *args: Any) -> _T:
         try:
