@@ -34,8 +34,15 @@ def main(folder: Path) -> None:
     """Writes every table as `FOLDER/NAME.md`; files that would not change are left alone."""
     folder.mkdir(parents=True, exist_ok=True)
     for table in (
-        *(server_options, request_options, similarity_options, audit_options, policies, metrics),
-        *(start_up_errors, request_errors, admin_errors, patches),
+        *(
+            server_options,
+            request_options,
+            similarity_options,
+            audit_options,
+            tier_options,
+            policies,
+        ),
+        *(metrics, start_up_errors, request_errors, admin_errors, patches),
         *(support, families),
     ):
         file = folder / f"{table.__name__}.md"
@@ -73,6 +80,13 @@ def audit_options() -> str:
     from vllm_segreuse.audit_options import AuditOptions
 
     return _options(AuditOptions)
+
+
+def tier_options() -> str:
+    """Keys of the server's option `tier`."""
+    from vllm_segreuse.tier_options import TierOptions
+
+    return _options(TierOptions)
 
 
 def _options(kind: Any) -> str:

@@ -18,6 +18,7 @@ import pytest
 from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.cache.tracked import Report
 from vllm_segreuse.config import RequestOptions, SegReuseConfig, SimilarityOptions
+from vllm_segreuse.tier_options import TierOptions
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
@@ -51,6 +52,7 @@ def test_every_option_is_in_the_table_of_its_kind(tables: dict[str, list[list[st
     assert {*request} & {*server} == {"similarity"}  # what it is to the server, and to a request
     assert similarity == list(SimilarityOptions.model_fields)
     assert [row[0].strip("`") for row in tables["audit_options"]] == list(AuditOptions.model_fields)
+    assert [row[0].strip("`") for row in tables["tier_options"]] == list(TierOptions.model_fields)
 
 
 def test_an_option_has_its_range_default_and_meaning(tables: dict[str, list[list[str]]]) -> None:

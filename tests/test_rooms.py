@@ -9,9 +9,9 @@ PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
     *("version", "discovery", "keys", "routing", "values", "supported", "kernels", "plan"),
-    *("kv_group", "policies", "audit_options", "config"),
+    *("kv_group", "policies", "audit_options", "tier_options", "config"),
     *("metrics", "memory", "launch", "cache", "audit"),
-    *("knowledge", "explain", "viewer", "serve", "compat", "model", "prefill"),
+    *("knowledge", "explain", "viewer", "serve", "compat", "model", "tier", "prefill"),
     *("accounts", "arrival", "similarity", "tracing", "scheduler", "worker"),
     *("connector", "plugin", "calibrate", "doctor", "estimate", "cli"),
 )

@@ -27,6 +27,7 @@ from pydantic import (
 from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.keys import MAX_EXTRA_KEYS, key_fault
 from vllm_segreuse.policies import POLICIES
+from vllm_segreuse.tier_options import TierOptions
 from vllm_segreuse.values import (
     ALL,
     MAX_TOKENS,
@@ -376,6 +377,10 @@ class SegReuseConfig(RequestOptions):
     audit: AuditOptions = AuditOptions()
     """Whether and how requests are audited."""
 
+    tier: TierOptions | None = None
+    """Whether and where the KV of segments is stored that vLLM evicts; None: nowhere. It cannot be
+    combined with `similarity.w_exact`."""
+
     def spread_work(self, max_num_batched_tokens: int, num_layers: int) -> int | None:
         """Layer-tokens (a token computed at a layer) of one step, and of the largest plan that has
         to be done in one while others run; None: of any."""
@@ -405,6 +410,15 @@ class SegReuseConfig(RequestOptions):
             raise ValueError(f"audit.fallback: {_first_error(error)[1]}") from None
         if options is not None and options.similarity and self.similarity is None:
             raise ValueError("audit.fallback: similarity=True needs the server's option similarity")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tier(self) -> Self:
+        if self.tier is not None and self.cuts:
+            raise ValueError(
+                "tier cannot be combined with similarity.w_exact, whose boundary states are not "
+                "stored: remove one of them"
+            )
         return self
 
     def fallback_options(self, options: RequestOptions) -> RequestOptions | None:
