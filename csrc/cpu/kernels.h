@@ -36,6 +36,18 @@ struct AlignArgs {
   DType dtype;
 };
 
+// Whole pages to rows of memory elsewhere.
+struct StoreArgs {
+  const void* const* pages;  // of each layer
+  int64_t layers, page_stride;  // in bytes, as all of these
+  void* const* cells;  // of each layer: where its page of row 0 is stored
+  int64_t cell_stride;
+  int64_t page_bytes;
+  const int64_t* blocks;  // that are copied
+  const int64_t* rows;    // where to
+  int64_t count;
+};
+
 // How products of queries and keys become weights.
 struct Weights {
   const float* sinks;  // null, or a logit of each head that takes part in its softmax; no key's
@@ -80,8 +92,9 @@ struct ScoreArgs {
 
 #define SEGREUSE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Of the three structures, in bytes: whether the library is as old as who calls it.
+// Of the structures, in bytes and in the order of the functions: whether the library is as old as who calls it.
 SEGREUSE_EXPORT void segreuse_sizes(int64_t* sizes);
 SEGREUSE_EXPORT void segreuse_align(const segreuse::cpu::AlignArgs* args);
 SEGREUSE_EXPORT void segreuse_attention(const segreuse::cpu::AttentionArgs* args);
 SEGREUSE_EXPORT void segreuse_scores(const segreuse::cpu::ScoreArgs* args);
+SEGREUSE_EXPORT void segreuse_store(const segreuse::cpu::StoreArgs* args);

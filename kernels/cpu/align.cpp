@@ -11,11 +11,8 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__AVX512BW__)
-#include <immintrin.h>
-#endif
-
 #include "cpu/kernels.h"
+#include "cpu/past_caches.h"
 
 namespace segreuse::cpu {
 namespace {
@@ -85,22 +82,6 @@ struct Span {
         to(static_cast<int>(run.target % args.block_size)),
         length(static_cast<int>(run.length)) {}
 };
-
-// Copies past the caches where whole lines are written: there is more of it than they hold, and a
-// line that is overwritten need not be read first. `direct` ends with a fence.
-inline bool is_line(const void* address) { return reinterpret_cast<uintptr_t>(address) % 64 == 0; }
-
-inline void copy_past_caches(void* to, const void* from, size_t bytes) {
-#if defined(__AVX512F__)
-  if (is_line(to) && bytes % 64 == 0) {
-    for (size_t i = 0; i < bytes; i += 64)
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i),
-                          _mm512_loadu_si512(static_cast<const char*>(from) + i));
-    return;
-  }
-#endif
-  std::memcpy(to, from, bytes);
-}
 
 #if defined(__AVX512BW__)
 // Where the 32 elements of a target tile come from, for two tiles of the source side by side.
@@ -389,9 +370,7 @@ void direct(const AlignArgs& args) {
                      args.cos + stretch.angle, args.sin + stretch.angle);
       }
     }
-#if defined(__AVX512F__)
-    _mm_sfence();
-#endif
+    finish_copies();
   }
 }
 
@@ -477,6 +456,7 @@ void segreuse_sizes(int64_t* sizes) {
   sizes[0] = sizeof(segreuse::cpu::AlignArgs);
   sizes[1] = sizeof(segreuse::cpu::AttentionArgs);
   sizes[2] = sizeof(segreuse::cpu::ScoreArgs);
+  sizes[3] = sizeof(segreuse::cpu::StoreArgs);
 }
 
 void segreuse_align(const segreuse::cpu::AlignArgs* args) {

@@ -58,7 +58,7 @@ WORKING = {
     "prefill.executor.Batch": SHIFT,
     "model.rope.DeltaRope.tables": SHIFT,
     "prefill.attention.row_starts": SHIFT,
-    "kernels.cpu._call": SHIFT,
+    "kernels.cpu.call": SHIFT,
     "model.layers.DecoderStack.embed": SHIFT,
     "model.layers.DecoderStack.run": SHIFT,
     "model.layers.DecoderStack.write_kv": SHIFT,

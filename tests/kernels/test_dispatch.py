@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_segreuse.kernels import cpu, cuda, dispatch, reference
+from vllm_segreuse.kernels import cpu, cpu_store, cuda, dispatch, reference
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -24,6 +24,7 @@ def test_a_cpu_runs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.sparse_attention,
         cpu.token_scores,
     )
+    assert chosen.store is cpu_store.store
     assert chosen.description == "alignment, attention and scores by C++ (avx2)"
 
 
@@ -35,6 +36,7 @@ def test_what_the_library_cannot_do_is_left_to_others(
     monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
     chosen = dispatch.choose(CPU, dtype, layout(size))
     assert (chosen.align, chosen.sparse_attention) == (cpu.align, None)
+    assert chosen.store is cpu_store.store
     assert f"head size {size} in {dtype}" in chosen.description
 
 
@@ -44,6 +46,7 @@ def test_without_the_library_torch_does_it_and_the_reason_is_given(
     monkeypatch.setattr(cpu, "unavailable", lambda: "it was not built")
     chosen = dispatch.choose(CPU, torch.bfloat16, layout(64))
     assert (chosen.align, chosen.sparse_attention) == (reference.align, None)
+    assert chosen.store is reference.store
     assert chosen.description.endswith("(it was not built)")
 
 

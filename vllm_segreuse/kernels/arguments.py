@@ -159,6 +159,24 @@ def check_moves(
     check_range("angles", moves.angles, moves.cos.shape[0])
 
 
+def check_stored(
+    blocks: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, cells: torch.Tensor
+) -> None:
+    """Which pages are stored, and where; on a CPU also that these exist.
+
+    Raises:
+        ValueError: wrong dtypes, devices, shapes or values.
+    """
+    for name, tensor, end in (("blocks", blocks, len(pages)), ("rows", rows, len(cells))):
+        check_tensor(name, tensor, torch.int64, pages.device)
+        if tensor.shape != (len(blocks),):
+            raise ValueError(
+                f"blocks and rows must be [blocks] alike: {name} is {tuple(tensor.shape)}, of "
+                f"{len(blocks)}"
+            )
+        check_range(name, tensor, end)
+
+
 def fit(queries: torch.dtype, pages: torch.dtype, dtypes: Sequence[torch.dtype]) -> bool:
     """Whether queries of one dtype, of those that a kernel computes in, attend to pages of another:
     the same, or fp8."""

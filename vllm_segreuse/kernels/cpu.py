@@ -2,7 +2,8 @@
 """The kernels in C++ for CPUs (kernels/cpu/), called through their C interface.
 
 The library knows nothing of torch: it is built once, for any torch version, wherever there is a C++
-compiler. Its structures are those of csrc/cpu/kernels.h, field by field.
+compiler. `cpu_structures.py` has the arguments of its functions, `cpu_store.py` the functions that
+write to a host region.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ from vllm_segreuse.kernels.arguments import (
     check_weights,
     fit,
 )
+from vllm_segreuse.kernels.cpu_structures import (
+    DTYPES,
+    STRUCTURES,
+    AlignArgs,
+    AttentionArgs,
+    PartArgs,
+    ScoreArgs,
+    Strides,
+    Weights,
+)
 from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
 
-_DTYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 4,
-}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARIES = {
     "AMX": ("amx", "avx512", "avx2", "baseline"),
@@ -47,111 +51,6 @@ _LIBRARIES = {
     "AVX2": ("avx2", "baseline"),
 }
 _VECTOR = 16  # head sizes of attention and scores are multiples of the widest vector
-
-
-class _Strides(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int32)
-        for name in (
-            *("heads", "block_size", "channels", "offset", "head"),
-            *("token_tile", "token_hi", "token_lo"),
-            *("channel_tile", "channel_hi", "channel_lo"),
-        )
-    ]
-
-    @classmethod
-    def of(cls, strides: TiledStrides) -> _Strides:
-        return cls(
-            *strides.shape,
-            strides.offset,
-            strides.head,
-            *(strides.token_tile, strides.token_hi, strides.token_lo),
-            *(strides.channel_tile, strides.channel_hi, strides.channel_lo),
-        )
-
-
-class _Part(ctypes.Structure):
-    _fields_ = [
-        ("strides", _Strides),
-        *((name, ctypes.c_int32) for name in ("dim", "neox", "first")),
-    ]
-
-    @classmethod
-    def of(cls, part: Part) -> _Part:
-        turn = part.rotation
-        rotation = (turn.dim, turn.neox, turn.first) if turn else (0, 0, 0)
-        return cls(_Strides.of(part.strides), *rotation)
-
-
-class _AlignArgs(ctypes.Structure):
-    _fields_ = [
-        ("pages", ctypes.c_void_p),
-        ("layers", ctypes.c_int64),
-        ("page_stride", ctypes.c_int64),
-        ("read", ctypes.c_void_p),
-        ("read_stride", ctypes.c_int64),
-        ("parts", ctypes.c_void_p),
-        ("num_parts", ctypes.c_int64),
-        ("sources", ctypes.c_void_p),
-        ("targets", ctypes.c_void_p),
-        ("angles", ctypes.c_void_p),
-        ("tokens", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("pairs", ctypes.c_int64),
-        ("scratch", ctypes.c_void_p),
-        ("dtype", ctypes.c_int32),
-    ]
-
-
-class _Weights(ctypes.Structure):
-    _fields_ = [
-        ("sinks", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-    ]
-
-
-class _AttentionArgs(ctypes.Structure):
-    _fields_ = [
-        ("out", ctypes.c_void_p),
-        ("query", ctypes.c_void_p),
-        ("pages", ctypes.c_void_p),
-        ("page_stride", ctypes.c_int64),
-        ("keys", _Strides),
-        ("values", _Strides),
-        ("block_tables", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("request", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("queries", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("weights", _Weights),
-        ("window", ctypes.c_int64),
-        ("value_scale", ctypes.c_float),
-        ("dtype", ctypes.c_int32),
-        ("pages_dtype", ctypes.c_int32),
-    ]
-
-
-class _ScoreArgs(ctypes.Structure):
-    _fields_ = [
-        ("scores", ctypes.c_void_p),
-        ("query", ctypes.c_void_p),
-        ("pages", ctypes.c_void_p),
-        ("page_stride", ctypes.c_int64),
-        ("keys", _Strides),
-        ("block_ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("queries", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
-        ("weights", _Weights),
-        ("dtype", ctypes.c_int32),
-        ("pages_dtype", ctypes.c_int32),
-        ("highest", ctypes.c_int32),
-    ]
 
 
 def unavailable() -> str | None:
@@ -186,9 +85,9 @@ def _library() -> ctypes.CDLL:
         if path.exists():
             library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL)
             _check_age(library, path)
-            for function in ("segreuse_align", "segreuse_attention", "segreuse_scores"):
-                getattr(library, function).argtypes = [ctypes.c_void_p]
-                getattr(library, function).restype = None
+            for name in STRUCTURES:
+                function = getattr(library, f"segreuse_{name}")
+                function.argtypes, function.restype = [ctypes.c_void_p], None
             return library
     raise OSError(
         f"no _cpu_*.so in {folder}: the C++ kernels were not built (no compiler at installation)"
@@ -197,8 +96,8 @@ def _library() -> ctypes.CDLL:
 
 def _check_age(library: ctypes.CDLL, path: Path) -> None:
     """Raises OSError for a library that was left behind by an older build."""
-    expected = [ctypes.sizeof(args) for args in (_AlignArgs, _AttentionArgs, _ScoreArgs)]
-    found = (ctypes.c_int64 * 3)()
+    expected = [ctypes.sizeof(args) for args in STRUCTURES.values()]
+    found = (ctypes.c_int64 * len(expected))()
     try:
         library.segreuse_sizes(found)
     except AttributeError:
@@ -220,25 +119,25 @@ def align(
     """
     if not len(moves) or not pages:
         return
-    _check_device("pages", pages[0])
-    check_pages(pages, tuple(_DTYPES))
+    check_on_cpu("pages", pages[0])
+    check_pages(pages, tuple(DTYPES))
     check_parts(parts, pages[0])
     read = check_sources(sources, pages)
     check_moves(moves, parts, pages[0], read[0])
     first, block_size = pages[0], parts[0].strides.shape[1]
-    pointers, read_pointers = _pointers(pages), _pointers(read)
-    c_parts = (_Part * len(parts))(*(_Part.of(part) for part in parts))
+    written, read_from = pointers(pages), pointers(read)
+    c_parts = (PartArgs * len(parts))(*(PartArgs.of(part) for part in parts))
     scratch = None
     if moves.overlapping and sources is None:
         width = sum(part.strides.shape[0] * part.strides.shape[2] for part in parts)
         scratch = torch.empty(len(moves) * width * first.element_size(), dtype=torch.uint8)
-    _call(
+    call(
         "segreuse_align",
-        _AlignArgs(
-            ctypes.addressof(pointers),
+        AlignArgs(
+            ctypes.addressof(written),
             len(pages),
             first.stride(0),
-            ctypes.addressof(read_pointers),
+            ctypes.addressof(read_from),
             read[0].stride(0),
             ctypes.addressof(c_parts),
             len(parts),
@@ -251,7 +150,7 @@ def align(
             moves.sin.data_ptr(),
             moves.cos.shape[-1],
             None if scratch is None else scratch.data_ptr(),
-            _DTYPES[first.dtype],
+            DTYPES[first.dtype],
         ),
     )
 
@@ -300,15 +199,15 @@ def sparse_attention(
     check_weights(query, window, sinks, soft_cap)
     query, tables = query.contiguous(), block_tables.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
-    _call(
+    call(
         "segreuse_attention",
-        _AttentionArgs(
+        AttentionArgs(
             out.data_ptr(),
             query.data_ptr(),
             pages.data_ptr(),
             pages.stride(0),
-            _Strides.of(keys),
-            _Strides.of(values),
+            Strides.of(keys),
+            Strides.of(values),
             tables.data_ptr(),
             tables.stride(0),
             request.data_ptr(),
@@ -318,8 +217,8 @@ def sparse_attention(
             _weights(sinks, scale, soft_cap),
             window,
             value_scale,
-            _DTYPES[query.dtype],
-            _DTYPES[pages.dtype],
+            DTYPES[query.dtype],
+            DTYPES[pages.dtype],
         ),
     )
 
@@ -358,38 +257,39 @@ def token_scores(
     query, blocks = query.contiguous(), block_ids.to(torch.int32).contiguous()
     seen = min(num_tokens, last)
     sinks = None if sinks is None else sinks.float().contiguous()
-    _call(
+    call(
         "segreuse_scores",
-        _ScoreArgs(
+        ScoreArgs(
             scores.data_ptr(),
             query.data_ptr(),
             pages.data_ptr(),
             pages.stride(0),
-            _Strides.of(keys),
+            Strides.of(keys),
             blocks.data_ptr(),
             positions.data_ptr(),
             query.shape[0],
             query.shape[1],
             seen,
             _weights(sinks, scale, soft_cap),
-            _DTYPES[query.dtype],
-            _DTYPES[pages.dtype],
+            DTYPES[query.dtype],
+            DTYPES[pages.dtype],
             highest,
         ),
     )
     return scores
 
 
-def _pointers(pages: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+def pointers(pages: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Where each layer begins."""
     return (ctypes.c_void_p * len(pages))(*(layer.data_ptr() for layer in pages))
 
 
-def _weights(sinks: torch.Tensor | None, scale: float, soft_cap: float) -> _Weights:
-    return _Weights(None if sinks is None else sinks.data_ptr(), scale, soft_cap)
+def _weights(sinks: torch.Tensor | None, scale: float, soft_cap: float) -> Weights:
+    return Weights(None if sinks is None else sinks.data_ptr(), scale, soft_cap)
 
 
 def _check(query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides) -> None:
-    _check_device("pages", pages)
+    check_on_cpu("pages", pages)
     check_queries(query, pages, keys, _FLOATS)
     if not supports_attention(keys, pages.dtype, query.dtype):
         raise ValueError(
@@ -397,10 +297,12 @@ def _check(query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides) -> None
         )
 
 
-def _check_device(name: str, tensor: torch.Tensor) -> None:
+def check_on_cpu(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor on another device."""
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} are on {tensor.device}; the C++ kernels need them on the CPU")
 
 
-def _call(function: str, args: Any) -> None:
+def call(function: str, args: Any) -> None:
+    """Call a function of the library; `args` is its structure."""
     getattr(_library(), function)(ctypes.byref(args))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_segreuse.kernels import cpu, cuda, reference
+from vllm_segreuse.kernels import cpu, cpu_store, cuda, reference
 from vllm_segreuse.kernels.pages import PageLayout
 
 
@@ -26,6 +26,7 @@ class Kernels:
     """
 
     align: Callable[..., None]
+    store: Callable[..., None]
     token_scores: Callable[..., torch.Tensor]
     sparse_attention: Callable[..., None] | None
     plan_attention: Callable[..., Any] | None
@@ -49,9 +50,10 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
         return _plain(missing)
     name = f"C++ ({cpu.instruction_set()})"
     if not cpu.supports_attention(layout.keys, dtype, queries):
-        return _without_attention(cpu.align, name, _shape(layout, dtype, queries))
+        return _without_attention(cpu.align, cpu_store.store, name, _shape(layout, dtype, queries))
     return Kernels(
         cpu.align,
+        cpu_store.store,
         cpu.token_scores,
         cpu.sparse_attention,
         None,
@@ -73,9 +75,11 @@ def _for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
     if not aligner.supports(layout, dtype):
         return _plain(f"{name} does not move {dtype}")
     if not all(kernel.supports(layout, dtype, queries) for kernel in (attention, scores)):
-        return _without_attention(aligner.align, name, _shape(layout, dtype, queries))
+        shape = _shape(layout, dtype, queries)
+        return _without_attention(aligner.align, reference.store, name, shape)
     return Kernels(
         aligner.align,
+        reference.store,
         scores.token_scores,
         attention.sparse_attention,
         schedule.plan,
@@ -88,9 +92,12 @@ def _shape(layout: PageLayout, dtype: torch.dtype, queries: torch.dtype) -> str:
     return f"head size {layout.keys.shape[2]} in {dtype}{beside}"
 
 
-def _without_attention(align: Callable[..., None], name: str, why: str) -> Kernels:
+def _without_attention(
+    align: Callable[..., None], store: Callable[..., None], name: str, why: str
+) -> Kernels:
     return Kernels(
         align,
+        store,
         reference.token_scores,
         None,
         None,
@@ -101,6 +108,7 @@ def _without_attention(align: Callable[..., None], name: str, why: str) -> Kerne
 def _plain(why: str) -> Kernels:
     return Kernels(
         reference.align,
+        reference.store,
         reference.token_scores,
         None,
         None,

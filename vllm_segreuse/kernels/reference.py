@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three kernels in plain torch: what every other version is tested against, and what runs where
+"""The kernels in plain torch: what every other version is tested against, and what runs where
 none of them could be built."""
 
 from __future__ import annotations
@@ -39,6 +39,24 @@ def align(
                     tokens, part.rotation, moves.cos[moves.angles], moves.sin[moves.angles]
                 )
             _write(layer, part.strides, moves.targets, tokens)
+
+
+def store(
+    pages: Sequence[torch.Tensor],
+    cells: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Copy whole pages, bit for bit, to where `align` can read them as `sources`.
+
+    Args:
+        pages: flat pages `[num_blocks, page_elements]` of each layer, of one dtype and one layout.
+        cells: where each layer's are stored, `[rows, page_elements]` of the same dtype.
+        blocks: which pages, int64 `[blocks]`.
+        rows: where each is stored, int64 `[blocks]`; none twice.
+    """
+    for layer, cell in zip(pages, cells, strict=True):
+        indexable(cell)[rows] = indexable(layer)[blocks]
 
 
 def rotate(
