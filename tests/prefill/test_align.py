@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aligning plans agrees with a loop over their tokens, wherever sources and targets lie."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +18,10 @@ from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.rope import DeltaRope
-from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
+from vllm_segreuse.plan import IntArray, Pieces, Recipe, ReusePlan, Tier
 from vllm_segreuse.prefill import align as align_module
 from vllm_segreuse.prefill.align import Aligner, token_copies
+from vllm_segreuse.tier.mover import LoadedRows
 
 NUM_BLOCKS = 12
 NUM_LAYERS = 3
@@ -32,11 +35,13 @@ class Copy(NamedTuple):
     target: int
     distance: int
     always: bool
+    tier: int
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> list[ReusePlan]:
-    """Up to three plans with targets of their own and sources anywhere, targets included."""
+    """Up to three plans with targets of their own and sources anywhere, targets included; some of
+    them in rows of the host's."""
     blocks = draw(st.permutations(range(NUM_BLOCKS)))
     made = []
     for number in range(draw(st.integers(1, 3))):
@@ -57,13 +62,15 @@ def plans(draw: st.DrawFn) -> list[ReusePlan]:
             draw(st.lists(st.booleans(), min_size=stop - start, max_size=stop - start)), np.bool_
         )
         recipe = Recipe.without_choice(always)
+        tiers = draw(st.lists(st.booleans(), min_size=len(pieces), max_size=len(pieces)))
+        found = replace(Pieces.from_table(pieces), source=np.array(tiers, np.int8))
         made.append(
             ReusePlan(
                 f"request {number}",
                 start,
                 stop,
                 np.zeros(stop - start, np.int32),
-                Pieces.from_table(pieces),
+                found,
                 recipe,
                 [],
                 0,
@@ -77,13 +84,14 @@ def copies_of(made: list[ReusePlan]) -> list[Copy]:
     """Token by token, as the pieces say."""
     copies = []
     for plan in made:
-        for destination, length, block, offset, position in plan.pieces.rows():
+        rows = zip(plan.pieces.rows(), plan.pieces.source, strict=True)
+        for (destination, length, block, offset, position), tier in rows:
             for i in range(length):
                 to = destination + i
                 slot = int(plan.block_ids[to // BLOCK_SIZE]) * BLOCK_SIZE + to % BLOCK_SIZE
                 always = bool(plan.recipe.always[to - plan.start])
                 source = block * BLOCK_SIZE + offset + i
-                copies.append(Copy(source, slot, destination - position, always))
+                copies.append(Copy(source, slot, destination - position, always, int(tier)))
     return copies
 
 
@@ -94,6 +102,7 @@ def test_copies_are_those_of_the_pieces(made: list[ReusePlan], skip_always: bool
     assert found.source_slots.tolist() == [c.source for c in expected]
     assert found.target_slots.tolist() == [c.target for c in expected]
     assert found.deltas.tolist() == [c.distance for c in expected]
+    assert found.tiers.tolist() == [c.tier for c in expected]
     assert len(found) == len(expected)
 
 
@@ -119,36 +128,71 @@ def known(
 
 @pytest.fixture(scope="module")
 def aligner() -> tuple[Aligner, list[Layer]]:
-    return make_aligner(["HND", "tiled by 32", "pairs"], [ROPE, None, ROPE])
+    return make_aligner(LAYOUTS, [ROPE, None, ROPE])
 
 
-@given(made=plans(), first_layer=st.integers(0, NUM_LAYERS))
+class Rows:
+    """Rows of the host's; a device that has room for a few of them reads them elsewhere."""
+
+    def __init__(self, layers: list[Layer], room: int) -> None:
+        self.layers, self._room = [make_layer(name, NUM_BLOCKS) for name in LAYOUTS], room
+        assert len(self.layers) == len(layers)
+
+    def load(self, rows: IntArray) -> Iterator[LoadedRows]:
+        for first in range(0, len(rows), self._room):
+            chunk = rows[first : first + self._room]
+            slots = self._room - 1 - np.arange(len(chunk))
+            pages = [
+                torch.full((self._room, *layer.pages.shape[1:]), torch.nan) for layer in self.layers
+            ]
+            for copy, layer in zip(pages, self.layers, strict=True):
+                copy[slots] = layer.pages[chunk]
+            yield LoadedRows(first, first + len(chunk), pages, slots)
+            for copy in pages:
+                copy.fill_(torch.nan)  # overwritten by whoever comes next
+
+
+LAYOUTS = ["HND", "tiled by 32", "pairs"]
+
+
+@given(made=plans(), first_layer=st.integers(0, NUM_LAYERS), room=st.integers(1, 5))
 def test_aligning_agrees_with_a_loop(
-    aligner: tuple[Aligner, list[Layer]], made: list[ReusePlan], first_layer: int
+    aligner: tuple[Aligner, list[Layer]], made: list[ReusePlan], first_layer: int, room: int
 ) -> None:
-    """Also where targets of one plan are sources of another, or of itself."""
+    """Also where targets of one plan are sources of another, or of itself; and where some tokens
+    come from rows of the host's."""
     subject, layers = aligner
+    rows = Rows(layers, room)
+    subject.host_rows = rows  # type: ignore[assignment]
     before = [layer.pages.clone() for layer in layers]
-    expected = [loop(layer, made, i) for i, layer in enumerate(layers)]
+    expected = [loop(layer, rows.layers[i], made, i) for i, layer in enumerate(layers)]
     subject.align(token_copies(made, BLOCK_SIZE, skip_always=True), first_layer)
     for i, layer in enumerate(layers):
         wanted = expected[i] if i >= first_layer else before[i]
         torch.testing.assert_close(layer.pages, wanted, atol=1e-4, rtol=0)
 
 
-def loop(layer: Layer, made: list[ReusePlan], index: int) -> torch.Tensor:
+def loop(layer: Layer, rows: Layer, made: list[ReusePlan], index: int) -> torch.Tensor:
     """The cache after copying token by token, from an untouched original."""
     original = Layer(layer.pages.clone(), layer.key_at, layer.value_at)
     result = Layer(layer.pages.clone(), layer.key_at, layer.value_at)
     for copy in copies_of(made):
         if copy.always:
             continue
-        key, value = original.read(copy.source)
+        key, value = (rows if copy.tier == Tier.HOST else original).read(copy.source)
         if index != 1:  # the layer without positions
             key = turned(key, copy.distance)
         slot = torch.tensor([copy.target])
         result.write(result, key[None], value[None], result.kv_cache, slot)
     return result.pages
+
+
+def test_rows_are_not_read_where_there_are_none() -> None:
+    subject, _ = make_aligner(["NHD"], [ROPE])
+    slots = np.arange(9)
+    copies = align_module.TokenCopies.at_all_layers(slots, slots + 500, slots)
+    with pytest.raises(RuntimeError, match="no second tier"):
+        subject.align(replace(copies, tiers=np.full(9, Tier.HOST, np.int8)))
 
 
 def turned(key: torch.Tensor, distance: int) -> torch.Tensor:

@@ -3,12 +3,13 @@
 are.
 
 All plans of a step are aligned together. In a layer every source is read before any destination is
-written where they share a page, so overlapping sources and destinations are safe.
+written where they share a page, so overlapping sources and destinations are safe. What comes from
+rows of the host region is written behind all that comes from pages of the cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 
 from vllm_segreuse.kernels.pages import Moves
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.plan import ALL_LAYERS, ReusePlan
+from vllm_segreuse.plan import ALL_LAYERS, ReusePlan, Tier
 from vllm_segreuse.prefill.tokens import upload
+from vllm_segreuse.tier.mover import Mover
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class TokenCopies:
     Attributes:
         positions: of the tokens in their donor's sequence.
         stops: int32, the layers before this one; `ALL_LAYERS`: all.
+        tiers: int8, `Tier` of the sources; those of the host's are slots of its rows.
     """
 
     source_slots: np.ndarray
@@ -34,14 +37,16 @@ class TokenCopies:
     deltas: np.ndarray
     positions: np.ndarray
     stops: np.ndarray
+    tiers: np.ndarray
 
     @classmethod
     def at_all_layers(
         cls, source_slots: np.ndarray, target_slots: np.ndarray, deltas: np.ndarray
     ) -> TokenCopies:
-        """Copies of which nothing else matters: no state goes with them."""
+        """Copies within the cache of which nothing else matters: no state goes with them."""
         stops = np.full(len(deltas), ALL_LAYERS, np.int32)
-        return cls(source_slots, target_slots, deltas, np.zeros_like(deltas), stops)
+        tiers = np.full(len(deltas), Tier.GPU, np.int8)
+        return cls(source_slots, target_slots, deltas, np.zeros_like(deltas), stops, tiers)
 
     def __len__(self) -> int:
         return len(self.source_slots)
@@ -73,7 +78,8 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
             stop[enters >= 0] = enters[enters >= 0]
         blocks = plan.block_ids.astype(np.int64)
         target = blocks[to // block_size] * block_size + to % block_size
-        columns.append((source, target, delta, to - delta, stop))
+        tier = np.repeat(pieces.source, length)
+        columns.append((source, target, delta, to - delta, stop, tier))
         if skip_always:
             keep = plan.moved[to - plan.start]
             columns[-1] = tuple(column[keep] for column in columns[-1])
@@ -85,9 +91,13 @@ class Aligner:
 
     Args:
         layers: in order.
+
+    Attributes:
+        host_rows: of the second tier; None: nothing is copied from there.
     """
 
     def __init__(self, layers: list[LayerKv]) -> None:
+        self.host_rows: Mover | None = None
         self._block_size = layers[0].layout.keys.shape[1]
         self._groups: list[_Group] = []
         for index, layer in enumerate(layers):
@@ -100,12 +110,47 @@ class Aligner:
                 self._groups.append(_Group(layer, [layer.pages], [index]))
 
     def align(self, copies: TokenCopies, first_layer: int = 0) -> None:
-        """Carry the copies out at layers `first_layer` and later, each up to where it stops."""
+        """Carry the copies out at layers `first_layer` and later, each up to where it stops.
+
+        Raises:
+            RuntimeError: some are from the host, and there is no second tier.
+        """
+        from_host = copies.tiers == Tier.HOST
+        self._align(copies.take(~from_host), first_layer)
+        if from_host.any():
+            self._align_rows(copies.take(from_host), first_layer)
+
+    def _align_rows(self, copies: TokenCopies, first_layer: int) -> None:
+        """Copies from rows of the host region, as many at a time as the device can read."""
+        if self.host_rows is None:
+            raise RuntimeError("a plan copies from the host, and there is no second tier")
+        row, token = np.divmod(copies.source_slots, self._block_size)
+        rows, which = np.unique(row, return_inverse=True)
+        for loaded in self.host_rows.load(rows.astype(np.int32)):
+            here = (which >= loaded.first) & (which < loaded.stop)
+            slots = loaded.slots[which[here] - loaded.first] * self._block_size + token[here]
+            chunk = replace(copies.take(here), source_slots=slots)
+            self._align(chunk, first_layer, loaded.pages)
+
+    def _align(
+        self, copies: TokenCopies, first_layer: int, rows: list[torch.Tensor] | None = None
+    ) -> None:
+        """Carry copies out from one tier.
+
+        Args:
+            rows: pages of each layer that sources are slots of; None: those of the cache.
+        """
         stops = np.unique(copies.stops[copies.stops > first_layer]).tolist()
         for begin, end in pairwise([first_layer, *stops]):
-            self._align(copies.take(copies.stops > begin), begin, end)
+            self._align_layers(copies.take(copies.stops > begin), begin, end, rows)
 
-    def _align(self, copies: TokenCopies, first_layer: int, stop_layer: int) -> None:
+    def _align_layers(
+        self,
+        copies: TokenCopies,
+        first_layer: int,
+        stop_layer: int,
+        rows: list[torch.Tensor] | None,
+    ) -> None:
         """Carry the copies out at layers `[first_layer, stop_layer)`."""
         # A plan has few distinct differences: one per segment.
         distinct, angles = np.unique(copies.deltas, return_inverse=True)
@@ -113,18 +158,20 @@ class Aligner:
         sources, targets, angles_of = (
             upload(array, device) for array in (copies.source_slots, copies.target_slots, angles)
         )
-        overlapping = self._overlap(copies)
+        overlapping = rows is None and self._overlap(copies)
         for group in self._groups:
-            pages = [
-                pages
+            layers = [
+                (index, pages)
                 for index, pages in zip(group.layers, group.pages, strict=True)
                 if first_layer <= index < stop_layer
             ]
-            if pages:
+            if layers:
                 tables = group.tables(torch.from_numpy(distinct))
                 cos, sin = (upload(table.numpy(), device) for table in tables)
                 moves = Moves(sources, targets, angles_of, cos, sin, overlapping)
-                group.first.kernels.align(pages, group.first.parts, moves)
+                pages = [pages for _, pages in layers]
+                read = {} if rows is None else {"sources": [rows[index] for index, _ in layers]}
+                group.first.kernels.align(pages, group.first.parts, moves, **read)
 
     def _overlap(self, copies: TokenCopies) -> bool:
         """Whether a page is both read and written."""

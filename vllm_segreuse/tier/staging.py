@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the host region through pages on a GPU.
+
+    store   pages ─ compute stream ─► staging ─ side stream ─► rows
+    load    pages ◄─ compute stream ─ staging ◄─ side stream ─ rows
+
+The side stream moves staging and rows only. The cache's pages are read and written on the compute
+stream, behind the steps that came before and in front of those that follow, so nothing of it ever
+waits for the host. Staging has two halves, so that one is copied while the other is read or
+written; a half is free once whoever used it last is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from vllm_segreuse.plan.arrays import IntArray
+from vllm_segreuse.tier.mover import LoadedRows, Mark, copy_pages
+
+STAGING_BYTES = 128 << 20
+
+
+class Streams(Protocol):
+    """The compute stream, which is the current one, and a side stream."""
+
+    def on_side(self) -> AbstractContextManager[Any]:
+        """What is queued within goes to the side stream."""
+
+    def record(self) -> Any:
+        """An event behind all that was queued on the stream that is current."""
+
+    def wait(self, event: Any) -> None:
+        """What is queued next on the current stream runs once the event has passed."""
+
+
+class GpuStreams:
+    """Those of a GPU.
+
+    Args:
+        device: that has the cache.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._side = device, torch.cuda.Stream(device)
+
+    def on_side(self) -> AbstractContextManager[Any]:
+        """See `Streams`."""
+        return torch.cuda.stream(self._side)
+
+    def record(self) -> Any:
+        """See `Streams`."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self, event: Any) -> None:
+        """See `Streams`."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+@dataclass
+class _Half:
+    """Staging for some rows.
+
+    Attributes:
+        cells: int8 `[slots, cell_bytes]`.
+        pages: the same as pages of each layer, `[slots, page_elements]`.
+        free: passes once its last use is over; None: it was not used yet.
+    """
+
+    cells: torch.Tensor
+    pages: list[torch.Tensor]
+    free: Any = None
+
+
+class Staged:
+    """A `Mover` for caches on a GPU.
+
+    Args:
+        pages: `[num_blocks, page_elements]` of each layer.
+        cells: int8 `[rows, cell_bytes]`, this rank's part of the host region.
+        streams: of the device.
+        staging_bytes: of both halves.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[torch.Tensor],
+        cells: torch.Tensor,
+        streams: Streams,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._pages, self._cells, self._streams = pages, cells, streams
+        slots = min(max(1, staging_bytes // 2 // cells.shape[1]), len(cells))
+        self._halves = [self._half(slots) for _ in range(2)]
+        self._slots, self._uses = slots, 0
+
+    def _half(self, slots: int) -> _Half:
+        shape = slots, self._cells.shape[1]
+        cells = torch.empty(shape, dtype=torch.int8, device=self._pages[0].device)
+        sizes = [layer.shape[1] * layer.element_size() for layer in self._pages]
+        parts = cells[:, : sum(sizes)].split(sizes, dim=1)
+        pages = [part.view(page.dtype) for part, page in zip(parts, self._pages, strict=True)]
+        return _Half(cells, pages)
+
+    def _next(self) -> _Half:
+        half = self._halves[self._uses % 2]
+        self._uses += 1
+        return half
+
+    def store(self, blocks: IntArray, rows: IntArray) -> None:
+        """See `Mover`."""
+        for first in range(0, len(rows), self._slots):
+            chunk = np.asarray(rows[first : first + self._slots]).tolist()
+            half = self._next()
+            self._wait_until_free(half)
+            copy_pages(
+                self._pages, half.pages, blocks[first : first + len(chunk)], np.arange(len(chunk))
+            )
+            copied = self._streams.record()
+            with self._streams.on_side():
+                self._streams.wait(copied)
+                for slot, row in enumerate(chunk):
+                    self._cells[row].copy_(half.cells[slot], non_blocking=True)
+                half.free = self._streams.record()
+
+    def load(self, rows: IntArray) -> Iterator[LoadedRows]:
+        """See `Mover`."""
+        for first in range(0, len(rows), self._slots):
+            chunk = np.asarray(rows[first : first + self._slots]).tolist()
+            half = self._next()
+            with self._streams.on_side():
+                self._wait_until_free(half)
+                for slot, row in enumerate(chunk):
+                    half.cells[slot].copy_(self._cells[row], non_blocking=True)
+                copied = self._streams.record()
+            self._streams.wait(copied)
+            try:
+                yield LoadedRows(first, first + len(chunk), half.pages, np.arange(len(chunk)))
+            finally:
+                half.free = self._streams.record()
+
+    def mark(self) -> Mark:
+        """See `Mover`."""
+        with self._streams.on_side():
+            event: Mark = self._streams.record()
+        return event
+
+    def _wait_until_free(self, half: _Half) -> None:
+        if half.free is not None:
+            self._streams.wait(half.free)
