@@ -122,7 +122,7 @@ def known(
 ) -> list[LayerKv]:
     """With a kernel that aligns, and no other."""
     nothing: Any = None
-    kernels = Kernels(align, nothing, None, None, "")
+    kernels = Kernels(align, reference.store, nothing, None, None, "")
     return [LayerKv(*each, kernels) for each in zip(layers, found, ropes, strict=True)]
 
 

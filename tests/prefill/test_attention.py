@@ -51,6 +51,7 @@ class World:
         ]
         kernels = Kernels(
             align=lambda *_: None,
+            store=lambda *_: None,
             token_scores=lambda *_: torch.empty(0),
             sparse_attention=self._attend if kernel else None,
             plan_attention=self._plan if plans else None,

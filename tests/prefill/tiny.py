@@ -239,6 +239,7 @@ class World:
         self.align = reference.align
         kernels = Kernels(
             lambda *given: self.align(*given),
+            reference.store,
             reference.token_scores,
             reference.sparse_attention if scattered else None,
             None,
