@@ -9,9 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from vllm_segreuse.cache.freezing import Freezing
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.kept import KeepingTier
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.database import IN_MEMORY
@@ -21,6 +25,13 @@ from vllm_segreuse.plan import FreezeOrder
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 100
+
+
+class _Freezing(Freezing):
+    """Of blocks that nobody has indexed."""
+
+    def part(self, prompt: Any, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
+        return FrozenPart(prompt, block_ids, None)
 
 
 class FakeEngine:
@@ -35,7 +46,7 @@ class FakeEngine:
 
     vocab_size = 1000
 
-    def __init__(self, limit: int = 40) -> None:
+    def __init__(self, limit: int = 40, tier: KeepingTier | None = None) -> None:
         self.held: Counter[int] = Counter()
         self.computed: list[tuple[str, int]] = []
         self.at_once = self.most_at_once = 0
@@ -49,6 +60,8 @@ class FakeEngine:
         self.pool = FrozenPool(
             self, self._table, NUM_BLOCKS, limit, 0.9, True, lambda: float(next(self._ticks))
         )
+        index: Any = SimpleNamespace(block_size=BLOCK_SIZE)
+        self.freezing = _Freezing(self.pool, index, lambda block: True, Health(), tier)
         self._next_block = count()
 
     # Block references.
@@ -93,25 +106,14 @@ class FakeEngine:
         self.computed.append((order.entry, order.part))
         blocks = len(tokens) // BLOCK_SIZE - order.first_token // BLOCK_SIZE
         namespace = self._table.intern(extra_key.encode())
-        part = FrozenPart(namespace, [next(self._next_block) for _ in range(blocks)], None)
-        return self.pool.add(order, part)
+        tracked: Any = SimpleNamespace(freeze=order, prompt=namespace)
+        return self.freezing.finish(tracked, [next(self._next_block) for _ in range(blocks)])
 
     async def frozen(self) -> dict[str, Any]:
-        pool = self.pool
-        return {
-            "total": NUM_BLOCKS,
-            "free": self.num_free_blocks(),
-            "frozen": pool.num_frozen,
-            "limit": pool.limit,
-            "block_size": BLOCK_SIZE,
-            "given_back": pool.num_evicted,
-            "warm": {name: list(entry) for name, entry in pool.warm().items()},
-            "uses": {name: list(use) for name, use in pool.take_uses().items()},
-            "wanted": pool.wanted(),
-        }
+        return self.freezing.state()
 
     async def unfreeze(self, entries: list[str]) -> None:
-        self.pool.release(entries)
+        self.freezing.forget(entries)
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord
 
 SHAPE = Shape(block_size=4, max_prompt_tokens=63, chunk_tokens=20)
 CONTEXT = np.array([1], np.int32)
-COLD: Any = {"warm": {}}
+COLD: Any = {"warm": {}, "stored": {}}
 
 
 def record(document_id: str, entry: str, tokens: int = 9, base: str = "base") -> DocumentRecord:
@@ -45,10 +45,13 @@ def answers(catalogue: Catalogue, queued: Any = (), errors: Any = None) -> Answe
     return Answers(catalogue, warming)
 
 
-def told(catalogue: Catalogue, document_id: str, warm: Any = None, **queue: Any) -> Any:
+def told(
+    catalogue: Catalogue, document_id: str, warm: Any = None, stored: Any = None, **queue: Any
+) -> Any:
     base = catalogue.base("base")
     document = catalogue.document(base, document_id)
-    return answers(catalogue, **queue).document(base, document, {"warm": warm or {}})
+    state = {"warm": warm or {}, "stored": stored or {}}
+    return answers(catalogue, **queue).document(base, document, state)
 
 
 def test_a_document_is_what_its_entry_is(catalogue: Catalogue) -> None:
@@ -74,31 +77,59 @@ def test_references_are_readers_and_documents_that_share_it(catalogue: Catalogue
 def test_a_document_tells_on_which_engines_it_is_warm(catalogue: Catalogue) -> None:
     assert told(catalogue, "a").engines == []
     assert told(catalogue, "a", {"one": (3, 2)}).engines == [0]
-    state = {"warm": {}, "engines": [{"warm": {}}, {"warm": {"one": (3, 0), "two": (1, 0)}}]}
+    warm = {"one": (3, 0), "two": (1, 0)}
+    state = COLD | {"engines": [{"warm": {}}, {"warm": warm}]}
     base = catalogue.base("base")
     found = answers(catalogue).documents(base, ["a", "b", "c", "d"], state)
     assert [document.engines for document in found] == [[1], [1], [1], []], "d is faulty"
     assert [document.status for document in found] == ["cold", "cold", "cold", "failed"]
 
 
+@pytest.mark.parametrize(
+    ("warm", "stored", "queued", "shown"),
+    [
+        (False, "host", False, ("stored", "host")),
+        (False, "disk", False, ("stored", "disk")),
+        (True, "disk", True, ("warm", "gpu")),
+        (True, None, False, ("warm", "gpu")),
+        (False, "host", True, ("warming", "host")),
+        (False, None, False, ("failed", None)),
+    ],
+)
+def test_a_document_tells_where_it_is(
+    catalogue: Catalogue,
+    warm: bool,
+    stored: str | None,
+    queued: bool,
+    shown: tuple[str, str | None],
+) -> None:
+    document = told(
+        *(catalogue, "a", {"one": (3, 2)} if warm else {}, {"one": stored} if stored else {}),
+        queued=["one"] if queued else [],
+        errors={"one": "an earlier attempt"},
+    )
+    assert (document.status, document.tier) == shown
+
+
 def test_a_faulty_document_has_nothing_of_an_entry_of_its_name(catalogue: Catalogue) -> None:
-    faulty = told(catalogue, "d", {"two": (9, 1)}, queued=["two"])
-    assert (faulty.status, faulty.error) == ("failed", "torn")
+    faulty = told(catalogue, "d", {"two": (9, 1)}, {"two": "disk"}, queued=["two"])
+    assert (faulty.status, faulty.error, faulty.tier) == ("failed", "torn", None)
     assert (faulty.blocks, faulty.references, faulty.hits, faulty.last_used) == (0, 0, 0, None)
 
 
 def test_a_base_counts_shared_blocks_and_hits_once(catalogue: Catalogue) -> None:
-    state = {"warm": {"one": (7, 5), "strange": (99, 9)}}
+    state = COLD | {"warm": {"one": (7, 5), "strange": (99, 9)}}
     base = answers(catalogue).base(catalogue.base("base"), state)
     assert (base.name, base.extra_key, base.preamble) == ("base", "key", "Read:")
     assert (base.blocks, base.hits, base.tokens) == (7, 5, 9 + 9 + 30 + 30)
-    assert base.documents.model_dump() == {"warm": 2, "cold": 1, "warming": 0, "failed": 1}
+    counts = {"warm": 2, "cold": 1, "warming": 0, "failed": 1}
+    assert base.documents.model_dump() == counts | {"stored": 0}
     assert base.created_at.timestamp() == 5
 
 
 def test_stats_are_of_all_bases(catalogue: Catalogue) -> None:
     state = {"total": 1, "frozen": 2, "limit": 3, "free": 4, "block_size": 5, "given_back": 6}
-    stats = answers(catalogue).stats(state | {"warm": {"two": (8, 0)}})
+    stats = answers(catalogue).stats(COLD | state | {"warm": {"two": (8, 0)}})
     assert stats.blocks.model_dump() == {
         "total": 1, "frozen": 2, "limit": 3, "free": 4, "block_size": 5,
         "promised": SHAPE.num_blocks(1, 9) + SHAPE.num_blocks(1, 30),

@@ -15,7 +15,7 @@ from vllm_segreuse.knowledge.client import (
     UnreachableError,
     batches,
 )
-from vllm_segreuse.knowledge.schemas import NewDocument
+from vllm_segreuse.knowledge.schemas import Counts, NewDocument
 
 ODD_IDS = ["a/b.md", "50%", "ü ß?x=1&y#7", "a%2Fb", "+", "a;b"]
 
@@ -129,7 +129,7 @@ def test_watch_ends_when_nothing_is_warming(client: KnowledgeClient) -> None:
     client.create("py")
     client.add("py", [*new("a", "b"), *new("c", text=FAULT)])
     *_, last = client.watch("py", interval_s=0)
-    assert last.documents.model_dump() == {"warm": 2, "cold": 0, "warming": 0, "failed": 1}
+    assert last.documents == Counts(warm=2, failed=1)
     assert "a faulty document" in (client.document("py", "c").error or "")
 
 

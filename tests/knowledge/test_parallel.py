@@ -184,6 +184,7 @@ def test_states_are_merged() -> None:
         "warm": {"both": (3, 1), "one": (2, 0)},
         "uses": {"both": (2, 9.0), "one": (1, 3.0)},
         "wanted": ["x"],
+        "stored": {"both": "host", "two": "host", "stored": "host", "half": "disk"},
     }
     two = (
         STATE
@@ -192,6 +193,7 @@ def test_states_are_merged() -> None:
             "warm": {"both": (3, 4), "two": (2, 0)},
             "uses": {"both": (1, 7.0)},
             "wanted": ["y", "x"],
+            "stored": {"one": "disk", "stored": "disk"},
         }
     )
     assert merged([one, two]) == {
@@ -205,4 +207,6 @@ def test_states_are_merged() -> None:
         "warm": {"both": [3, 5]},
         "uses": {"both": [3, 9.0], "one": [1, 3.0]},
         "wanted": ["x", "y"],
+        # Each engine has these, in one tier or another; not all of them have it in GPU memory.
+        "stored": {"one": "disk", "stored": "disk", "two": "host"},
     }

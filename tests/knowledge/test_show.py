@@ -47,6 +47,26 @@ def test_a_document_has_its_sizes_and_what_is_wrong() -> None:
     assert row == ["d", "failed:", "why", "21", "22", "23", "never"]
 
 
+def test_what_is_stored_is_shown_where_there_is_any() -> None:
+    stored = COUNTS.model_copy(update={"stored": 15})
+    base = KnowledgeBase(
+        name="n", extra_key="k", preamble=None, context="none", metadata={}, created_at=NOW,
+        documents=COUNTS, tokens=1500, blocks=16, hits=17,
+    )  # fmt: skip
+    head, _, row = lines(show.bases([base, base.model_copy(update={"documents": stored})]))
+    assert " ".join(head[4:9]) == "warm warming stored cold failed"
+    assert row[3:8] == ["11", "13", "15", "12", "14"]
+    blocks = BlockCounts(total=200, frozen=31, promised=32, limit=33, free=34, block_size=16)
+    rows = lines(
+        show.stats(Stats(blocks=blocks, bases=35, documents=stored, hits=36, given_back=37))
+    )
+    assert ["stored", "15", "documents"] in rows
+    _, row = lines(
+        show.documents([document(status="stored", tier="disk", error=None, blocks=0)], NOW)
+    )
+    assert row[:3] == ["d", "stored", "(disk)"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [

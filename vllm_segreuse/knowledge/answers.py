@@ -13,8 +13,9 @@ from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, Catalogu
 from vllm_segreuse.knowledge.warming import Warming
 
 State = Mapping[str, Any]
-"""`SchedulerSide.frozen`: `warm` is {entry: (blocks, running requests that hold them)}. Of several
-engines (`parallel.merged`), `engines` has the state of each."""
+"""`SchedulerSide.frozen`: `warm` is {entry: (blocks, running requests that hold them)}, `stored` is
+{entry: place in the second tier}. Of several engines (`parallel.merged`), `engines` has the state
+of each."""
 
 
 class Answers:
@@ -56,6 +57,7 @@ class Answers:
                 for number, engine in enumerate(_engines(state))
                 if entry is not None and document.entry in engine["warm"]
             ],
+            tier=None if entry is None else _tier(document.entry, state),
             last_used=_time(entry.last_used) if entry else None,
             error=document.fault
             or (self._warming.error(document.entry) if status == "failed" else None),
@@ -120,6 +122,8 @@ class Answers:
             return "warm"
         if self._warming.is_queued(document.entry):
             return "warming"
+        if document.entry in state["stored"]:
+            return "stored"
         return "failed" if self._warming.error(document.entry) else "cold"
 
     def _count(self, documents: Iterable[CatalogueDocument], state: State) -> schemas.Counts:
@@ -132,6 +136,11 @@ class Answers:
 
 def _engines(state: State) -> Sequence[State]:
     return state.get("engines") or [state]
+
+
+def _tier(entry: str, state: State) -> schemas.Tier | None:
+    place: schemas.Tier | None = state["stored"].get(entry)
+    return "gpu" if entry in state["warm"] else place
 
 
 def _time(seconds: float | None) -> datetime | None:

@@ -40,7 +40,7 @@ class ConflictError(KnowledgeError):
 
 
 class NoRoomError(KnowledgeError):
-    """The documents would need more than the frozen pool's share."""
+    """The documents would need more than the frozen pool's share, or the second tier."""
 
     status, type = 507, "insufficient_storage"
 

@@ -56,9 +56,10 @@ class ParallelEngines(ServedEngine):
 
 def merged(states: Sequence[State]) -> dict[str, Any]:
     """What holds for all engines: there is room where each has room, and warm is what is so on
-    each. `engines` has the states themselves."""
+    each. Stored is what is stored or warm on each; `engines` has the states themselves."""
     first, *others = states
     names = set(first["warm"]).intersection(*(state["warm"] for state in others))
+    stored = set.intersection(*({*state["warm"], *state["stored"]} for state in states))
     used = set().union(*(state["uses"] for state in states))
     return {
         "engines": list(states),
@@ -67,6 +68,7 @@ def merged(states: Sequence[State]) -> dict[str, Any]:
         "frozen": max(state["frozen"] for state in states),
         "given_back": sum(state["given_back"] for state in states),
         "warm": {name: _warm([state["warm"][name] for state in states]) for name in names},
+        "stored": {name: _place(name, states) for name in sorted(stored - names)},
         "uses": {
             name: _use([state["uses"][name] for state in states if name in state["uses"]])
             for name in used
@@ -78,6 +80,11 @@ def merged(states: Sequence[State]) -> dict[str, Any]:
 def _warm(entries: Sequence[tuple[int, int]]) -> list[int]:
     """The most blocks that it holds on an engine; readers on all."""
     return [max(blocks for blocks, _ in entries), sum(readers for _, readers in entries)]
+
+
+def _place(name: str, states: Sequence[State]) -> str:
+    """The slowest of those that engines read it from."""
+    return "disk" if any(state["stored"].get(name) == "disk" for state in states) else "host"
 
 
 def _use(uses: Sequence[tuple[int, float]]) -> list[float]:

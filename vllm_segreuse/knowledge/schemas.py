@@ -26,9 +26,13 @@ MAX_PREAMBLE_CHARS = 100_000
 MAX_DOCUMENTS = 1000
 """Documents in one request; also the largest page."""
 
-Status = Literal["cold", "warming", "warm", "failed"]
-"""`warm`: its KV is in GPU memory; `cold`: it is not, and `warm` brings it back; `warming`: it
-waits for its turn or is being computed; `failed`: it cannot be served, see `error`."""
+Status = Literal["cold", "stored", "warming", "warm", "failed"]
+"""`warm`: its KV is in GPU memory; `stored`: it is not, and requests reuse it from the second tier;
+`cold`: it is nowhere, and `warm` brings it back; `warming`: it waits for its turn or is being
+computed; `failed`: it cannot be served, see `error`."""
+
+Tier = Literal["gpu", "host", "disk"]
+"""Where KV is: the first of these that has all of it."""
 
 Context = Literal["siblings", "none"]
 """What a document is computed behind, after the preamble: the beginnings of two other documents of
@@ -150,6 +154,7 @@ class Counts(BaseModel):
     """Number of documents by status."""
 
     warm: int = 0
+    stored: int = 0
     cold: int = 0
     warming: int = 0
     failed: int = 0
@@ -188,6 +193,8 @@ class Document(BaseModel):
     running requests. 0 unless it is warm."""
     engines: list[int] = []
     """Those on which it is warm, by number (`--data-parallel-size`); `status` is `warm` if all."""
+    tier: Tier | None = None
+    """Where its KV is; None: nowhere."""
     last_used: datetime | None
     error: str | None
     metadata: dict[str, Any]
@@ -200,7 +207,7 @@ class BlockCounts(BaseModel):
         total: all blocks of vLLM's pool.
         frozen: held by warm documents.
         promised: all documents together take as many when all are warm.
-        limit: most that documents may be promised.
+        limit: most that documents may be promised, in GPU memory or in the second tier.
         free: neither frozen nor held by a request. Those may hold cached KV all the same.
         block_size: tokens per block.
     """

@@ -87,18 +87,22 @@ class KnowledgeService:
         """Read the manifest.
 
         Args:
-            in_background: begin to warm what is in it, most used first, and go on to ask what was
-                used meanwhile and what should return.
+            in_background: begin to warm what is in it and not in the second tier, most used first,
+                and go on to ask what was used meanwhile and what should return.
         """
         await self._in_thread(self._load)
         await self._follow_the_rules()
-        self._limit = (await self._scheduler.read())["limit"]
+        state = await self._scheduler.read()
+        self._limit = state["limit"]
+        # The second tier may hold what was deleted just before the last run ended.
+        await self._warming.let_go(state["stored"].keys() - self._catalogue.entries.keys())
         if not in_background:
             return
         room = self._limit
         for name in self._catalogue.most_used_first():
             room -= self._catalogue.entries[name].num_blocks
-            if room >= 0:  # a smaller cache than before: the rest stays cold
+            # A smaller cache than before: the rest stays cold.
+            if room >= 0 and name not in state["stored"]:
                 self._warming.add(name, Urgency.BACKGROUND)
         self._scheduler.start_polling()
 
@@ -211,15 +215,16 @@ class KnowledgeService:
                 self._check_room(base, change.documents)
                 self._check_memory(self._catalogue.num_more_bytes(base, change.documents))
                 await self._carry_out(base, change)
-        return await self._warm(base, [r.id for r in records], body.wait, change)
+        return await self._warm(base, [r.id for r in records], body.wait, change=change)
 
     async def warm(self, name: str, body: schemas.WarmDocuments) -> list[schemas.Document]:
-        """Bring documents back to GPU memory; warm ones stay as they are."""
+        """Bring documents back to GPU memory; warm ones stay as they are, and stored ones are
+        computed."""
         base = self._catalogue.base(name)
         ids = sorted(base.documents) if body.ids is None else body.ids
         for document_id in ids:
             self._catalogue.document(base, document_id)
-        return await self._warm(base, ids, body.wait)
+        return await self._warm(base, ids, body.wait, stored_too=True)
 
     async def document(self, name: str, document_id: str) -> schemas.Document:
         """One document."""
@@ -278,18 +283,25 @@ class KnowledgeService:
     # Warming.
 
     async def _warm(
-        self, base: CatalogueBase, ids: list[str], wait: bool, change: Change | None = None
+        self,
+        base: CatalogueBase,
+        ids: list[str],
+        wait: bool,
+        *,
+        change: Change | None = None,
+        stored_too: bool = False,
     ) -> list[schemas.Document]:
         """Compute documents of a request, and lead documents that change with them; what else
         changes follows in the background."""
         state = await self._scheduler.read()
+        there = state["warm"] if stored_too else state["warm"].keys() | state["stored"].keys()
         wanted = [base.documents[i].entry for i in ids if i in base.documents]
         if change is not None:
             wanted += [document.entry for document in change.moved if document.text in base.leads]
         jobs = [
             self._warming.add(name, Urgency.ASKED_FOR)
             for name in wanted
-            if name not in state["warm"] and name in self._catalogue.entries
+            if name not in there and name in self._catalogue.entries
         ]
         if change is not None:
             self._warm_in_background(change)
@@ -357,7 +369,8 @@ class KnowledgeService:
         if needed > self._limit:
             raise NoRoomError(
                 f"all documents together would need {needed} KV blocks, and knowledge bases may "
-                f"have {self._limit}: delete some, or raise frozen_share or the KV cache's size"
+                f"have {self._limit}: delete some, or raise frozen_share, the KV cache's size or "
+                "the second tier's"
             )
 
     def _check_memory(self, more_bytes: int) -> None:

@@ -8,17 +8,21 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from vllm_segreuse.knowledge.schemas import Document, KnowledgeBase, Stats
+from vllm_segreuse.knowledge.schemas import Counts, Document, KnowledgeBase, Stats
 
-_COLOURS = {"warm": "green", "warming": "yellow", "cold": "blue", "failed": "red"}
+_COLOURS = {
+    "warm": "green", "warming": "yellow", "stored": "cyan", "cold": "blue", "failed": "red"
+}  # fmt: skip
 
 
 def bases(rows: Iterable[KnowledgeBase]) -> Table:
     """One line per base."""
-    table = _table(["name", "extra key", "context"], ["warm", "warming", "cold", "failed"], _SIZES)
+    rows = list(rows)
+    colours = _colours(*(base.documents for base in rows))
+    table = _table(["name", "extra key", "context"], [*colours], _SIZES)
     for base in rows:
         counts = [
-            _number(getattr(base.documents, status), colour) for status, colour in _COLOURS.items()
+            _number(getattr(base.documents, status), colour) for status, colour in colours.items()
         ]
         sizes = (_number(n) for n in (base.tokens, base.blocks, base.hits))
         table.add_row(Text(base.name), Text(base.extra_key), Text(base.context), *counts, *sizes)
@@ -30,6 +34,8 @@ def documents(rows: Iterable[Document], now: datetime | None = None) -> Table:
     table = _table(["id", "status"], _SIZES, ["last used"])
     for document in rows:
         status = Text(document.status, style=_COLOURS[document.status])
+        if document.status == "stored":
+            status.append(f" ({document.tier})")
         if document.error:
             status.append(f": {document.error}")
         table.add_row(
@@ -53,7 +59,7 @@ def stats(answer: Stats) -> Table:
     table.add_row("promised", f"{blocks.promised:,}", f"of at most {blocks.limit:,} blocks")
     table.add_row("free", f"{blocks.free:,}", "blocks")
     table.add_row("bases", f"{answer.bases:,}", "")
-    for status, colour in _COLOURS.items():
+    for status, colour in _colours(counts).items():
         table.add_row(status, _number(getattr(counts, status), colour), "documents")
     table.add_row("hits", f"{answer.hits:,}", "requests reused a document")
     table.add_row("given back", f"{answer.given_back:,}", "times, under memory pressure")
@@ -61,6 +67,12 @@ def stats(answer: Stats) -> Table:
 
 
 _SIZES = ["tokens", "blocks", "hits"]
+
+
+def _colours(*counts: Counts) -> dict[str, str]:
+    """By status; `stored` only where there are such documents, that is, a second tier."""
+    has_tier = any(count.stored for count in counts)
+    return {name: colour for name, colour in _COLOURS.items() if has_tier or name != "stored"}
 
 
 def _table(left: list[str], *right: list[str]) -> Table:
