@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What documents consist of outlives a process, in order; damage costs a computation at most."""
+
+import sqlite3
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_segreuse.cache.kept import KeptEntries
+from vllm_segreuse.tier.journal import DocumentJournal
+
+A, B, C = (bytes([letter]) * 32 for letter in b"abc")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "documents.sqlite")
+
+
+def at_once(task: Callable[[], None]) -> None:
+    task()
+
+
+def reopened(path: str) -> list[tuple[str, int, int, list[bytes]]]:
+    journal = DocumentJournal(path, at_once)
+    journal.close()
+    return [tuple(part) for part in journal.at_start()]  # type: ignore[misc]
+
+
+def test_what_is_kept_is_there_after_a_restart_and_what_is_released_is_not(path: str) -> None:
+    journal = DocumentJournal(path, at_once)
+    assert journal.at_start() == []
+    kept = KeptEntries(journal)
+    kept.keep("doc", 0, 2, [A, B])
+    kept.keep("doc", 1, 2, [C])
+    kept.keep("gone", 0, 1, [A])
+    kept.keep("cut anew", 0, 1, [A])
+    kept.keep("cut anew", 1, 2, [B])
+    kept.release(["gone"])
+    journal.close()
+    assert sorted(reopened(path)) == [
+        ("cut anew", 1, 2, [B]),
+        ("doc", 0, 2, [A, B]),
+        ("doc", 1, 2, [C]),
+    ]
+    assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
+
+
+def test_no_call_waits_for_the_file_and_changes_keep_their_order(path: str) -> None:
+    tasks: list[Callable[[], None]] = []
+    journal = DocumentJournal(path, tasks.append)
+    with journal._lock:  # a write hangs
+        journal.kept("doc", 0, 1, [A])
+        journal.released(["doc", "other"])
+        journal.kept("doc", 0, 1, [B])
+    for task in reversed(tasks):  # threads take turns as they like
+        task()
+    assert reopened(path) == [("doc", 0, 1, [B])]
+
+
+def test_what_is_left_is_written_at_the_end(path: str) -> None:
+    journal = DocumentJournal(path, lambda task: None)
+    journal.kept("doc", 0, 1, [A])
+    journal.close()
+    assert reopened(path) == [("doc", 0, 1, [A])]
+
+
+def test_the_end_waits_for_no_write_that_hangs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_segreuse.tier.journal._CLOSE_S", 0.01)
+    journal = DocumentJournal(path, at_once)
+    with journal._lock:
+        journal.close()
+
+
+def test_a_write_that_fails_is_said_and_costs_no_more(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = DocumentJournal(path, at_once)
+    journal._sql.execute("PRAGMA query_only = ON")
+    with caplog.at_level("WARNING", "vllm.segreuse"):
+        journal.kept("doc", 0, 1, [A])
+    assert "documents may be computed again" in caplog.text
+    journal._sql.execute("PRAGMA query_only = OFF")
+    journal.kept("next", 0, 1, [A])
+    journal.close()
+    assert reopened(path) == [("next", 0, 1, [A])]
+
+
+@pytest.mark.parametrize("content", [b"no database", b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_damaged_file_is_replaced(path: str, content: bytes) -> None:
+    Path(path).write_bytes(content)
+    journal = DocumentJournal(path, at_once)
+    assert journal.at_start() == []
+    journal.kept("doc", 0, 1, [A])
+    journal.close()
+    assert len(reopened(path)) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (b"doc", 0, 1, A), ("doc", 1, 1, A), ("doc", -1, 1, A), ("doc", "x", 1, A),
+        ("doc", 0, 2**40, A), ("doc", 0, 1, A[:5]), ("doc", 0, 1, b""), ("doc", 0, 1, "text"),
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_no_part(path: str, row: tuple[object, ...]) -> None:
+    journal = DocumentJournal(path, at_once)
+    journal.kept("sound", 0, 1, [A])
+    journal.close()
+    with sqlite3.connect(path) as sql:
+        sql.execute("INSERT INTO parts VALUES (?, ?, ?, ?)", row)
+    sql.close()
+    assert reopened(path) == [("sound", 0, 1, [A])]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"missing"):
+        DocumentJournal(str(tmp_path / "missing" / "documents.sqlite"), at_once)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which records the documents of knowledge bases consist of, in a file beside the records.
+
+It names entries and records by digests, and holds no text. Whether the records are there is not
+written here: after a restart each is looked up (`KeptEntries.restore`). So what is lost with the
+machine's power costs a computation, or a look-up in vain, and nothing wrong is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+logger = logging.getLogger("vllm.segreuse")
+
+KEY_BYTES = 32
+_PRAGMAS = ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
+_TABLE = """
+CREATE TABLE IF NOT EXISTS parts (
+    entry TEXT, part INTEGER, parts INTEGER NOT NULL, keys BLOB NOT NULL, PRIMARY KEY (entry, part))
+"""
+_CLOSE_S = 2.0
+
+Submit = Callable[[Callable[[], None]], None]
+"""Runs a function in another thread, soon."""
+
+
+class Part(NamedTuple):
+    """A part of an entry, and the keys of its records."""
+
+    entry: str
+    part: int
+    parts: int
+    keys: list[bytes]
+
+
+class DocumentJournal:
+    """A `cache.kept.Journal` in a file. Changes are written in their order, in other threads.
+
+    Args:
+        path: of the file, made if need be (0600). One that is damaged is replaced by an empty one.
+        submit: has what blocks run elsewhere.
+
+    Raises:
+        OSError: the file can be neither read nor made.
+    """
+
+    def __init__(self, path: str, submit: Submit) -> None:
+        self._path = path
+        self._submit = submit
+        self._changes: deque[Part | tuple[str, ...]] = deque()
+        self._lock = threading.Lock()
+        try:
+            self._sql, self._at_start = _opened(path)
+        except sqlite3.DatabaseError as error:
+            logger.warning("segment reuse: %s is damaged (%s): begins anew", path, error)
+            for suffix in ("", "-wal", "-shm"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(path + suffix)
+            try:
+                self._sql, self._at_start = _opened(path)
+            except sqlite3.DatabaseError as again:
+                raise OSError(f"cannot use {path!r}: {again}") from again
+
+    def at_start(self) -> list[Part]:
+        """What an earlier run has left."""
+        return self._at_start
+
+    def kept(self, entry: str, part: int, parts: int, keys: Sequence[bytes]) -> None:
+        """A part consists of these records."""
+        self._changes.append(Part(entry, part, parts, [*keys]))
+        self._submit(self._write)
+
+    def released(self, entries: Sequence[str]) -> None:
+        """Entries are gone."""
+        self._changes.append(tuple(entries))
+        self._submit(self._write)
+
+    def close(self) -> None:
+        """Write what is left, unless a write hangs, and end all use of the file."""
+        if self._lock.acquire(timeout=_CLOSE_S):
+            self._lock.release()
+            self._write()
+            with self._lock:
+                self._sql.close()
+
+    def _write(self) -> None:
+        with self._lock:
+            changes = [self._changes.popleft() for _ in range(len(self._changes))]
+            try:
+                with self._sql as sql:
+                    for change in changes:
+                        _carry_out(sql, change)
+            except sqlite3.Error as error:
+                logger.warning(
+                    "segment reuse: %s: documents may be computed again after a restart: %s",
+                    *(self._path, error),
+                )
+
+
+def _carry_out(sql: sqlite3.Connection, change: Part | tuple[str, ...]) -> None:
+    if isinstance(change, Part):
+        values = *change[:3], b"".join(change.keys)
+        sql.execute("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", values)
+    else:
+        rows = [(entry,) for entry in change]
+        sql.executemany("DELETE FROM parts WHERE entry = ?", rows)
+
+
+def _opened(path: str) -> tuple[sqlite3.Connection, list[Part]]:
+    # Before SQLite, which would make it for all users; its journals get the same mode.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    sql = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
+    try:
+        for pragma in _PRAGMAS:
+            sql.execute(f"PRAGMA {pragma}")
+        sql.execute(_TABLE)
+        return sql, list(_parts(sql))
+    except BaseException:
+        sql.close()
+        raise
+
+
+def _parts(sql: sqlite3.Connection) -> Iterator[Part]:
+    """Rows that can be so; SQLite gives whatever type a damaged row says."""
+    for entry, part, parts, keys in sql.execute("SELECT entry, part, parts, keys FROM parts"):
+        are_numbers = isinstance(part, int) and isinstance(parts, int)
+        are_keys = isinstance(keys, bytes) and keys and len(keys) % KEY_BYTES == 0
+        if isinstance(entry, str) and are_numbers and are_keys and 0 <= part < parts <= 2**20:
+            split = range(0, len(keys), KEY_BYTES)
+            yield Part(entry, part, parts, [keys[i : i + KEY_BYTES] for i in split])
