@@ -2,7 +2,7 @@
 """Blocks reach their rows, and rows the pages that are read, byte for byte; on a GPU nothing uses
 staging before whoever had it is done."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.tier.mover import InPlace, Mover
+from vllm_segreuse.kernels import reference
+from vllm_segreuse.plan import IntArray
+from vllm_segreuse.tier.mover import CopyBlocks, InPlace, Mover
 from vllm_segreuse.tier.staging import Staged
 
 BLOCKS, ROWS = 12, 30
@@ -59,8 +61,17 @@ def region(pages: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]
 def movers(dtype: torch.dtype, slots: int) -> tuple[list[torch.Tensor], torch.Tensor, list[Mover]]:
     pages = pages_of(dtype)
     cells, views = region(pages)
-    staged = Staged(pages, cells, Streams(), staging_bytes=2 * slots * CELL_BYTES)
-    return pages, cells, [InPlace(pages, views), staged]
+    copy = copier(pages)
+    staged = Staged(copy, pages, cells, Streams(), staging_bytes=2 * slots * CELL_BYTES)
+    return pages, cells, [InPlace(copy, views), staged]
+
+
+def copier(pages: list[torch.Tensor]) -> CopyBlocks:
+    def copy(to: Sequence[torch.Tensor], blocks: IntArray, rows: IntArray) -> None:
+        source, target = (torch.from_numpy(np.asarray(x, np.int64)) for x in (blocks, rows))
+        reference.store(pages, to, source, target)
+
+    return copy
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,5 +159,5 @@ def test_staging_holds_a_row_at_least_and_no_more_than_there_are() -> None:
     pages = pages_of(torch.bfloat16)
     cells, _ = region(pages)
     for staging_bytes, slots in ((1, 1), (2 * 3 * CELL_BYTES, 3), (1 << 30, ROWS)):
-        subject = Staged(pages, cells, Streams(), staging_bytes)
+        subject = Staged(copier(pages), pages, cells, Streams(), staging_bytes)
         assert [len(half.cells) for half in subject._halves] == [slots, slots]

@@ -9,6 +9,7 @@ rows of the host region is written behind all that comes from pages of the cache
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
@@ -119,6 +120,30 @@ class Aligner:
         self._align(copies.take(~from_host), first_layer)
         if from_host.any():
             self._align_rows(copies.take(from_host), first_layer)
+
+    def copy_blocks(self, to: Sequence[torch.Tensor], blocks: np.ndarray, rows: np.ndarray) -> None:
+        """Copy whole blocks to pages elsewhere, byte for byte.
+
+        Args:
+            to: `[rows, page_elements]` of each layer, of the same types, on the same device.
+            blocks, rows: `[n]`; no row twice.
+        """
+        device = self._groups[0].pages[0].device
+        source, target = (upload(which.astype(np.int64), device) for which in (blocks, rows))
+        for group in self._groups:
+            group.first.kernels.store(
+                group.pages, [to[index] for index in group.layers], source, target
+            )
+
+    @property
+    def pages(self) -> list[torch.Tensor]:
+        """Flat pages `[num_blocks, page_elements]` of each layer, in order."""
+        found = {
+            index: pages
+            for group in self._groups
+            for index, pages in zip(group.layers, group.pages, strict=True)
+        }
+        return [found[index] for index in sorted(found)]
 
     def _align_rows(self, copies: TokenCopies, first_layer: int) -> None:
         """Copies from rows of the host region, as many at a time as the device can read."""

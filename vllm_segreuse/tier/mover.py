@@ -7,14 +7,17 @@ On a GPU rows pass through pages on the device (`staging.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from vllm_segreuse.kernels.pages import indexable
 from vllm_segreuse.plan.arrays import IntArray
+
+CopyBlocks = Callable[[Sequence[torch.Tensor], IntArray, IntArray], None]
+"""`copy(to, blocks, rows)`: whole pages of the cache to `[rows, page_elements]` of each layer, on
+the cache's device, byte for byte; no row twice (`Aligner.copy_blocks`)."""
 
 
 class LoadedRows(NamedTuple):
@@ -53,38 +56,20 @@ class Mover(Protocol):
         """Of what was ordered so far; None: all of it is over."""
 
 
-def copy_pages(
-    pages: Sequence[torch.Tensor], to: Sequence[torch.Tensor], blocks: IntArray, rows: IntArray
-) -> None:
-    """Copy whole pages of all layers, byte for byte.
-
-    Args:
-        pages: `[num_blocks, page_elements]` of each layer.
-        to: `[rows, page_elements]` of each layer, on the same device.
-        blocks, rows: `[n]`; no row twice.
-    """
-    device = pages[0].device
-    source, target = (
-        torch.from_numpy(np.asarray(which, np.int64)).to(device) for which in (blocks, rows)
-    )
-    for layer, copy in zip(pages, to, strict=True):
-        indexable(copy)[target] = indexable(layer)[source]
-
-
 class InPlace:
     """On a CPU: everything is over when it returns.
 
     Args:
-        pages: `[num_blocks, page_elements]` of each layer.
-        rows: the same layers' views of the host region.
+        copy: from the cache.
+        rows: the layers' views of the host region.
     """
 
-    def __init__(self, pages: Sequence[torch.Tensor], rows: list[torch.Tensor]) -> None:
-        self._pages, self._rows = pages, rows
+    def __init__(self, copy: CopyBlocks, rows: list[torch.Tensor]) -> None:
+        self._copy, self._rows = copy, rows
 
     def store(self, blocks: IntArray, rows: IntArray) -> None:
         """See `Mover`."""
-        copy_pages(self._pages, self._rows, blocks, rows)
+        self._copy(self._rows, blocks, rows)
 
     def load(self, rows: IntArray) -> Iterator[LoadedRows]:
         """See `Mover`."""

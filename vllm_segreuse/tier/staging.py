@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vllm_segreuse.plan.arrays import IntArray
-from vllm_segreuse.tier.mover import LoadedRows, Mark, copy_pages
+from vllm_segreuse.tier.mover import CopyBlocks, LoadedRows, Mark
 
 STAGING_BYTES = 128 << 20
 
@@ -76,11 +76,21 @@ class _Half:
     pages: list[torch.Tensor]
     free: Any = None
 
+    @classmethod
+    def like(cls, pages: Sequence[torch.Tensor], cells: torch.Tensor) -> _Half:
+        """With pages as those of a cache."""
+        sizes = [layer.shape[1] * layer.element_size() for layer in pages]
+        parts = cells[:, : sum(sizes)].split(sizes, dim=1)
+        return cls(
+            cells, [part.view(layer.dtype) for part, layer in zip(parts, pages, strict=True)]
+        )
+
 
 class Staged:
     """A `Mover` for caches on a GPU.
 
     Args:
+        copy: from the cache.
         pages: `[num_blocks, page_elements]` of each layer.
         cells: int8 `[rows, cell_bytes]`, this rank's part of the host region.
         streams: of the device.
@@ -89,23 +99,20 @@ class Staged:
 
     def __init__(
         self,
+        copy: CopyBlocks,
         pages: Sequence[torch.Tensor],
         cells: torch.Tensor,
         streams: Streams,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        self._pages, self._cells, self._streams = pages, cells, streams
-        slots = min(max(1, staging_bytes // 2 // cells.shape[1]), len(cells))
-        self._halves = [self._half(slots) for _ in range(2)]
-        self._slots, self._uses = slots, 0
-
-    def _half(self, slots: int) -> _Half:
-        shape = slots, self._cells.shape[1]
-        cells = torch.empty(shape, dtype=torch.int8, device=self._pages[0].device)
-        sizes = [layer.shape[1] * layer.element_size() for layer in self._pages]
-        parts = cells[:, : sum(sizes)].split(sizes, dim=1)
-        pages = [part.view(page.dtype) for part, page in zip(parts, self._pages, strict=True)]
-        return _Half(cells, pages)
+        self._copy, self._cells, self._streams = copy, cells, streams
+        self._slots = min(max(1, staging_bytes // 2 // cells.shape[1]), len(cells))
+        shape = self._slots, cells.shape[1]
+        self._halves = [
+            _Half.like(pages, torch.empty(shape, dtype=torch.int8, device=pages[0].device))
+            for _ in range(2)
+        ]
+        self._uses = 0
 
     def _next(self) -> _Half:
         half = self._halves[self._uses % 2]
@@ -118,9 +125,7 @@ class Staged:
             chunk = np.asarray(rows[first : first + self._slots]).tolist()
             half = self._next()
             self._wait_until_free(half)
-            copy_pages(
-                self._pages, half.pages, blocks[first : first + len(chunk)], np.arange(len(chunk))
-            )
+            self._copy(half.pages, blocks[first : first + len(chunk)], np.arange(len(chunk)))
             copied = self._streams.record()
             with self._streams.on_side():
                 self._streams.wait(copied)
