@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file tier below vLLM's manager: budget, order of removal, faults, and a file system that
+hangs."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+from tests.tier import records
+from tests.tier.records import FaultyDisk, Hang, folder, key_of, payload_of, raises, record
+from vllm_segreuse.tier import files
+from vllm_segreuse.tier.catalogue import StoredRecord
+from vllm_segreuse.tier.files import FileTier
+
+ROWS = 64
+CONTEXT = ReqContext("test")
+RECORD_BYTES = 12288
+
+
+class Engine:
+    """What vLLM's manager does of a tier, with a clock of its own."""
+
+    def __init__(self, path: Path, slots: int = 100, disk: FaultyDisk | None = None) -> None:
+        self.disk = disk or FaultyDisk()
+        self.region = np.zeros((ROWS, records.PAYLOAD_BYTES), dtype=np.int8)
+        self.described: dict[bytes, StoredRecord] = {}
+        self.now = 0.0
+        store = folder(path, disk=self.disk)
+        assert store.record_bytes == RECORD_BYTES
+        self.tier = FileTier(
+            *(memoryview(self.region), store, slots * RECORD_BYTES, self.described.get),
+            io_threads=2,
+            clock=lambda: self.now,
+        )
+        self.results: dict[int, JobResult] = {}
+        self.jobs = 0
+
+    def begin_store(self, *numbers: int, durable: bool = False) -> int:
+        for number in numbers:
+            self.described[key_of(number)] = record(number, durable)
+            self.region[number % ROWS] = np.frombuffer(payload_of(number), dtype=np.int8)
+        return self._begin(self.tier.submit_store, numbers, [number % ROWS for number in numbers])
+
+    def begin_load(self, *numbers: int, rows: list[int] | None = None) -> int:
+        return self._begin(self.tier.submit_load, numbers, rows or list(range(len(numbers))))
+
+    def _begin(
+        self, submit: Callable[[TransferJob], None], numbers: tuple[int, ...], rows: list[int]
+    ) -> int:
+        self.jobs += 1
+        keys = [OffloadKey(key_of(number)) for number in numbers]
+        job = TransferJob(self.jobs, keys, np.array(rows, np.int32), False, CONTEXT)
+        submit(job)
+        return self.jobs
+
+    def poll(self) -> None:
+        self.results |= {result.job_id: result for result in self.tier.get_finished_jobs()}
+
+    def finish(self, job: int) -> JobResult:
+        self.tier.drain_jobs()
+        self.poll()
+        return self.results.pop(job)
+
+    def store(self, *numbers: int, durable: bool = False) -> JobResult:
+        return self.finish(self.begin_store(*numbers, durable=durable))
+
+    def load(self, *numbers: int) -> list[int]:
+        """Numbers of the records that were loaded, all of whose rows are right."""
+        self.region[:] = 0
+        result = self.finish(self.begin_load(*numbers))
+        loaded = set(result.successful_keys or ())
+        assert result.success == (len(loaded) == len(numbers))
+        for row, number in enumerate(numbers):
+            held = self.region[row].tobytes()
+            assert held == (payload_of(number) if key_of(number) in loaded else bytes(len(held)))
+        return [number for number in numbers if key_of(number) in loaded]
+
+    def there(self, *numbers: int) -> list[int]:
+        return [n for n in numbers if self.tier.lookup(key_of(n), CONTEXT) is LookupResult.HIT]
+
+    def events(self) -> list[tuple[int, bool]]:
+        number = {key_of(n): n for n in range(200)}
+        return [
+            (number[key], event.removed) for event in self.tier.take_events() for key in event.keys
+        ]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path)
+    yield engine
+    engine.disk.faults.clear()
+    engine.tier.shutdown()
+
+
+def test_what_was_stored_is_loaded(engine: Engine) -> None:
+    assert engine.there(1, 2) == []
+    assert engine.store(1, 2).success
+    assert engine.there(1, 2, 3) == [1, 2]
+    assert engine.load(2, 1) == [2, 1]
+    assert engine.load(1, 3) == [1]
+    assert sorted(engine.events()) == [(1, False), (2, False)]  # two threads have stored them
+    assert engine.tier.counts == {"stored": 2, "loaded": 3, "missing": 1}
+
+
+def test_many_records_are_split_over_threads(engine: Engine) -> None:
+    numbers = list(range(16))
+    assert engine.store(*numbers).success
+    assert engine.load(*numbers) == numbers
+
+
+def test_what_is_there_is_not_stored_again(engine: Engine, tmp_path: Path) -> None:
+    engine.store(1)
+    first, again = engine.begin_store(2), engine.begin_store(1, 2)
+    assert engine.finish(first).success
+    assert engine.finish(again).success
+    assert len(records.files(tmp_path)) == 2
+
+
+def test_what_is_not_described_is_not_stored(engine: Engine, tmp_path: Path) -> None:
+    job = engine.begin_store(1)
+    del engine.described[key_of(1)]
+    engine.finish(job)
+    engine.described.clear()
+    result = engine.finish(engine._begin(engine.tier.submit_store, (2,), [2]))
+    assert result.success
+    assert engine.there(1, 2) == [1]
+
+
+def test_the_least_recently_used_is_removed_first(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, slots=3)
+    for number in (1, 2, 3):
+        engine.store(number)
+    engine.tier.touch([OffloadKey(key_of(1))], CONTEXT)
+    engine.events()
+    engine.store(4)
+    assert engine.there(1, 2, 3, 4) == [1, 3, 4]
+    assert engine.events() == [(2, True), (4, False)]
+    assert len(records.files(tmp_path)) == 3
+    assert engine.tier.used_bytes == 3 * RECORD_BYTES
+
+
+def test_durable_records_are_removed_for_durable_ones_only(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, slots=2)
+    engine.store(1, durable=True)
+    engine.store(2, durable=True)
+    engine.store(3)
+    assert engine.there(1, 2, 3) == [1, 2]
+    assert engine.tier.counts["full"] == 1
+    engine.store(4, durable=True)
+    assert engine.there(1, 2, 4) == [2, 4]
+    engine.tier.set_durable([key_of(4)], False)
+    engine.store(5)
+    assert engine.there(2, 4, 5) == [2, 5]
+
+
+def test_the_budget_holds_while_records_are_written(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, slots=4)
+    seen: list[int] = []
+    engine.disk.faults["create"] = lambda: seen.append(len(records.files(tmp_path)))
+    for begin in range(0, 40, 4):
+        engine.store(*range(begin, begin + 4))
+    assert max(seen) <= 3  # and the one that is created makes 4 at most, per thread
+    assert len(records.files(tmp_path)) == 4
+
+
+def test_a_smaller_budget_removes_the_oldest_at_the_start(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    for number in (1, 2):
+        engine.store(number)
+    engine.store(3, durable=True)
+    engine.tier.touch([OffloadKey(key_of(1))], CONTEXT)
+    engine.tier.shutdown()
+    engine = Engine(tmp_path, slots=2)
+    assert engine.there(1, 2, 3) == [1, 3]
+    assert len(records.files(tmp_path)) == 2
+
+
+def test_a_namespace_gets_its_records_once(engine: Engine, tmp_path: Path) -> None:
+    engine.store(1)
+    engine.store(2)
+    assert engine.tier.records_in(b"alice") == []  # they are known already
+    engine.tier.shutdown()
+    engine = Engine(tmp_path)
+    assert [found.key for found in engine.tier.records()] == [key_of(1), key_of(2)]
+    assert engine.tier.records_in(b"bob") == []
+    found = engine.tier.records_in(b"alice")
+    assert [record.key for record in found] == [key_of(1), key_of(2)]
+    assert {record.namespaces for record in found} == {(b"alice",)}
+    assert engine.tier.records_in(b"alice") == []
+    engine.tier.shutdown()
+
+
+def test_hidden_records_are_neither_offered_nor_joined(engine: Engine) -> None:
+    engine.store(1)
+    engine.tier.hide()
+    engine.store(2)
+    assert engine.there(1, 2) == []
+    assert engine.load(1) == []
+    assert engine.tier.records_in(b"alice") == []
+    engine.tier.reveal()
+    assert engine.there(1, 2) == [1]
+    assert [found.key for found in engine.tier.records_in(b"alice")] == [key_of(1)]
+
+
+def test_erased_records_are_gone(engine: Engine, tmp_path: Path) -> None:
+    engine.store(1, 2)
+    under_way = engine.begin_store(3)
+    engine.tier.erase([key_of(1), key_of(3), key_of(99)])
+    engine.finish(under_way)
+    engine.tier.drain_jobs()
+    assert engine.there(1, 2, 3) == [2]
+    assert len(records.files(tmp_path)) == 1
+    assert engine.tier.used_bytes == RECORD_BYTES
+
+
+def test_too_many_stores_at_once_are_refused(engine: Engine) -> None:
+    hang = Hang()
+    engine.disk.faults["create"] = hang
+    job = engine.begin_store(*range(ROWS // 4 + 5))
+    assert engine.tier.counts["busy"] == 5
+    hang.released.set()
+    assert engine.finish(job).success
+    assert engine.there(*range(ROWS)) == list(range(ROWS // 4))
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(errno.ENOSPC, "no_space"), (errno.EIO, "io_error")]
+)
+@pytest.mark.parametrize("call", ["create", "append", "sync", "sync_folder"])
+def test_failed_writes_pause_writing_and_nothing_else(
+    engine: Engine, tmp_path: Path, call: str, number: int, reason: str
+) -> None:
+    engine.store(1)
+    engine.disk.faults[call] = raises(number)
+    assert not engine.store(2).success
+    assert engine.tier.counts[reason] == 1
+    engine.disk.faults.clear()
+    assert engine.store(3).success
+    assert engine.tier.counts["paused"] == 1
+    assert engine.there(1, 2, 3) == [1]
+    assert engine.load(1) == [1]
+    assert len(records.files(tmp_path)) == 1
+    assert engine.tier.used_bytes == RECORD_BYTES
+    engine.now += files.PAUSES_S[0]
+    engine.store(2)
+    assert engine.there(2) == [2]
+
+
+def test_pauses_grow_and_end_with_a_success(engine: Engine) -> None:
+    engine.disk.faults["create"] = raises(errno.ENOSPC)
+    engine.store(1)
+    engine.now += 1
+    engine.store(1)
+    engine.now += 1.5
+    engine.store(1)
+    assert engine.tier.counts == {"no_space": 2, "paused": 1}
+    engine.disk.faults.clear()
+    engine.now += 0.5
+    engine.store(1)
+    engine.disk.faults["create"] = raises(errno.ENOSPC)
+    engine.store(2)
+    engine.now += 1
+    engine.store(2)
+    assert engine.tier.counts == {"no_space": 4, "paused": 1, "stored": 1}
+
+
+def test_files_that_cannot_be_removed_are_paid_for(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, slots=2)
+    engine.store(1)
+    engine.store(2)
+    engine.disk.faults["remove"] = raises(errno.EIO)
+    engine.store(3)
+    assert engine.there(1, 2, 3) == [2]
+    assert engine.tier.used_bytes == 2 * RECORD_BYTES
+    engine.disk.faults.clear()
+    engine.now += files.PAUSES_S[0]
+    engine.store(3)
+    assert engine.there(2, 3) == [2, 3]
+    assert len(records.files(tmp_path)) == 2
+    assert engine.tier.used_bytes == 2 * RECORD_BYTES
+
+
+def test_what_was_written_by_half_and_stays_is_paid_for(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, slots=2)
+    engine.disk.faults |= {"sync": raises(errno.EIO), "remove": raises(errno.EIO)}
+    engine.store(1)
+    assert len(records.files(tmp_path)) == 1
+    assert engine.tier.used_bytes == RECORD_BYTES
+    engine.disk.faults.clear()
+    for number in (2, 3, 4):
+        engine.now += files.PAUSES_S[1]
+        engine.store(number)
+        assert len(records.files(tmp_path)) <= 2
+    assert engine.there(3, 4) == [3, 4]
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "corrupt"])
+def test_a_damaged_record_is_removed_and_its_row_not_filled(
+    engine: Engine, tmp_path: Path, damage: str
+) -> None:
+    engine.store(1)
+    (file,) = records.files(tmp_path)
+    engine.store(2)
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(content[:-1] if damage == "torn" else content[:-1] + b"\0\0"[:1])
+    if damage == "corrupt":
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    engine.events()
+    assert engine.load(1, 2) == [2]
+    assert engine.tier.counts[damage] == 1
+    assert engine.events() == [(1, True)]
+    assert engine.there(1, 2) == [2]
+    assert engine.tier.used_bytes == RECORD_BYTES
+    assert not file.exists()
+
+
+def test_an_unreadable_record_is_the_first_to_make_room(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, slots=2)
+    engine.store(1)
+    engine.store(2)
+    engine.disk.faults["read"] = raises(errno.EIO)
+    assert engine.load(2) == []
+    engine.disk.faults.clear()
+    assert engine.there(1, 2) == [1]
+    assert engine.tier.used_bytes == 2 * RECORD_BYTES
+    engine.store(3)
+    assert engine.there(1, 3) == [1, 3]
+    assert len(records.files(tmp_path)) == 2
+
+
+def test_no_call_waits_for_a_file_system_that_hangs(engine: Engine) -> None:
+    """The test ends: each call below returns while both threads hang."""
+    engine.store(1, 2)
+    hang = Hang()
+    engine.disk.faults["read"] = engine.disk.faults["create"] = hang
+    engine.region[:] = 0
+    load = engine.begin_load(1, 2, rows=[10, 11])
+    store = engine.begin_store(3, 4)
+    assert hang.reached.wait(30)
+    engine.poll()
+    assert engine.results == {}
+    assert engine.tier.has_pending_work()
+    assert engine.there(1) == [1]
+    engine.now += files.DEADLINE_S + 1
+    engine.poll()
+    assert {job: result.success for job, result in engine.results.items()} == {
+        load: False,
+        store: False,
+    }
+    assert not engine.tier.has_pending_work()
+    # Nothing is offered or stored until the file system answers.
+    assert engine.there(1, 2) == []
+    assert engine.load(1) == []
+    refused = engine.begin_store(5)
+    engine.poll()
+    assert refused in engine.results
+    engine.tier.erase([key_of(99)])
+    hang.released.set()
+    engine.disk.faults.clear()
+    while engine.tier._jobs.stalled:
+        engine.poll()
+    assert not engine.region[10:12].any(), "rows of an abandoned job were written"
+    assert engine.load(1, 2) == [1, 2]
+
+
+def test_rows_of_an_abandoned_store_are_not_read(engine: Engine) -> None:
+    """vLLM has other KV in them by then."""
+    hang = Hang()
+    engine.disk.faults["create"] = hang
+    engine.begin_store(1, 2)
+    assert hang.reached.wait(30)
+    late = engine.begin_store(3, 4, 5, 6)
+    engine.now += files.DEADLINE_S + 1
+    engine.poll()
+    engine.region[:] = 0
+    hang.released.set()
+    engine.disk.faults.clear()
+    while engine.tier._jobs.stalled or engine.tier._jobs._abandoned:
+        engine.poll()
+    assert not engine.results[late].success
+    there = engine.there(1, 2, 3, 4, 5, 6)
+    assert engine.load(*there) == there
+    assert engine.tier.used_bytes == len(there) * RECORD_BYTES
+
+
+def test_a_restart_keeps_order_and_durability(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    for number in (1, 2, 3):
+        engine.store(number)
+    engine.tier.touch([OffloadKey(key_of(1))], CONTEXT)
+    engine.tier.set_durable([key_of(2)], True)
+    engine.tier.shutdown()
+    engine = Engine(tmp_path, slots=3)
+    engine.store(4)
+    assert engine.there(1, 2, 3, 4) == [1, 2, 4]
+    engine.tier.shutdown()
+
+
+def test_shutdown_writes_what_was_begun(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.begin_store(*range(10))
+    engine.tier.shutdown()
+    assert len(Engine(tmp_path).there(*range(10))) == 10

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a record is on disk: a file of its own, and what is known of it in a row of the database.
+
+The file is the row of the host region as it is (sealed), and a trailer of `TRAILER_BYTES`:
+
+    payload                      the region's row, or its ciphertext
+    header                       magic, version, codec, algorithm, key, fingerprint, position,
+                                 depth, bytes of the payload
+    proof                        of payload and header (`sealing.py`)
+
+A reader knows the header beforehand, from the database: a file that was exchanged for another one,
+that is of another model or of another format, does not have it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vllm_segreuse.tier.catalogue import StoredRecord
+from vllm_segreuse.tier.sealing import PROOF_BYTES, CorruptError, Sealer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+VERSION = 1
+KEY_BYTES = 32
+DIGEST_BYTES = 16
+RAW = 0
+
+_MAGIC = b"SEGREUSE"
+_HEADER = struct.Struct(f"<8sHBB{KEY_BYTES}s{KEY_BYTES}sqIQ4x")
+_ABOUT = struct.Struct("<qIIHB")  # position, depth, tokens, namespaces, whether there is a parent
+TRAILER_BYTES = _HEADER.size + PROOF_BYTES
+
+
+class Kept(NamedTuple):
+    """A record on disk, as the database has it.
+
+    Attributes:
+        key: of the record [32 bytes].
+        name: of its file, below the store's folder.
+        secret: what opens it; see `Sealer`.
+        about: tokens, position and so on; see `record_of`.
+        durable: removed last.
+    """
+
+    key: bytes
+    name: str
+    secret: bytes
+    about: bytes
+    durable: bool
+
+
+def about(record: StoredRecord, namespaces: Sequence[bytes]) -> bytes:
+    """What is known of a record, but for its key.
+
+    Args:
+        record: as the scheduler's side has it.
+        namespaces: digests that stand for its namespaces [16 bytes each].
+    """
+    tokens = np.asarray(record.tokens, dtype="<i4")
+    parent = record.parent or b""
+    counts = (len(tokens), len(namespaces), bool(parent))
+    head = _ABOUT.pack(record.position, record.depth, *counts)
+    return b"".join((head, parent, *namespaces, tokens.tobytes()))
+
+
+def record_of(kept: Kept) -> StoredRecord:
+    """The record; digests stand in for its namespaces."""
+    position, depth, tokens, namespaces, has_parent = _ABOUT.unpack_from(kept.about)
+    at = _ABOUT.size + KEY_BYTES * has_parent
+    end = at + DIGEST_BYTES * namespaces
+    return StoredRecord(
+        key=kept.key,
+        tokens=np.frombuffer(kept.about, dtype="<i4", count=tokens, offset=end),
+        position=position,
+        depth=depth,
+        namespaces=tuple(kept.about[i : i + DIGEST_BYTES] for i in range(at, end, DIGEST_BYTES)),
+        parent=kept.about[_ABOUT.size : at] or None,
+        durable=kept.durable,
+    )
+
+
+def header(kept: Kept, fingerprint: bytes, payload_bytes: int, algorithm: int) -> bytes:
+    """The header of a record's file."""
+    position, depth, *_ = _ABOUT.unpack_from(kept.about)
+    head = (_MAGIC, VERSION, RAW, algorithm, kept.key, fingerprint)
+    return _HEADER.pack(*head, position, depth, payload_bytes)
+
+
+def sealed_file(
+    kept: Kept, fingerprint: bytes, payload: Buffer, sealer: Sealer
+) -> tuple[Buffer, bytes]:
+    """What the file of a record holds: payload and trailer."""
+    head = header(kept, fingerprint, memoryview(payload).nbytes, sealer.algorithm)
+    body, proof = sealer.seal(kept.secret, head, payload)
+    return body, head + proof
+
+
+def opened_file(kept: Kept, fingerprint: bytes, content: memoryview, sealer: Sealer) -> Buffer:
+    """The payload of a record's file.
+
+    Raises:
+        CorruptError: it is not the file of this record, or damaged.
+    """
+    body, trailer = content[:-TRAILER_BYTES], content[-TRAILER_BYTES:]
+    head = header(kept, fingerprint, body.nbytes, sealer.algorithm)
+    if trailer[: len(head)] != head:
+        raise CorruptError("the file is not that of this record")
+    return sealer.open(kept.secret, head, body, trailer[len(head) :])

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers that vLLM waits for: split into tasks of the I/O threads, and over by a deadline.
+
+A task runs in an I/O thread and returns a function, which the scheduler's thread calls.
+
+A job that is not over at its deadline is *abandoned*: reported as failed, and whatever its tasks
+still do, they neither read nor write the host region from then on (`Job.use_rows`). vLLM gives the
+rows to others once the job is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.tiering.base import JobResult
+
+from vllm_segreuse.tier.io_threads import IoThreads
+
+logger = logging.getLogger("vllm.segreuse")
+
+_POLL_S = 0.05
+Settle = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Job:
+    """Tasks that are reported together.
+
+    Attributes:
+        job_id: vLLM's; None: nobody waits for it.
+        failed: whether something of it has.
+        loaded: keys whose rows are filled.
+    """
+
+    job_id: int | None
+    begun_s: float
+    tasks: int
+    failed: bool = False
+    loaded: list[OffloadKey] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _running: int = 0
+    _abandoned: bool = False
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it was abandoned while a thread runs a task of it."""
+        return self._abandoned and self._running > 0
+
+    def use_rows(self, use: Callable[[], None]) -> bool:
+        """Calls `use`, which may read and write rows of the host region, and waits for nothing.
+
+        Returns:
+            whether it was called: it is not for an abandoned job.
+        """
+        with self._lock:
+            if not self._abandoned:
+                use()
+            return not self._abandoned
+
+    def count_running(self, change: int) -> None:
+        """A thread begins (1) or ends (-1) a task."""
+        with self._lock:
+            self._running += change
+
+    def abandon(self) -> None:
+        """From here on `use_rows` calls nothing."""
+        with self._lock:
+            self._abandoned = True
+
+    def result(self, now_s: float) -> JobResult:
+        """What is reported."""
+        assert self.job_id is not None
+        success = not (self.failed or self._abandoned)
+        return JobResult(self.job_id, success, list(self.loaded), now_s - self.begun_s)
+
+
+class Jobs:
+    """Jobs under way. All methods are for the scheduler's thread; only `drain` and `stop` wait."""
+
+    def __init__(self, threads: int, deadline_s: float, clock: Callable[[], float]) -> None:
+        """Start the I/O threads.
+
+        Args:
+            threads: their number.
+            deadline_s: seconds after which a job is abandoned.
+            clock: seconds.
+        """
+        self.num_threads = threads
+        self._threads = IoThreads(threads)
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._ended: queue.SimpleQueue[tuple[Job, Settle]] = queue.SimpleQueue()
+        self._under_way: list[Job] = []
+        self._abandoned: list[Job] = []
+        self._results: list[JobResult] = []
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a task of an abandoned job hangs."""
+        return any(job.hangs for job in self._abandoned)
+
+    @property
+    def pending(self) -> bool:
+        """Whether jobs are under way, or not reported yet."""
+        return bool(self._under_way or self._results)
+
+    def begin(
+        self, job_id: int | None, tasks: Sequence[Callable[[Job], Settle]], urgent: bool
+    ) -> Job:
+        """Begin a job; without tasks it is over.
+
+        Args:
+            job_id: vLLM's; None: nobody waits for it.
+            tasks: each is given the job, and returns how to settle it. A task does not raise.
+            urgent: before the tasks of others.
+        """
+        job = Job(job_id, self._clock(), len(tasks))
+        self._under_way.append(job)
+        for task in tasks:
+            self._threads.submit(partial(self._run, job, task), urgent)
+        return job
+
+    def _run(self, job: Job, task: Callable[[Job], Settle]) -> None:
+        job.count_running(1)
+        try:
+            settle = task(job)
+        finally:
+            job.count_running(-1)
+        self._ended.put((job, settle))
+
+    def results(self) -> list[JobResult]:
+        """Settles what has ended, abandons what is overdue, and returns what is new of both."""
+        while not self._ended.empty():
+            self._settle_next()
+        self._end_all()
+        results, self._results = self._results, []
+        return results
+
+    def drain(self) -> None:
+        """Waits until every job has ended or is abandoned; `results` has them."""
+        self._end_all()
+        while self._under_way:
+            with contextlib.suppress(queue.Empty):
+                self._settle_next(_POLL_S)
+            self._end_all()
+
+    def stop(self) -> bool:
+        """Ends the threads; returns whether none hangs."""
+        self.drain()
+        return self._threads.stop(_POLL_S)
+
+    def _end_all(self) -> None:
+        now_s = self._clock()
+        for job in list(self._under_way):
+            if not job.tasks:
+                self._end(job, now_s)
+            elif now_s - job.begun_s > self._deadline_s:
+                self._abandon(job, now_s)
+
+    def _settle_next(self, timeout_s: float | None = None) -> None:
+        job, settle = self._ended.get(timeout=timeout_s)
+        settle()
+        job.tasks -= 1
+        if not job.tasks and job in self._abandoned:
+            self._abandoned.remove(job)
+
+    def _end(self, job: Job, now_s: float) -> None:
+        self._under_way.remove(job)
+        if job.job_id is not None:
+            self._results.append(job.result(now_s))
+
+    def _abandon(self, job: Job, now_s: float) -> None:
+        logger.warning(
+            "segment reuse: the file system did not answer within %g s: gave up %d transfers",
+            *(now_s - job.begun_s, job.tasks),
+        )
+        job.abandon()
+        self._abandoned.append(job)
+        self._end(job, now_s)
