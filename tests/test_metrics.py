@@ -96,6 +96,9 @@ def test_empty_until_something_is_counted() -> None:
         lambda stats: stats.observe_compared("shift", "docs", 0.0, 0, 0),
         lambda stats: stats.count_drifted("docs", "recovered"),
         lambda stats: stats.count_audit_log_error(),
+        lambda stats: stats.note_tier("host", 0, 0),
+        lambda stats: stats.count_tier_tokens("stored", 1),
+        lambda stats: stats.count_tier_dropped("full", 1),
     ],
 )
 def test_whatever_is_counted_is_something_to_send(count: Any) -> None:
@@ -135,6 +138,9 @@ def test_aggregate_adds() -> None:
         "compared": [["shift", "docs", 0.25, 5, 8]] * 2,
         "drifted": [["docs", "drifted"]] * 2,
         "audit_log_errors": 2,
+        "tier": [],
+        "tier_tokens": {},
+        "tier_dropped": {},
     }
 
 
@@ -224,6 +230,11 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_similar_seconds",
         "vllm:segreuse_align_seconds",
         "vllm:segreuse_sparse_pass_seconds",
+        "vllm:segreuse_tier_records",
+        "vllm:segreuse_tier_bytes",
+        "vllm:segreuse_tier_tokens",
+        "vllm:segreuse_tier_dropped",
+        "vllm:segreuse_tier_wait_seconds",
     }
     assert {one.type for one in found.values()} == {"counter", "gauge", "histogram"}
     samples = {sample.name: sample for one in found.values() for sample in one.samples}
@@ -232,7 +243,8 @@ def test_every_series_has_its_name_labels_and_buckets(
         *("model_name", "engine", "outcome", "reason")
     }
     kinds = {s.labels["kind"] for s in found["vllm:segreuse_tokens"].samples if "kind" in s.labels}
-    assert kinds == {"prefix", "reused", "recomputed", "exact", "similar", "entering", "new"}
+    known = {"prefix", "reused", "recomputed", "exact", "similar", "entering", "tiered", "new"}
+    assert kinds == known
     edges = [
         s.labels["le"] for s in found["vllm:segreuse_align_seconds"].samples if "le" in s.labels
     ]
@@ -252,6 +264,28 @@ def test_times_fall_into_the_histogram_of_their_name(
     for timing, seconds in (("match", 0.25), ("align", 0.5), ("sparse_pass", 1.5)):
         name = f"vllm:segreuse_{timing}_seconds_sum"
         assert registry.get_sample_value(name, labels) == seconds
+
+
+def test_the_second_tier_is_counted_by_what_was_done(
+    registry: CollectorRegistry, metrics: SegReusePromMetrics
+) -> None:
+    stats = SegReuseStats()
+    stats.note_tier("host", 5, 500)
+    stats.note_tier("host", 3, 300)
+    stats.count_tier_tokens("stored", 48)
+    stats.count_tier_dropped("full", 2)
+    metrics.observe(over_the_wire(stats))
+    metrics.observe(over_the_wire(stats))
+    labels = {"model_name": "m", "engine": "0"}
+    for name, more, value in (
+        ("records", {"tier": "host"}, 3),
+        ("bytes", {"tier": "host"}, 300),
+        ("bytes", {"tier": "disk"}, 0),
+        ("tokens_total", {"move": "stored"}, 96),
+        ("tokens_total", {"move": "loaded"}, 0),
+        ("dropped_total", {"reason": "full"}, 4),
+    ):
+        assert registry.get_sample_value(f"vllm:segreuse_tier_{name}", labels | more) == value
 
 
 def test_other_engine_reads_zero_not_absent(

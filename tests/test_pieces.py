@@ -85,6 +85,14 @@ def test_a_block_that_is_read_twice_is_one_donor() -> None:
     assert found.donor_blocks == [4, 9]
 
 
+def test_blocks_of_another_tier_are_no_donors_of_vllms_pool() -> None:
+    found = Pieces.from_table([(0, 2, 9, 0, 0), (2, 3, 4, 1, 5), (6, 1, 9, 3, 3)])
+    found.source[1] = Tier.HOST
+    assert found.donor_blocks == [9]
+    assert found.num_tiered == 3
+    assert found.where(found.source == Tier.HOST).rows() == [[2, 3, 4, 1, 5]]
+
+
 def test_a_table_becomes_columns_and_rows_again() -> None:
     rows = [[3, 2, 7, 1, 41], [5, 4, 8, 0, 43]]
     found = pickle.loads(pickle.dumps(Pieces.from_table(rows)))

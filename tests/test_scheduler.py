@@ -51,6 +51,7 @@ class World:
         watermark_blocks: int = 0,
         max_model_len: int = 64,
         traces: str | None = None,
+        region: Any = None,
         **options: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -59,7 +60,7 @@ class World:
             model_config=SimpleNamespace(
                 get_num_layers=lambda parallel: 4, max_model_len=max_model_len
             ),
-            parallel_config=None,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
             observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
@@ -74,7 +75,7 @@ class World:
         )
         group = KvGroup(0, {"layer": None}, SIZE)
         given, self.stats = SegReuseConfig(**options), SegReuseStats()
-        self.side = SchedulerSide(config, given, manager, self.stats, group)
+        self.side = SchedulerSide(config, given, manager, self.stats, group, region)
         self.index, self.frozen = self.side._index, self.side._freezing.entries
         self.ends_with: RequestStatus | None = None
         self.answer: dict[str, Any] | None = None

@@ -119,6 +119,7 @@ class Accounts:
         self._stats.count_tokens("exact", report.exact_tokens)
         self._stats.count_tokens("similar", report.similar_tokens)
         self._stats.count_tokens("entering", report.entering_tokens)
+        self._stats.count_tokens("tiered", report.tiered_tokens)
         if recomputed:
             self._stats.count_tokens("recomputed", report.recomputed_tokens)
         self._stats.count_tokens("new", report.new_tokens)

@@ -20,17 +20,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-TokenKind = Literal["prefix", "reused", "recomputed", "exact", "similar", "entering", "new"]
+TokenKind = Literal[
+    "prefix", "reused", "recomputed", "exact", "similar", "entering", "tiered", "new"
+]
 ObservedKind = Literal["reused", "recomputed"]
 Outcome = Literal["reused", "bypassed"]
-Timing = Literal["match", "similar", "align", "sparse_pass"]
+Timing = Literal["match", "similar", "align", "sparse_pass", "tier_wait"]
+TierName = Literal["host", "disk"]
+TierMove = Literal["stored", "loaded"]
 AuditOutcome = Literal["compared", "busy", "limit", "too_long", "ended", "failed"]
 DriftChange = Literal["drifted", "recovered"]
 
 TOKEN_KINDS: tuple[TokenKind, ...] = (
-    *("prefix", "reused", "recomputed", "exact", "similar", "entering", "new"),
+    *("prefix", "reused", "recomputed", "exact", "similar", "entering", "tiered", "new"),
 )
 ACCEPTANCE_OUTCOMES = ("accepted", "rejected")
+TIER_NAMES: tuple[TierName, ...] = ("host", "disk")
+TIER_MOVES: tuple[TierMove, ...] = ("stored", "loaded")
 OBSERVED_KINDS: tuple[ObservedKind, ...] = ("reused", "recomputed")
 TIMINGS: dict[Timing, str] = {
     "match": "Time to match a request's prompt against the index, in seconds.",
@@ -38,6 +44,8 @@ TIMINGS: dict[Timing, str] = {
     "scheduling loop, in seconds.",
     "align": "Time to copy and rotate the reused KV of a step, in seconds.",
     "sparse_pass": "Time of a step's sparse prefill pass, in seconds.",
+    "tier_wait": "Time that a request has waited for records of the second tier that were in "
+    "files, in seconds.",
 }
 
 _BUCKETS_S = (
@@ -67,6 +75,9 @@ def _no_data() -> dict[str, Any]:
         "compared": [],
         "drifted": [],
         "audit_log_errors": 0,
+        "tier": [],
+        "tier_tokens": {},
+        "tier_dropped": {},
     }
 
 
@@ -78,15 +89,17 @@ class SegReuseStats(KVConnectorStats):
     [share, whenever it has changed], `states` [bytes, once], `seconds` {timing: [s]}, `repeated` n,
     `drift` [of a request], `in_full` n, `boundary_drift` [of a similar segment], `accepted` and
     `rejected` n of these, and of audits: `audits` [[policy, class, outcome]], `compared` [[policy,
-    class, KL, agreed, tokens]], `drifted` [[class, change]] and `audit_log_errors` n.
+    class, KL, agreed, tokens]], `drifted` [[class, change]] and `audit_log_errors` n. Of the second
+    tier: `tier` [[tier, records, bytes], whenever they have changed], `tier_tokens` {stored or
+    loaded: n} and `tier_dropped` {reason: n}.
     An instance made from the `data` of another process is equal to the original.
     """
 
     data: dict[str, Any] = field(default_factory=_no_data)
 
     def count_tokens(self, kind: TokenKind, n: int) -> None:
-        """Adds `n` prompt tokens of `kind`. prefix + reused + new = prompt; recomputed, exact
-        and similar are parts of reused, entering of similar."""
+        """Adds `n` prompt tokens of `kind`. prefix + reused + new = prompt; recomputed, exact,
+        similar and tiered are parts of reused, entering of similar."""
         if kind not in TOKEN_KINDS:
             raise ValueError(f"unknown kind of tokens {kind!r}; known are {', '.join(TOKEN_KINDS)}")
         if n:
@@ -152,6 +165,18 @@ class SegReuseStats(KVConnectorStats):
         """Adds a line that could not be written."""
         self.data["audit_log_errors"] += 1
 
+    def note_tier(self, tier: TierName, records: int, num_bytes: int) -> None:
+        """Part of the second tier holds so many records, of so many bytes."""
+        self.data["tier"].append([tier, records, num_bytes])
+
+    def count_tier_tokens(self, move: TierMove, n: int) -> None:
+        """Adds tokens whose KV was stored in host memory, or loaded from there."""
+        _add(self.data["tier_tokens"], move, n)
+
+    def count_tier_dropped(self, reason: str, records: int) -> None:
+        """Adds records that were to be stored, and were not."""
+        _add(self.data["tier_dropped"], reason, records)
+
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
@@ -185,7 +210,10 @@ class SegReuseStats(KVConnectorStats):
             self.data[outcome] += other.data[outcome]
         for timing, values in other.data["seconds"].items():
             self.data["seconds"].setdefault(timing, []).extend(values)
-        for listed in ("audits", "compared", "drifted"):
+        for counted in ("tier_tokens", "tier_dropped"):
+            for label, n in other.data[counted].items():
+                _add(self.data[counted], label, n)
+        for listed in ("audits", "compared", "drifted", "tier"):
             self.data[listed].extend(other.data[listed])
         self.data["audit_log_errors"] += other.data["audit_log_errors"]
         return self
@@ -221,8 +249,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         self._tokens = counter(
             name="vllm:segreuse_tokens_total",
             documentation="Prompt tokens of requests with extra keys. "
-            "prefix + reused + new = prompt; recomputed, exact and similar are parts of reused, "
-            "entering (computed at the upper layers) of similar.",
+            "prefix + reused + new = prompt; recomputed, exact, similar and tiered (from the "
+            "second tier) are parts of reused, entering (computed at the upper layers) of similar.",
             labelnames=[*labelnames, "kind"],
         )
         self._observed = counter(
@@ -320,6 +348,30 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             documentation="Lines of the audit log that could not be written.",
             labelnames=labelnames,
         )
+        self._tier_records = gauge(
+            name="vllm:segreuse_tier_records",
+            documentation="KV blocks that the second tier holds, by tier; one may be in both.",
+            labelnames=[*labelnames, "tier"],
+            multiprocess_mode="mostrecent",
+        )
+        self._tier_bytes = gauge(
+            name="vllm:segreuse_tier_bytes",
+            documentation="Bytes of the KV blocks that the second tier holds, by tier.",
+            labelnames=[*labelnames, "tier"],
+            multiprocess_mode="mostrecent",
+        )
+        self._tier_tokens = counter(
+            name="vllm:segreuse_tier_tokens_total",
+            documentation="Tokens whose KV was stored in host memory, or loaded from there by a "
+            "plan, in whole KV blocks.",
+            labelnames=[*labelnames, "move"],
+        )
+        self._tier_dropped = counter(
+            name="vllm:segreuse_tier_dropped_total",
+            documentation="KV blocks that were to be stored and were not, by reason: full (no row "
+            "of host memory could be replaced), failed (the copy raised an error).",
+            labelnames=[*labelnames, "reason"],
+        )
         for engine in per_engine_labelvalues:
             self._touch(engine)
 
@@ -340,6 +392,11 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         for outcome in ACCEPTANCE_OUTCOMES:
             self._tested.labels(*labels, outcome)
         self._audit_log_errors.labels(*labels)
+        for tier in TIER_NAMES:
+            self._tier_records.labels(*labels, tier)
+            self._tier_bytes.labels(*labels, tier)
+        for move in TIER_MOVES:
+            self._tier_tokens.labels(*labels, move)
         for metric in self._seconds.values():
             metric.labels(*labels)
 
@@ -365,6 +422,16 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         for timing, values in transfer_stats_data["seconds"].items():
             _observe_all(self._seconds[timing].labels(*labels), values)
         self._observe_audits(transfer_stats_data, labels)
+        self._observe_tier(transfer_stats_data, labels)
+
+    def _observe_tier(self, data: dict[str, Any], labels: list[object]) -> None:
+        for tier, records, num_bytes in data["tier"]:
+            self._tier_records.labels(*labels, tier).set(records)
+            self._tier_bytes.labels(*labels, tier).set(num_bytes)
+        for move, n in data["tier_tokens"].items():
+            self._tier_tokens.labels(*labels, move).inc(n)
+        for reason, n in data["tier_dropped"].items():
+            self._tier_dropped.labels(*labels, reason).inc(n)
 
     def _observe_audits(self, data: dict[str, Any], labels: list[object]) -> None:
         for policy, namespace_class, outcome in data["audits"]:
@@ -377,6 +444,11 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         for namespace_class, change in data["drifted"]:
             self._drifted.labels(*labels, namespace_class, change).inc()
         self._audit_log_errors.labels(*labels).inc(data["audit_log_errors"])
+
+
+def _add(counts: dict[str, int], label: str, n: int) -> None:
+    if n:
+        counts[label] = counts.get(label, 0) + n
 
 
 def _observe_all(histogram: Any, values: Iterable[float]) -> None:

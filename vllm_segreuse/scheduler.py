@@ -65,14 +65,19 @@ from vllm_segreuse.plan import (
     Recipe,
     ReusePlan,
     Segments,
+    TierDone,
+    TierOrders,
 )
 from vllm_segreuse.policies import POLICIES, WITHOUT_CHOICE, Situation
 from vllm_segreuse.similarity import similar_segments
+from vllm_segreuse.tier.start import most_records, start_tier
+from vllm_segreuse.tier_options import TierOptions
 from vllm_segreuse.tracing import headers_of, is_traced, match_span
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.segreuse")
@@ -121,6 +126,7 @@ class SchedulerSide:
         kv_cache_manager: vLLM's; its block pool becomes a `SegmentBlockPool`.
         stats: counts what happens.
         group: whose blocks are reused.
+        region: host memory of the second tier, if there is one.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class SchedulerSide:
         kv_cache_manager: KVCacheManager,
         stats: SegReuseStats,
         group: KvGroup,
+        region: SharedOffloadRegion | None = None,
     ) -> None:
         triton_dispatcher.install()  # numba is loaded from here on
         compat_manager.install()
@@ -145,7 +152,9 @@ class SchedulerSide:
         self._spread_above = config.spread_work(self._max_wave_tokens, self._layers.count)
         warm_up()
         pool = SegmentBlockPool.adopt(kv_cache_manager.block_pool, group)
-        index = SegmentIndex(pool.num_gpu_blocks, group.block_size)
+        options = config.tier or TierOptions()
+        records = 0 if region is None else most_records(region, options)
+        index = SegmentIndex(pool.num_gpu_blocks + records, group.block_size)
         health = Health()
         self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
         self._by_content: Finder = ContentFinder(index, config.max_provenance_depth)
@@ -165,6 +174,11 @@ class SchedulerSide:
         self._forgotten = Forgotten(index, self._namespaces, FORGOTTEN_PER_BLOCK * num_blocks)
         depth = config.max_provenance_depth
         followers = [] if self._by_similarity is None else [self._by_similarity.store]
+        self._tier = None
+        if region is not None:
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            known = (pool, index, self._namespaces, health, stats)
+            self._tier = start_tier(region, options, ranks, *known)
         self._donors = Donors(index, requests, depth, health, self._forgotten, followers)
         entries = FrozenPool(
             pool,
@@ -187,9 +201,14 @@ class SchedulerSide:
             clock=time.perf_counter,
             on_match=functools.partial(stats.observe, "match"),
             halo=_halo(config),
+            tier=self._tier,
         )
         self.set_enabled(config.starts_enabled)
-        pool.attach(requests, budget, self._freezing.make_room, (self._donors, self._freezing))
+        listeners = [self._donors, self._freezing, *([self._tier] if self._tier else [])]
+        pool.attach(
+            *(requests, budget, self._freezing.make_room, listeners),
+            keeps_evicted=self._tier is not None,
+        )
 
     def set_enabled(self, enabled: Switch) -> Switch:
         """Kill switch. Off: no request reuses anything; donors keep being indexed. `OBSERVE`: what
@@ -200,7 +219,8 @@ class SchedulerSide:
     def status(self) -> dict[str, Any]:
         """What the status route shows."""
         enabled = OBSERVE if self._planner.observes else self._planner.enabled
-        return {"enabled": enabled, "indexed_blocks": len(self._index)}
+        shown = {"enabled": enabled, "indexed_blocks": len(self._index)}
+        return shown if self._tier is None else shown | {"tier": self._tier.counts()._asdict()}
 
     @_contained(otherwise=None)
     def add(self, request: Request) -> None:
@@ -375,6 +395,15 @@ class SchedulerSide:
         self._freezing.begin_step()
         self._accounts.frozen(self._freezing.entries)
         return plans
+
+    def take_tier_orders(self) -> TierOrders | None:
+        """What the workers do for the second tier in the step whose plans were taken."""
+        return None if self._tier is None else self._tier.take_orders()
+
+    def note_tier(self, done: TierDone) -> None:
+        """The workers report orders of the second tier."""
+        if self._tier is not None:
+            self._tier.note(done)
 
     def computed_by(
         self, plan: ReusePlan, options: RequestOptions, token_at_stop: int

@@ -13,6 +13,7 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import find_matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.plan import Pieces, Tier
 
 SIZE = 4
 DOCUMENT = [*range(100, 112)]
@@ -91,6 +92,17 @@ def test_a_segment_that_begins_inside_a_block_has_its_own_position(world: World)
     world.index.begin_step()
     stretches = world.explain([*DOCUMENT[2:], 9], world.mine)
     assert stretches[0] == {"start": 0, "tokens": 10, "source": "segment", "position": 42}
+
+
+def test_a_segment_of_two_tiers_is_shown_in_parts() -> None:
+    table = [[2, 4, 7, 0, 40], [6, 4, 1, 0, 44], [10, 4, 2, 0, 48]]
+    pieces = Pieces.from_table(table)
+    pieces.source[1:] = Tier.HOST
+    found = explain(pieces, 0, 15, lambda start, stop: "unknown")
+    assert [each for each in found if each["source"] == "segment"] == [
+        {"start": 2, "tokens": 4, "source": "segment", "position": 40},
+        {"start": 6, "tokens": 8, "source": "segment", "position": 44, "tier": "host"},
+    ]
 
 
 def test_evicted_text_is_told_from_text_that_never_was(world: World) -> None:

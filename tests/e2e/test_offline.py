@@ -75,6 +75,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
             "accepted_segments": 0,
             "rejected_segments": 0,
             "rejected_tokens": 0,
+            "tiered_tokens": 0,
         }
     }
     assert output.num_cached_tokens == len(document)

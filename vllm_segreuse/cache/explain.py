@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from vllm_segreuse.cache.forgotten import Forgotten, Why
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import indexed_windows
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import BoolArray, IntArray, Pieces
+from vllm_segreuse.plan import BoolArray, IntArray, Pieces, Tier
 
 Stretch = dict[str, Any]
 
@@ -36,16 +37,16 @@ def explain(
     Returns:
         Each with `start` and `tokens`; `source` is `prefix`, `segment`, `similar` or `new`. A
         segment, and an equal run of similar text, has `position`, of its first token in the donor's
-        own sequence, and new text a `reason`. That of the last token, which vLLM computes, is
-        `last_token`.
+        own sequence, and `tier` if it comes from the second tier. New text has a `reason`; that of
+        the last token, which vLLM computes, is `last_token`.
     """
     found = [_stretch(0, start, "prefix")] if start else []
     at, last = start, num_tokens - 1
-    for first, length, position, source in [*_segments(pieces), (last, 0, 0, "")]:
+    for first, length, source, more in [*_segments(pieces), (last, 0, "", {})]:
         if at < first:
             found.append(_stretch(at, first - at, "new", reason=reason(at, first)))
         if length:
-            found.append(_stretch(first, length, source, position=position))
+            found.append(_stretch(first, length, source, **more))
         at = first + length
     return [*found, _stretch(last, 1, "new", reason="last_token")]
 
@@ -114,14 +115,20 @@ def _stretch(start: int, tokens: int, source: str, **more: Any) -> Stretch:
     return {"start": start, "tokens": tokens, "source": source, **more}
 
 
-def _segments(pieces: Pieces) -> Iterator[tuple[int, int, int, str]]:
-    """First token, length, position and source of each run that was computed in one sequence."""
-    firsts, positions = pieces.segments(0)
+def _segments(pieces: Pieces) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
+    """First token, length and source of each run that was computed in one sequence and lies in one
+    tier, and what else is known of it."""
+    firsts, _ = pieces.segments(0)
+    other_tier = 1 + np.flatnonzero(np.diff(pieces.source))
+    begins = np.union1d(np.searchsorted(pieces.destination, firsts), other_tier)
     ends = pieces.destination + pieces.length
-    bounds = np.append(np.searchsorted(pieces.destination, firsts), len(pieces))
-    for i, (first, position) in enumerate(zip(firsts, positions, strict=True)):
-        source = "similar" if pieces.is_similar[bounds[i]] else "segment"
-        yield int(first), int(ends[bounds[i + 1] - 1] - first), int(position), source
+    for begin, end in pairwise([*begins.tolist(), len(pieces)]):
+        first, source = int(pieces.destination[begin]), Tier(pieces.source[begin])
+        more: dict[str, Any] = {"position": int(pieces.position[begin])}
+        if source != Tier.GPU:
+            more["tier"] = source.name.lower()
+        found_as = "similar" if pieces.is_similar[begin] else "segment"
+        yield first, int(ends[end - 1]) - first, found_as, more
 
 
 class Reasons:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors over what all requests share end reuse, never vLLM's engine."""
+"""Errors over what all requests share end reuse, or the second tier, never vLLM's engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ logger = logging.getLogger("vllm.segreuse")
 
 
 class Health:
-    """One per engine.
+    """One per engine and part of it.
+
+    Args:
+        what: the part, for the log.
 
     Attributes:
         broken: nothing is reused and nothing donates until everything is forgotten. Plans that vLLM
-            has allocated blocks for are still carried out.
+            has allocated blocks for are still carried out. Of the second tier: nothing is stored
+            there, and nothing read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "segment reuse") -> None:
+        self.what = what
         self.broken = False
 
     def contained(self, where: str) -> Contained:
@@ -52,7 +57,8 @@ class Contained:
             return False
         self._health.broken = True
         logger.error(
-            "segment reuse failed in %s, and is off until the prefix cache is reset",
+            "%s failed in %s, and is off until the prefix cache is reset",
+            self._health.what,
             self._where,
             exc_info=error,
         )

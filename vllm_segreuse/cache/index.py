@@ -111,6 +111,7 @@ class SegmentIndex:
         first_position: int,
         parent_block: int = -1,
         depths: int | DepthArray = 0,
+        fresh: bool = True,
     ) -> None:
         """Index consecutive full blocks of one sequence.
 
@@ -128,6 +129,7 @@ class SegmentIndex:
                 unknown. A block that is not indexed there, in this namespace, is taken for unknown.
             depths: provenance depth of all blocks, or of each `[n]`; at most
                 `MAX_PROVENANCE_DEPTH`.
+            fresh: False: their KV is there already, so they may donate at once.
 
         Raises:
             ValueError: sizes disagree, or an id, namespace, position or depth is out of range.
@@ -156,7 +158,7 @@ class SegmentIndex:
             self.anchor_counts,
             self._population,
             self.spares,
-            self.step,
+            self.step if fresh else (self.step - 2) % (2**32 - 1) + 1,
             namespace,
             salt_of(namespace),
             block_ids,
@@ -169,7 +171,7 @@ class SegmentIndex:
         )
         self._size += grown
         if changed:
-            self._has_fresh = True
+            self._has_fresh |= fresh
             self.version += 1
 
     def _reserve_views(self, block_ids: IntArray) -> None:

@@ -35,6 +35,10 @@ class BlockListener:
     def named(self, blocks: NamedBlocks) -> None:
         """Blocks got their names; their KV may not be there before the next step."""
 
+    def evicting(self, block_ids: Sequence[int]) -> None:
+        """vLLM is about to take these blocks, in this order, for other tokens. They have their
+        names and their content still; those that have names lose them next (`evicted`)."""
+
     def evicted(self, block_id: int) -> None:
         """A block lost its names."""
 

@@ -48,6 +48,20 @@ def _field(tag: bytes, items: tuple[str, ...]) -> bytes:
     return tag + len(sized).to_bytes(4, "big") + b"".join(sized)
 
 
+def has_lora(key: bytes) -> bool:
+    """Whether the requests of a namespace have a LoRA adapter.
+
+    Args:
+        key: of the namespace.
+    """
+    at = 0
+    while key[at : at + 1] != b"L":
+        items, at = int.from_bytes(key[at + 1 : at + 5]), at + 5
+        for _ in range(items):
+            at += 4 + int.from_bytes(key[at : at + 4])
+    return any(key[at + 1 : at + 5])
+
+
 class NamespaceTable:
     """Interns namespace keys as small integers, and forgets the ones nobody uses.
 
@@ -89,6 +103,17 @@ class NamespaceTable:
             self._digests[namespace] = int.from_bytes(digest)
         self._references[namespace] += 1
         return namespace
+
+    def key(self, namespace: int) -> bytes:
+        """The key of an id that is in use.
+
+        Raises:
+            ValueError: the id is not in use.
+        """
+        self._check(namespace)
+        key = self._keys[namespace]
+        assert key is not None
+        return key
 
     def digest(self, namespace: int) -> int:
         """64 bits that stand for the namespace's key as long as the process lives, also after its

@@ -11,7 +11,8 @@ spent: the requests behind keep their order, and none of them is decided on.
 
 A plan pins its donor blocks from `decide` to `take_plans`, that is within one scheduling step:
 later steps run behind this one on the same stream, so no donor can be overwritten before it was
-read. Plans whose allocation failed are dropped by `take_plans`, and made anew at the next decision.
+read. Records of a second tier are held from `decide` until the workers have read them. Plans whose
+allocation failed are dropped by `take_plans`, and made anew at the next decision.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, on_rows
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.plan import NO_HALO, Halo, ReusePlan
 
@@ -67,6 +69,7 @@ class Planner:
         clock: seconds.
         on_match: called with the seconds each search took.
         halo: of similar segments.
+        tier: where evicted blocks are stored.
 
     Attributes:
         enabled: kill switch. Off: no request reuses anything.
@@ -85,6 +88,7 @@ class Planner:
         clock: Callable[[], float],
         on_match: Callable[[float], None],
         halo: Halo = NO_HALO,
+        tier: SecondTier | None = None,
     ) -> None:
         self.enabled, self.observes = True, False
         self._requests = requests
@@ -97,6 +101,7 @@ class Planner:
         self._clock = clock
         self._on_match = on_match
         self._halo = halo
+        self._tier: SecondTier = NoTier() if tier is None else tier
         self._pending: dict[str, TrackedRequest] = {}
         self._ready: list[TrackedRequest] = []
 
@@ -118,6 +123,7 @@ class Planner:
     def remove(self, request_id: str) -> TrackedRequest | None:
         """The request ended, in whatever way."""
         self._drop(request_id)
+        self._tier.left(request_id)
         return self._requests.pop(request_id, None)
 
     def give_up(self, request_id: str) -> None:
@@ -167,7 +173,7 @@ class Planner:
             return 0
         if self._budget.is_spent:
             return self._close()
-        matches = self._match(tracked, start, stop)
+        matches = by_tier(self._match(tracked, start, stop), self._tier)
         tracked.num_segments = matches.num_segments
         if matches.num_tokens < tracked.min_reused_tokens:
             tracked.reason = "too_few_reused_tokens"
@@ -180,11 +186,29 @@ class Planner:
         if state.fresh:
             self._budget.lookups += 1
             return None
+        try:
+            return self._admit(tracked, matches, start, stop, state.blocks_needed)
+        finally:
+            if tracked.plan is None:
+                self._tier.let_go(tracked.request_id)
+
+    def _admit(
+        self, tracked: TrackedRequest, found: Matches, start: int, stop: int, blocks_needed: int
+    ) -> int | None:
+        """Make the request's plan, and hold what it reads, if this step has room for both."""
+        matches = on_rows(found, self._tier, tracked.request_id)
+        if matches is None:
+            self._budget.lookups += 1
+            return None
+        tracked.num_segments = matches.num_segments
+        if matches.num_tokens < tracked.min_reused_tokens:
+            tracked.reason = "too_few_reused_tokens"
+            return 0
         plan = self._make_plan(tracked, matches, start, stop)
         plan.spread = self._is_spread(plan)
         if not self._budget.admits(_at_once(plan)):
             return self._close()
-        if self._room_beside(plan.donor_blocks, state.blocks_needed) < state.blocks_needed:
+        if self._room_beside(plan.donor_blocks, blocks_needed) < blocks_needed:
             # Without the pins the donors themselves may make room: never wait for what may not
             # come.
             tracked.reason = "no_free_blocks"
@@ -219,6 +243,7 @@ class Planner:
             exact_tokens=plan.num_reused if tracked.finder.is_exact else 0,
             similar_tokens=plan.pieces.num_similar,
             entering_tokens=plan.num_entering,
+            tiered_tokens=plan.pieces.num_tiered,
         )
 
     def take_plans(self) -> list[ReusePlan]:
@@ -230,6 +255,7 @@ class Planner:
                 self._drop(request_id)
             for plan in plans:
                 self._pins.unpin(plan.donor_blocks)
+            self._tier.sent([plan.request_id for plan in plans])
         self._budget.begin_step()
         return plans
 
@@ -297,6 +323,7 @@ class Planner:
         tracked = self._pending.pop(request_id, None)
         if tracked is not None and tracked.plan is not None:
             self._pins.unpin(tracked.plan.donor_blocks)
+            self._tier.let_go(request_id)
             self._budget.tokens -= _at_once(tracked.plan)
             tracked.plan = None
 

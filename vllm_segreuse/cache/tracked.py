@@ -16,8 +16,9 @@ from vllm_segreuse.plan import BoolArray, FreezeOrder, Recipe, ReusePlan, Segmen
 class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
-    Recomputed tokens, exact ones (see `exact.py`) and similar ones (see `similar/`) are part of the
-    reused, and entering ones, which are computed at some of the layers, of the similar.
+    Recomputed tokens, exact ones (see `exact.py`), similar ones (see `similar/`) and tiered ones,
+    which come from the second tier, are part of the reused, and entering ones, which are computed
+    at some of the layers, of the similar.
     `computed_share` is the work: what is computed of (token, layer) pairs behind the prefix. Where
     the workers decide, both are the most there can be until they have reported. `drift` is then
     known, too (`prefill/drift.py`), and whether everything was computed because of it: the work is
@@ -42,6 +43,7 @@ class Report(NamedTuple):
     accepted_segments: int = 0
     rejected_segments: int = 0
     rejected_tokens: int = 0
+    tiered_tokens: int = 0
 
 
 @dataclass

@@ -17,7 +17,7 @@ evicted. vllm-project/vllm#44223 proposes to keep approximate KV out of the exac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class SegmentBlockPool(BlockPool):
     _requests: Mapping[str, TrackedRequest]
     _budget: StepBudget
     _listeners: Sequence[BlockListener]
+    _keeps_evicted: bool
 
     @classmethod
     def adopt(cls, pool: BlockPool, group: KvGroup) -> SegmentBlockPool:
@@ -80,6 +81,7 @@ class SegmentBlockPool(BlockPool):
         budget: StepBudget,
         make_room: Callable[[int], bool],
         listeners: Sequence[BlockListener],
+        keeps_evicted: bool = False,
     ) -> None:
         """Connect it; nothing is allocated before.
 
@@ -88,11 +90,13 @@ class SegmentBlockPool(BlockPool):
             budget: of the scheduling step.
             make_room: see there.
             listeners: in the order in which they are called.
+            keeps_evicted: whether any of them wants to know what is about to be evicted.
         """
         self._requests = requests
         self._budget = budget
         self.make_room = make_room
         self._listeners = listeners
+        self._keeps_evicted = keeps_evicted
 
     def listen(self, listener: BlockListener) -> None:
         """Report to one more listener, behind the others."""
@@ -123,8 +127,13 @@ class SegmentBlockPool(BlockPool):
 
     def is_exact(self, block_id: int) -> bool:
         """Whether a block has an exact name."""
+        named = self.name_of(block_id)
+        return named is not None and named[1]
+
+    def name_of(self, block_id: int) -> tuple[bytes, bool] | None:
+        """vLLM's name of a block, with its group, and whether it is an exact one."""
         name = self.blocks[block_id].block_hash
-        return name is not None and not get_block_hash(name).startswith(_OWN_NAME)
+        return None if name is None else (name, not get_block_hash(name).startswith(_OWN_NAME))
 
     def prefix_state(self, request: Request, num_hit_tokens: int, watermark: int) -> PrefixState:
         """What running `request` behind its prefix hit takes; see `PrefixState`."""
@@ -174,6 +183,22 @@ class SegmentBlockPool(BlockPool):
         Running requests have been served by then.
         """
         return 0 if self.is_closed else super().get_num_free_blocks()
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Blocks from the front of the free queue; listeners are notified before they lose their
+        names."""
+        if self._keeps_evicted and num_blocks <= self.get_num_free_blocks():
+            taken = [block.block_id for block in self._next_free(num_blocks) if block.block_hash]
+            for listener in self._listeners if taken else ():
+                listener.evicting(taken)
+        return super().get_new_blocks(num_blocks)
+
+    def _next_free(self, num_blocks: int) -> Iterator[KVCacheBlock]:
+        block = self.free_block_queue.fake_free_list_head
+        for _ in range(num_blocks):
+            assert block.next_free_block is not None
+            block = block.next_free_block
+            yield block
 
     def cache_full_blocks(
         self,

@@ -145,8 +145,21 @@ class Pieces:
 
     @property
     def donor_blocks(self) -> list[int]:
-        """Distinct blocks that are read, ascending."""
-        return np.unique(self.block).tolist()
+        """Distinct blocks of vLLM's pool that are read, ascending."""
+        return np.unique(self.block[self.source == Tier.GPU]).tolist()
+
+    @property
+    def num_tiered(self) -> int:
+        """Tokens that are copied from the second tier."""
+        return int(self.length[self.source != Tier.GPU].sum())
+
+    def where(self, kept: BoolArray) -> Pieces:
+        """Some of the pieces.
+
+        Args:
+            kept: bool `[n]`.
+        """
+        return Pieces(*(column[kept] for column in self._columns()))
 
     def reused(self, start: int, stop: int) -> BoolArray:
         """bool `[stop - start]`: which positions of a range that holds all pieces are copied to."""

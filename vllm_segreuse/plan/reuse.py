@@ -183,7 +183,7 @@ class ReusePlan:
         token_ids: int32 `[stop - start]`.
         pieces: what is copied, from where.
         recipe: what is computed.
-        donor_blocks: distinct physical blocks the pieces read.
+        donor_blocks: distinct blocks of vLLM's pool that the pieces read.
         donor_depth: largest provenance depth among them.
         block_ids: int32, the request's block table; known once vLLM has allocated it.
         next_token: the token at `stop`, where it is probed; else None. vLLM computes it after the

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each record of the second tier: one block's KV, of all layers and ranks."""
+"""What is known of each record of the second tier: one block's KV, of all layers and ranks.
+
+A record is an entry of the segment index, behind the blocks of vLLM's pool. It is *shown* there as
+soon as its content may be read, and removed when host memory and files have both lost it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.namespace import NamespaceTable, has_lora
 from vllm_segreuse.plan import IntArray
 
 
@@ -29,3 +38,310 @@ class StoredRecord(NamedTuple):
     namespaces: tuple[bytes, ...]
     parent: bytes | None
     durable: bool
+
+
+class Seen(NamedTuple):
+    """A block of vLLM's pool as the index knows it; the fields of its record.
+
+    Attributes:
+        namespaces: ids; none of them is forgotten before `Catalogue.done_with`.
+        parent_block: of the index, in front of it; -1: none.
+        children: blocks of the pool behind it, with their keys.
+    """
+
+    block: int
+    key: bytes
+    tokens: IntArray
+    position: int
+    depth: int
+    namespaces: tuple[int, ...]
+    parent: bytes | None
+    parent_block: int
+    children: tuple[tuple[int, bytes], ...]
+
+
+class Record:
+    """A record, from the order to store it until it is lost.
+
+    Attributes:
+        entry: its id in the segment index; -1: the index does not know it.
+        in_host, on_disk: where its content may be read.
+        last_seen: the block that it was made from; its namespaces are held until it is shown.
+        storing: whether a copy to host memory is under way.
+        durable: see `StoredRecord`.
+    """
+
+    __slots__ = (
+        *("depth", "durable", "entry", "in_host", "key", "last_seen", "namespaces", "on_disk"),
+        *("parent", "position", "storing", "tokens"),
+    )
+
+    def __init__(self, seen: Seen) -> None:
+        self.key, self.entry, self.tokens = seen.key, -1, seen.tokens
+        self.position, self.depth, self.parent = seen.position, seen.depth, seen.parent
+        self.namespaces = list(seen.namespaces)
+        self.storing = self.in_host = self.on_disk = self.durable = False
+        self.last_seen: Seen | None = seen
+
+    @property
+    def shown(self) -> bool:
+        """Whether the index knows it."""
+        return self.entry >= 0
+
+
+class Catalogue:
+    """One per engine.
+
+    Attributes:
+        first_entry: lowest id of a record in the index.
+        num_in_host, num_on_disk: records there.
+
+    Args:
+        index: of blocks and records.
+        namespaces: of the ids in the index.
+        num_blocks: of vLLM's pool; entries have the ids behind.
+        key_of: key of a block of the pool; None: it has no name.
+    """
+
+    def __init__(
+        self,
+        index: SegmentIndex,
+        namespaces: NamespaceTable,
+        num_blocks: int,
+        key_of: Callable[[int], bytes | None],
+    ) -> None:
+        self.first_entry = num_blocks
+        self.block_size = index.block_size
+        self._index = index
+        self._namespaces = namespaces
+        self._key_of = key_of
+        self._by_key: dict[bytes, Record] = {}
+        self._by_entry: dict[int, Record] = {}
+        self._children: dict[bytes, set[Record]] = {}
+        self._free: list[int] = []
+        self._next = num_blocks
+        self.num_in_host = self.num_on_disk = 0
+
+    def clear(self) -> None:
+        """Forget all records; the index is cleared by its owner."""
+        for record in self:
+            self._settle(record)
+        for kept in (self._by_key, self._by_entry, self._children, self._free):
+            kept.clear()
+        self._next = self.first_entry
+        self.num_in_host = self.num_on_disk = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def get(self, key: bytes) -> Record | None:
+        """The record with a key."""
+        return self._by_key.get(key)
+
+    def at(self, entry: int) -> Record:
+        """The record of an entry of the index."""
+        return self._by_entry[entry]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._by_key.values())
+
+    # From blocks to records.
+
+    def see(self, block: int) -> Seen | None:
+        """What the index knows of a block; None: it does not donate, or has no KV yet.
+
+        Its namespaces are held until `done_with`, or until its record is shown.
+        """
+        nodes, first = self._index.nodes, self._index.nodes[block]
+        if first["born"] in (0, self._index.step):
+            return None
+        key = self._key_of(block)
+        if key is None:
+            return None
+        namespaces: list[int] = []
+        parent, children, entry = -1, [], block
+        while entry >= 0:
+            node = nodes[entry]
+            namespaces.append(int(node["namespace"]))
+            parent = max(parent, int(node["parent"]))
+            child = int(node["first_child"])
+            while child >= 0:
+                children.append(int(nodes[child]["block"]))
+                child = int(nodes[child]["next_sibling"])
+            entry = int(node["next_view"])
+        parent_block = -1 if parent < 0 else int(nodes[parent]["block"])
+        for namespace in namespaces:
+            self._namespaces.acquire(namespace)
+        return Seen(
+            block,
+            key,
+            self._index.tokens[block].copy(),
+            int(first["position"]),
+            int(first["depth"]),
+            tuple(namespaces),
+            self._key_at(parent_block),
+            parent_block,
+            tuple((child, self._key_at(child) or b"") for child in {*children}),
+        )
+
+    def done_with(self, seen: Seen) -> None:
+        """Its namespaces need not be held any longer."""
+        for namespace in seen.namespaces:
+            self._namespaces.release(namespace)
+
+    def _key_at(self, block: int) -> bytes | None:
+        """Key of a block of the pool, or of a record, by its id in the index."""
+        if block < 0:
+            return None
+        if block < self.first_entry:
+            return self._key_of(block)
+        return self._by_entry[block].key
+
+    def add(self, seen: Seen) -> Record:
+        """A record that is not shown yet."""
+        record = self._by_key[seen.key] = Record(seen)
+        if record.parent is not None:
+            self._children.setdefault(record.parent, set()).add(record)
+        return record
+
+    def place(self, record: Record, *, in_host: bool, on_disk: bool) -> None:
+        """Where its content may be read from now on; what is nowhere, and not on its way, is
+        removed."""
+        self.num_in_host += in_host - record.in_host
+        self.num_on_disk += on_disk - record.on_disk
+        record.in_host, record.on_disk = in_host, on_disk
+        if not (in_host or on_disk or record.storing):
+            self._remove(record)
+
+    def stored(self, record: Record) -> None:
+        """The copy to host memory that was under way is over, or was never made."""
+        record.storing = False
+        self.place(record, in_host=record.in_host, on_disk=record.on_disk)
+
+    def _remove(self, record: Record) -> None:
+        if record.shown:
+            self._index.remove(record.entry)
+            del self._by_entry[record.entry]
+            self._free.append(record.entry)
+        self._settle(record)
+        del self._by_key[record.key]
+        if record.parent is not None:
+            siblings = self._children[record.parent]
+            siblings.discard(record)
+            if not siblings:
+                del self._children[record.parent]
+
+    def _settle(self, record: Record) -> None:
+        if record.last_seen is not None:
+            self.done_with(record.last_seen)
+            record.last_seen = None
+
+    # From records to the index.
+
+    def show(self, records: Sequence[Record]) -> None:
+        """Let the index know records whose content may be read now, as far as it has room."""
+        shown = [record for record in records if self._has_entry(record)]
+        for run in _runs(shown):
+            for namespace in run[0].namespaces:
+                self._insert(namespace, run)
+        for record in shown:
+            seen = record.last_seen
+            self.adopt(record, () if seen is None else seen.children)
+        for record in records:
+            self._settle(record)
+
+    def _has_entry(self, record: Record) -> bool:
+        entry = self._free.pop() if self._free else self._next
+        if entry >= self._index.num_blocks:
+            return False
+        self._next = max(self._next, entry + 1)
+        record.entry = entry
+        self._by_entry[entry] = record
+        return True
+
+    def see_again(self, record: Record, seen: Seen) -> None:
+        """A block with the content of a shown record was removed from the index."""
+        for namespace in seen.namespaces:
+            if namespace not in record.namespaces:
+                record.namespaces.append(namespace)
+                self._insert(namespace, [record])
+        self.adopt(record, seen.children)
+
+    def adopt(self, record: Record, children: Iterable[tuple[int, bytes]]) -> None:
+        """Link what followed a record's block in its sequences to the record.
+
+        Args:
+            children: blocks of the pool that did so, with their keys then.
+        """
+        for child in self._children.get(record.key, ()):
+            if child.shown:
+                for namespace in child.namespaces:
+                    self._insert(namespace, [child])
+        for block, key in children:
+            if block < self.first_entry and self._key_of(block) == key:
+                self._link_block(block, record)
+
+    def _link_block(self, block: int, parent: Record) -> None:
+        node = self._index.nodes[block]
+        if not node["born"]:
+            return
+        self._index.insert(
+            int(node["namespace"]),
+            np.asarray([block], np.int32),
+            self._index.tokens[block].copy(),
+            int(node["position"]),
+            parent_block=parent.entry,
+            depths=int(node["depth"]),
+            fresh=False,
+        )
+
+    def _insert(self, namespace: int, run: Sequence[Record]) -> None:
+        first = run[0]
+        self._index.insert(
+            namespace,
+            np.asarray([record.entry for record in run], np.int32),
+            np.concatenate([record.tokens for record in run]),
+            first.position,
+            parent_block=self._parent_block(first),
+            depths=np.asarray([record.depth for record in run], np.int32),
+            fresh=False,
+        )
+
+    def _parent_block(self, record: Record) -> int:
+        """Who holds the block in front of a record now: vLLM's pool, a record, or nobody."""
+        if record.parent is None:
+            return -1
+        seen = record.last_seen
+        before = -1 if seen is None else seen.parent_block
+        if 0 <= before < self.first_entry and self._key_of(before) == record.parent:
+            return before
+        parent = self._by_key.get(record.parent)
+        return -1 if parent is None else parent.entry
+
+    def describe(self, key: bytes) -> StoredRecord | None:
+        """What files need to know of a record; None: it must not be written to any."""
+        record = self._by_key.get(key)
+        if record is None or not record.shown:
+            return None
+        namespaces = tuple(self._namespaces.key(namespace) for namespace in record.namespaces)
+        if any(map(has_lora, namespaces)):
+            return None
+        return StoredRecord(
+            *(key, record.tokens, record.position, record.depth, namespaces, record.parent),
+            durable=record.durable,
+        )
+
+
+def _runs(records: Sequence[Record]) -> list[list[Record]]:
+    """Records that followed each other, as one: an insertion of many costs little more than of
+    one."""
+    runs: list[list[Record]] = []
+    open_runs: dict[bytes, list[Record]] = {}
+    for record in sorted(records, key=lambda record: record.position):
+        run = open_runs.pop(record.parent, None) if record.parent is not None else None
+        if run is None or run[-1].namespaces != record.namespaces:
+            run = []
+            runs.append(run)
+        run.append(record)
+        open_runs[record.key] = run
+    return runs

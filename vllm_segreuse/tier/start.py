@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second tier of an engine of vLLM, from its region of host memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.compat.block_pool import SegmentBlockPool
+from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.tier.catalogue import Catalogue
+from vllm_segreuse.tier.naming import record_keys
+from vllm_segreuse.tier.store import TierStore
+from vllm_segreuse.tier_options import TierOptions
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+
+def most_records(region: SharedOffloadRegion, options: TierOptions) -> int:
+    """Records that host memory and files hold together, at most."""
+    row_bytes = region.total_size_bytes // region.num_chunks
+    return region.num_chunks + options.disk_bytes // row_bytes
+
+
+def start_tier(
+    region: SharedOffloadRegion,
+    options: TierOptions,
+    ranks: int,
+    pool: SegmentBlockPool,
+    index: SegmentIndex,
+    namespaces: NamespaceTable,
+    health: Health,
+    stats: SegReuseStats,
+    fingerprint: bytes | None = None,
+    secondary_tiers: Sequence[SecondaryTierManager] = (),
+) -> TierStore:
+    """The tier of an engine.
+
+    Args:
+        region: whose rows hold the records.
+        options: of the tier.
+        ranks: tensor-parallel ranks.
+        pool: whose blocks are stored.
+        index: with ids for `most_records` behind those of the pool's blocks.
+        namespaces: of the ids in the index.
+        health: of segment reuse.
+        stats: counts what happens.
+        fingerprint: of the model, 1 to 64 bytes; None: its records are this process's alone.
+        secondary_tiers: behind host memory.
+    """
+    primary = CPUPrimaryTierOffloadingManager(region.num_chunks, region, enable_events=True)
+    manager = TieringOffloadingManager(primary, list(secondary_tiers))
+    key_of = record_keys(fingerprint or os.urandom(32), pool.name_of)
+    catalogue = Catalogue(index, namespaces, pool.num_gpu_blocks, key_of)
+    return TierStore(manager, catalogue, ranks, options, health, stats, time.monotonic)

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second tier in the scheduler's process: what is stored, where it is, and who reads it.
+
+    evicting ──► a step's orders ──► workers copy blocks to rows ──► shown in the index
+    hold ──────► a step's plans ───► workers read rows ────────────► rows may be replaced
+
+Rows, their order of replacement and their counts of readers are vLLM's (`TieringOffloadingManager`,
+v1/kv_offload/tiering/manager.py). A row is reserved, or held, until each rank has reported the step
+that writes or reads it, whatever becomes of requests meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Medium,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.listener import BlockListener
+from vllm_segreuse.metrics import TIER_NAMES, SegReuseStats
+from vllm_segreuse.plan import IntArray, TierDone, TierOrders
+from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen
+from vllm_segreuse.tier.contexts import Contexts
+from vllm_segreuse.tier.loads import Held, Loads
+from vllm_segreuse.tier_options import TierOptions
+
+_STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+
+
+@dataclass
+class _Step:
+    """Orders that not all ranks have reported.
+
+    Attributes:
+        context: of the stores; None: there are none.
+        records: that are stored.
+        reads: what plans read.
+        reports: ranks that have reported.
+        failed: whether copies failed on any.
+    """
+
+    context: ReqContext | None
+    records: list[Record]
+    reads: list[Held]
+    reports: int = 0
+    failed: bool = False
+
+
+class TierCounts(NamedTuple):
+    """What there is now.
+
+    Attributes:
+        host, disk: records there.
+        holds: requests and steps that hold records, or wait for them.
+        steps: whose orders not all ranks have reported.
+        jobs: of vLLM's manager.
+    """
+
+    host: int
+    disk: int
+    holds: int
+    steps: int
+    jobs: int
+
+
+class TierStore(BlockListener):
+    """One per engine; a `SecondTier`. Lives in the scheduler's thread.
+
+    Args:
+        manager: vLLM's, with events.
+        catalogue: of the records.
+        ranks: that report orders.
+        options: of the tier.
+        reuse: health of segment reuse: what the index says of a block is not believed after an
+            error there.
+        stats: counts what happens.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        manager: TieringOffloadingManager,
+        catalogue: Catalogue,
+        ranks: int,
+        options: TierOptions,
+        reuse: Health,
+        stats: SegReuseStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self.first_entry = catalogue.first_entry
+        self.min_run_tokens = options.min_run_tokens
+        self._manager = manager
+        self._catalogue = catalogue
+        self._ranks = ranks
+        self._block_size = catalogue.block_size
+        view = manager.primary_tier.get_kv_memoryview()
+        self._row_bytes = view.nbytes // len(view)
+        self._stores_evicted = options.admission == "evicted"
+        self._stats = stats
+        self._reuse = reuse
+        self._health = Health("the second tier")
+        self._contexts = Contexts(manager)
+        self._loads = Loads(
+            *(manager, self._contexts, catalogue, self._follow, options.wait_ms / 1e3, clock),
+            functools.partial(stats.observe, "tier_wait"),
+            lambda records: stats.count_tier_tokens("loaded", records * catalogue.block_size),
+        )
+        self._evicted: list[Seen] = []
+        self._noted = 0, 0
+        self._sequence = 0
+        self._steps: dict[int, _Step] = {}
+        self._stale: dict[int, _Step] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is stored or read. Not after an error; nor after a reset, before all
+        ranks are done with the rows of what was there before."""
+        return not (self._health.broken or self._reuse.broken or self._stale)
+
+    def counts(self) -> TierCounts:
+        """What there is now."""
+        return TierCounts(
+            self._catalogue.num_in_host,
+            self._catalogue.num_on_disk,
+            len(self._loads) + sum(len(step.reads) for step in self._steps.values()),
+            len(self._steps) + len(self._stale),
+            len(self._contexts),
+        )
+
+    # The block pool.
+
+    def evicting(self, block_ids: Sequence[int]) -> None:
+        """Store what donates, once the step is scheduled."""
+        if self._stores_evicted and self.is_open:
+            with self._health.contained("an eviction"):
+                found = map(self._catalogue.see, block_ids)
+                self._evicted.extend(seen for seen in found if seen is not None)
+
+    def reset(self) -> None:
+        """Forget all records in host memory. What workers do with rows is over before any row is
+        used again."""
+        with self._health.contained("a reset"):
+            self._health.recover()
+            for seen in self._evicted:
+                self._catalogue.done_with(seen)
+            self._evicted = []
+            self._stale |= self._steps
+            self._steps = {}
+            self._loads.clear()
+            self._catalogue.clear()
+            self._manager.reset_cache()
+            self._contexts.end_all()
+            for _ in self._manager.take_events():
+                pass
+
+    # Plans.
+
+    def hold(self, request_id: str, entries: IntArray) -> IntArray | None:
+        """See `SecondTier`."""
+        if self.is_open:
+            with self._health.contained("a lookup"):
+                return self._loads.hold(request_id, entries)
+        return np.full(len(entries), -1, np.int32)
+
+    def let_go(self, request_id: str) -> None:
+        """See `SecondTier`."""
+        if self.is_open:
+            with self._health.contained("the end of a plan"):
+                self._loads.let_go(request_id)
+
+    def sent(self, request_ids: Sequence[str]) -> None:
+        """See `SecondTier`."""
+        if self.is_open:
+            with self._health.contained("the end of a step"):
+                self._loads.sent(request_ids)
+
+    def left(self, request_id: str) -> None:
+        """See `SecondTier`."""
+        if self.is_open:
+            with self._health.contained("the end of a request"):
+                self._loads.left(request_id)
+
+    # Steps.
+
+    def take_orders(self) -> TierOrders | None:
+        """A step was scheduled, and its plans were sent: what the workers do for the tier in it."""
+        if not self.is_open:
+            return None
+        with self._health.contained("the end of a step"):
+            evicted, self._evicted = self._evicted, []
+            context, records, blocks, rows = self._place(evicted)
+            self._manager.on_schedule_end(_STEP)
+            self._follow()
+            reads = self._loads.take_sent()
+            self._note_sizes()
+            if not records and not reads:
+                return None
+            self._sequence += 1
+            self._steps[self._sequence] = _Step(context, records, reads)
+            return TierOrders(self._sequence, blocks, rows)
+        return None
+
+    def note(self, done: TierDone) -> None:
+        """Workers have reported orders."""
+        with self._health.contained("a report of the workers"):
+            for sequence, ranks in sorted(done.ranks.items()):
+                steps = self._steps if sequence in self._steps else self._stale
+                if sequence not in steps:
+                    continue  # an error has ended the tier
+                step = steps[sequence]
+                step.reports += ranks
+                step.failed |= sequence in done.failed
+                if step.reports >= self._ranks:
+                    del steps[sequence]
+                    if steps is self._steps:
+                        self._finish(step)
+
+    def _note_sizes(self) -> None:
+        sizes = self._catalogue.num_in_host, self._catalogue.num_on_disk
+        if sizes != self._noted:
+            self._noted = sizes
+            for tier, records in zip(TIER_NAMES, sizes, strict=True):
+                self._stats.note_tier(tier, records, records * self._row_bytes)
+
+    def _finish(self, step: _Step) -> None:
+        for held in step.reads:
+            self._loads.read(held)
+        if step.context is None:
+            return
+        keys = [OffloadKey(record.key) for record in step.records]
+        if step.failed:
+            self._stats.count_tier_dropped("failed", len(keys))
+        else:
+            self._stats.count_tier_tokens("stored", len(keys) * self._block_size)
+            self._catalogue.show([record for record in step.records if not record.shown])
+        self._manager.complete_store(keys, step.context, success=not step.failed)
+        self._contexts.end(step.context)
+        self._follow()
+        for record in step.records:
+            self._catalogue.stored(record)
+
+    def _place(
+        self, evicted: Sequence[Seen]
+    ) -> tuple[ReqContext | None, list[Record], IntArray, IntArray]:
+        """Rows for what is not in host memory yet: the job, records, blocks and rows."""
+        nothing = np.empty(0, np.int32)
+        blocks = self._not_stored(evicted)
+        if not blocks:
+            return None, [], nothing, nothing
+        context = self._contexts.begin()
+        output = self._prepare(list(blocks), context)
+        self._follow()
+        keys = [] if output is None else output.keys_to_store
+        records = [record for key in keys if (record := self._catalogue.get(key)) is not None]
+        for key in blocks.keys() - set(keys):
+            record = self._catalogue.get(key)
+            if record is not None:
+                self._catalogue.stored(record)
+        if output is None or not records:
+            self._contexts.end(context)
+            return None, [], nothing, nothing
+        assert isinstance(output.store_spec, CPULoadStoreSpec)
+        taken = np.asarray([blocks[key] for key in keys], np.int32)
+        return context, records, taken, np.asarray(output.store_spec.chunk_ids, np.int32)
+
+    def _not_stored(self, evicted: Sequence[Seen]) -> dict[OffloadKey, int]:
+        """Blocks that are to be stored, by key; others are used, and known in more namespaces."""
+        blocks: dict[OffloadKey, int] = {}
+        used: list[OffloadKey] = []
+        for seen in evicted:
+            key = OffloadKey(seen.key)
+            record = self._catalogue.get(seen.key)
+            if record is None:
+                record = self._catalogue.add(seen)
+            else:
+                if record.shown:
+                    self._catalogue.see_again(record, seen)
+                self._catalogue.done_with(seen)
+            if record.in_host:
+                used.append(key)
+            elif not record.storing:
+                record.storing = True
+                blocks[key] = seen.block
+        if used:
+            context = self._contexts.begin()
+            self._manager.touch(used, context)
+            self._contexts.end(context)
+        return blocks
+
+    def _prepare(self, keys: list[OffloadKey], context: ReqContext) -> PrepareStoreOutput | None:
+        """Rows for as many of the keys as there is room for."""
+        while keys:
+            output = self._manager.prepare_store(keys, context)
+            if output is not None:
+                return output
+            half = len(keys) // 2
+            self._stats.count_tier_dropped("full", len(keys) - half)
+            keys = keys[:half]
+        return None
+
+    def _follow(self) -> None:
+        """Take note of what the manager and its tiers report: what they have, and have no more."""
+        for event in self._manager.take_events():
+            for key in event.keys:
+                record = self._catalogue.get(key)
+                if record is None:
+                    continue
+                in_host, on_disk = record.in_host, record.on_disk
+                if event.medium is Medium.CPU:
+                    in_host = not event.removed
+                else:
+                    on_disk = not event.removed
+                self._catalogue.place(record, in_host=in_host, on_disk=on_disk)
