@@ -2,9 +2,11 @@
 """The worker's half proves the model, carries plans out around vLLM's forward, and reports once."""
 
 import logging
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.config import ParallelConfig
 
@@ -12,7 +14,10 @@ from tests.prefill.loaded import model_config
 from vllm_segreuse import worker as module
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.plan import TierOrders
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.tier.worker import TierWorker
 from vllm_segreuse.worker import WorkerSide
 
 Patch = pytest.MonkeyPatch
@@ -69,7 +74,7 @@ def side(backlog: Backlog, stats: SegReuseStats) -> WorkerSide:
 def worker_side(stats: SegReuseStats, rank: int = 0) -> WorkerSide:
     nothing: Any = None
     vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
-    return WorkerSide(vllm_config, nothing, nothing, stats)
+    return WorkerSide(vllm_config, SegReuseConfig(), nothing, stats)
 
 
 PLANS: Any = [SimpleNamespace(request_id="a", spread=False, trace_headers=None)]
@@ -130,6 +135,74 @@ def test_what_was_not_finite_is_counted_and_logged(
         side.before_forward(PLANS)
     assert stats.data["repeated"] == 2
     assert "NaN or infinity; computed in full: ['a', 'b']" in caplog.text
+
+
+# The second tier.
+
+
+class Region:
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def cleanup(self) -> None:
+        self.is_open = False
+
+
+ORDERS = TierOrders(1, np.array([4], np.int32), np.array([0], np.int32))
+
+
+def with_tier(backlog: Any, patch: Patch, **options: Any) -> tuple[WorkerSide, list[Any]]:
+    """A worker's half with a second tier, and what was stored, or how the region was made."""
+    log: list[Any] = []
+    mover = SimpleNamespace(
+        store=lambda blocks, rows: log.append((blocks.tolist(), rows.tolist())), mark=lambda: None
+    )
+    aligner = SimpleNamespace(copy_blocks="copy", pages="pages", host_rows=None)
+    backlog.prefill = SimpleNamespace(aligner=aligner)
+    region = Region()
+    patch.setattr(module, "open_region", lambda *given: (log.append(given[2:]), region)[1])
+    patch.setattr(module, "mover_for", lambda *given: (log.append(given), mover)[1])
+    patch.setattr(module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=3))
+    config = SegReuseConfig(tier={"host_gib": 2.5, **options})
+    nothing: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+    side = WorkerSide(nothing, config, nothing, SegReuseStats())
+    assert log == [(2.5, 3), (region, "copy", "pages")]
+    assert aligner.host_rows is mover
+    log.clear()
+    return side, log
+
+
+def test_what_a_step_evicts_is_stored_before_it_and_reported_once(
+    backlog: Backlog, monkeypatch: Patch
+) -> None:
+    side, stored = with_tier(backlog, monkeypatch)
+    side.begin_step(None)
+    assert not side.end_step()
+    side.begin_step(ORDERS)
+    assert stored == [([4], [0])]
+    assert side.end_step().ranks == Counter({1: 1})
+    assert not side.end_step()
+
+
+def test_without_a_second_tier_nothing_is_stored(side: WorkerSide) -> None:
+    side.begin_step(ORDERS)
+    assert not side.end_step()
+    side.close()
+
+
+def test_the_region_is_given_back_at_the_end(backlog: Any, monkeypatch: Patch) -> None:
+    side, _ = with_tier(backlog, monkeypatch)
+    region: Any = side._region
+    assert isinstance(side._tier, TierWorker)
+    side.close()
+    side.close()
+    assert not region.is_open
+    assert backlog.prefill.aligner.host_rows is None
+
+
+def test_codecs_that_are_not_carried_out_are_refused(backlog: Backlog, monkeypatch: Patch) -> None:
+    with pytest.raises(RefusedError, match=r"tier\.codec is int8"):
+        with_tier(backlog, monkeypatch, codec="int8")
 
 
 # Start.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_segreuse.audit.recorder import Recorder
@@ -12,15 +13,20 @@ from vllm_segreuse.compat import sampler
 from vllm_segreuse.compat.model_runner import loaded_model
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
+from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.tier.region import HostRegion, open_region
+from vllm_segreuse.tier.worker import TierWorker, mover_for
 from vllm_segreuse.tracing import PassSpans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_segreuse.tier_options import TierOptions
 
 logger = init_logger("vllm.segreuse")
 
@@ -55,11 +61,46 @@ class WorkerSide:
         self.backlog = _proven_backlog(vllm_config, config, kv_cache_config, stats)
         self.recorder = Recorder()
         sampler.watch(self.recorder)
+        self._region: HostRegion | None = None
+        self._tier: TierWorker | None = None
+        if config.tier is not None:
+            self._start_tier(vllm_config, config.tier, kv_cache_config)
+
+    def _start_tier(
+        self, vllm_config: VllmConfig, options: TierOptions, kv_cache_config: KVCacheConfig
+    ) -> None:
+        if options.codec != "raw":
+            raise RefusedError(f"tier.codec is {options.codec}; records can be stored raw only")
+        aligner = self.backlog.prefill.aligner
+        rank = get_tp_group().rank_in_group
+        self._region = open_region(vllm_config, kv_cache_config, options.host_gib, rank)
+        mover = mover_for(self._region, aligner.copy_blocks, aligner.pages)
+        self._tier, aligner.host_rows = TierWorker(mover), mover
+
+    def close(self) -> None:
+        """The engine ends: give the second tier's memory back."""
+        if self._region is not None:
+            self._tier = self.backlog.prefill.aligner.host_rows = None
+            self._region.cleanup()
+            self._region = None
 
     @property
     def layers(self) -> ModelLayers:
         """Of the model."""
         return self.backlog.prefill.layers
+
+    def begin_step(self, orders: TierOrders | None) -> None:
+        """Before anything of a step writes pages: store what it evicts."""
+        if orders is not None and self._tier is not None:
+            self._tier.begin(orders)
+
+    def end_step(self) -> TierDone:
+        """All of a step's plans are queued.
+
+        Returns:
+            Orders of the second tier that are over since the last call.
+        """
+        return TierDone() if self._tier is None else self._tier.end()
 
     def before_forward(self, plans: list[ReusePlan]) -> None:
         """Carry out a step's plans, or begin those that take several steps."""

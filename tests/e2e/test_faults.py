@@ -301,7 +301,7 @@ def test_30_a_spoilt_donor_is_not_reused(
 ) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    [group] = get_kv_transfer_group().worker_side.backlog.prefill._aligner._groups
+    [group] = get_kv_transfer_group().worker_side.backlog.prefill.aligner._groups
     align = group.first.kernels.align
 
     def spoil(pages: list[torch.Tensor], parts: Any, moves: Any) -> None:

@@ -60,11 +60,14 @@ class SparsePrefill:
     Args:
         layers: the model's decoder layers, run on a batch's tokens.
         aligner: copies and rotates KV.
+
+    Attributes:
+        aligner: as given.
     """
 
     def __init__(self, layers: LayerRunner, aligner: Aligner) -> None:
         self._layers = layers
-        self._aligner = aligner
+        self.aligner = aligner
         self._block_size = layers.layouts[0].keys.shape[1]
         self._device = layers.stack.attention[0].kv_cache.device
 
@@ -95,7 +98,7 @@ class SparsePrefill:
         batches = self._batches(plans, wave_work)
         for batch in batches:
             copies = token_copies(batch.plans, self._block_size, skip_always=True)
-            self._aligner.align(copies, first_layer=batch.program.dense_layers)
+            self.aligner.align(copies, first_layer=batch.program.dense_layers)
             if self.states is not None:
                 self.states.move(copies)
         return Prepared(batches, time.perf_counter() - started, wave_work)

@@ -12,11 +12,16 @@ A rank reports each sequence once, also in steps without a forward. On a CPU it 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
+import torch
 from vllm.logger import init_logger
+from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
 
 from vllm_segreuse.plan.tiering import TierDone, TierOrders
-from vllm_segreuse.tier.mover import Mark, Mover
+from vllm_segreuse.tier.mover import CopyBlocks, InPlace, Mark, Mover
+from vllm_segreuse.tier.region import HostRegion
+from vllm_segreuse.tier.staging import GpuStreams, Staged
 
 logger = init_logger("vllm.segreuse")
 
@@ -65,6 +70,24 @@ class TierWorker:
         done.failed = self._failed & done.ranks.keys()
         self._failed -= done.failed
         return done
+
+
+def mover_for(region: HostRegion, copy: CopyBlocks, pages: Sequence[torch.Tensor]) -> Mover:
+    """Between the pages of a KV cache and this rank's part of the region.
+
+    Args:
+        region: of the engine.
+        copy: from the cache.
+        pages: `[num_blocks, page_elements]` of each layer, in order.
+
+    Raises:
+        RefusedError: pages do not fit into the region's cells.
+    """
+    rows, device = region.views(pages), pages[0].device
+    if device.type == "cpu":
+        return InPlace(copy, rows)
+    pin_mmap_region(region)
+    return Staged(copy, pages, region.cells(), GpuStreams(device))
 
 
 def _is_over(mark: Mark | None) -> bool:
