@@ -4,11 +4,13 @@ vLLM's model runners drive the worker's half through a step."""
 
 import inspect
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import CacheConfig, ParallelConfig
@@ -22,7 +24,15 @@ from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.audit.recorder import Sampled
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.kv_group import segment_group
-from vllm_segreuse.plan import AuditOrders, AuditResult, ModelLayers, Recording, Reference
+from vllm_segreuse.plan import (
+    AuditOrders,
+    AuditResult,
+    ModelLayers,
+    Recording,
+    Reference,
+    TierDone,
+    TierOrders,
+)
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.supported import RefusedError
 
@@ -144,6 +154,7 @@ def subject(llama: Any, half: Half) -> SegReuseConnector:
 
 
 REQUEST: Any = SimpleNamespace(request_id="request")
+STORES = TierOrders(1, np.array([4], np.int32), np.array([0], np.int32))
 
 
 @pytest.mark.parametrize(
@@ -176,9 +187,12 @@ def test_a_step_takes_its_plans_along(subject: SegReuseConnector, half: Half) ->
         "take_plans": ["plan"],
         "take_called_back": ["gone"],
         "take_audit_orders": orders,
+        "take_tier_orders": STORES,
     }
-    metadata: Any = SegReuseMetadata(["plan"], ["gone"], orders)  # type: ignore[list-item]
+    metadata: Any = SegReuseMetadata(["plan"], ["gone"], orders, STORES)  # type: ignore[list-item]
     assert subject.build_connector_meta(SimpleNamespace()) == metadata
+    asked = [name for name, *_ in half.asked]
+    assert asked.index("take_plans") < asked.index("take_tier_orders"), "it is told what they read"
 
 
 @pytest.mark.parametrize("saved", [0, 40])
@@ -211,7 +225,29 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
     group = segment_group(subject._kv_cache_config)
-    assert made == [(subject._vllm_config, subject._config, manager, subject._stats, group)]
+    given = (subject._vllm_config, subject._config, manager, subject._stats, group)
+    assert made == [(*given, None)]
+
+
+def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
+    llama: Any, monkeypatch: Patch
+) -> None:
+    import vllm_segreuse.scheduler
+    from vllm_segreuse.tier import region
+
+    opened, made = [], []
+
+    def open_region(*given: Any, rank: int | None) -> str:
+        opened.append((*given, rank))
+        return "region"
+
+    monkeypatch.setattr(region, "open_region", open_region)
+    monkeypatch.setattr(vllm_segreuse.scheduler, "SchedulerSide", lambda *given: made.append(given))
+    subject = connect(llama, SCHEDULER, tier={"host_gib": 2.5})
+    manager: Any = SimpleNamespace(block_pool=object())
+    subject.bind_kv_cache_manager(manager)
+    assert made[0][-1] == "region"
+    assert opened == [(subject._vllm_config, subject._kv_cache_config, 2.5, None)]
     assert subject._kv_cache_manager is manager
 
 
@@ -325,6 +361,7 @@ def test_a_steps_metadata_reach_the_workers_half(
     assert reported == SegReuseWorkerMetadata({"a": 3, "b": 5})
     assert worker.build_connector_worker_meta() is None
     assert reported.aggregate(SegReuseWorkerMetadata({"a": 3, "b": 5})) == reported, "ranks agree"
+    assert SegReuseWorkerMetadata().aggregate(reported) == reported, "a rank has nothing to report"
     stats = worker.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["seconds"] == {"align": [0.25, 0.25], "sparse_pass": [0.5, 0.5]}
@@ -346,6 +383,33 @@ def test_audits_are_recorded_from_the_begin_of_the_step(worker: SegReuseConnecto
     reported = worker.build_connector_worker_meta()
     assert reported == SegReuseWorkerMetadata({}, {"reference": AuditResult(0.0, 1, 1)})
     assert worker.build_connector_worker_meta() is None
+
+
+def test_orders_of_the_second_tier_are_carried_out_first_and_reports_of_ranks_summed(
+    worker: SegReuseConnector, backlog: Hidden, monkeypatch: Patch
+) -> None:
+    side = worker.worker_side
+    monkeypatch.setattr(side, "begin_step", lambda orders: backlog.log.append(("store", orders)))
+    done = TierDone(Counter({1: 1}))
+    monkeypatch.setattr(side, "end_step", lambda: done)
+    worker.handle_preemptions(SegReuseMetadata(tier=STORES))
+    worker.handle_preemptions(SegReuseMetadata())
+    assert backlog.log == [("store", STORES), ("store", None)]
+    reported = worker.build_connector_worker_meta()
+    assert reported == SegReuseWorkerMetadata(tier=done)
+    other = SegReuseWorkerMetadata(tier=TierDone(Counter({1: 1, 2: 1}), {2}))
+    summed = TierDone(Counter({1: 2, 2: 1}), {2})
+    assert reported.aggregate(other) == SegReuseWorkerMetadata(tier=summed)
+
+
+def test_the_end_of_the_engine_reaches_the_workers_half(
+    llama: Any, worker: SegReuseConnector, monkeypatch: Patch
+) -> None:
+    closed = []
+    monkeypatch.setattr(worker.worker_side, "close", lambda: closed.append(True))
+    worker.shutdown()
+    connect(llama, SCHEDULER).shutdown()
+    assert closed == [True]
 
 
 @pytest.mark.parametrize("when", ["start_load_kv", "get_finished"])
@@ -404,7 +468,7 @@ def test_both_runners_carry_a_step_through(
     backlog.done = {"spread": report(outcomes={"spread": 4})}
     backlog.report = report(outcomes={"now": 2})
     output: Any = SimpleNamespace(
-        kv_connector_metadata=SegReuseMetadata(plans=PLANS),
+        kv_connector_metadata=SegReuseMetadata(plans=PLANS, tier=STORES),
         has_sync_kv_loads=at_once,
         finished_req_ids={"ended"},
     )

@@ -4,7 +4,7 @@
 vLLM makes one in the scheduler's process and one in each worker (`KVConnectorRole`). In the first,
 `scheduler.SchedulerSide` finds what each request can reuse, and plans are sent with the step; the
 others pass them to `worker.WorkerSide`, which carries them out around the step's forward. Nothing
-is moved between machines or to disk. What vLLM's interface lacks is called on the scheduler's half
+is moved between machines. What vLLM's interface lacks is called on the scheduler's half
 itself (`compat/scheduler.py`, `compat/engine_core.py`).
 """
 
@@ -26,7 +26,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
-from vllm_segreuse.plan import AuditOrders, AuditResult, ModelLayers, PlanOutcome, ReusePlan
+from vllm_segreuse.plan import (
+    AuditOrders,
+    AuditResult,
+    ModelLayers,
+    PlanOutcome,
+    ReusePlan,
+    TierDone,
+    TierOrders,
+)
 from vllm_segreuse.supported import check_config
 from vllm_segreuse.version import require_supported_vllm
 
@@ -41,29 +49,38 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_segreuse.scheduler import SchedulerSide
+    from vllm_segreuse.tier.region import HostRegion
     from vllm_segreuse.worker import WorkerSide
 
 
 @dataclass
 class SegReuseMetadata(KVConnectorMetadata):
     """Plans of one step; requests whose plan has been under way and is called back; what is to be
-    recorded for audits from this step on."""
+    recorded for audits from this step on; what is stored in the second tier before it."""
 
     plans: list[ReusePlan] = field(default_factory=list)
     called_back: list[str] = field(default_factory=list)
     audits: AuditOrders | None = None
+    tier: TierOrders | None = None
 
 
 @dataclass
 class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
-    """How plans and audits have ended, by request, where only the workers know it."""
+    """How plans and audits have ended, by request, where only the workers know it; orders of the
+    second tier that are over."""
 
     outcomes: dict[str, PlanOutcome] = field(default_factory=dict)
     audits: dict[str, AuditResult] = field(default_factory=dict)
+    tier: TierDone = field(default_factory=TierDone)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Tensor-parallel ranks compute the same tokens."""
-        return self
+        """Tensor-parallel ranks compute the same tokens, and copy at their own pace."""
+        assert isinstance(other, SegReuseWorkerMetadata)
+        return SegReuseWorkerMetadata(
+            self.outcomes or other.outcomes,
+            self.audits or other.audits,
+            self.tier.merged(other.tier),
+        )
 
 
 @dataclass
@@ -109,8 +126,22 @@ class SegReuseConnector(KVConnectorBase_V1):
 
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler_side = SchedulerSide(
-            self._vllm_config, self._config, kv_cache_manager, self._stats, self._group
+            self._vllm_config,
+            self._config,
+            kv_cache_manager,
+            self._stats,
+            self._group,
+            self._open_region(),
         )
+
+    def _open_region(self) -> HostRegion | None:
+        """Host memory of the second tier, which the workers have opened by now."""
+        options = self._config.tier
+        if options is None:
+            return None
+        from vllm_segreuse.tier.region import open_region
+
+        return open_region(self._vllm_config, self._kv_cache_config, options.host_gib, rank=None)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -143,7 +174,10 @@ class SegReuseConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegReuseMetadata:
         side = self.scheduler_side
         return SegReuseMetadata(
-            side.take_plans(), side.take_called_back(), side.take_audit_orders()
+            side.take_plans(),
+            side.take_called_back(),
+            side.take_audit_orders(),
+            side.take_tier_orders(),
         )
 
     def request_finished(
@@ -169,6 +203,11 @@ class SegReuseConnector(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> SegReuseHandshake:
         """Of the workers, who have proven the model by now."""
         return SegReuseHandshake(self.worker_side.layers)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins; vLLM calls this before anything else of it."""
+        assert isinstance(kv_connector_metadata, SegReuseMetadata)
+        self.worker_side.begin_step(kv_connector_metadata.tier)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. vLLM may start loads after it has sampled, which is too late to record."""
@@ -200,7 +239,10 @@ class SegReuseConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> SegReuseWorkerMetadata | None:
         outcomes = self.worker_side.take_outcomes()
         audits = self.worker_side.recorder.take_results()
-        return SegReuseWorkerMetadata(outcomes, audits) if outcomes or audits else None
+        tier = self.worker_side.end_step()
+        if not (outcomes or audits or tier):
+            return None
+        return SegReuseWorkerMetadata(outcomes, audits, tier)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the forward starts."""
@@ -212,6 +254,12 @@ class SegReuseConnector(KVConnectorBase_V1):
         """Nothing is saved."""
 
     # Both.
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        worker_side: WorkerSide | None = getattr(self, "worker_side", None)
+        if worker_side is not None:
+            worker_side.close()
 
     def get_kv_connector_stats(self) -> SegReuseStats | None:
         return None if self._stats.is_empty() else self._stats.take()

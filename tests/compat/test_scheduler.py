@@ -17,7 +17,9 @@ from vllm_segreuse.compat.scheduler import _reset_prefix_cache, _update_from_out
 
 
 def output(computed: Any, loaded: set[str] | None = None) -> SimpleNamespace:
-    metadata = None if computed is None else SimpleNamespace(outcomes=computed, audits="audits")
+    metadata = None
+    if computed is not None:
+        metadata = SimpleNamespace(outcomes=computed, audits="audits", tier="tier")
     reported = SimpleNamespace(kv_connector_worker_meta=metadata, finished_recving=loaded)
     return SimpleNamespace(kv_connector_output=reported)
 
@@ -36,6 +38,7 @@ def request(status: str, computed: int = 8, preemptions: int = 0) -> SimpleNames
 def connector(**side: Any) -> SimpleNamespace:
     """Ours, with a scheduler's half that does as given."""
     audits = {
+        "note_tier": lambda done: None,
         "note_audits": lambda results: None,
         "next_reference": lambda running, waiting: None,
         "reset_audits": lambda: None,
@@ -56,7 +59,9 @@ def updated(model_runner_output: Any, ours: bool = True) -> list[Any]:
         assert given[1] is requests
 
     scheduler = SimpleNamespace(
-        connector=connector(note_outcomes=computed) if ours else object(),
+        connector=connector(note_outcomes=computed, note_tier=happened.append)
+        if ours
+        else object(),
         requests=requests,
         **IDLE,
     )
@@ -66,7 +71,7 @@ def updated(model_runner_output: Any, ours: bool = True) -> list[Any]:
 
 
 def test_ours_hears_first() -> None:
-    assert updated(output({"request": 7})) == [{"request": 7}, "updated"]
+    assert updated(output({"request": 7})) == ["tier", {"request": 7}, "updated"]
 
 
 def test_where_nothing_is_reported_nothing_is_passed_on() -> None:

@@ -41,6 +41,7 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         output = model_runner_output.kv_connector_output
         if side is not None and output is not None:
             if output.kv_connector_worker_meta is not None:
+                side.note_tier(output.kv_connector_worker_meta.tier)
                 side.note_outcomes(output.kv_connector_worker_meta.outcomes, self.requests)
                 side.note_audits(output.kv_connector_worker_meta.audits)
             if output.finished_recving:
