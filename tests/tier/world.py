@@ -157,8 +157,9 @@ class World:
         for i, block in enumerate(ids):
             own = tuple(tokens[i * SIZE : (i + 1) * SIZE])
             at = position + i * SIZE
-            name = repr((own, at, tokens[: i * SIZE])) if depth == 0 else str(next(self._numbers))
-            self.names[block] = name.encode(), depth == 0
+            chain = hash((at, tuple(tokens[: (i + 1) * SIZE])))
+            name = chain if depth == 0 else next(self._numbers)
+            self.names[block] = str(name).encode(), depth == 0
             self._writes[block] = own, at
         self.index.insert(
             namespace,

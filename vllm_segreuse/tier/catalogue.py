@@ -13,8 +13,18 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.links import NODE
 from vllm_segreuse.cache.namespace import NamespaceTable, has_lora
 from vllm_segreuse.plan import IntArray
+
+_FIELD = {name: place for place, name in enumerate(NODE.names or ())}
+_BORN, _NAMESPACE, _BLOCK, _NEXT_VIEW = map(
+    _FIELD.__getitem__, ("born", "namespace", "block", "next_view")
+)
+_POSITION, _DEPTH = _FIELD["position"], _FIELD["depth"]
+_PARENT, _FIRST_CHILD, _NEXT_SIBLING = map(
+    _FIELD.__getitem__, ("parent", "first_child", "next_sibling")
+)
 
 
 class StoredRecord(NamedTuple):
@@ -147,41 +157,55 @@ class Catalogue:
 
     # From blocks to records.
 
-    def see(self, block: int) -> Seen | None:
-        """What the index knows of a block; None: it does not donate, or has no KV yet.
+    def see(self, blocks: Sequence[int]) -> list[Seen]:
+        """What the index knows of blocks that are evicted together; without those that do not
+        donate, or have no KV yet.
 
-        Its namespaces are held until `done_with`, or until its record is shown.
+        Their namespaces are held until `done_with`, or until their records are shown.
         """
-        nodes, first = self._index.nodes, self._index.nodes[block]
-        if first["born"] in (0, self._index.step):
+        keys: dict[int, bytes | None] = {}  # parents are among the blocks, as a rule
+
+        def key_at(block: int) -> bytes | None:
+            if block not in keys:
+                keys[block] = self._key_at(block)
+            return keys[block]
+
+        together = frozenset(blocks)
+        found = (self._see(block, key_at, together) for block in blocks)
+        return [seen for seen in found if seen is not None]
+
+    def _see(
+        self, block: int, key_at: Callable[[int], bytes | None], together: frozenset[int]
+    ) -> Seen | None:
+        nodes = self._index.nodes
+        node = first = nodes[block].item()  # at once: a field at a time takes as long each
+        if first[_BORN] in (0, self._index.step):
             return None
-        key = self._key_of(block)
+        key = key_at(block)
         if key is None:
             return None
-        namespaces: list[int] = []
-        parent, children, entry = -1, [], block
-        while entry >= 0:
-            node = nodes[entry]
-            namespaces.append(int(node["namespace"]))
-            parent = max(parent, int(node["parent"]))
-            child = int(node["first_child"])
+        namespaces, children, parent = [first[_NAMESPACE]], [], first[_PARENT]
+        while True:
+            child = node[_FIRST_CHILD]
             while child >= 0:
-                children.append(int(nodes[child]["block"]))
-                child = int(nodes[child]["next_sibling"])
-            entry = int(node["next_view"])
-        parent_block = -1 if parent < 0 else int(nodes[parent]["block"])
+                following = nodes[child].item()
+                children.append(following[_BLOCK])
+                child = following[_NEXT_SIBLING]
+            if node[_NEXT_VIEW] < 0:
+                break
+            node = nodes[node[_NEXT_VIEW]].item()
+            namespaces.append(node[_NAMESPACE])
+            parent = max(parent, node[_PARENT])
         for namespace in namespaces:
             self._namespaces.acquire(namespace)
+        # Entries of further namespaces stand for a block, too; the first one is the block itself.
+        parent_block = int(nodes[parent]["block"]) if parent >= self._index.num_blocks else parent
         return Seen(
-            block,
-            key,
-            self._index.tokens[block].copy(),
-            int(first["position"]),
-            int(first["depth"]),
+            *(block, key, self._index.tokens[block].copy(), first[_POSITION], first[_DEPTH]),
             tuple(namespaces),
-            self._key_at(parent_block),
+            key_at(parent_block),
             parent_block,
-            tuple((child, self._key_at(child) or b"") for child in {*children}),
+            tuple((child, key_at(child) or b"") for child in {*children} - together),
         )
 
     def done_with(self, seen: Seen) -> None:
@@ -274,7 +298,7 @@ class Catalogue:
             children: blocks of the pool that did so, with their keys then.
         """
         for child in self._children.get(record.key, ()):
-            if child.shown:
+            if child.shown and self._index.nodes[child.entry]["parent"] < 0:
                 for namespace in child.namespaces:
                     self._insert(namespace, [child])
         for block, key in children:

@@ -145,8 +145,7 @@ class TierStore(BlockListener):
         """Store what donates, once the step is scheduled."""
         if self._stores_evicted and self.is_open:
             with self._health.contained("an eviction"):
-                found = map(self._catalogue.see, block_ids)
-                self._evicted.extend(seen for seen in found if seen is not None)
+                self._evicted += self._catalogue.see(block_ids)
 
     def reset(self) -> None:
         """Forget all records in host memory. What workers do with rows is over before any row is
