@@ -224,11 +224,11 @@ def test_erased_records_are_gone(engine: Engine, tmp_path: Path) -> None:
 def test_too_many_stores_at_once_are_refused(engine: Engine) -> None:
     hang = Hang()
     engine.disk.faults["create"] = hang
-    job = engine.begin_store(*range(ROWS // 4 + 5))
+    job = engine.begin_store(*range(ROWS // 2 + 5))
     assert engine.tier.counts["busy"] == 5
     hang.released.set()
     assert engine.finish(job).success
-    assert engine.there(*range(ROWS)) == list(range(ROWS // 4))
+    assert engine.there(*range(ROWS)) == list(range(ROWS // 2))
 
 
 @pytest.mark.parametrize(

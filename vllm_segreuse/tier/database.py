@@ -33,7 +33,7 @@ _OUTSIDE = frozenset(
 )
 _TABLE = """
 CREATE TABLE IF NOT EXISTS records (
-    name TEXT PRIMARY KEY, key BLOB NOT NULL, secret BLOB NOT NULL, about BLOB NOT NULL,
+    name TEXT PRIMARY KEY, secret BLOB NOT NULL, about BLOB NOT NULL,
     durable INTEGER NOT NULL, used REAL NOT NULL) WITHOUT ROWID
 """
 
@@ -79,24 +79,21 @@ class Database:
             DamagedError: what follows cannot be read.
         """
         with _damage(), self._lock:
-            columns = "name, key, secret, about, durable"
+            columns = "name, secret, about, durable"
             found = self._sql.execute(f"SELECT {columns} FROM records ORDER BY used").fetchall()
         for name, *values in found:
             yield name, self._kept(name, *values)
 
-    def _kept(
-        self, name: object, key: object, secret: object, about: object, durable: object
-    ) -> Kept | None:
+    def _kept(self, name: object, secret: object, about: object, durable: object) -> Kept | None:
         # SQLite gives whatever type a damaged row says.
-        if not (isinstance(key, bytes) and isinstance(secret, bytes) and isinstance(about, bytes)):
+        if not (isinstance(secret, bytes) and isinstance(about, bytes)):
             return None
         body, proof = about[:-PROOF_BYTES], about[-PROOF_BYTES:]
         try:
-            context = self._context(key, str(name))
-            opened = self._sealer.open(secret, context, body, proof)
+            opened = self._sealer.open(secret, self._context(str(name)), body, proof)
         except CorruptError:
             return None
-        return Kept(key, str(name), secret, bytes(opened), bool(durable))
+        return Kept(str(name), secret, bytes(opened), bool(durable))
 
     def change(
         self,
@@ -119,13 +116,13 @@ class Database:
         now = time.time()
         rows = [
             # The times keep their order.
-            (kept.name, kept.key, kept.secret, self._sealed(kept), kept.durable, now + 1e-6 * i)
+            (kept.name, kept.secret, self._sealed(kept), kept.durable, now + 1e-6 * i)
             for i, kept in enumerate(coming)
         ]
         try:
             with self._lock, self._sql as sql:
                 sql.executemany("DELETE FROM records WHERE name = ?", [(name,) for name in leaving])
-                sql.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)", rows)
+                sql.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", rows)
                 for column, changes in (("used", used or {}), ("durable", durable or {})):
                     statement = f"UPDATE records SET {column} = ? WHERE name = ?"
                     sql.executemany(statement, [(value, name) for name, value in changes.items()])
@@ -133,12 +130,11 @@ class Database:
             raise OSError(f"the database of the store: {error}") from error
 
     def _sealed(self, kept: Kept) -> bytes:
-        context = self._context(kept.key, kept.name)
-        body, proof = self._sealer.seal(kept.secret, context, kept.about)
+        body, proof = self._sealer.seal(kept.secret, self._context(kept.name), kept.about)
         return bytes(body) + proof
 
-    def _context(self, key: bytes, name: str) -> bytes:
-        return key + self._fingerprint + name.encode()
+    def _context(self, name: str) -> bytes:
+        return self._fingerprint + name.encode()
 
     def forget_deleted(self) -> None:
         """Rows that were deleted are on no page of the database and of its journal any more."""

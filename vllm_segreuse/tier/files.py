@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -30,14 +31,18 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.folder import LostError, RecordFolder
 from vllm_segreuse.tier.format import Kept, record_of
 from vllm_segreuse.tier.jobs import Job, Jobs, Settle
 from vllm_segreuse.tier.residents import Residents, Slot
+from vllm_segreuse.tier.sealing import Checksum, Sealer
+from vllm_segreuse.tier_options import TierOptions
 
 logger = logging.getLogger("vllm.segreuse")
 
+KEY_ENV = "SEGREUSE_TIER_KEY"
 DEADLINE_S = 30.0
 PAUSES_S = (1.0, 300.0)
 """Writes pause after an error: for so long at first, twice as long each time, so long at most."""
@@ -100,7 +105,7 @@ class FileTier(SecondaryTierManager):
         folder.remove(self._residents.excess())
         self._jobs = Jobs(io_threads, DEADLINE_S, clock)
         # Rows that are being stored cannot be used for anything else.
-        self._most_coming = max(1, len(self._rows) // 4)
+        self._most_coming = max(1, len(self._rows) // 2)
         self._coming: set[bytes] = set()
         self._erased: set[bytes] = set()
         self._used: dict[str, float] = {}
@@ -436,5 +441,54 @@ class FileTier(SecondaryTierManager):
             return
         self._closed = True
         self._note()
-        if self._jobs.stop():
+        ended = self._jobs.stop()
+        self._rows = self._rows[:0].copy()  # the region can be unmapped
+        if ended:
             self._folder.close()
+
+
+def open_file_tier(
+    options: TierOptions, primary_kv_view: memoryview, fingerprint: bytes, describe: Describe
+) -> FileTier:
+    """The file tier that the options describe; they have a `path`.
+
+    Args:
+        options: of the tier.
+        primary_kv_view: the host region, `[rows, row_bytes]`.
+        fingerprint: of the model.
+        describe: see `FileTier`.
+
+    Raises:
+        RefusedError: the files cannot be kept; says why and what to do.
+    """
+    assert options.path is not None
+    assert primary_kv_view.strides is not None
+    try:
+        sealer = _sealer(options.key_file)
+        store = RecordFolder(options.path, fingerprint, primary_kv_view.strides[0], sealer)
+        tier = FileTier(
+            *(primary_kv_view, store, options.disk_bytes, describe), io_threads=options.io_threads
+        )
+    except (OSError, ValueError) as error:
+        raise RefusedError(
+            f"the second tier's files cannot be kept in {options.path}: {error}; correct this, or "
+            "start without tier.path"
+        ) from error
+    except ModuleNotFoundError as error:
+        raise RefusedError(
+            f"the second tier's files need the package {error.name}: install vllm-segreuse[tier]"
+        ) from error
+    logger.info(
+        "segment reuse: %d records in %s, %s",
+        *(tier.num_records, store.path, "encrypted" if sealer.algorithm else "not encrypted"),
+    )
+    return tier
+
+
+def _sealer(key_file: str | None) -> Sealer:
+    if key_file is None and KEY_ENV not in os.environ:
+        return Checksum()
+    # Here, not above: the package is needed for encryption only.
+    from vllm_segreuse.tier.encryption import Aes256Gcm, master_key
+
+    return Aes256Gcm(master_key(key_file, os.environ))

@@ -3,7 +3,7 @@
 
     STORE/lock              locked by the one engine that uses the store
     STORE/records.sqlite    which records there are (`database.py`)
-    STORE/namespaces.key    key of the digests of namespaces, whose names hold salts
+    STORE/digests.key       key of the digests of namespaces, whose names hold salts, and of keys
     STORE/files/XX/NAME     a record (`format.py`)
 
 A record is written to a file of a new name, which is then synced, and its folder; then its row is
@@ -30,9 +30,8 @@ from vllm_segreuse.tier.format import (
     DIGEST_BYTES,
     TRAILER_BYTES,
     Kept,
+    Sealed,
     about,
-    opened_file,
-    sealed_file,
 )
 from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
 
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.segreuse")
 
 _FOLDERS = 256
+_KEY_BYTES = 32
 _MOST_STORES = 64
 _OURS = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}")
 _PAGE_BYTES = 4096
@@ -98,7 +98,7 @@ class RecordFolder:
             for number in range(_FOLDERS):
                 self.disk.make_folder(os.path.join(self._files, f"{number:02x}"))
             self.disk.sync_folder(self._files)
-            self._namespaces = self._namespace_key()
+            self._sealed = Sealed(fingerprint, self._digest_key(), self._sealer)
             self._database, kept = self._opened()
             self.at_start = kept
             """Records that were there, from the least to the most recently used."""
@@ -115,16 +115,23 @@ class RecordFolder:
                 return lock, store
         raise OSError(f"all {_MOST_STORES} stores of {path} are used by other engines")
 
-    def _namespace_key(self) -> bytes:
-        path = os.path.join(self.path, "namespaces.key")
+    def _digest_key(self) -> bytes:
+        if self._sealer.digest_key is not None:
+            return self._sealer.digest_key
+        path = os.path.join(self.path, "digests.key")
+        into = memoryview(bytearray(_KEY_BYTES))
         with contextlib.suppress(FileNotFoundError):
-            into = bytearray(32)
-            if self.disk.read(path, memoryview(into)) == len(into):
+            if self.disk.read(path, into) == len(into):
                 return bytes(into)
-            # Torn. What was stored under another key is not found by any namespace.
-            self.disk.remove(path)
-        self.disk.write(path, [key := secrets.token_bytes(32)])
+        # Without it nothing that is there can be found or read.
+        self._remove_database()
+        self.disk.remove(path)
+        self.disk.write(path, [key := secrets.token_bytes(_KEY_BYTES)])
         return key
+
+    def _remove_database(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self.disk.remove(os.path.join(self.path, _DATABASE + suffix))
 
     def _opened(self) -> tuple[Database, list[Kept]]:
         path = os.path.join(self.path, _DATABASE)
@@ -134,8 +141,7 @@ class RecordFolder:
             logger.warning(
                 "segment reuse: %s is damaged (%s): begins with an empty store", path, error
             )
-        for suffix in ("", "-wal", "-shm"):
-            self.disk.remove(path + suffix)
+        self._remove_database()
         return self._checked(Database(path, self._fingerprint, self._sealer))
 
     def _checked(self, database: Database) -> tuple[Database, list[Kept]]:
@@ -167,16 +173,16 @@ class RecordFolder:
 
     def digest(self, namespace: bytes) -> bytes:
         """What stands for a namespace on disk."""
-        keyed = hashlib.blake2b(namespace, digest_size=DIGEST_BYTES, key=self._namespaces)
+        keyed = hashlib.blake2b(namespace, digest_size=DIGEST_BYTES, key=self._sealed.digest_key)
         return keyed.digest()
 
     def new(self, record: StoredRecord) -> Kept:
         """How a record will be kept, once `write` has written it."""
         namespaces = [self.digest(namespace) for namespace in record.namespaces]
-        secret = self._sealer.new_secret(record.key + self._fingerprint)
         name = secrets.token_hex(16)
         described = about(record, namespaces)
-        return Kept(record.key, f"{name[:2]}/{name}", secret, described, record.durable)
+        secret = self._sealer.new_secret()
+        return Kept(f"{name[:2]}/{name}", secret, described, record.durable)
 
     def write(self, records: Sequence[tuple[Kept, Buffer]]) -> None:
         """Stores records, and returns once they are on the device.
@@ -188,8 +194,8 @@ class RecordFolder:
             OSError: none of them is stored. Files and rows may be left that `remove` removes.
         """
         for kept, payload in records:
-            parts = sealed_file(kept, self._fingerprint, payload, self._sealer)
-            self.disk.write(os.path.join(self._files, kept.name), parts)
+            path = os.path.join(self._files, kept.name)
+            self.disk.write(path, self._sealed.file(kept, payload))
         for folder in {os.path.dirname(kept.name) for kept, _ in records}:
             self.disk.sync_folder(os.path.join(self._files, folder))
         self._database.change(coming=[kept for kept, _ in records])
@@ -210,7 +216,7 @@ class RecordFolder:
         if found != size:
             raise LostError("torn")
         try:
-            return opened_file(kept, self._fingerprint, content[:size], self._sealer)
+            return self._sealed.payload(kept, content[:size])
         except CorruptError:
             raise LostError("corrupt") from None
 

@@ -4,8 +4,8 @@
 The file is the row of the host region as it is (sealed), and a trailer of `TRAILER_BYTES`:
 
     payload                      the region's row, or its ciphertext
-    header                       magic, version, codec, algorithm, key, fingerprint, position,
-                                 depth, bytes of the payload
+    header                       magic, version, codec, algorithm, digest of the key, fingerprint,
+                                 position, depth, bytes of the payload
     proof                        of payload and header (`sealing.py`)
 
 A reader knows the header beforehand, from the database: a file that was exchanged for another one,
@@ -14,6 +14,7 @@ that is of another model or of another format, does not have it.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,7 +34,8 @@ RAW = 0
 
 _MAGIC = b"SEGREUSE"
 _HEADER = struct.Struct(f"<8sHBB{KEY_BYTES}s{KEY_BYTES}sqIQ4x")
-_ABOUT = struct.Struct("<qIIHB")  # position, depth, tokens, namespaces, whether there is a parent
+# Key, position, depth, tokens, namespaces, and whether there is a parent.
+_ABOUT = struct.Struct(f"<{KEY_BYTES}sqIIHB")
 TRAILER_BYTES = _HEADER.size + PROOF_BYTES
 
 
@@ -41,22 +43,25 @@ class Kept(NamedTuple):
     """A record on disk, as the database has it.
 
     Attributes:
-        key: of the record [32 bytes].
         name: of its file, below the store's folder.
         secret: what opens it; see `Sealer`.
-        about: tokens, position and so on; see `record_of`.
+        about: key, tokens, position and so on; see `record_of`.
         durable: removed last.
     """
 
-    key: bytes
     name: str
     secret: bytes
     about: bytes
     durable: bool
 
+    @property
+    def key(self) -> bytes:
+        """Of the record [32 bytes]."""
+        return self.about[:KEY_BYTES]
+
 
 def about(record: StoredRecord, namespaces: Sequence[bytes]) -> bytes:
-    """What is known of a record, but for its key.
+    """What is known of a record.
 
     Args:
         record: as the scheduler's side has it.
@@ -65,17 +70,17 @@ def about(record: StoredRecord, namespaces: Sequence[bytes]) -> bytes:
     tokens = np.asarray(record.tokens, dtype="<i4")
     parent = record.parent or b""
     counts = (len(tokens), len(namespaces), bool(parent))
-    head = _ABOUT.pack(record.position, record.depth, *counts)
+    head = _ABOUT.pack(record.key, record.position, record.depth, *counts)
     return b"".join((head, parent, *namespaces, tokens.tobytes()))
 
 
 def record_of(kept: Kept) -> StoredRecord:
     """The record; digests stand in for its namespaces."""
-    position, depth, tokens, namespaces, has_parent = _ABOUT.unpack_from(kept.about)
+    key, position, depth, tokens, namespaces, has_parent = _ABOUT.unpack_from(kept.about)
     at = _ABOUT.size + KEY_BYTES * has_parent
     end = at + DIGEST_BYTES * namespaces
     return StoredRecord(
-        key=kept.key,
+        key=key,
         tokens=np.frombuffer(kept.about, dtype="<i4", count=tokens, offset=end),
         position=position,
         depth=depth,
@@ -85,30 +90,40 @@ def record_of(kept: Kept) -> StoredRecord:
     )
 
 
-def header(kept: Kept, fingerprint: bytes, payload_bytes: int, algorithm: int) -> bytes:
-    """The header of a record's file."""
-    position, depth, *_ = _ABOUT.unpack_from(kept.about)
-    head = (_MAGIC, VERSION, RAW, algorithm, kept.key, fingerprint)
-    return _HEADER.pack(*head, position, depth, payload_bytes)
+class Sealed(NamedTuple):
+    """How the files of a store are sealed.
 
-
-def sealed_file(
-    kept: Kept, fingerprint: bytes, payload: Buffer, sealer: Sealer
-) -> tuple[Buffer, bytes]:
-    """What the file of a record holds: payload and trailer."""
-    head = header(kept, fingerprint, memoryview(payload).nbytes, sealer.algorithm)
-    body, proof = sealer.seal(kept.secret, head, payload)
-    return body, head + proof
-
-
-def opened_file(kept: Kept, fingerprint: bytes, content: memoryview, sealer: Sealer) -> Buffer:
-    """The payload of a record's file.
-
-    Raises:
-        CorruptError: it is not the file of this record, or damaged.
+    Attributes:
+        fingerprint: of the model [32 bytes].
+        digest_key: keys are in the files as digests, which nobody else can compare with anything.
+        sealer: of payload and header.
     """
-    body, trailer = content[:-TRAILER_BYTES], content[-TRAILER_BYTES:]
-    head = header(kept, fingerprint, body.nbytes, sealer.algorithm)
-    if trailer[: len(head)] != head:
-        raise CorruptError("the file is not that of this record")
-    return sealer.open(kept.secret, head, body, trailer[len(head) :])
+
+    fingerprint: bytes
+    digest_key: bytes
+    sealer: Sealer
+
+    def header(self, kept: Kept, payload_bytes: int) -> bytes:
+        """The header of a record's file."""
+        key, position, depth, *_ = _ABOUT.unpack_from(kept.about)
+        digest = hashlib.blake2b(key, digest_size=KEY_BYTES, key=self.digest_key).digest()
+        head = (_MAGIC, VERSION, RAW, self.sealer.algorithm, digest, self.fingerprint)
+        return _HEADER.pack(*head, position, depth, payload_bytes)
+
+    def file(self, kept: Kept, payload: Buffer) -> tuple[Buffer, bytes]:
+        """What the file of a record holds: payload and trailer."""
+        head = self.header(kept, memoryview(payload).nbytes)
+        body, proof = self.sealer.seal(kept.secret, head, payload)
+        return body, head + proof
+
+    def payload(self, kept: Kept, content: memoryview) -> Buffer:
+        """The payload of a record's file.
+
+        Raises:
+            CorruptError: it is not the file of this record, or damaged.
+        """
+        body, trailer = content[:-TRAILER_BYTES], content[-TRAILER_BYTES:]
+        head = self.header(kept, body.nbytes)
+        if trailer[: len(head)] != head:
+            raise CorruptError("the file is not that of this record")
+        return self.sealer.open(kept.secret, head, body, trailer[len(head) :])

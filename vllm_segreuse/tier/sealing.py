@@ -24,12 +24,14 @@ class Sealer(Protocol):
     Attributes:
         algorithm: its number in the files.
         identity: bytes that stores of other sealers, or of other keys, do not have.
+        digest_key: of the digests of namespaces and keys; None: the store has one of its own.
     """
 
     algorithm: int
     identity: bytes
+    digest_key: bytes | None
 
-    def new_secret(self, context: bytes) -> bytes:
+    def new_secret(self) -> bytes:
         """What a record of its own needs to be opened again, itself protected; empty if nothing."""
 
     def seal(self, secret: bytes, context: bytes, data: Buffer) -> tuple[Buffer, bytes]:
@@ -54,8 +56,9 @@ class Checksum:
 
     algorithm = 0
     identity = b""
+    digest_key: bytes | None = None
 
-    def new_secret(self, context: bytes) -> bytes:
+    def new_secret(self) -> bytes:
         """Nothing is secret."""
         return b""
 

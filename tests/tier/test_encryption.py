@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encrypted records: nothing of a prompt is on disk, and nothing opens what was erased."""
+
+import base64
+import os
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tier import records
+from tests.tier.records import folder, key_of, payload_of, record
+from vllm_segreuse.tier.encryption import KEY_ENV, Aes256Gcm, master_key
+from vllm_segreuse.tier.folder import LostError
+from vllm_segreuse.tier.format import record_of
+
+KEY = bytes(range(100, 132))
+
+
+def test_records_outlive_a_restart_with_the_same_key(tmp_path: Path) -> None:
+    store = folder(tmp_path, Aes256Gcm(KEY))
+    store.write([(store.new(record(1)), payload_of(1))])
+    store.close()
+    store = folder(tmp_path, Aes256Gcm(KEY))
+    (kept,) = store.at_start
+    assert bytes(store.read(kept)) == payload_of(1)
+    found = record_of(kept)
+    np.testing.assert_array_equal(found.tokens, record(1).tokens)
+    assert (found.key, found.position, found.depth) == (key_of(1), 32, 1)
+    assert found.namespaces == (store.digest(b"alice"),)
+
+
+@pytest.mark.parametrize("other", [bytes(32), None])
+def test_another_key_or_none_sees_another_store(tmp_path: Path, other: bytes | None) -> None:
+    store = folder(tmp_path, Aes256Gcm(KEY))
+    store.write([(store.new(record(1)), payload_of(1))])
+    store.close()
+    stranger = folder(tmp_path, Aes256Gcm(other) if other else None)
+    assert stranger.at_start == []
+    stranger.close()
+    assert len(folder(tmp_path, Aes256Gcm(KEY)).at_start) == 1
+
+
+def test_nothing_of_a_record_is_readable(tmp_path: Path) -> None:
+    store = folder(tmp_path, Aes256Gcm(KEY))
+    written = record(7)
+    store.write([(store.new(written), payload_of(7))])
+    store.close()
+    assert written.parent is not None
+    secrets = (
+        *(written.tokens.tobytes(), payload_of(7)[:64], written.key, written.parent, b"alice"),
+        KEY,
+    )
+    for file in tmp_path.rglob("*"):
+        content = file.read_bytes() if file.is_file() else b""
+        assert not [secret for secret in secrets if secret in content], file
+
+
+def test_equal_records_are_different_bytes(tmp_path: Path) -> None:
+    contents = []
+    for name in ("first", "second"):
+        store = folder(tmp_path / name, Aes256Gcm(KEY))
+        store.write([(store.new(record(1)), payload_of(1))])
+        (file,) = records.files(tmp_path / name)
+        contents.append(file.read_bytes()[: records.PAYLOAD_BYTES])
+    assert contents[0] != contents[1]
+
+
+@pytest.mark.parametrize("at", [0, 4000, records.PAYLOAD_BYTES + 20, -1, -20])
+def test_a_flipped_bit_is_noticed(tmp_path: Path, at: int) -> None:
+    store = folder(tmp_path, Aes256Gcm(KEY))
+    kept = store.new(record(1))
+    store.write([(kept, payload_of(1))])
+    (file,) = records.files(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(LostError, match="corrupt"):
+        store.read(kept)
+
+
+def test_exchanged_files_and_rows_are_noticed(tmp_path: Path) -> None:
+    store = folder(tmp_path, Aes256Gcm(KEY))
+    kept = [store.new(record(number)) for number in (1, 2)]
+    store.write([(kept[0], payload_of(1)), (kept[1], payload_of(2))])
+    exchanged = kept[0]._replace(name=kept[1].name)
+    with pytest.raises(LostError, match="corrupt"):
+        store.read(exchanged)
+    # The whole row but for its name, with the other's key: the file belongs to another context.
+    with pytest.raises(LostError, match="corrupt"):
+        store.read(exchanged._replace(secret=kept[1].secret))
+    with sqlite3.connect(os.path.join(store.path, "records.sqlite")) as sql:
+        columns = "SELECT secret, about FROM records WHERE name = ?"
+        row = sql.execute(columns, (kept[0].name,)).fetchone()
+        update = "UPDATE records SET secret = ?, about = ? WHERE name = ?"
+        sql.execute(update, (*row, kept[1].name))
+    store.close()
+    assert [row.key for row in folder(tmp_path, Aes256Gcm(KEY)).at_start] == [key_of(1)]
+
+
+def test_nothing_opens_an_erased_record(tmp_path: Path) -> None:
+    """Not with the master key either: a copy of its file was made before."""
+    store = folder(tmp_path, Aes256Gcm(KEY))
+    kept = [store.new(record(number)) for number in (1, 2)]
+    store.write([(kept[0], payload_of(1)), (kept[1], payload_of(2))])
+    store.remove(kept[:1])
+    store.erase_removed()
+    for file in Path(store.path).iterdir():
+        content = file.read_bytes() if file.is_file() else b""
+        assert kept[0].secret not in content, file
+        assert kept[0].name.encode() not in content, file
+    store.close()
+    assert [row.key for row in folder(tmp_path, Aes256Gcm(KEY)).at_start] == [key_of(2)]
+
+
+@pytest.mark.parametrize("text", [KEY.hex(), KEY.hex().upper(), base64.b64encode(KEY).decode()])
+def test_keys_are_hex_or_base64(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "key"
+    file.write_text(text + "\n")
+    assert master_key(str(file), {}) == KEY
+    assert master_key(None, {KEY_ENV: text}) == KEY
+    assert master_key(str(file), {KEY_ENV: "other"}) == KEY
+
+
+@pytest.mark.parametrize("text", ["", "ab", KEY.hex() + "00", "no key", "\u00e9" * 32])
+def test_what_is_no_key_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "key"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="must hold a key of 32 bytes"):
+        master_key(str(file), {})
+    with pytest.raises(ValueError, match=f"{KEY_ENV} must hold"):
+        master_key(None, {KEY_ENV: text})
+
+
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        master_key(str(tmp_path / "key"), {})

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fingerprint tells models apart whose KV differs."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from bench.shapes import make_model
+from vllm_segreuse.kv_group import KvGroup
+from vllm_segreuse.tier.fingerprint import (
+    UnknownWeightsError,
+    digest_of,
+    model_fingerprint,
+    sampled_weights,
+    small_files,
+)
+
+
+def weights(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file, by the format's own description."""
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        offsets = [at, at := at + tensor.nbytes]
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    folder.mkdir(exist_ok=True)
+    content = b"".join(tensor.tobytes() for tensor in tensors.values())
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+
+
+def tensors(count: int = 200) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {f"layer.{i}": rng.random((64, 48), dtype=np.float32) for i in range(count)}
+
+
+def test_equal_weights_are_equal_anywhere(tmp_path: Path) -> None:
+    weights(tmp_path / "a", tensors())
+    weights(tmp_path / "b", tensors())
+    assert sampled_weights(tmp_path / "a") == sampled_weights(tmp_path / "b") is not None
+
+
+@pytest.mark.parametrize("changed", [0, 1, 77, 198, 199])
+def test_one_tensor_that_changed_is_noticed(tmp_path: Path, changed: int) -> None:
+    """As by an adapter that was merged: sizes and names are the same."""
+    weights(tmp_path / "a", tensors())
+    other = tensors()
+    other[f"layer.{changed}"] += 1e-3
+    weights(tmp_path / "b", other)
+    assert sampled_weights(tmp_path / "a") != sampled_weights(tmp_path / "b")
+
+
+def test_names_of_tensors_count(tmp_path: Path) -> None:
+    original = tensors()
+    weights(tmp_path / "a", original)
+    weights(tmp_path / "b", {name.replace("layer.7", "layen.7"): t for name, t in original.items()})
+    assert sampled_weights(tmp_path / "a") != sampled_weights(tmp_path / "b")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"{}" * 5000])
+def test_files_that_are_no_safetensors_are_sampled_too(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    first = sampled_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content + b"\0")
+    assert sampled_weights(tmp_path) != first
+
+
+def test_without_weights_there_is_no_digest(tmp_path: Path) -> None:
+    assert sampled_weights(tmp_path) is None
+
+
+def test_the_tokenizer_counts(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    first = small_files(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert small_files(tmp_path) != first
+
+
+def test_values_count_by_name() -> None:
+    assert digest_of({"a": 1, "b": (2, None)}) == digest_of({"b": [2, None], "a": 1})
+    assert digest_of({"a": 1}) != digest_of({"a": 2})
+    assert digest_of({"a": 1}) != digest_of({"b": 1})
+
+
+def config(model: Path, **arguments: Any) -> VllmConfig:
+    environment = dict(os.environ)
+    found = EngineArgs(model=str(model), enforce_eager=True, **arguments).create_engine_config()
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]  # marks for processes to come
+    return found
+
+
+def fingerprint(config: VllmConfig) -> bytes:
+    return model_fingerprint(config, KvGroup(0, {"layers.0": "heads=2"}, 32))
+
+
+def test_a_model_has_the_same_fingerprint_wherever_it_lies(tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    shutil.copytree(model, tmp_path / "copy")
+    first = fingerprint(config(model))
+    assert fingerprint(config(tmp_path / "copy")) == first
+    for changed in (
+        config(model, dtype="float32"),
+        config(model, hf_overrides={"rope_theta": 5e5}),
+        config(model, load_format="dummy"),
+    ):
+        assert fingerprint(changed) != first
+    assert model_fingerprint(config(model), KvGroup(0, {"layers.0": "heads=4"}, 32)) != first
+
+
+def test_weights_that_are_not_here_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(make_model("qwen3"), tmp_path / "copy")
+    found = config(tmp_path / "copy")
+    for file in (tmp_path / "copy").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UnknownWeightsError, match="are not files of this machine"):
+        fingerprint(found)
