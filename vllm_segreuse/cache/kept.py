@@ -125,6 +125,10 @@ class KeptEntries:
         for name in self._owners.get(key, ()):
             self._count(self._entries[name], key, 1)
 
+    def place(self, key: bytes) -> tuple[bool, bool]:
+        """Whether a record is in host memory, and whether on disk, as was reported last."""
+        return self._places.get(key, (False, False))
+
     def held(self) -> dict[str, Place]:
         """Entries all of whose parts are known, and all of whose records are there."""
         places = ((name, entry.place) for name, entry in self._entries.items())
@@ -159,7 +163,7 @@ class KeptEntries:
         """AssertionError with what is wrong. For tests."""
         for name, entry in self._entries.items():
             assert entry.keys == {key for part in entry.parts if part for key in part}, name
-            places = [self._places.get(key, (False, False)) for key in entry.keys]
+            places = [self.place(key) for key in entry.keys]
             assert entry.num_here == sum(map(any, places)), name
             assert entry.num_on_host == sum(on_host for on_host, _ in places), name
         owners: dict[bytes, set[str]] = {}
@@ -188,6 +192,6 @@ class KeptEntries:
         return gone
 
     def _count(self, entry: _Entry, key: bytes, sign: int) -> None:
-        on_host, on_disk = self._places.get(key, (False, False))
+        on_host, on_disk = self.place(key)
         entry.num_here += sign * (on_host or on_disk)
         entry.num_on_host += sign * on_host

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of knowledge bases in the second tier: written through, durable, removed by name.
+
+keep ────► records are stored with the next step ────► moved: in host memory, on disk, or lost
+release ─► files are erased; rows in host memory are replaced in their turn
+restart ─► what the journal names and the files still have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.kept import KeptEntries, Place
+from vllm_segreuse.tier.catalogue import StoredRecord
+from vllm_segreuse.tier.journal import DocumentJournal
+
+
+class WritingStore(Protocol):
+    """What is needed of the tier's store."""
+
+    def write_through(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Store blocks with the next step, whatever else is stored; their keys, in order. None are
+        returned if any of the blocks cannot be stored."""
+
+    def is_on_host(self, key: bytes) -> bool:
+        """Whether a record is in host memory."""
+
+
+class DurableFiles(Protocol):
+    """What is needed of the file tier."""
+
+    def has(self, key: bytes) -> bool:
+        """Whether a record can be loaded."""
+
+    def records(self) -> Iterable[StoredRecord]:
+        """All records."""
+
+    def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
+        """Durable records are not removed for others that are not."""
+
+    def erase(self, keys: Iterable[bytes]) -> None:
+        """Remove records; unknown ones are no error."""
+
+
+class Keeping:
+    """A `cache.kept.KeepingTier`; one per engine, in the scheduler's thread.
+
+    Args:
+        store: copies blocks.
+        capacity_blocks: records that host memory, or the files, hold.
+        health: of the second tier.
+        files: None where nothing outlives the process.
+        journal: of an earlier run; None without files.
+    """
+
+    def __init__(
+        self,
+        store: WritingStore,
+        capacity_blocks: int,
+        health: Health,
+        files: DurableFiles | None = None,
+        journal: DocumentJournal | None = None,
+    ) -> None:
+        self.capacity_blocks = capacity_blocks
+        self._store = store
+        self._health = health
+        self._files = files
+        self._kept = KeptEntries(journal)
+        if files is not None and journal is not None:
+            self._erase(self._kept.restore(journal.at_start(), files.has))
+            durable = (record.key for record in files.records() if record.durable)
+            files.erase([key for key in durable if key not in self._kept])
+
+    def is_durable(self, key: bytes) -> bool:
+        """Whether a record is part of a document."""
+        return key in self._kept
+
+    # Knowledge bases.
+
+    def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> None:
+        """See `KeepingTier`."""
+        with self._health.contained("a document"):
+            keys = self._store.write_through(block_ids)
+            if not keys:
+                return
+            self._erase(self._kept.keep(entry, part, parts, keys))
+            if self._files is not None:
+                self._files.set_durable(keys, True)
+            for key in keys:
+                self.moved(key, on_host=self._store.is_on_host(key), on_disk=self._is_on_disk(key))
+
+    def release(self, entries: Iterable[str]) -> None:
+        """See `KeepingTier`."""
+        with self._health.contained("the removal of documents"):
+            self._erase(self._kept.release(entries))
+
+    def held(self) -> dict[str, Place]:
+        """See `KeepingTier`."""
+        return {} if self._health.broken else self._kept.held()
+
+    def _erase(self, keys: list[bytes]) -> None:
+        if keys and self._files is not None:
+            self._files.erase(keys)
+
+    # The tier.
+
+    def moved(
+        self, key: bytes, *, on_host: bool | None = None, on_disk: bool | None = None
+    ) -> None:
+        """A record is somewhere, or no longer; None: that is as before."""
+        if key in self._kept:
+            was_on_host, was_on_disk = self._kept.place(key)
+            self._kept.placed(
+                *(key, was_on_host if on_host is None else on_host),
+                was_on_disk if on_disk is None else on_disk,
+            )
+
+    def cleared(self) -> None:
+        """Host memory was cleared, and files are hidden: the model may have other weights."""
+        for key in self._kept.records():
+            self._kept.placed(key, False, False)
+
+    def revealed(self) -> None:
+        """The files are those of the model's weights."""
+        for key in self._kept.records():
+            self.moved(key, on_disk=self._is_on_disk(key))
+
+    def _is_on_disk(self, key: bytes) -> bool:
+        return self._files is not None and self._files.has(key)
