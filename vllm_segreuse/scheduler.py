@@ -189,7 +189,8 @@ class SchedulerSide:
             config.frozen_returns,
             clock=time.time,
         )
-        self._freezing = Freezing(entries, index, pool.is_exact, health)
+        documents = None if self._tier is None else self._tier.documents
+        self._freezing = Freezing(entries, index, pool.is_exact, health, documents)
         self._planner = Planner(
             requests,
             pool,

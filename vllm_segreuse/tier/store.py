@@ -31,8 +31,10 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.metrics import TIER_NAMES, SegReuseStats
 from vllm_segreuse.plan import IntArray, TierDone, TierOrders
-from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen
+from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen, StoredRecord
 from vllm_segreuse.tier.contexts import Contexts
+from vllm_segreuse.tier.journal import DocumentJournal
+from vllm_segreuse.tier.keeping import DurableFiles, Keeping
 from vllm_segreuse.tier.loads import Held, Loads
 from vllm_segreuse.tier_options import TierOptions
 
@@ -87,6 +89,11 @@ class TierStore(BlockListener):
             error there.
         stats: counts what happens.
         clock: seconds.
+        files: the file tier behind the manager, if there is one.
+        journal: of the documents in the files.
+
+    Attributes:
+        documents: of knowledge bases.
     """
 
     def __init__(
@@ -98,6 +105,8 @@ class TierStore(BlockListener):
         reuse: Health,
         stats: SegReuseStats,
         clock: Callable[[], float],
+        files: DurableFiles | None = None,
+        journal: DocumentJournal | None = None,
     ) -> None:
         self.first_entry = catalogue.first_entry
         self.min_run_tokens = options.min_run_tokens
@@ -111,6 +120,8 @@ class TierStore(BlockListener):
         self._stats = stats
         self._reuse = reuse
         self._health = Health("the second tier")
+        capacity = max(len(view), options.disk_bytes // self._row_bytes)
+        self.documents = Keeping(self, capacity, self._health, files, journal)
         self._contexts = Contexts(manager)
         self._loads = Loads(
             *(manager, self._contexts, catalogue, self._follow, options.wait_ms / 1e3, clock),
@@ -147,6 +158,29 @@ class TierStore(BlockListener):
             with self._health.contained("an eviction"):
                 self._evicted += self._catalogue.see(block_ids)
 
+    def write_through(self, block_ids: Sequence[int]) -> list[bytes]:
+        """See `WritingStore`."""
+        if not self.is_open:
+            return []
+        seen = [found for block in block_ids if (found := self._catalogue.see(block)) is not None]
+        if len(seen) < len(block_ids):
+            for found in seen:
+                self._catalogue.done_with(found)
+            return []
+        self._evicted += seen
+        return [found.key for found in seen]
+
+    def is_on_host(self, key: bytes) -> bool:
+        """See `WritingStore`."""
+        record = self._catalogue.get(key)
+        return record is not None and record.in_host
+
+    def describe(self, key: bytes) -> StoredRecord | None:
+        """What files need to know of a record; None: it must not be written to any."""
+        described = self._catalogue.describe(key)
+        durable = self.documents.is_durable(key)
+        return None if described is None else described._replace(durable=durable)
+
     def reset(self) -> None:
         """Forget all records in host memory. What workers do with rows is over before any row is
         used again."""
@@ -159,6 +193,7 @@ class TierStore(BlockListener):
             self._steps = {}
             self._loads.clear()
             self._catalogue.clear()
+            self.documents.cleared()
             self._manager.reset_cache()
             self._contexts.end_all()
             for _ in self._manager.take_events():
@@ -312,12 +347,18 @@ class TierStore(BlockListener):
     def _follow(self) -> None:
         """Take note of what the manager and its tiers report: what they have, and have no more."""
         for event in self._manager.take_events():
+            is_host = event.medium is Medium.CPU
             for key in event.keys:
+                self.documents.moved(
+                    key,
+                    on_host=not event.removed if is_host else None,
+                    on_disk=None if is_host else not event.removed,
+                )
                 record = self._catalogue.get(key)
                 if record is None:
                     continue
                 in_host, on_disk = record.in_host, record.on_disk
-                if event.medium is Medium.CPU:
+                if is_host:
                     in_host = not event.removed
                 else:
                     on_disk = not event.removed

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of knowledge bases in the tier of an engine: stored as soon as they are computed."""
+
+import pytest
+
+from tests.tier.test_store import DOCUMENT, OTHER, stored
+from tests.tier.world import World
+from vllm_segreuse.plan import Tier
+
+
+def kept(world: World, tokens: list[int] = DOCUMENT, name: str = "doc") -> list[int]:
+    """A document that was computed and kept, in these blocks; its orders have not left."""
+    blocks = world.compute(tokens)
+    world.step()
+    world.tier.documents.keep(name, 0, 1, blocks)
+    return blocks
+
+
+@pytest.mark.parametrize("admission", ["evicted", "knowledge"])
+def test_a_document_is_stored_while_it_is_in_gpu_memory(admission: str) -> None:
+    world = World(admission=admission)
+    blocks = kept(world)
+    assert world.tier.documents.held() == {}
+    orders = world.end_step()
+    assert orders is not None
+    assert sorted(orders.blocks) == sorted(blocks)
+    assert world.tier.documents.held() == {}, "not before all workers have stored it"
+    world.work()
+    assert world.tier.documents.held() == {"doc": "host"}
+    world.check_idle()
+    world.evict(blocks)
+    world.step()
+    found = world.match([7, *DOCUMENT, 8])
+    assert found.num_tokens == len(DOCUMENT)
+    assert (found.pieces.source == Tier.HOST).all()
+
+
+def test_a_document_that_host_memory_loses_is_not_held_and_is_once_it_is_stored_again() -> None:
+    world = World(rows=4)
+    kept(world)
+    world.step()
+    stored(world, OTHER)
+    assert world.tier.documents.held() == {}
+    kept(world)
+    world.step()
+    assert world.tier.documents.held() == {"doc": "host"}
+    world.check_idle()
+
+
+def test_a_store_that_fails_leaves_nothing_held() -> None:
+    world = World()
+    kept(world)
+    world.step(fails=True)
+    assert world.tier.documents.held() == {}
+    kept(world)
+    world.step()
+    assert world.tier.documents.held() == {"doc": "host"}
+
+
+def test_what_was_evicted_and_stored_before_is_held_at_once() -> None:
+    world = World()
+    blocks = world.compute(DOCUMENT)
+    world.step()
+    world.evict(blocks)
+    world.step()
+    kept(world)
+    assert world.tier.documents.held() == {"doc": "host"}
+    assert world.end_step() is None, "it is not copied again"
+
+
+def test_a_block_that_is_not_indexed_is_not_kept() -> None:
+    world = World()
+    blocks = world.compute(DOCUMENT)
+    world.step()
+    world.index.remove(blocks[1])
+    world.tier.documents.keep("doc", 0, 1, blocks)
+    world.step()
+    assert world.tier.documents.held() == {}
+    world.check_idle()
+
+
+def test_nothing_is_held_after_a_reset() -> None:
+    world = World()
+    kept(world)
+    world.step()
+    world.reset()
+    assert world.tier.documents.held() == {}
+    kept(world)
+    world.step()
+    assert world.tier.documents.held() == {"doc": "host"}
+    world.tier.documents.release(["doc"])
+    assert world.tier.documents.held() == {}
+
+
+def test_files_know_which_records_are_durable() -> None:
+    world = World(rows=6)
+    stored(world, OTHER)
+    kept(world)
+    world.step()
+    described = [world.tier.describe(record.key) for record in world.catalogue]
+    assert len(described) == 6
+    durable = {tuple(r.tokens.tolist()) for r in described if r is not None and r.durable}
+    assert durable == {tuple(DOCUMENT[i : i + 4]) for i in (0, 4, 8)}
+    assert world.tier.describe(b"unknown") is None
