@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from vllm_segreuse.cache.frozen import Use
 from vllm_segreuse.cache.kept import KeptEntries, Place
 
 
@@ -33,6 +34,7 @@ class FakeTier:
     def __init__(self, capacity_blocks: int = 1000, has_disk: bool = True) -> None:
         self.capacity_blocks = capacity_blocks
         self.has_disk = has_disk
+        self.uses: dict[str, Use] = {}
         self.calls: list[tuple[str, int, int, int]] = []
         self._journal = Journal()
         self._kept = KeptEntries(self._journal)
@@ -51,6 +53,9 @@ class FakeTier:
 
     def held(self) -> dict[str, Place]:
         return self._kept.held()
+
+    def take_uses(self) -> dict[str, Use]:
+        return self.uses
 
     def lose_host(self) -> None:
         """All of host memory was taken for others."""

@@ -10,7 +10,7 @@ import numpy as np
 from tests.cache.keeping import FakeTier
 from tests.cache.test_frozen import TOTAL, Blocks
 from vllm_segreuse.cache.freezing import Freezing
-from vllm_segreuse.cache.frozen import FrozenPool
+from vllm_segreuse.cache.frozen import FrozenPool, Use
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
@@ -114,6 +114,16 @@ def test_an_entry_that_is_evicted_between_two_parts_is_kept_whole() -> None:
     world.compute("doc", 1, 2)
     assert world.state()["frozen"] == 0
     assert world.state()["stored"] == {"doc": "host"}
+
+
+def test_uses_of_both_tiers_add_up() -> None:
+    tier = FakeTier()
+    world = World(tier=tier)
+    world.compute("doc")
+    world.compute("other")
+    world.pool.used([0])
+    tier.uses = {"doc": Use(3, 1.5), "other": Use(1, 9.5)}
+    assert world.state()["uses"] == {"doc": [4, 2.0], "other": [1, 9.5]}
 
 
 def test_documents_may_take_what_the_tier_has() -> None:

@@ -79,6 +79,22 @@ def test_a_block_that_is_not_indexed_is_not_kept() -> None:
     world.check_idle()
 
 
+def test_a_plan_that_reads_a_document_uses_it() -> None:
+    world = World()
+    blocks = kept(world)
+    world.step()
+    world.evict(blocks)
+    world.step()
+    for request in "ab":
+        pieces = world.hold(request, DOCUMENT)
+        assert pieces is not None
+        world.send(request, DOCUMENT, pieces)
+        world.step()
+    uses = world.tier.documents.take_uses()
+    assert [(name, use.hits) for name, use in uses.items()] == [("doc", 2)]
+    world.check_idle()
+
+
 def test_nothing_is_held_after_a_reset() -> None:
     world = World()
     kept(world)

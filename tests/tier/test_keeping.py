@@ -2,6 +2,7 @@
 """Documents are stored whatever else is, stay when others go, and leave when they are deleted."""
 
 from collections.abc import Iterable, Sequence
+from itertools import count
 
 import numpy as np
 import pytest
@@ -62,13 +63,17 @@ def key(block: int) -> bytes:
 
 class World:
     def __init__(self) -> None:
+        self.ticks = map(float, count(5))
         self.rows, self.files, self.journal = Rows(), Files(), DocumentJournal()
         self.start()
 
     def start(self) -> None:
         self.health = Health()
         journal: object = self.journal
-        self.keeping = Keeping(self.rows, 10, self.health, self.files, journal)  # type: ignore[arg-type]
+        self.keeping = Keeping(
+            *(self.rows, 10, self.health, self.ticks.__next__, self.files),
+            journal,
+        )  # type: ignore[arg-type]
 
     def stored(self, *blocks: int, on_disk: bool = True) -> None:
         """What was ordered is in host memory, and perhaps on disk."""
@@ -126,6 +131,18 @@ def test_after_a_restart_whole_documents_are_held_and_the_rest_is_erased(world: 
     assert world.files.durable == {key(1): True, key(5): False}
 
 
+def test_documents_that_plans_read_are_used_once_by_each(world: World) -> None:
+    world.keeping.keep("one", 0, 1, [1, 2])
+    world.keeping.keep("two", 0, 1, [2, 3])
+    world.keeping.read([key(1), key(1), key(9)])
+    world.keeping.read([key(1), key(2)])
+    assert world.keeping.take_uses() == {"one": (2, 6.0), "two": (1, 6.0)}
+    assert world.keeping.take_uses() == {}
+    world.keeping.read([key(3)])
+    world.keeping.release(["two"])
+    assert world.keeping.take_uses() == {}
+
+
 def test_what_cannot_be_stored_is_not_kept(world: World) -> None:
     world.rows.takes = False
     world.keeping.keep("doc", 0, 1, [1])
@@ -144,7 +161,7 @@ def test_after_a_reset_nothing_is_held_until_the_weights_are_known(world: World)
 
 
 def test_without_files_documents_are_held_in_host_memory(world: World) -> None:
-    world.keeping = Keeping(world.rows, 10, Health())
+    world.keeping = Keeping(world.rows, 10, Health(), float)
     world.keeping.keep("doc", 0, 1, [1])
     world.stored(1, on_disk=False)
     assert world.keeping.held() == {"doc": "host"}

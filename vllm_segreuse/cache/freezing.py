@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool, Use
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.kept import KeepingTier, Place
@@ -157,9 +157,12 @@ class Freezing(BlockListener):
         `stored` are those that this tier holds, with their place. They need not return.
         """
         entries = self.entries
-        limit, stored = entries.limit, dict[str, Place]()
+        limit, stored, uses = entries.limit, dict[str, Place](), entries.take_uses()
         if self._tier is not None:
             limit, stored = max(limit, self._tier.capacity_blocks), self._tier.held()
+            for name, use in self._tier.take_uses().items():
+                before = uses.get(name, Use(0, 0.0))
+                uses[name] = Use(before.hits + use.hits, max(before.last, use.last))
         return {
             "total": entries.num_blocks,
             "free": entries.num_free,
@@ -168,7 +171,7 @@ class Freezing(BlockListener):
             "block_size": self._index.block_size,
             "given_back": entries.num_evicted,
             "warm": {name: list(entry) for name, entry in entries.warm().items()},
-            "uses": {name: list(use) for name, use in entries.take_uses().items()},
+            "uses": {name: list(use) for name, use in uses.items()},
             "wanted": [name for name in entries.wanted() if name not in stored],
             "stored": stored,
         }

@@ -66,6 +66,12 @@ class Use(NamedTuple):
     last: float
 
 
+def add_uses(uses: dict[str, Use], entries: Iterable[str], now: float) -> None:
+    """Count one more use of each entry."""
+    for name in entries:
+        uses[name] = Use(uses[name].hits + 1 if name in uses else 1, now)
+
+
 class WarmEntry(NamedTuple):
     """An entry all of whose parts are frozen.
 
@@ -217,8 +223,7 @@ class FrozenPool:
         now = self._clock()
         for name in names:
             self._entries[name].last_used = now
-            hits = self._uses[name].hits if name in self._uses else 0
-            self._uses[name] = Use(hits + 1, now)
+        add_uses(self._uses, names, now)
 
     def take_uses(self) -> dict[str, Use]:
         """Uses since the last call."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from vllm_segreuse.cache.frozen import Use
+
 Place = Literal["host", "disk"]
 """Where an entry is held: `host` if all of it is in host memory."""
 
@@ -32,6 +34,9 @@ class KeepingTier(Protocol):
 
     def held(self) -> dict[str, Place]:
         """Entries all of whose records are there."""
+
+    def take_uses(self) -> dict[str, Use]:
+        """Requests that have read entries from there, since the last call."""
 
 
 class Journal(Protocol):

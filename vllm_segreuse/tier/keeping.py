@@ -8,9 +8,10 @@ restart ─► what the journal names and the files still have
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from vllm_segreuse.cache.frozen import Use, add_uses
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.kept import KeptEntries, Place
 from vllm_segreuse.tier.catalogue import StoredRecord
@@ -51,6 +52,7 @@ class Keeping:
         store: copies blocks.
         capacity_blocks: records that host memory, or the files, hold.
         health: of the second tier.
+        clock: seconds since 1970.
         files: None where nothing outlives the process.
         journal: of an earlier run; None without files.
     """
@@ -60,12 +62,15 @@ class Keeping:
         store: WritingStore,
         capacity_blocks: int,
         health: Health,
+        clock: Callable[[], float],
         files: DurableFiles | None = None,
         journal: DocumentJournal | None = None,
     ) -> None:
         self.capacity_blocks = capacity_blocks
         self._store = store
         self._health = health
+        self._clock = clock
+        self._uses: dict[str, Use] = {}
         self._files = files
         self._kept = KeptEntries(journal)
         if files is not None and journal is not None:
@@ -94,17 +99,29 @@ class Keeping:
     def release(self, entries: Iterable[str]) -> None:
         """See `KeepingTier`."""
         with self._health.contained("the removal of documents"):
-            self._erase(self._kept.release(entries))
+            names = list(entries)
+            self._erase(self._kept.release(names))
+            for name in names:
+                self._uses.pop(name, None)
 
     def held(self) -> dict[str, Place]:
         """See `KeepingTier`."""
         return {} if self._health.broken else self._kept.held()
+
+    def take_uses(self) -> dict[str, Use]:
+        """See `KeepingTier`."""
+        uses, self._uses = self._uses, {}
+        return uses
 
     def _erase(self, keys: list[bytes]) -> None:
         if keys and self._files is not None:
             self._files.erase(keys)
 
     # The tier.
+
+    def read(self, keys: Iterable[bytes]) -> None:
+        """A plan reads these records."""
+        add_uses(self._uses, self._kept.owners(keys), self._clock())
 
     def moved(
         self, key: bytes, *, on_host: bool | None = None, on_disk: bool | None = None

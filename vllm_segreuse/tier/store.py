@@ -12,6 +12,7 @@ that writes or reads it, whatever becomes of requests meanwhile.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -121,7 +122,7 @@ class TierStore(BlockListener):
         self._reuse = reuse
         self._health = Health("the second tier")
         capacity = max(len(view), options.disk_bytes // self._row_bytes)
-        self.documents = Keeping(self, capacity, self._health, files, journal)
+        self.documents = Keeping(self, capacity, self._health, time.time, files, journal)
         self._contexts = Contexts(manager)
         self._loads = Loads(
             *(manager, self._contexts, catalogue, self._follow, options.wait_ms / 1e3, clock),
@@ -238,6 +239,8 @@ class TierStore(BlockListener):
             self._manager.on_schedule_end(_STEP)
             self._follow()
             reads = self._loads.take_sent()
+            for held in reads:
+                self.documents.read(held.keys)
             self._note_sizes()
             if not records and not reads:
                 return None
