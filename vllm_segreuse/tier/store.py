@@ -163,7 +163,7 @@ class TierStore(BlockListener):
         """See `WritingStore`."""
         if not self.is_open:
             return []
-        seen = [found for block in block_ids if (found := self._catalogue.see(block)) is not None]
+        seen = self._catalogue.see(block_ids)
         if len(seen) < len(block_ids):
             for found in seen:
                 self._catalogue.done_with(found)
