@@ -179,10 +179,11 @@ class RecordFolder:
     def new(self, record: StoredRecord) -> Kept:
         """How a record will be kept, once `write` has written it."""
         namespaces = [self.digest(namespace) for namespace in record.namespaces]
-        name = secrets.token_hex(16)
+        number = secrets.randbits(128)
+        name = f"{number % _FOLDERS:02x}/{number:032x}"
         described = about(record, namespaces)
         secret = self._sealer.new_secret()
-        return Kept(f"{name[:2]}/{name}", secret, described, record.durable)
+        return Kept(name, secret, described, record.durable)
 
     def write(self, records: Sequence[tuple[Kept, Buffer]]) -> None:
         """Stores records, and returns once they are on the device.
