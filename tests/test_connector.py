@@ -402,14 +402,20 @@ def test_orders_of_the_second_tier_are_carried_out_first_and_reports_of_ranks_su
     assert reported.aggregate(other) == SegReuseWorkerMetadata(tier=summed)
 
 
-def test_the_end_of_the_engine_reaches_the_workers_half(
-    llama: Any, worker: SegReuseConnector, monkeypatch: Patch
+def test_the_end_of_the_engine_reaches_both_halves(
+    llama: Any,
+    worker: SegReuseConnector,
+    subject: SegReuseConnector,
+    half: Half,
+    monkeypatch: Patch,
 ) -> None:
     closed = []
     monkeypatch.setattr(worker.worker_side, "close", lambda: closed.append(True))
     worker.shutdown()
-    connect(llama, SCHEDULER).shutdown()
+    subject.shutdown()
+    connect(llama, SCHEDULER).shutdown()  # ended before it was started
     assert closed == [True]
+    assert half.asked == [("close",)]
 
 
 @pytest.mark.parametrize("when", ["start_load_kv", "get_finished"])

@@ -257,9 +257,10 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """The engine ends."""
-        worker_side: WorkerSide | None = getattr(self, "worker_side", None)
-        if worker_side is not None:
-            worker_side.close()
+        for name in ("scheduler_side", "worker_side"):
+            side: SchedulerSide | WorkerSide | None = getattr(self, name, None)
+            if side is not None:
+                side.close()
 
     def get_kv_connector_stats(self) -> SegReuseStats | None:
         return None if self._stats.is_empty() else self._stats.take()

@@ -397,6 +397,11 @@ class SchedulerSide:
         self._accounts.frozen(self._freezing.entries)
         return plans
 
+    def close(self) -> None:
+        """The engine ends."""
+        if self._tier is not None:
+            self._tier.close()
+
     def take_tier_orders(self) -> TierOrders | None:
         """What the workers do for the second tier in the step whose plans were taken."""
         return None if self._tier is None else self._tier.take_orders()

@@ -29,6 +29,11 @@ def regions() -> list[Path]:
     return list(Path("/dev/shm").glob("vllm_offload_segreuse_*"))
 
 
+def num_mapped() -> int:
+    """How often this process maps a region."""
+    return Path("/proc/self/maps").read_text().count("vllm_offload_segreuse_")
+
+
 @pytest.fixture(scope="module")
 def tiered() -> Iterator[Engine]:
     """Host memory for some 60 blocks, which is about twice what the cache has."""
@@ -36,7 +41,9 @@ def tiered() -> Iterator[Engine]:
     options = {"tier": {"host_gib": 0.008, "min_run_tokens": 32}}
     with engine("llama", segreuse=options, **ARGUMENTS) as started:
         assert regions() == before, "its name is gone as soon as everybody has opened it"
+        assert num_mapped() == 2, "by the scheduler's side and the worker's"
         yield started
+    assert num_mapped() == 0, "given back"
 
 
 @pytest.fixture

@@ -182,6 +182,11 @@ class TierStore(BlockListener):
         durable = self.documents.is_durable(key)
         return None if described is None else described._replace(durable=durable)
 
+    def close(self) -> None:
+        """The engine ends: files are closed, and host memory is given back."""
+        with self._health.contained("the end of the engine"):
+            self._manager.shutdown()
+
     def reset(self) -> None:
         """Forget all records in host memory. What workers do with rows is over before any row is
         used again."""
