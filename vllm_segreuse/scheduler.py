@@ -70,7 +70,8 @@ from vllm_segreuse.plan import (
 )
 from vllm_segreuse.policies import POLICIES, WITHOUT_CHOICE, Situation
 from vllm_segreuse.similarity import similar_segments
-from vllm_segreuse.tier.start import most_records, start_tier
+from vllm_segreuse.tier.fingerprint import model_fingerprint
+from vllm_segreuse.tier.start import most_records, open_folder, start_tier
 from vllm_segreuse.tier_options import TierOptions
 from vllm_segreuse.tracing import headers_of, is_traced, match_span
 
@@ -178,7 +179,11 @@ class SchedulerSide:
         if region is not None:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             known = (pool, index, self._namespaces, health, stats)
-            self._tier = start_tier(region, options, ranks, *known)
+            files, fingerprint = None, None
+            if options.path is not None:
+                fingerprint = model_fingerprint(vllm_config, group)
+                files = open_folder(region, options, fingerprint)
+            self._tier = start_tier(region, options, ranks, *known, files, fingerprint)
         self._donors = Donors(index, requests, depth, health, self._forgotten, followers)
         entries = FrozenPool(
             pool,
@@ -238,6 +243,8 @@ class SchedulerSide:
         tokens, key = all_tokens(request), namespace_of(request, parsed.extra_keys)
         resident = functools.partial(self._pool.resident_blocks, request)
         namespace = self._namespaces.intern(key)
+        if self._tier is not None:
+            self._tier.recall(namespace, key)
         prompt = Prompt(namespace, tokens, resident)
         falls_back = self._audits.falls_back(self._namespaces.digest(namespace))
         if falls_back:

@@ -84,6 +84,15 @@ class Files(SecondaryTierManager):
         success = not fails if not job.is_promotion else len(done) == len(job.keys)
         self._results.append(JobResult(job.job_id, success, done if job.is_promotion else None))
 
+    def has(self, key: bytes) -> bool:
+        return key in self.content
+
+    def records_in(self, namespace: bytes) -> Iterable[Any]:
+        return ()
+
+    def hide(self) -> None:
+        pass
+
     def lose(self, key: OffloadKey) -> None:
         """A file is gone."""
         del self.content[key]

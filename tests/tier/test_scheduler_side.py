@@ -19,10 +19,9 @@ ROWS = 16
 class Tiered(World):
     """With a second tier, and a worker that reports at once."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(
-            region=Region(ROWS), tier={"host_gib": 1, "min_run_tokens": SIZE}, **options
-        )
+    def __init__(self, files: dict[str, Any] | None = None, **options: Any) -> None:
+        tier = {"host_gib": 1, "min_run_tokens": SIZE} | (files or {})
+        super().__init__(region=Region(ROWS), tier=tier, **options)
 
     def end_step(self) -> tuple[list[ReusePlan], TierOrders | None]:
         """A step leaves."""

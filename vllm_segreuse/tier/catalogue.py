@@ -342,6 +342,28 @@ class Catalogue:
         parent = self._by_key.get(record.parent)
         return -1 if parent is None else parent.entry
 
+    def restore(self, found: Iterable[StoredRecord], namespace: int) -> None:
+        """Records that files hold of a namespace, from before the start.
+
+        Args:
+            namespace: id of the namespace, which is in use.
+        """
+        new: list[Record] = []
+        for stored in found:
+            seen = Seen(
+                *(-1, stored.key, stored.tokens, stored.position, stored.depth, (namespace,)),
+                *(stored.parent, -1, ()),
+            )
+            record = self._by_key.get(stored.key)
+            if record is None:
+                self._namespaces.acquire(namespace)
+                record = self.add(seen)
+                new.append(record)
+            elif record.shown:
+                self.see_again(record, seen)
+            self.place(record, in_host=record.in_host, on_disk=True)
+        self.show(new)
+
     def describe(self, key: bytes) -> StoredRecord | None:
         """What files need to know of a record; None: it must not be written to any."""
         record = self._by_key.get(key)

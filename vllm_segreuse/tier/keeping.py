@@ -38,6 +38,12 @@ class DurableFiles(Protocol):
     def records(self) -> Iterable[StoredRecord]:
         """All records."""
 
+    def records_in(self, namespace: bytes) -> Iterable[StoredRecord]:
+        """Records of a namespace that were there at the start; once."""
+
+    def hide(self) -> None:
+        """Offer and store nothing from here on."""
+
     def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
         """Durable records are not removed for others that are not."""
 

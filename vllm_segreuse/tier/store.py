@@ -123,6 +123,7 @@ class TierStore(BlockListener):
         self._health = Health("the second tier")
         capacity = max(len(view), options.disk_bytes // self._row_bytes)
         self.documents = Keeping(self, capacity, self._health, time.time, files, journal)
+        self._files = files
         self._contexts = Contexts(manager)
         self._loads = Loads(
             *(manager, self._contexts, catalogue, self._follow, options.wait_ms / 1e3, clock),
@@ -202,8 +203,20 @@ class TierStore(BlockListener):
             self.documents.cleared()
             self._manager.reset_cache()
             self._contexts.end_all()
+            if self._files is not None:
+                self._files.hide()  # the model may have other weights
             for _ in self._manager.take_events():
                 pass
+
+    def recall(self, namespace: int, key: bytes) -> None:
+        """A request names a namespace: what files hold of it from before the start is found.
+
+        Args:
+            namespace: its id, which is in use.
+        """
+        if self._files is not None and self.is_open:
+            with self._health.contained("the records of a namespace"):
+                self._catalogue.restore(self._files.records_in(key), namespace)
 
     # Plans.
 
@@ -334,6 +347,8 @@ class TierStore(BlockListener):
                 used.append(key)
             elif not record.storing:
                 record.storing = True
+                on_disk = record.on_disk or (self._files is not None and self._files.has(seen.key))
+                self._catalogue.place(record, in_host=False, on_disk=on_disk)
                 blocks[key] = seen.block
         if used:
             context = self._contexts.begin()
