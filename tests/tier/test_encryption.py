@@ -14,6 +14,7 @@ from tests.tier.records import folder, key_of, payload_of, record
 from vllm_segreuse.tier.encryption import KEY_ENV, Aes256Gcm, master_key
 from vllm_segreuse.tier.folder import LostError
 from vllm_segreuse.tier.format import record_of
+from vllm_segreuse.tier.sealing import CorruptError
 
 KEY = bytes(range(100, 132))
 
@@ -97,6 +98,16 @@ def test_exchanged_files_and_rows_are_noticed(tmp_path: Path) -> None:
         sql.execute(update, (*row, kept[1].name))
     store.close()
     assert [row.key for row in folder(tmp_path, Aes256Gcm(KEY)).at_start] == [key_of(1)]
+
+
+def test_every_record_has_a_key_of_its_own() -> None:
+    """Otherwise the row of any other record would open what was erased."""
+    sealer = Aes256Gcm(KEY)
+    first, second = sealer.new_secret(), sealer.new_secret()
+    body, proof = sealer.seal(first, b"context", b"payload")
+    assert bytes(sealer.open(first, b"context", body, proof)) == b"payload"
+    with pytest.raises(CorruptError):
+        sealer.open(second, b"context", body, proof)
 
 
 def test_nothing_opens_an_erased_record(tmp_path: Path) -> None:

@@ -102,8 +102,10 @@ def test_every_byte_of_the_trailer_is_verified(tmp_path: Path) -> None:
 
 
 def test_exchanged_files_are_noticed(tmp_path: Path) -> None:
+    """Of records that differ in nothing but tokens and key."""
     store = folder(tmp_path)
-    kept = [store.new(record(number)) for number in (0, 1)]
+    both = record(0), record(1)._replace(position=0, depth=0)
+    kept = [store.new(found) for found in both]
     store.write([(kept[0], payload_of(0)), (kept[1], payload_of(1))])
     first, second = records.files(tmp_path)
     content = first.read_bytes()
@@ -136,6 +138,8 @@ def test_a_row_without_a_file_is_a_miss(tmp_path: Path) -> None:
     with pytest.raises(LostError, match="missing"):
         store.read(kept)
     assert reopened(store, tmp_path) == {}
+    with database(store) as sql:
+        assert sql.execute("SELECT count(*) FROM records").fetchone() == (0,)
 
 
 def test_a_file_without_a_row_is_removed(tmp_path: Path) -> None:
@@ -171,8 +175,36 @@ def test_tokens_of_another_record_are_damage(tmp_path: Path) -> None:
     store.write([(kept[0], payload_of(0)), (kept[1], payload_of(1))])
     with database(store) as sql:
         other = "(SELECT about FROM records WHERE name = ?)"
-        sql.execute(f"UPDATE records SET about = {other}", (kept[1].name,))
-    assert set(reopened(store, tmp_path)) == {key_of(1)}
+        sql.execute(f"UPDATE records SET about = {other}", (kept[0].name,))
+    assert reopened(store, tmp_path) == {key_of(0): kept[0]}
+
+
+def test_a_record_is_there_once_its_file_is(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    store = folder(tmp_path, disk=disk)
+    rows: list[int] = []
+
+    def count() -> None:
+        with database(store) as sql:
+            rows.extend(sql.execute("SELECT count(*) FROM records").fetchone())
+
+    disk.faults |= dict.fromkeys(("create", "sync", "sync_folder"), count)
+    write(store, 0, 1)
+    assert set(rows) == {0}
+    disk.faults = {"remove": count}
+    rows.clear()
+    store.close()
+    store = folder(tmp_path, disk=disk)
+    store.remove(store.at_start)
+    assert rows == [0, 0]
+
+
+def test_without_its_key_a_store_begins_anew(tmp_path: Path) -> None:
+    store = folder(tmp_path)
+    write(store, 0)
+    os.truncate(os.path.join(store.path, "digests.key"), 31)
+    assert reopened(store, tmp_path) == {}
+    assert records.files(tmp_path) == []
 
 
 @pytest.mark.parametrize("damage", [b"no database at all", None])
