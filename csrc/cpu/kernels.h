@@ -12,6 +12,9 @@ namespace segreuse::cpu {
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat8E4M3, kFloat8E5M2 };
 
+// How pages lie elsewhere: as they are, or as scales and codes of one byte (vllm_segreuse/kernels/codecs.py).
+enum class CodecId : int32_t { kRaw, kInt8, kFp8 };
+
 // One half of a page.
 struct Part {
   TiledStrides strides;
@@ -22,7 +25,7 @@ struct AlignArgs {
   void* const* pages;  // of each layer
   int64_t layers, page_stride;  // in elements
   const void* const* read;  // where sources lie: `pages`, or pages of as many layers elsewhere
-  int64_t read_stride;      // in elements
+  int64_t read_stride;      // in elements; of encoded pages in bytes
   const Part* parts;
   int64_t num_parts;
   const int64_t* sources;  // slots, of each token
@@ -33,7 +36,9 @@ struct AlignArgs {
   const float* sin;
   int64_t pairs;
   void* scratch;  // null (as it is if `read` is not `pages`), or room for the tokens of one layer: all parts, all channels
+  int64_t value_scales, codes;  // where they lie in an encoded page, in bytes
   DType dtype;
+  CodecId codec;  // of what is read
 };
 
 // Whole pages to rows of memory elsewhere.
@@ -47,6 +52,24 @@ struct StoreArgs {
   const int64_t* rows;    // where to
   int64_t count;
 };
+
+// Whole pages to scales and codes in rows of memory elsewhere.
+struct EncodeArgs {
+  const void* const* pages;  // of each layer
+  int64_t layers, page_stride;  // in elements
+  const Part* parts;  // keys, values
+  void* const* cells;  // of each layer: where its page of row 0 is stored
+  int64_t cell_stride, value_scales, codes;  // in bytes
+  const int64_t* blocks;
+  const int64_t* rows;
+  int64_t count;
+  uint8_t* encoded;  // of each block, 1; set to 0 where a number has no code
+  DType dtype;
+  CodecId codec;
+};
+
+// `segreuse_align` of encoded pages.
+void align_encoded(const AlignArgs& args);
 
 // How products of queries and keys become weights.
 struct Weights {
@@ -98,3 +121,4 @@ SEGREUSE_EXPORT void segreuse_align(const segreuse::cpu::AlignArgs* args);
 SEGREUSE_EXPORT void segreuse_attention(const segreuse::cpu::AttentionArgs* args);
 SEGREUSE_EXPORT void segreuse_scores(const segreuse::cpu::ScoreArgs* args);
 SEGREUSE_EXPORT void segreuse_store(const segreuse::cpu::StoreArgs* args);
+SEGREUSE_EXPORT void segreuse_encode(const segreuse::cpu::EncodeArgs* args);

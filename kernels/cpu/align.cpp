@@ -13,21 +13,10 @@
 
 #include "cpu/kernels.h"
 #include "cpu/past_caches.h"
+#include "cpu/runs.h"
 
 namespace segreuse::cpu {
 namespace {
-
-template <class Format>
-using Code = typename Format::Code;
-
-// The two channels of a pair.
-struct Pair {
-  int first, second;
-
-  Pair(const Rotation& rotation, int pair)
-      : first(rotation.first + (rotation.neox ? pair : 2 * pair)),
-        second(first + (rotation.neox ? rotation.dim / 2 : 1)) {}
-};
 
 // Turn `count` pairs with one angle; elements lie `step` apart.
 template <class Format>
@@ -41,47 +30,6 @@ inline void turn_tokens(const Code<Format>* first, const Code<Format>* second,
     out_second[i] = Format::encode(b);
   }
 }
-
-constexpr int kTile = 32;  // tokens that vLLM's CPU backend keeps side by side
-
-// Tokens that follow each other inside a tile of a page at either end, and turn by one angle.
-struct Run {
-  int64_t source, target;  // slots of the first
-  int64_t length, angle;
-  int64_t before;  // tokens that come first
-};
-
-std::vector<Run> runs_of(const AlignArgs& args) {
-  const int64_t tile = args.block_size % kTile ? args.block_size : kTile;
-  std::vector<Run> runs;
-  for (int64_t i = 0; i < args.tokens; ++i) {
-    const int64_t source = args.sources[i], target = args.targets[i], angle = args.angles[i];
-    if (!runs.empty()) {
-      Run& last = runs.back();
-      if (source == last.source + last.length && target == last.target + last.length &&
-          angle == last.angle && source % tile && target % tile) {
-        ++last.length;
-        continue;
-      }
-    }
-    runs.push_back({source, target, 1, angle, i});
-  }
-  return runs;
-}
-
-// A run, with its slots taken apart once for all layers.
-struct Span {
-  int64_t source = 0, target = 0;       // first elements of its pages
-  int from = 0, to = 0, length = 0;  // tokens
-
-  Span() = default;
-  Span(const Run& run, const AlignArgs& args)
-      : source(run.source / args.block_size * args.read_stride),
-        target(run.target / args.block_size * args.page_stride),
-        from(static_cast<int>(run.source % args.block_size)),
-        to(static_cast<int>(run.target % args.block_size)),
-        length(static_cast<int>(run.length)) {}
-};
 
 #if defined(__AVX512BW__)
 // Where the 32 elements of a target tile come from, for two tiles of the source side by side.
@@ -161,14 +109,6 @@ struct Lanes {
 };
 #endif
 
-// Up to two runs that fill one tile of a target page: documents move to odd offsets, so that most
-// tiles are put together from two.
-struct Stretch {
-  Span first, second;  // `second` follows `first` in the target; its length may be 0
-  int64_t angle;
-  Lanes lanes;
-};
-
 // One head of one half of a page: where its channels lie, and which of them turn.
 template <class Format>
 class HeadMover {
@@ -186,8 +126,8 @@ class HeadMover {
   bool operator<(const HeadMover& other) const { return at_[0] < other.at_[0]; }
 
   // A stretch, from pages to pages; both begin with block 0.
-  void move(const Stretch& stretch, const Code<Format>* read, Code<Format>* pages,
-            const float* cos, const float* sin) const {
+  void move(const Stretch& stretch, const Lanes& lanes, const Code<Format>* read,
+            Code<Format>* pages, const float* cos, const float* sin) const {
     const Span& first = stretch.first;
     if constexpr (kHasLanes) {
       if (by_lanes_) {
@@ -195,7 +135,7 @@ class HeadMover {
           return memory + page + token / kTile * strides_.token_hi;
         };
         const Span& second = stretch.second.length ? stretch.second : first;
-        by_lanes(stretch.lanes, tile(read, first.source, first.from),
+        by_lanes(lanes, tile(read, first.source, first.from),
                  tile(read, second.source, second.from), tile(pages, first.target, first.to), cos,
                  sin);
         return;
@@ -319,26 +259,6 @@ class HeadMover {
   bool dense_;  // tokens of a head lie one behind the other, and only move
 };
 
-// Runs in pairs, where two share a tile of a target page and an angle.
-std::vector<Stretch> paired(const AlignArgs& args) {
-  const std::vector<Run> runs = runs_of(args);
-  std::vector<Stretch> stretches;
-  for (size_t r = 0; r < runs.size(); ++r) {
-    const Run& run = runs[r];
-    const Span first(run, args);
-    Span second;
-    if (r + 1 < runs.size()) {
-      const Run& next = runs[r + 1];
-      if (next.target == run.target + run.length && next.target % kTile && next.angle == run.angle) {
-        second = Span(next, args);
-        ++r;
-      }
-    }
-    stretches.push_back({first, second, run.angle * args.pairs, Lanes(first, second)});
-  }
-  return stretches;
-}
-
 template <class Format>
 void direct(const AlignArgs& args) {
   std::vector<HeadMover<Format>> movers;
@@ -347,6 +267,8 @@ void direct(const AlignArgs& args) {
   // A page from its beginning to its end.
   std::sort(movers.begin(), movers.end());
   const std::vector<Stretch> stretches = paired(args);
+  std::vector<Lanes> lanes;
+  for (const Stretch& stretch : stretches) lanes.emplace_back(stretch.first, stretch.second);
   int64_t ahead = 0;  // elements to fetch before their turn: a page, but not more than L1 holds
   for (int p = 0; p < args.num_parts; ++p)
     ahead += args.block_size * args.parts[p].strides.heads * args.parts[p].strides.channels;
@@ -360,13 +282,12 @@ void direct(const AlignArgs& args) {
         const Stretch& stretch = stretches[i];
         const auto* read = static_cast<const Code<Format>*>(args.read[layer]);
         if (i + 1 < count) {
-          // The machine's own prefetching ends with a page of memory.
           const Stretch& next = stretches[i + 1];
           const auto* page = read + (next.second.length ? next.second : next.first).source;
-          for (int64_t at = 0; at < ahead; at += 64 / sizeof(*page)) __builtin_prefetch(page + at);
+          fetch(page, ahead * sizeof(*page));
         }
         for (const auto& mover : movers)
-          mover.move(stretch, read, static_cast<Code<Format>*>(args.pages[layer]),
+          mover.move(stretch, lanes[i], read, static_cast<Code<Format>*>(args.pages[layer]),
                      args.cos + stretch.angle, args.sin + stretch.angle);
       }
     }
@@ -457,11 +378,13 @@ void segreuse_sizes(int64_t* sizes) {
   sizes[1] = sizeof(segreuse::cpu::AttentionArgs);
   sizes[2] = sizeof(segreuse::cpu::ScoreArgs);
   sizes[3] = sizeof(segreuse::cpu::StoreArgs);
+  sizes[4] = sizeof(segreuse::cpu::EncodeArgs);
 }
 
 void segreuse_align(const segreuse::cpu::AlignArgs* args) {
   using namespace segreuse;
   using cpu::DType;
+  if (args->codec != cpu::CodecId::kRaw) return cpu::align_encoded(*args);
   switch (args->dtype) {
     case DType::kFloat32: return cpu::align<Float32>(*args);
     case DType::kBFloat16: return cpu::align<BFloat16>(*args);

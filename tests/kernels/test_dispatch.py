@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vllm_segreuse.kernels import cpu, cpu_store, cuda, dispatch, reference
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -113,3 +114,20 @@ def test_a_gpu_whose_kernels_do_not_move_a_dtype_runs_torch(
     chosen = dispatch.choose(GPU, torch.float64, layout(128))
     assert (chosen.align, chosen.token_scores) == (reference.align, reference.token_scores)
     assert "does not move torch.float64" in chosen.description
+
+
+def test_codecs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    refused = dispatch.codec_refused
+    assert refused(Codec.RAW, GPU, torch.float8_e4m3fn) is None
+    assert refused(Codec.INT8, CPU, torch.bfloat16) is None
+    assert refused(Codec.INT8, GPU, torch.bfloat16) == (
+        "codec int8 is for CPUs; on cuda pages are stored by codec raw only"
+    )
+    assert "float8_e5m2 is stored by codec raw only" in str(
+        refused(Codec.FP8, CPU, torch.float8_e5m2)
+    )
+    monkeypatch.setattr(cpu, "unavailable", lambda: "it was not built")
+    assert refused(Codec.FP8, CPU, torch.float16) == (
+        "codec fp8 needs the C++ kernels: it was not built"
+    )

@@ -10,7 +10,7 @@ import torch
 
 from tests.prefill.test_executor import DONOR, assert_equal, pages, pair, plan
 from tests.prefill.tiny import LAYERS, SIZE, World
-from vllm_segreuse.kernels import reference
+from vllm_segreuse.kernels import page_tokens
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.plan import Boundary, Gather, PlanOutcome, Probed, ReusePlan
 from vllm_segreuse.prefill import drift as module
@@ -136,7 +136,7 @@ def test_of_many_tokens_a_few_are_compared(monkeypatch: pytest.MonkeyPatch) -> N
 
     def pick(pages: torch.Tensor, strides: Any, slots: torch.Tensor) -> torch.Tensor:
         read.append(slots.numel())
-        return reference.pick_tokens(pages, strides, slots)
+        return page_tokens.pick_tokens(pages, strides, slots)
 
     monkeypatch.setattr(module, "pick_tokens", pick)
     monkeypatch.setattr(module, "TOKENS", 2)
@@ -156,5 +156,5 @@ def test_a_few_tokens_are_read_as_many_are(monkeypatch: pytest.MonkeyPatch) -> N
     layout = world.layers.layouts[0]
     pages, slots = flat_pages(world.caches[0]), torch.tensor([7, 0, 7, 391, 22])
     for strides in (layout.keys, layout.values):
-        expected = reference.read_tokens(pages, strides, slots)
-        assert torch.equal(reference.pick_tokens(pages, strides, slots), expected)
+        expected = page_tokens.read_tokens(pages, strides, slots)
+        assert torch.equal(page_tokens.pick_tokens(pages, strides, slots), expected)

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_segreuse.kernels.codecs import Codec, EncodedPage
 from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What pages may hold beside the dtype of queries."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What codecs encode."""
 
 
 def check_pages(pages: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:
@@ -157,6 +160,38 @@ def check_moves(
             f"{2 * moves.cos.shape[1]}"
         )
     check_range("angles", moves.angles, moves.cos.shape[0])
+
+
+def check_encoded(
+    cells: Sequence[torch.Tensor] | None,
+    parts: Sequence[Part],
+    pages: Sequence[torch.Tensor],
+    codec: Codec,
+) -> tuple[Sequence[torch.Tensor], EncodedPage]:
+    """Encoded pages of the same layers, and where things lie in one of them.
+
+    Raises:
+        ValueError: pages that are no keys and values in a floating-point dtype of 16 or 32 bits,
+            none or other encoded pages, or what `check_pages` refuses.
+    """
+    if pages[0].dtype not in FLOATS:
+        raise ValueError(
+            f"pages of {pages[0].dtype} are stored by the codec raw alone, not {codec}"
+        )
+    if len(parts) != 2:
+        raise ValueError(f"{len(parts)} parts given; the codec {codec} stores keys and values")
+    if cells is None or len(cells) != len(pages):
+        layers = "no" if cells is None else len(cells)
+        raise ValueError(f"encoded pages of {layers} layers given, pages of {len(pages)}")
+    check_pages(cells, (torch.uint8,))
+    keys, values = (part.strides.shape for part in parts)
+    place = EncodedPage.of(keys, values, pages[0].shape[1])
+    if cells[0].shape[1] != place.size or cells[0].device != pages[0].device:
+        raise ValueError(
+            f"encoded pages have {cells[0].shape[1]} bytes on {cells[0].device}; expected "
+            f"{place.size} on {pages[0].device}"
+        )
+    return cells, place
 
 
 def check_stored(

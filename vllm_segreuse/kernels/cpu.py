@@ -19,6 +19,7 @@ import torch
 
 from vllm_segreuse.kernels.arguments import (
     check_blocks,
+    check_encoded,
     check_moves,
     check_pages,
     check_parts,
@@ -32,7 +33,9 @@ from vllm_segreuse.kernels.arguments import (
     check_weights,
     fit,
 )
+from vllm_segreuse.kernels.codecs import Codec, EncodedPage
 from vllm_segreuse.kernels.cpu_structures import (
+    CODECS,
     DTYPES,
     STRUCTURES,
     AlignArgs,
@@ -111,6 +114,7 @@ def align(
     parts: Sequence[Part],
     moves: Moves,
     sources: Sequence[torch.Tensor] | None = None,
+    codec: Codec = Codec.RAW,
 ) -> None:
     """As `reference.align`, bit for bit.
 
@@ -122,7 +126,10 @@ def align(
     check_on_cpu("pages", pages[0])
     check_pages(pages, tuple(DTYPES))
     check_parts(parts, pages[0])
-    read = check_sources(sources, pages)
+    if codec is Codec.RAW:
+        read, place = check_sources(sources, pages), EncodedPage(0, 0, 0)
+    else:
+        read, place = check_encoded(sources, parts, pages, codec)
     check_moves(moves, parts, pages[0], read[0])
     first, block_size = pages[0], parts[0].strides.shape[1]
     written, read_from = pointers(pages), pointers(read)
@@ -150,7 +157,10 @@ def align(
             moves.sin.data_ptr(),
             moves.cos.shape[-1],
             None if scratch is None else scratch.data_ptr(),
+            place.value_scales,
+            place.codes,
             DTYPES[first.dtype],
+            CODECS[codec],
         ),
     )
 

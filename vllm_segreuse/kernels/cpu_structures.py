@@ -8,6 +8,7 @@ import ctypes
 
 import torch
 
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import Part, TiledStrides
 
 DTYPES = {
@@ -17,6 +18,8 @@ DTYPES = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
+
+CODECS = {Codec.RAW: 0, Codec.INT8: 1, Codec.FP8: 2}
 
 
 class Strides(ctypes.Structure):
@@ -71,7 +74,10 @@ class AlignArgs(ctypes.Structure):
         ("sin", ctypes.c_void_p),
         ("pairs", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
+        ("value_scales", ctypes.c_int64),
+        ("codes", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
+        ("codec", ctypes.c_int32),
     ]
 
 
@@ -138,10 +144,30 @@ class StoreArgs(ctypes.Structure):
     ]
 
 
+class EncodeArgs(ctypes.Structure):
+    _fields_ = [
+        ("pages", ctypes.c_void_p),
+        ("layers", ctypes.c_int64),
+        ("page_stride", ctypes.c_int64),
+        ("parts", ctypes.c_void_p),
+        ("cells", ctypes.c_void_p),
+        ("cell_stride", ctypes.c_int64),
+        ("value_scales", ctypes.c_int64),
+        ("codes", ctypes.c_int64),
+        ("blocks", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("encoded", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("codec", ctypes.c_int32),
+    ]
+
+
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "align": AlignArgs,
     "attention": AttentionArgs,
     "scores": ScoreArgs,
     "store": StoreArgs,
+    "encode": EncodeArgs,
 }
 """By function, in the order of `segreuse_sizes`."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from vllm_segreuse.kernels import cpu, cpu_store, cuda, reference
+from vllm_segreuse.kernels.arguments import FLOATS
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout
 
 
@@ -42,6 +44,19 @@ def choose(
     """The kernels for pages of one device, dtype and layout; queries may be of another dtype."""
     choice = _for_cpu if device.type == "cpu" else _for_gpu
     return choice(dtype, layout, queries or dtype)
+
+
+def codec_refused(codec: Codec, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why pages of a device and dtype cannot be stored by a codec, in one sentence; None if they
+    can."""
+    if codec is Codec.RAW:
+        return None
+    if device.type != "cpu":
+        return f"codec {codec} is for CPUs; on {device.type} pages are stored by codec raw only"
+    if dtype not in FLOATS:
+        return f"KV in {dtype} is stored by codec raw only, not {codec}"
+    missing = cpu.unavailable()
+    return f"codec {codec} needs the C++ kernels: {missing}" if missing else None
 
 
 def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Kernels:

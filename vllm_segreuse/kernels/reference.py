@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_segreuse.kernels.codecs import Codec
+from vllm_segreuse.kernels.page_tokens import read_tokens, write_tokens
 from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides, indexable
+from vllm_segreuse.kernels.reference_codecs import decoded
 
 _SCORE_ELEMENTS = 1 << 24  # bound on one block of attention weights (64 MiB in float32)
 
@@ -18,6 +21,7 @@ def align(
     parts: Sequence[Part],
     moves: Moves,
     sources: Sequence[torch.Tensor] | None = None,
+    codec: Codec = Codec.RAW,
 ) -> None:
     """Copy tokens from slot to slot, keys turned by each token's own distance (SparseX, 3.1).
 
@@ -30,15 +34,20 @@ def align(
         moves: which tokens go where.
         sources: where tokens are read, if not in `pages`: flat pages of each layer that lie
             elsewhere, packed alike, `[rows, page_elements]`. `moves.sources` are slots of these.
+        codec: how `sources` are stored; other than `RAW`, they are as `encode` writes them, and
+            tokens are decoded, turned and then rounded once.
     """
     for layer, source in zip(pages, pages if sources is None else sources, strict=True):
-        moved = [read_tokens(source, part.strides, moves.sources) for part in parts]
+        if codec is Codec.RAW:
+            moved = [read_tokens(source, part.strides, moves.sources) for part in parts]
+        else:
+            moved = decoded(source, parts, layer.shape[1], codec, moves.sources)
         for part, tokens in zip(parts, moved, strict=True):
             if part.rotation is not None:
                 tokens = rotate(
                     tokens, part.rotation, moves.cos[moves.angles], moves.sin[moves.angles]
                 )
-            _write(layer, part.strides, moves.targets, tokens)
+            write_tokens(layer, part.strides, moves.targets, tokens.to(layer.dtype))
 
 
 def store(
@@ -235,42 +244,3 @@ def token_scores(
         else:
             mass[:visible] += weights.sum((0, 1))
     return mass
-
-
-def read_tokens(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor) -> torch.Tensor:
-    """Tokens `[tokens, heads, head_size]` at the given slots."""
-    # Whole pages are gathered (one memcpy each) and unpacked at once; picking single tokens out of
-    # tiled pages would be a strided read per element.
-    size = strides.shape[1]
-    blocks, page_of = torch.unique(slots // size, return_inverse=True)
-    tokens = indexable(strides.tokens_of(pages, blocks))[page_of * size + slots % size]
-    return tokens.view(pages.dtype)
-
-
-def pick_tokens(pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor) -> torch.Tensor:
-    """The same for a few tokens: element by element, and without waiting for the device."""
-    heads, _, channels = strides.shape
-    tokens = _tiles(indexable(pages), strides)[_tile_of(strides, slots)]
-    return tokens.reshape(-1, heads, channels).view(pages.dtype)
-
-
-def _write(
-    pages: torch.Tensor, strides: TiledStrides, slots: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    """Write tokens `[tokens, heads, head_size]` to the given slots."""
-    heads, _, channels = strides.shape
-    _tiles(indexable(pages), strides)[_tile_of(strides, slots)] = indexable(tokens).view(
-        -1, heads, channels // strides.channel_tile, strides.channel_tile
-    )
-
-
-def _tiles(pages: torch.Tensor, strides: TiledStrides) -> torch.Tensor:
-    """`[pages, token tiles, tokens of a tile, heads, channel tiles, channels of a tile]`."""
-    return strides.view(pages).permute(0, 2, 3, 1, 4, 5)
-
-
-def _tile_of(strides: TiledStrides, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Where a slot's token lies in the first three dimensions of `_tiles`."""
-    size, tile = strides.shape[1], strides.token_tile
-    offset = slots % size
-    return slots // size, offset // tile, offset % tile

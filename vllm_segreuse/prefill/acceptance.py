@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from vllm_segreuse.kernels.reference import pick_tokens
+from vllm_segreuse.kernels.page_tokens import pick_tokens
 from vllm_segreuse.memory import COMPARED_TOKENS
 from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.plan import Acceptance

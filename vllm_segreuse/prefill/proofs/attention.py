@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_segreuse.kernels import reference
+from vllm_segreuse.kernels import page_tokens, reference
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
@@ -88,7 +88,7 @@ def _by_reference(layer: LayerKv, case: _Case) -> torch.Tensor:
         (value, layer.layout.values, scales.value),
     ):
         into[positions] = (
-            reference.read_tokens(layer.pages, part, case.tokens.slots).float() * scale
+            page_tokens.read_tokens(layer.pages, part, case.tokens.slots).float() * scale
         )
     return reference.attend(
         case.query.view(len(positions), -1, attention.head_size),
