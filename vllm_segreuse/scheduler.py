@@ -71,7 +71,7 @@ from vllm_segreuse.plan import (
 from vllm_segreuse.policies import POLICIES, WITHOUT_CHOICE, Situation
 from vllm_segreuse.similarity import similar_segments
 from vllm_segreuse.tier.fingerprint import model_fingerprint
-from vllm_segreuse.tier.start import most_records, open_folder, start_tier
+from vllm_segreuse.tier.start import most_records, start_tier
 from vllm_segreuse.tier_options import TierOptions
 from vllm_segreuse.tracing import headers_of, is_traced, match_span
 
@@ -179,11 +179,9 @@ class SchedulerSide:
         if region is not None:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             known = (pool, index, self._namespaces, health, stats)
-            files, fingerprint = None, None
-            if options.path is not None:
-                fingerprint = model_fingerprint(vllm_config, group)
-                files = open_folder(region, options, fingerprint)
-            self._tier = start_tier(region, options, ranks, *known, files, fingerprint)
+            has_files = options.path is not None
+            fingerprint = model_fingerprint(vllm_config, group) if has_files else None
+            self._tier = start_tier(region, options, ranks, *known, fingerprint)
         self._donors = Donors(index, requests, depth, health, self._forgotten, followers)
         entries = FrozenPool(
             pool,

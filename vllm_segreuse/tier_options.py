@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from vllm_segreuse import values
-from vllm_segreuse.values import MAX_TOKENS, count, is_number, number, short_repr, switch
+from vllm_segreuse.values import MAX_TOKENS, count, is_number, number, short_repr
 
 _GIB = 2**30
 _PATH = BeforeValidator(values.path)
@@ -47,9 +47,6 @@ class TierOptions(BaseModel):
     disk_gib: Annotated[float, number(math.inf)] = 0.0
     """Most bytes that the files take, in GiB."""
 
-    codec: Annotated[Literal["raw", "int8", "fp8"], _one_of("raw", "int8", "fp8")] = "raw"
-    """How records are stored: `raw`, byte for byte as in vLLM's cache, or quantised."""
-
     admission: Annotated[Literal["evicted", "knowledge"], _one_of("evicted", "knowledge")] = (
         "evicted"
     )
@@ -69,9 +66,6 @@ class TierOptions(BaseModel):
     key_file: Annotated[str | None, _PATH] = None
     """File with the key that records are encrypted with on disk, 32 bytes as hex or base64; None:
     the environment's `SEGREUSE_TIER_KEY`, or no encryption."""
-
-    zeroise: Annotated[bool, BeforeValidator(switch)] = False
-    """Whether host memory is overwritten with zeros as soon as a record leaves it."""
 
     @property
     def host_bytes(self) -> int:

@@ -17,7 +17,6 @@ from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan, TierDone, Ti
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.region import HostRegion, open_region
 from vllm_segreuse.tier.worker import TierWorker, mover_for
 from vllm_segreuse.tracing import PassSpans
@@ -69,8 +68,6 @@ class WorkerSide:
     def _start_tier(
         self, vllm_config: VllmConfig, options: TierOptions, kv_cache_config: KVCacheConfig
     ) -> None:
-        if options.codec != "raw":
-            raise RefusedError(f"tier.codec is {options.codec}; records can be stored raw only")
         aligner = self.backlog.prefill.aligner
         rank = get_tp_group().rank_in_group
         self._region = open_region(vllm_config, kv_cache_config, options.host_gib, rank)

@@ -13,7 +13,7 @@ from tests.tier.fakes import ROW_BYTES, Region
 from tests.tier.test_scheduler_side import Tiered
 from vllm_segreuse import scheduler
 from vllm_segreuse.supported import RefusedError
-from vllm_segreuse.tier.start import open_folder
+from vllm_segreuse.tier.files import open_file_tier
 from vllm_segreuse.tier_options import TierOptions
 
 OTHER = OPTIONS | {"extra_keys": "others"}
@@ -102,5 +102,6 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         {"path": "x", "key_file": str(tmp_path / "file")},
     ):
         options = TierOptions(disk_gib=1, **wrong)
-        with pytest.raises(RefusedError, match=r"the folder of tier\.path cannot be used"):
-            open_folder(Region(ROW_BYTES), options, bytes(32))  # type: ignore[arg-type]
+        view = Region(ROW_BYTES).create_kv_memoryview()
+        with pytest.raises(RefusedError, match="files cannot be kept in"):
+            open_file_tier(options, view, bytes(32), lambda key: None)

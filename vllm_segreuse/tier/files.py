@@ -36,6 +36,7 @@ from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.folder import LostError, RecordFolder
 from vllm_segreuse.tier.format import Kept, record_of
 from vllm_segreuse.tier.jobs import Job, Jobs, Settle
+from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.residents import Residents, Slot
 from vllm_segreuse.tier.sealing import Checksum, Sealer
 from vllm_segreuse.tier_options import TierOptions
@@ -50,6 +51,7 @@ PAUSES_S = (1.0, 300.0)
 LOST = ("missing", "torn", "corrupt")
 """Reasons for which a record is removed: see `LostError`."""
 
+_DOCUMENTS = "documents.sqlite"
 _TASK_RECORDS = 16
 _MOST_NOTES = 1024
 
@@ -113,6 +115,7 @@ class FileTier(SecondaryTierManager):
         self._events: list[OffloadingEvent] = []
         self._hidden = False
         self._closed = False
+        self._journal: DocumentJournal | None = None
         self._paused_until_s = -float("inf")
         self._pause_s = PAUSES_S[0]
         self._unnamed = self._by_namespace()
@@ -431,6 +434,20 @@ class FileTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Waits until all jobs are over, or abandoned at their deadline."""
         self._jobs.drain()
+
+    def journal(self) -> DocumentJournal:
+        """Of the documents that records are of, beside them."""
+
+        def submit(write: Callable[[], None]) -> None:
+            def task(job: Job) -> Settle:
+                write()
+                return lambda: None
+
+            self._jobs.begin(None, [task], urgent=False)
+
+        if self._journal is None:
+            self._journal = DocumentJournal(os.path.join(self._folder.path, _DOCUMENTS), submit)
+        return self._journal
 
     def shutdown(self) -> None:
         """Stores what was to be stored, and ends the use of the store.

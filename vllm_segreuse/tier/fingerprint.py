@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from vllm_segreuse.kv_group import KvGroup
+from vllm_segreuse.supported import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +43,7 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 _MOST_HEADER_BYTES = 100 << 20  # the limit of the format
 
 
-class UnknownWeightsError(ValueError):
+class UnknownWeightsError(RefusedError):
     """The model's weights are no files of this machine."""
 
 
@@ -111,7 +112,8 @@ def _file_digests(vllm_config: VllmConfig) -> list[bytes]:
     if sampled is None:
         raise UnknownWeightsError(
             f"the weights of {model.model} are not files of this machine, so that records of other "
-            "weights could not be told apart"
+            "weights could not be told apart; load the model from a folder, or start without "
+            "tier.path"
         )
     return [*digests, sampled]
 
