@@ -23,6 +23,9 @@ ALL = list(expressions())
 OURS = "vllm:segreuse_"
 
 
+UNITS = {"short", "percentunit", "reqps", "s", "bytes"}
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, set[str]]]:
     """Of our metrics, as `/metrics` has them: name of each series, its labels, their values."""
@@ -93,7 +96,7 @@ def test_panels_have_what_grafana_needs() -> None:
         assert panel["type"] in kinds, panel["title"]
         assert panel["title"]
         assert panel["description"].endswith(".")
-        assert panel["fieldConfig"]["defaults"]["unit"] in {"short", "percentunit", "reqps", "s"}
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
         source = {"type": "prometheus", "uid": "${datasource}"}
         assert panel["datasource"] == source
         assert [target["datasource"] for target in panel["targets"]] == [source] * len(
