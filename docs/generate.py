@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
             policies,
         ),
         *(metrics, start_up_errors, request_errors, admin_errors, patches),
-        *(support, families),
+        *(support, families, tier_sizing),
     ):
         file = folder / f"{table.__name__}.md"
         text = table()
@@ -87,6 +87,41 @@ def tier_options() -> str:
     from vllm_segreuse.tier_options import TierOptions
 
     return _options(TierOptions)
+
+
+SIZED = {
+    "Llama 3.1 8B": (32, 8, 128),
+    "Qwen3 8B": (36, 8, 128),
+    "gpt-oss 20B": (24, 8, 64),
+    "Qwen3 32B": (64, 8, 128),
+    "Llama 3.3 70B": (80, 8, 128),
+}
+"""Layers, KV heads and head size of models that are much in use."""
+
+_SIZED_BLOCK = 16
+_SIZED_DOCUMENT = 1000
+
+
+def tier_sizing() -> str:
+    """What a GiB of the second tier holds, raw, in bf16; all ranks together."""
+    rows = []
+    for name, (layers, kv_heads, channels) in SIZED.items():
+        token = 2 * 2 * layers * kv_heads * channels
+        block = token * _SIZED_BLOCK  # rows are padded; here there is nothing to pad
+        blocks = (1 << 30) // block
+        documents = blocks // -(-_SIZED_DOCUMENT // _SIZED_BLOCK)
+        numbers = (token / 1024, block / (1 << 20), blocks * _SIZED_BLOCK, documents)
+        rows.append(
+            [name, *(f"{number:,.{d}f}" for number, d in zip(numbers, (0, 2, 0, 0), strict=True))]
+        )
+    head = (
+        "model",
+        "KiB a token",
+        "MiB a block of 16",
+        "tokens a GiB",
+        "documents of 1,000 a GiB",
+    )
+    return _table(head, rows)
 
 
 def _options(kind: Any) -> str:
