@@ -21,6 +21,7 @@ SUITES = {
     "quality": "what each policy loses against full prefill, and what it computes",
     "rag": "questions over a knowledge base: the server with extra keys against without",
     "churn": "knowledge bases that change all the time in a nearly full pool: leaks, failures",
+    "tier": "the second tier: questions over a base that is larger than the KV memory",
     "isolation": "whether time tells a stranger what is cached for somebody else",
     "soak": "a long mixed load on a small pool: leaks, hangs, failures, memory, latency",
     "stall": "what decoding requests wait for the long prompts of others",

@@ -120,7 +120,7 @@ def run(quick: bool) -> harness.SuiteResult:
                     name: stack.enter_context(_server(name, bound, eager=quick)) for name in SERVERS
                 }
                 for comparison in mine:
-                    seconds = asyncio.run(_measure(servers, load, comparison))
+                    seconds = asyncio.run(measure(servers, load, comparison))
                     rows += _rows(load, comparison, seconds, servers, eager=quick)
                     summary |= ratio(comparison.name, seconds)
     except (ServerError, openai.OpenAIError) as error:
@@ -152,7 +152,7 @@ def _model() -> Path:
     return shapes.make_model(SHAPE)
 
 
-async def _measure(
+async def measure(
     servers: Mapping[str, Server], load: Load, comparison: Comparison
 ) -> dict[str, list[float]]:
     """Seconds of each batch, by server."""

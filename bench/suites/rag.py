@@ -43,7 +43,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 
 _SERVER_ARGS = ("--max-model-len", "16384", "--block-size", "32", "--dtype", "bfloat16")
 _KV_SPACE_GIB = 4
-_MAX_TOKENS = 4
+MAX_TOKENS = 4
 _START_S = 1200  # compiling 28 layers takes minutes on a busy machine
 
 
@@ -83,7 +83,7 @@ def run(quick: bool) -> harness.SuiteResult:
     documents = {id_: text for id_, text in topics if len(text) <= load.longest_document_chars}
     model = shapes.make_model(load.shape)
     questions = library.questions()[: load.questions] * load.orders
-    prompts = _prompts(model, documents, questions)
+    prompts = prompts_of(model, documents, questions)
     token = secrets.token_hex()
     args = [*_SERVER_ARGS, *(["--enforce-eager"] if load.eager else [])]
     env = {TOKEN_ENV: token, "VLLM_CPU_KVCACHE_SPACE": str(_KV_SPACE_GIB)}
@@ -93,7 +93,7 @@ def run(quick: bool) -> harness.SuiteResult:
         with tempfile.TemporaryDirectory() as folder:
             args += ["--segreuse-config", str(_config(Path(folder)))]
             with Server(model, args, env, start_timeout_s=_START_S) as server:
-                ingested = _ingest(server.url, token, documents)
+                ingested = ingest(server.url, token, documents)
                 one = partial(_ask, server.client(timeout=600), server.model_name)
                 answers = _ask_all(one, prompts)
     except (ServerError, ClientError, openai.OpenAIError) as error:
@@ -111,7 +111,7 @@ def _config(folder: Path) -> Path:
     return file
 
 
-def _prompts(model: Path, documents: Mapping[str, str], questions: Sequence[str]) -> list[Prompt]:
+def prompts_of(model: Path, documents: Mapping[str, str], questions: Sequence[str]) -> list[Prompt]:
     """One prompt per question, with its passages in random order."""
     from tokenizers import Tokenizer
 
@@ -127,7 +127,7 @@ def _prompts(model: Path, documents: Mapping[str, str], questions: Sequence[str]
     return prompts
 
 
-def _ingest(url: str, token: str, documents: Mapping[str, str]) -> Ingested:
+def ingest(url: str, token: str, documents: Mapping[str, str]) -> Ingested:
     with KnowledgeClient(url, token) as client:
         client.create(BASE)
         started = time.perf_counter()
@@ -144,7 +144,7 @@ def _ingest(url: str, token: str, documents: Mapping[str, str]) -> Ingested:
 
 
 def _ask(client: Any, model: str, arm: str, prompt: Prompt) -> Answer:
-    answer = ask(client, model, prompt.messages, max_tokens=_MAX_TOKENS, extra_body=ARMS[arm])
+    answer = ask(client, model, prompt.messages, max_tokens=MAX_TOKENS, extra_body=ARMS[arm])
     if (answer.report is None) != (arm == "plain"):
         raise harness.BenchError(f"a request of the arm {arm!r} was reported as {answer.report}")
     return answer
@@ -155,7 +155,7 @@ def _ask_all(one: Any, prompts: Sequence[Prompt]) -> dict[str, list[Answer]]:
     answers: dict[str, list[Answer]] = {arm: [] for arm in ARMS}
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         for arm in ARMS:  # warms up; another question than those that follow
-            list(pool.map(partial(one, arm), [_first_half(p) for p in prompts[:CONCURRENCY]]))
+            list(pool.map(partial(one, arm), [first_half(p) for p in prompts[:CONCURRENCY]]))
         turns = range(0, len(prompts), TURN)
         for turn, at in enumerate(harness.progress(turns, "rag")):
             for arm in harness.rotated(list(ARMS), turn):
@@ -163,7 +163,7 @@ def _ask_all(one: Any, prompts: Sequence[Prompt]) -> dict[str, list[Answer]]:
     return answers
 
 
-def _first_half(prompt: Prompt) -> Prompt:
+def first_half(prompt: Prompt) -> Prompt:
     """A prompt that no other one begins with."""
     [system, user] = prompt.messages
     content = user["content"]
@@ -217,10 +217,10 @@ def _row(load: Load, arm: str, prompts: Sequence[Prompt], answers: Sequence[Answ
         "reused": sum(report.get("reused_tokens", 0) for report in reports),
         "recomputed": sum(report.get("recomputed_tokens", 0) for report in reports),
         "ttft_p50_ms": harness.median(times_ms),
-        "ttft_p99_ms": _p99(times_ms),
+        "ttft_p99_ms": p99(times_ms),
         "ttft_min_ms": min(times_ms),
     }
 
 
-def _p99(values: Sequence[float]) -> float:
+def p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[98]

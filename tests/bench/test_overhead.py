@@ -72,7 +72,7 @@ def test_few_batches_have_no_interval() -> None:
 
 def test_both_servers_get_the_same_batches(servers: dict[str, _Server]) -> None:
     comparison = overhead.Comparison("x", bound=True, beside=1)
-    seconds = asyncio.run(overhead._measure(servers, LOAD, comparison))
+    seconds = asyncio.run(overhead.measure(servers, LOAD, comparison))
     assert {name: len(values) for name, values in seconds.items()} == {"plain": 6, "segreuse": 6}
     plain, segreuse = (server.asked for server in servers.values())
     assert [r["prompt"] for r in plain] == [r["prompt"] for r in segreuse]
@@ -87,7 +87,7 @@ def test_traffic_that_reuses_nothing_is_refused(servers: dict[str, _Server]) -> 
     servers["segreuse"].reused = 0
     comparison = overhead.Comparison("x", bound=True, beside=1)
     with pytest.raises(BenchError, match="reused 0 tokens at the server 'segreuse'"):
-        asyncio.run(overhead._measure(servers, LOAD, comparison))
+        asyncio.run(overhead.measure(servers, LOAD, comparison))
 
 
 def test_prompts_beside_hold_known_documents_behind_something_new() -> None:

@@ -102,7 +102,7 @@ def test_both_arms_send_the_same_prompts_and_take_turns(served: _Served) -> None
 
 def test_prompts_hold_eight_passages_in_random_order(model: Path) -> None:
     documents = library.python_topics()
-    prompts = rag._prompts(model, documents, library.questions())
+    prompts = rag.prompts_of(model, documents, library.questions())
     found = library.Library(documents)
     ranked = [found.search(question, rag.PASSAGES) for question in library.questions()]
     for prompt, passages in zip(prompts, ranked, strict=True):
