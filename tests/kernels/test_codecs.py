@@ -193,6 +193,7 @@ def test_the_library_has_the_references_bits(
         pytest.skip("of MLA nothing is encoded")
     pages = make_cache(shape.page_elements, 5, dtype, num_layers=2)
     pages.memory[: pages.memory.numel() // 4] *= 1e-4
+    pages.layers[0][1] = 0
     cells = make_cells(parts, shape.page_elements, 7, 2)
     blocks, rows = torch.tensor([4, 0, 1, 2]), torch.tensor([2, 6, 0, 5])
     expected = copy_of(cells)
