@@ -16,7 +16,6 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import TierOrders
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.worker import TierWorker
 from vllm_segreuse.worker import WorkerSide
 
@@ -198,11 +197,6 @@ def test_the_region_is_given_back_at_the_end(backlog: Any, monkeypatch: Patch) -
     side.close()
     assert not region.is_open
     assert backlog.prefill.aligner.host_rows is None
-
-
-def test_codecs_that_are_not_carried_out_are_refused(backlog: Backlog, monkeypatch: Patch) -> None:
-    with pytest.raises(RefusedError, match=r"tier\.codec is int8"):
-        with_tier(backlog, monkeypatch, codec="int8")
 
 
 # Start.
