@@ -17,6 +17,7 @@ from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
 
+COLD = {"warm": 0, "stored": 0, "cold": 2, "warming": 0, "failed": 0}
 TOKEN = "admin"
 USER = "an API key with every right"
 ADMIN = {"Authorization": f"Bearer {TOKEN}"}
@@ -214,7 +215,7 @@ def test_26_a_reset_makes_documents_cold_and_one_call_warm(client: Client) -> No
     client.add("base", doc=tokens(100), other=tokens(50))
     client.server.post("/reset_prefix_cache")
     stats = client.stats()
-    assert stats["documents"] == {"warm": 0, "cold": 2, "warming": 0, "failed": 0}
+    assert stats["documents"] == COLD
     assert stats["blocks"]["frozen"] == 0
     found = client.admin("POST", "base/warm", {"wait": True})["data"]
     assert [d["status"] for d in found] == ["warm", "warm"]
@@ -228,7 +229,7 @@ def away(client: Client, how: list[tuple[str, Any]]) -> None:
         answer = client.server.post(path, body)
         assert answer.status_code == 200, answer.text
     stats = client.stats()
-    assert stats["documents"] == {"warm": 0, "cold": 2, "warming": 0, "failed": 0}
+    assert stats["documents"] == COLD
     assert (stats["blocks"]["frozen"], stats["blocks"]["free"]) == (0, stats["blocks"]["total"])
 
 
