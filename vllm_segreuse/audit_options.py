@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from vllm_segreuse.values import MAX_TOKENS, count, number, path, short_repr, switch
+from vllm_segreuse.values import MAX_TOKENS, count, number, only_known, path, short_repr, switch
 
 OTHER = "other"
 """Class of the namespaces that no prefix names."""
@@ -131,15 +131,7 @@ class AuditOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            raise ValueError("must be a mapping of options")
-        for key in data:
-            if key not in cls.model_fields:
-                raise ValueError(
-                    f"has the unknown option {short_repr(key)}; allowed are "
-                    f"{', '.join(sorted(cls.model_fields))}"
-                )
-        return data
+        return only_known(data, cls.model_fields)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from vllm_segreuse import values
-from vllm_segreuse.values import MAX_TOKENS, count, is_number, number, short_repr
+from vllm_segreuse.values import MAX_TOKENS, count, is_number, number, only_known
 
 _GIB = 2**30
 _PATH = BeforeValidator(values.path)
@@ -80,15 +79,7 @@ class TierOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            raise ValueError("must be a mapping of options, or null")
-        for key in data:
-            if key not in cls.model_fields:
-                raise ValueError(
-                    f"has the unknown option {short_repr(key)}; allowed are "
-                    f"{', '.join(sorted(cls.model_fields))}"
-                )
-        return data
+        return only_known(data, cls.model_fields, ", or null")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -123,3 +123,23 @@ def _layer(key: object, rule: str) -> int:
     if isinstance(key, bool) or not (text.isascii() and text.isdigit() and 0 < int(text) < 1000):
         raise ValueError(rule)
     return int(text)
+
+
+def only_known(data: Any, fields: Mapping[str, Any], otherwise: str = "") -> Any:
+    """What a block of options was given.
+
+    Args:
+        fields: of the block.
+        otherwise: what may be given instead of a block, for the text.
+
+    Raises:
+        ValueError: it is no mapping, or names an option that there is not.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"must be a mapping of options{otherwise}")
+    for key in data:
+        if key not in fields:
+            raise ValueError(
+                f"has the unknown option {short_repr(key)}; allowed are {', '.join(sorted(fields))}"
+            )
+    return data

@@ -131,13 +131,18 @@ def test_of_similar_segments_two_ranks_reject_some(two_ranks: dict[str, list[Ans
         assert answer.report["rejected_tokens"] > 0
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Answer]], str]:
-    """Answers of two ranks, and all that the script wrote until its engine was broken."""
-    path = tmp_path_factory.mktemp("tensor_parallel") / "answers.json"
+def run_script(module: str, path: Path) -> tuple[dict[str, list[Answer]], str]:
+    """Runs a module of tests as a script, with a core for each of two ranks.
+
+    Args:
+        path: where it writes its answers.
+
+    Returns:
+        These, and all that it wrote besides.
+    """
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[1]}"}
     done = subprocess.run(
-        [sys.executable, "-m", MODULE, str(path)],
+        [sys.executable, "-m", module, str(path)],
         cwd=Path(__file__).parents[2],
         env=environment,
         stdout=subprocess.PIPE,
@@ -148,6 +153,12 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Ans
     assert path.exists(), done.stdout[-6000:]
     answers = json.loads(path.read_text()).items()
     return {way: [_answer(a) for a in found] for way, found in answers}, done.stdout
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Answer]], str]:
+    """Answers of two ranks, and all that the script wrote until its engine was broken."""
+    return run_script(MODULE, tmp_path_factory.mktemp("tensor_parallel") / "answers.json")
 
 
 @pytest.fixture(scope="module")

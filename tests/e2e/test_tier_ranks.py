@@ -6,8 +6,6 @@ The two ranks live in processes of their own; as a script, this file is the engi
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 
 from tests.e2e.engine import Engine, Prompts, engine
 from tests.e2e.test_equality import assert_same
-from tests.e2e.test_tensor_parallel import CORES, NOISE, Breaking, _answer
+from tests.e2e.test_tensor_parallel import CORES, NOISE, Breaking, run_script
 from tests.e2e.test_tier import IDLE, SHIFT, counts, evict
 
 MODULE = "tests.e2e.test_tier_ranks"
@@ -76,18 +74,8 @@ def break_on_a_rank(running: Engine, what: str | None) -> None:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("tier") / "answers.json"
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[1]}"}
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, str(path)],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=540,
-    )
-    assert path.exists(), done.stdout[-6000:]
-    return {way: _answer(found) for way, [found] in json.loads(path.read_text()).items()}
+    found, _ = run_script(MODULE, path)
+    return {way: answer for way, [answer] in found.items()}
 
 
 def test_two_ranks_reuse_from_the_host_bit_for_bit(answers: dict[str, Any]) -> None:

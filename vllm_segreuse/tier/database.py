@@ -12,7 +12,6 @@ a row without a file. Both are removed at the next start.
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import threading
 import time
@@ -20,9 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vllm_segreuse.tier.format import Kept
 from vllm_segreuse.tier.sealing import PROOF_BYTES, CorruptError, Sealer
+from vllm_segreuse.tier.sqlite import open_private
 
-_FILE = 0o600
-_PRAGMAS = ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
 # Primary result codes whose cause is not what the file holds.
 _OUTSIDE = frozenset(
     (
@@ -60,17 +58,8 @@ class Database:
         self._fingerprint = fingerprint
         self._sealer = sealer
         self._lock = threading.Lock()
-        # Before SQLite, which would make it for all users; its journals get the same mode.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE))
-        self._sql = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
-        try:
-            with _damage():
-                for pragma in _PRAGMAS:
-                    self._sql.execute(f"PRAGMA {pragma}")
-                self._sql.execute(_TABLE)
-        except BaseException:
-            self._sql.close()
-            raise
+        with _damage():
+            self._sql = open_private(path, _TABLE, timeout_s=5.0)
 
     def rows(self) -> Iterator[tuple[str, Kept | None]]:
         """(name, record) from the least to the most recently used; None: the row is damaged.

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from vllm_segreuse.tier.sqlite import open_private
+
 logger = logging.getLogger("vllm.segreuse")
 
 KEY_BYTES = 32
-_PRAGMAS = ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
 _TABLE = """
 CREATE TABLE IF NOT EXISTS parts (
     entry TEXT, part INTEGER, parts INTEGER NOT NULL, keys BLOB NOT NULL, PRIMARY KEY (entry, part))
@@ -114,13 +115,8 @@ def _carry_out(sql: sqlite3.Connection, change: Part | tuple[str, ...]) -> None:
 
 
 def _opened(path: str) -> tuple[sqlite3.Connection, list[Part]]:
-    # Before SQLite, which would make it for all users; its journals get the same mode.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    sql = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
+    sql = open_private(path, _TABLE, timeout_s=1.0)
     try:
-        for pragma in _PRAGMAS:
-            sql.execute(f"PRAGMA {pragma}")
-        sql.execute(_TABLE)
         return sql, list(_parts(sql))
     except BaseException:
         sql.close()
