@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second tier without any KV, which keeps entries: the real bookkeeping on counted records."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 from vllm_segreuse.cache.frozen import Use
@@ -29,21 +30,28 @@ class FakeTier:
     Attributes:
         has_disk: what is kept outlives a restart.
         calls: parts that were kept, in order.
+        room: records that can be kept until there is more.
     """
 
     def __init__(self, capacity_blocks: int = 1000, has_disk: bool = True) -> None:
         self.capacity_blocks = capacity_blocks
         self.has_disk = has_disk
+        self.room: float = math.inf
         self.uses: dict[str, Use] = {}
         self.calls: list[tuple[str, int, int, int]] = []
         self._journal = Journal()
         self._kept = KeptEntries(self._journal)
         self._on_disk: set[bytes] = set()
+        self._lost: set[str] = set()
 
     def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> None:
         self.calls.append((entry, part, parts, len(block_ids)))
         keys = [f"{entry} {part} {block}".encode() for block in range(len(block_ids))]
         self._kept.keep(entry, part, parts, keys)
+        if self.room < len(keys):
+            self._lost.add(entry)
+            return
+        self.room -= len(keys)
         for key in keys:
             self._kept.placed(key, True, self.has_disk)
         self._on_disk.update(keys if self.has_disk else ())
@@ -53,6 +61,10 @@ class FakeTier:
 
     def held(self) -> dict[str, Place]:
         return self._kept.held()
+
+    def lost(self) -> list[str]:
+        self._lost -= self.held().keys()
+        return sorted(self._lost)
 
     def take_uses(self) -> dict[str, Use]:
         return self.uses

@@ -246,7 +246,12 @@ def test_what_cannot_be_computed_says_why_and_can_be_tried_again(answer: Any) ->
 
 def test_one_chunk_at_a_time_beside_users() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
-        await service.add("base", documents(**{f"a{i}": [i, 2, 3] for i in range(9)}))
+        engine.gate.clear()
+        adding = service.add("base", documents(**{f"a{i}": [i, 2, 3] for i in range(9)}))
+        added = asyncio.create_task(adding)
+        await until(lambda: asyncio.sleep(0, engine.at_once > 1))
+        engine.gate.set()
+        await added
         assert 1 < engine.most_at_once <= 4
         engine.most_at_once, engine.others = 0, 1
         await service.add("base", documents(**{f"b{i}": [i, 3, 4] for i in range(9)}))

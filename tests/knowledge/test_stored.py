@@ -113,6 +113,45 @@ def test_what_fits_the_tier_only_is_taken_and_stored() -> None:
     run(test, FakeTier(capacity_blocks=20), limit=8)
 
 
+def test_what_the_tier_had_no_room_for_is_computed_again_once_it_has() -> None:
+    tier = FakeTier(capacity_blocks=20)
+    tier.room = 0
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=A))
+        assert await statuses(service) == {"a": "warm"}
+        engine.pool.make_free(100)
+        (lost,) = engine.freezing.state()["wanted"]
+        tier.room = 100
+        (document,) = await service.add("base", documents(a=A))
+        assert document.status == "warm"
+        engine.pool.make_free(100)
+        assert await statuses(service) == {"a": "stored"}
+        assert engine.freezing.state()["wanted"] == []
+        assert [entry for entry, *_ in tier.calls].count(lost) >= 2
+
+    run(test, tier, limit=8)
+
+
+def test_who_waits_gets_documents_that_the_tier_takes_one_after_the_other() -> None:
+    """Room for one document at a time: both are stored in the end."""
+    tier = FakeTier(capacity_blocks=20)
+    tier.room = 4
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        async def writes() -> None:
+            while True:
+                await asyncio.sleep(0)
+                tier.room = 9
+
+        writing = asyncio.create_task(writes())
+        added = await service.add("base", documents(a=A, b=B))
+        writing.cancel()
+        assert [document.status for document in added] == ["warm", "stored"]
+
+    run(test, tier, limit=8)
+
+
 def test_after_a_restart_nothing_that_is_stored_is_computed(path: Path) -> None:
     tier = FakeTier()
     run(fill, tier, path)

@@ -57,6 +57,38 @@ def test_a_store_that_fails_leaves_nothing_held() -> None:
     assert world.tier.documents.held() == {"doc": "host"}
 
 
+@pytest.mark.parametrize("why", ["full", "failed"])
+def test_a_document_that_could_not_be_stored_is_lost_until_it_is(why: str) -> None:
+    world = World(rows=3)
+    if why == "full":
+        stored(world)
+        pieces = world.hold("a", DOCUMENT)  # all rows are read
+        assert pieces is not None
+    kept(world, OTHER)
+    assert world.tier.documents.lost() == []
+    world.step(fails=why == "failed")
+    assert world.tier.documents.lost() == ["doc"]
+    world.tier.left("a")
+    kept(world, OTHER)
+    world.step()
+    assert world.tier.documents.held() == {"doc": "host"}
+    assert world.tier.documents.lost() == []
+    world.check_idle()
+
+
+@pytest.mark.parametrize("end", ["release", "reset"])
+def test_a_lost_document_that_is_gone_is_not_wanted(end: str) -> None:
+    world = World()
+    kept(world)
+    world.step(fails=True)
+    assert world.tier.documents.lost() == ["doc"]
+    if end == "release":
+        world.tier.documents.release(["doc"])
+    else:
+        world.tier.reset()
+    assert world.tier.documents.lost() == []
+
+
 def test_what_was_evicted_and_stored_before_is_held_at_once() -> None:
     world = World()
     blocks = world.compute(DOCUMENT)

@@ -231,6 +231,16 @@ def test_too_many_stores_at_once_are_refused(engine: Engine) -> None:
     assert engine.there(*range(ROWS)) == list(range(ROWS // 2))
 
 
+def test_documents_are_stored_however_much_is_under_way(engine: Engine) -> None:
+    hang = Hang()
+    engine.disk.faults["create"] = hang
+    job = engine.begin_store(*range(ROWS // 2 + 5), durable=True)
+    assert engine.tier.counts["busy"] == 0
+    hang.released.set()
+    assert engine.finish(job).success
+    assert engine.there(*range(ROWS)) == list(range(ROWS // 2 + 5))
+
+
 @pytest.mark.parametrize(
     ("number", "reason"), [(errno.ENOSPC, "no_space"), (errno.EIO, "io_error")]
 )
@@ -252,6 +262,50 @@ def test_failed_writes_pause_writing_and_nothing_else(
     engine.now += files.PAUSES_S[0]
     engine.store(2)
     assert engine.there(2) == [2]
+
+
+def bug() -> None:
+    raise ValueError("made by the test")
+
+
+@pytest.mark.parametrize("call", ["create", "append", "sync", "sync_folder"])
+def test_an_error_that_no_disk_has_costs_its_records_only(engine: Engine, call: str) -> None:
+    engine.store(1)
+    engine.disk.faults[call] = bug
+    for number in range(2, 6):  # more tasks than threads
+        assert not engine.store(number).success
+        engine.now += files.PAUSES_S[1]
+    assert engine.tier.counts["io_error"] == 4
+    engine.disk.faults.clear()
+    assert engine.store(2).success
+    assert engine.there(1, 2, 3) == [1, 2]
+    assert engine.tier.used_bytes == 2 * RECORD_BYTES
+
+
+def test_a_removal_that_fails_with_any_error_keeps_the_budget(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, slots=2)
+    engine.store(1)
+    engine.store(2)
+    engine.disk.faults["remove"] = bug
+    assert not engine.store(3).success
+    engine.tier.erase([key_of(2)])
+    engine.tier.drain_jobs()
+    assert engine.tier.used_bytes == 2 * RECORD_BYTES
+    engine.disk.faults.clear()
+    engine.now += files.PAUSES_S[0]
+    assert engine.store(3, 4).success
+    assert engine.load(3, 4) == [3, 4]
+    assert len(records.files(tmp_path)) == 2
+
+
+def test_an_error_that_no_disk_has_is_a_miss(engine: Engine) -> None:
+    engine.store(1)
+    engine.disk.faults["read"] = bug
+    for _ in range(3):
+        assert engine.load(1) == []
+    engine.disk.faults.clear()
+    assert engine.store(2).success
+    assert engine.load(2) == [2]
 
 
 def test_pauses_grow_and_end_with_a_success(engine: Engine) -> None:

@@ -52,6 +52,20 @@ def world() -> Tiered:
     return tiered
 
 
+def test_an_idle_engine_steps_until_what_is_evicted_is_stored() -> None:
+    tiered = Tiered()
+    tiered.run(tiered.add(DOCUMENT))
+    tiered.end_step()
+    assert not tiered.side.has_pending_work
+    pool = tiered.pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+    assert tiered.side.has_pending_work, "blocks are to be copied"
+    _, orders = tiered.end_step()
+    assert tiered.side.has_pending_work, "workers have not reported"
+    tiered.report(orders)
+    assert not tiered.side.has_pending_work
+
+
 def test_an_evicted_document_is_reused_from_host_memory(world: Tiered) -> None:
     request = world.add(PROMPT, EXPLAIN)
     assert world.match(request, 0) == len(PROMPT) - 1

@@ -154,12 +154,16 @@ class Freezing(BlockListener):
         """What knowledge bases need to know; uses are reported once only.
 
         `limit` is what all entries together may take, in GPU memory or in the second tier;
-        `stored` are those that this tier holds, with their place. They need not return.
+        `stored` are those that this tier holds, with their place. They need not return; those that
+        it had no room for do.
         """
         entries = self.entries
         limit, stored, uses = entries.limit, dict[str, Place](), entries.take_uses()
+        warm, wanted = entries.warm(), entries.wanted()
         if self._tier is not None:
             limit, stored = max(limit, self._tier.capacity_blocks), self._tier.held()
+            wanted = [name for name in wanted if name not in stored]
+            wanted += [name for name in self._tier.lost() if name not in {*warm, *wanted}]
             for name, use in self._tier.take_uses().items():
                 before = uses.get(name, Use(0, 0.0))
                 uses[name] = Use(before.hits + use.hits, max(before.last, use.last))
@@ -170,9 +174,9 @@ class Freezing(BlockListener):
             "limit": limit,
             "block_size": self._index.block_size,
             "given_back": entries.num_evicted,
-            "warm": {name: list(entry) for name, entry in entries.warm().items()},
+            "warm": {name: list(entry) for name, entry in warm.items()},
             "uses": {name: list(use) for name, use in uses.items()},
-            "wanted": [name for name in entries.wanted() if name not in stored],
+            "wanted": wanted,
             "stored": stored,
         }
 

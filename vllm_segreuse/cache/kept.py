@@ -35,6 +35,10 @@ class KeepingTier(Protocol):
     def held(self) -> dict[str, Place]:
         """Entries all of whose records are there."""
 
+    def lost(self) -> list[str]:
+        """Entries that could not be copied as a whole, for lack of room at that moment or after an
+        error: they have to be computed again."""
+
     def take_uses(self) -> dict[str, Use]:
         """Requests that have read entries from there, since the last call."""
 

@@ -52,6 +52,10 @@ MAX_HELD_BYTES = 256 * 2**20
 """Memory that bases and documents may take here, without their tokens, which are in the manifest.
 Documents with equal texts take no KV blocks, so that these alone would be no bound."""
 
+_ROUNDS = 4
+"""How often a document is computed while a caller waits: a second tier that is busy writing to disk
+may have no room for all that is computed at once."""
+
 logger = logging.getLogger("vllm.segreuse")
 
 
@@ -305,9 +309,16 @@ class KnowledgeService:
         ]
         if change is not None:
             self._warm_in_background(change)
-        if wait and jobs:
+        for _ in range(_ROUNDS):
+            if not (wait and jobs):
+                break
             await asyncio.wait(jobs)
             state = await self._scheduler.read()
+            jobs = [
+                self._warming.add(name, Urgency.ASKED_FOR)
+                for name in sorted({*wanted} & {*state["wanted"]})
+                if self._warming.is_queued(name)
+            ]
         return self._answers.documents(base, ids, state)
 
     def _warm_in_background(self, change: Change) -> None:

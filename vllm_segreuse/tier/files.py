@@ -222,7 +222,7 @@ class FileTier(SecondaryTierManager):
         record = self._describe(key)
         if record is None:
             return None
-        refusal = self._refusal()
+        refusal = self._refusal(record.durable)
         slot = None if refusal else self._residents.reserve(record.durable)
         if slot is None:
             self.counts[refusal or "full"] += 1
@@ -232,13 +232,14 @@ class FileTier(SecondaryTierManager):
         self._coming.add(key)
         return _Coming(record, row, slot)
 
-    def _refusal(self) -> str | None:
-        """Why nothing is stored now."""
+    def _refusal(self, durable: bool) -> str | None:
+        """Why a record is not stored now. Durable ones may hold every row meanwhile: what is not
+        written is lost when its row is replaced."""
         if self._jobs.stalled:
             return "stalled"
         if self._clock() < self._paused_until_s:
             return "paused"
-        return "busy" if len(self._coming) >= self._most_coming else None
+        return "busy" if len(self._coming) >= self._most_coming and not durable else None
 
     def _store(self, batch: Sequence[_Coming], job: Job) -> Settle:
         payloads: list[bytes] = []
@@ -251,12 +252,12 @@ class FileTier(SecondaryTierManager):
             return partial(self._not_stored, batch, victims, None, job)
         try:
             self._folder.remove([victim for victim in victims if victim is not None])
-        except OSError as error:
+        except Exception as error:
             return partial(self._not_stored, batch, victims, error, job)
         new = [self._folder.new(coming.record) for coming in batch]
         try:
             self._folder.write(list(zip(new, payloads, strict=True)))
-        except OSError as error:
+        except Exception as error:
             return partial(self._not_stored, batch, self._cleared(new), error, job)
         return partial(self._stored, batch, new)
 
@@ -264,7 +265,7 @@ class FileTier(SecondaryTierManager):
         """What is left of records after they were removed: all, or nothing."""
         try:
             self._folder.remove(records)
-        except OSError:
+        except Exception:
             return records
         return [None] * len(records)
 
@@ -280,7 +281,7 @@ class FileTier(SecondaryTierManager):
         self,
         batch: Sequence[_Coming],
         left: Sequence[Kept | None],
-        error: OSError | None,
+        error: Exception | None,
         job: Job,
     ) -> None:
         """
@@ -297,7 +298,7 @@ class FileTier(SecondaryTierManager):
         if error is None:
             self.counts["stalled"] += len(batch)
             return
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         self.counts["no_space" if full else "io_error"] += len(batch)
         self._paused_until_s = self._clock() + self._pause_s
         logger.warning(
@@ -347,7 +348,7 @@ class FileTier(SecondaryTierManager):
             payload = self._folder.read(kept)
         except LostError as error:
             return error.reason
-        except OSError:
+        except Exception:
             return "unreadable"
 
         def copy() -> None:
@@ -417,7 +418,7 @@ class FileTier(SecondaryTierManager):
         def note(job: Job) -> Settle:
             try:
                 self._folder.note(used, durable)
-            except OSError as error:
+            except Exception as error:
                 return partial(logger.warning, "segment reuse: %s", error)
             return lambda: None
 

@@ -69,6 +69,10 @@ class Job:
         with self._lock:
             self._running += change
 
+    def fail(self) -> None:
+        """Something of it has failed."""
+        self.failed = True
+
     def abandon(self) -> None:
         """From here on `use_rows` calls nothing."""
         with self._lock:
@@ -118,7 +122,8 @@ class Jobs:
 
         Args:
             job_id: vLLM's; None: nobody waits for it.
-            tasks: each is given the job, and returns how to settle it. A task does not raise.
+            tasks: each is given the job, and returns how to settle it. One that raises is logged,
+                and fails its job.
             urgent: before the tasks of others.
         """
         job = Job(job_id, self._clock(), len(tasks))
@@ -131,6 +136,9 @@ class Jobs:
         job.count_running(1)
         try:
             settle = task(job)
+        except Exception:
+            logger.exception("segment reuse: a transfer of the second tier failed")
+            settle = job.fail
         finally:
             job.count_running(-1)
         self._ended.put((job, settle))

@@ -77,6 +77,7 @@ class Keeping:
         self._health = health
         self._clock = clock
         self._uses: dict[str, Use] = {}
+        self._lost: set[str] = set()
         self._files = files
         self._kept = KeptEntries(journal)
         if files is not None and journal is not None:
@@ -107,12 +108,18 @@ class Keeping:
         with self._health.contained("the removal of documents"):
             names = list(entries)
             self._erase(self._kept.release(names))
+            self._lost.difference_update(names)
             for name in names:
                 self._uses.pop(name, None)
 
     def held(self) -> dict[str, Place]:
         """See `KeepingTier`."""
         return {} if self._health.broken else self._kept.held()
+
+    def lost(self) -> list[str]:
+        """See `KeepingTier`."""
+        self._lost -= self.held().keys()
+        return [] if self._health.broken else sorted(self._lost)
 
     def take_uses(self) -> dict[str, Use]:
         """See `KeepingTier`."""
@@ -140,8 +147,13 @@ class Keeping:
                 was_on_disk if on_disk is None else on_disk,
             )
 
+    def dropped(self, keys: Iterable[bytes]) -> None:
+        """Records could not be stored."""
+        self._lost |= self._kept.owners(keys)
+
     def cleared(self) -> None:
         """Host memory was cleared, and files are hidden: the model may have other weights."""
+        self._lost.clear()
         for key in self._kept.records():
             self._kept.placed(key, False, False)
 

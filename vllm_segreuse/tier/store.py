@@ -267,6 +267,11 @@ class TierStore(BlockListener):
             return TierOrders(self._sequence, blocks, rows)
         return None
 
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether another step is needed: blocks wait to be copied, or ranks have to report."""
+        return (self.is_open and bool(self._evicted or self._steps)) or bool(self._stale)
+
     def note(self, done: TierDone) -> None:
         """Workers have reported orders."""
         with self._health.contained("a report of the workers"):
@@ -297,6 +302,7 @@ class TierStore(BlockListener):
         keys = [OffloadKey(record.key) for record in step.records]
         if step.failed:
             self._stats.count_tier_dropped("failed", len(keys))
+            self.documents.dropped(keys)
         else:
             self._stats.count_tier_tokens("stored", len(keys) * self._block_size)
             self._catalogue.show([record for record in step.records if not record.shown])
@@ -364,6 +370,7 @@ class TierStore(BlockListener):
                 return output
             half = len(keys) // 2
             self._stats.count_tier_dropped("full", len(keys) - half)
+            self.documents.dropped(keys[half:])
             keys = keys[:half]
         return None
 
