@@ -226,7 +226,7 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
     subject.bind_kv_cache_manager(manager)
     group = segment_group(subject._kv_cache_config)
     given = (subject._vllm_config, subject._config, manager, subject._stats, group)
-    assert made == [(*given, None)]
+    assert made == [(*given, None, None)]
 
 
 def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
@@ -246,7 +246,7 @@ def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
     subject = connect(llama, SCHEDULER, tier={"host_gib": 2.5})
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
-    assert made[0][-1] == "region"
+    assert made[0][-2] == "region"
     assert opened == [(subject._vllm_config, subject._kv_cache_config, 2.5, None)]
     assert subject._kv_cache_manager is manager
 

@@ -8,11 +8,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
-    *("version", "discovery", "keys", "routing", "values", "supported", "kernels", "plan"),
+    *("version", "discovery", "keys", "routing", "values", "documents", "supported"),
+    *("kernels", "plan"),
     *("kv_group", "policies", "audit_options", "tier_options", "config"),
     *("metrics", "memory", "launch", "cache", "audit"),
     *("knowledge", "explain", "viewer", "serve", "compat", "model", "tier", "prefill"),
-    *("accounts", "arrival", "similarity", "tracing", "scheduler", "worker"),
+    *("accounts", "arrival", "cold_documents", "isolated", "isolated_options"),
+    *("similarity", "tracing", "scheduler", "worker"),
     *("connector", "plugin", "calibrate", "doctor", "estimate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.isolated_options import isolated_layout
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
 from vllm_segreuse.plan import (
@@ -111,6 +112,7 @@ class SegReuseConnector(KVConnectorBase_V1):
             self._kv_transfer_config.kv_connector_extra_config, source="kv_connector_extra_config"
         )
         check_config(vllm_config, self._config.cuts)
+        self._layout = isolated_layout(vllm_config, self._config)
         self._stats = SegReuseStats()
 
     @property
@@ -132,6 +134,7 @@ class SegReuseConnector(KVConnectorBase_V1):
             self._stats,
             self._group,
             self._open_region(),
+            self._layout,
         )
 
     def _open_region(self) -> HostRegion | None:
@@ -179,6 +182,9 @@ class SegReuseConnector(KVConnectorBase_V1):
             side.take_audit_orders(),
             side.take_tier_orders(),
         )
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_side.has_pending_work
 
     def request_finished(
         self, request: Request, block_ids: list[int]

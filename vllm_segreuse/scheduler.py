@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
+from vllm_segreuse import isolated
 from vllm_segreuse.accounts import Accounts
 from vllm_segreuse.arrival import (
     NEVER_DONATES,
@@ -51,6 +52,8 @@ from vllm_segreuse.config import (
     Switch,
     parse_request,
 )
+from vllm_segreuse.documents.layout import Layout
+from vllm_segreuse.isolated import IsolatedRequests
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
@@ -128,6 +131,7 @@ class SchedulerSide:
         stats: counts what happens.
         group: whose blocks are reused.
         region: host memory of the second tier, if there is one.
+        layout: of prompts, where the model was trained on documents computed alone.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class SchedulerSide:
         stats: SegReuseStats,
         group: KvGroup,
         region: SharedOffloadRegion | None = None,
+        layout: Layout | None = None,
     ) -> None:
         triton_dispatcher.install()  # numba is loaded from here on
         compat_manager.install()
@@ -208,7 +213,13 @@ class SchedulerSide:
             tier=self._tier,
         )
         self.set_enabled(config.starts_enabled)
+        self._isolated = None
+        if layout is not None:
+            longest = vllm_config.model_config.max_model_len
+            self._isolated = IsolatedRequests(layout, pool, index, longest)
         listeners = [self._donors, self._freezing, *([self._tier] if self._tier else [])]
+        if self._isolated is not None:
+            listeners.append(self._isolated.cold)
         pool.attach(
             *(requests, budget, self._freezing.make_room, listeners),
             keeps_evicted=self._tier is not None,
@@ -231,14 +242,18 @@ class SchedulerSide:
         """A request arrived; one without extra keys is ignored."""
         params = request.sampling_params
         parsed = parse_request(params.extra_args if params else None, self._config, trusted=True)
-        if parsed.extra_keys is None:
+        has_documents = self._isolated is not None and self._isolated.arrived(request)
+        extra_keys = parsed.extra_keys or (isolated.private_keys() if has_documents else None)
+        if extra_keys is None:
             return
         options, bypass = parsed.options, bypass_reason(request)
+        if self._isolated is not None and not has_documents:
+            bypass = bypass or "no_documents"
         freeze = None if parsed.freeze is None else FreezeOrder.parse(parsed.freeze)
         if freeze is not None:
             # What is shared between users must hold nothing of anybody's prompt.
             bypass = bypass or "knowledge_base"
-        tokens, key = all_tokens(request), namespace_of(request, parsed.extra_keys)
+        tokens, key = all_tokens(request), namespace_of(request, extra_keys)
         resident = functools.partial(self._pool.resident_blocks, request)
         namespace = self._namespaces.intern(key)
         if self._tier is not None:
@@ -265,19 +280,44 @@ class SchedulerSide:
             freeze=freeze,
             trace_headers=headers_of(request) if self._traces else None,
             falls_back=falls_back,
-            namespace_class=self._config.audit.class_of(parsed.extra_keys),
+            namespace_class=self._config.audit.class_of(extra_keys),
         )
+        if self._isolated is not None and has_documents:
+            tracked.finder = self._isolated.finder(request, extra_keys, namespace)
+            tracked.make_recipe, tracked.policy = isolated.recipe, isolated.POLICY
+            tracked.min_reused_tokens, tracked.max_drift = 1, math.inf
+            tracked.required = True
         self._adapters.note(request)
         if options.explain:
-            tracked.other_adapters = self._adapters.others(request, parsed.extra_keys)
+            tracked.other_adapters = self._adapters.others(request, extra_keys)
         self._planner.add(tracked)
         if bypass is None:
             self._freezing.notice(prompt)
 
-    @_contained(otherwise=(0, False))
     def match(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
         """Tokens to supply behind vLLM's prefix hit, None to decide in a later step; and whether
         that takes several steps."""
+        documents = self._isolated
+        if (
+            documents is None
+            or self._planner.admission_closed
+            or not documents.needs_plan(request, num_hit_tokens)
+        ):
+            return self._match(request, num_hit_tokens)
+        tracked = self._planner.get(request.request_id)
+        if documents.waits(request, num_hit_tokens, "error" if tracked is None else tracked.bypass):
+            return None, False
+        found = self._match(request, num_hit_tokens)
+        assert tracked is not None
+        if found[0] is None or tracked.plan is not None or self._planner.admission_closed:
+            return found
+        anybody = compat_manager.is_anybody_admitted(self._manager)
+        if tracked.reason != "no_free_blocks" or not anybody:
+            documents.fail(request, f"it cannot be planned ({tracked.reason})")
+        return None, False
+
+    @_contained(otherwise=(0, False))
+    def _match(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
         if self._planner.admission_closed:
             return 0, False
         tracked = self._planner.get(request.request_id)
@@ -304,6 +344,8 @@ class SchedulerSide:
         if tracked is None or request.num_computed_tokens:
             return
         report = self._planner.allocated(tracked, block_ids)
+        if self._isolated is not None:
+            self._isolated.cold.left(request)
         hit_blocks = block_ids[: report.prefix_tokens // self._block_size]
         self._donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         if request.num_preemptions:
@@ -411,6 +453,11 @@ class SchedulerSide:
         """What the workers do for the second tier in the step whose plans were taken."""
         return None if self._tier is None else self._tier.take_orders()
 
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the engine has to step although no request needs it."""
+        return self._tier is not None and self._tier.has_pending_work
+
     def note_tier(self, done: TierDone) -> None:
         """The workers report orders of the second tier."""
         if self._tier is not None:
@@ -438,6 +485,14 @@ class SchedulerSide:
         reference: Request | None = self._audits.next_reference(running, waiting, has_room)
         return reference
 
+    def take_documents(self) -> list[Request]:
+        """A step is over: requests that compute documents for others, to be added to the engine."""
+        return [] if self._isolated is None else self._isolated.cold.take()
+
+    def take_failed(self) -> list[str]:
+        """A step is over: requests that are to be ended with an error."""
+        return [] if self._isolated is None else self._isolated.take_failed()
+
     def _has_room(self, watermark_blocks: int, num_tokens: int) -> bool:
         needed = -(-num_tokens // self._block_size) + watermark_blocks
         return self._pool.num_free_blocks() >= needed
@@ -459,6 +514,8 @@ class SchedulerSide:
         """
         report = self._finished(request, block_ids)
         is_complete = request.status in _COMPLETED
+        if self._isolated is not None:
+            self._isolated.ended(request, block_ids if is_complete else [])
         self._audits.ended(request.request_id, is_complete, request.output_token_ids, report or {})
         return report
 

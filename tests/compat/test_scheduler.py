@@ -41,6 +41,8 @@ def connector(**side: Any) -> SimpleNamespace:
         "note_tier": lambda done: None,
         "note_audits": lambda results: None,
         "next_reference": lambda running, waiting: None,
+        "take_documents": list,
+        "take_failed": list,
         "reset_audits": lambda: None,
     }
     return SimpleNamespace(scheduler_side=SimpleNamespace(**audits | side))

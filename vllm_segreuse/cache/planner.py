@@ -178,7 +178,7 @@ class Planner:
         if matches.num_tokens < tracked.min_reused_tokens:
             tracked.reason = "too_few_reused_tokens"
             return 0
-        if self.observes or tracked.observes:
+        if (self.observes or tracked.observes) and not tracked.required:
             tracked.observed = self._make_plan(tracked, matches, start, stop)
             tracked.reason = "observed"
             return 0
@@ -205,7 +205,7 @@ class Planner:
             tracked.reason = "too_few_reused_tokens"
             return 0
         plan = self._make_plan(tracked, matches, start, stop)
-        plan.spread = self._is_spread(plan)
+        plan.spread = not tracked.required and self._is_spread(plan)
         if not self._budget.admits(_at_once(plan)):
             return self._close()
         if self._room_beside(plan.donor_blocks, blocks_needed) < blocks_needed:
@@ -264,6 +264,8 @@ class Planner:
             return tracked.bypass
         if self._health.broken:
             return "error"
+        if tracked.required:
+            return None
         if not self.enabled:
             return "disabled"
         if available < max(tracked.min_reused_tokens, self._block_size):

@@ -61,6 +61,8 @@ class TrackedRequest:
         observes: it is planned, and runs without reuse.
         explains: its report says where each stretch of the prompt comes from.
         bypass: reason why this request never reuses, or None.
+        required: the model's answers are defined by its plan: it waits for one, whatever the
+            options say.
         donates: whether its blocks enter the index.
         lora_id: see `ReusePlan`.
         falls_back: its namespace had drifted when it arrived (`audit/drifting.py`), and its options
@@ -92,6 +94,7 @@ class TrackedRequest:
     observes: bool = False
     explains: bool = False
     bypass: str | None = None
+    required: bool = False
     donates: bool = True
     lora_id: int = 0
     freeze: FreezeOrder | None = None

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three things that vLLM's scheduler (`v1/core/sched/scheduler.py`) does not do for a connector.
+"""What vLLM's scheduler (`v1/core/sched/scheduler.py`) does not do for a connector.
 
 - What workers report to their connector is passed on last of all, when a request of one token has
   ended in the same step and its report has left. Here it is passed on first.
 - A reset that preempts running requests raises if others are set aside for what they load: their
   blocks are held. Here their plans are called back, and they wait as if they had just arrived.
+- A connector cannot add requests or end one with an error. Here ours adds what audits and cold
+  documents need, and ends requests that must not run without their documents.
 
 Obsolete when the scheduler passes the workers' metadata (vllm-project/vllm#31964) to its connector
 before requests end, and a reset that preempts (vllm-project/vllm#28827) also preempts requests that
@@ -50,6 +52,9 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         outputs = original(self, scheduler_output, model_runner_output)
         if side is not None:
             _add_reference(self, side)
+            for request in side.take_documents():
+                self.add_request(request)
+            _end_failed(self, side.take_failed(), outputs)
         return outputs
 
     return update_from_output
@@ -63,6 +68,19 @@ def _add_reference(scheduler: Any, side: Any) -> None:
     reference = side.next_reference(*scheduler.get_request_counts())
     if reference is not None:
         scheduler.add_request(reference)
+
+
+def _end_failed(scheduler: Any, failed: list[str], outputs: dict[int, Any]) -> None:
+    """End requests that must not run as they are, as vLLM ends those of a failed load."""
+    if not failed:
+        return
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    for request in scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR):
+        found = outputs.setdefault(request.client_index, EngineCoreOutputs())
+        reason = request.get_finished_reason()
+        found.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=reason))
 
 
 def _is_loading(scheduler: Any, request_id: str) -> bool:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models trained on documents computed alone answer as plain torch does with their mask."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import BLOCK_SIZE, Answer, Engine, Prompts, engine
+from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
+
+BOUND = {"float32": 0.002, "bfloat16": 0.0625}
+
+
+class Served:
+    def __init__(self, running: Engine, link_tokens: int, dtype: str) -> None:
+        self.engine = running
+        self.reference = Reference(make_isolated(link_tokens), dtype)
+        self.bound = BOUND[dtype]
+        self.text = Prompts(8000, seed=link_tokens)
+        self.documents = [self.text.tokens(n) for n in (70, 3 * BLOCK_SIZE - 2, 41, 5)]
+
+    def prompt(self, *numbers: int, head: int = 9) -> list[int]:
+        documents = [self.documents[number] for number in numbers]
+        return prompt_of(
+            self.reference.layout, self.text.tokens(head), documents, self.text.tokens(12)
+        )
+
+    def ask(self, *prompts: list[int], options: dict[str, Any] | None = None) -> list[Answer]:
+        options = {"extra_keys": ["mine"]} if options is None else options
+        return self.engine.ask(*prompts, options=options, max_tokens=32, ignore_eos=True)
+
+    def check(self, prompt: list[int], answer: Answer) -> None:
+        assert len(answer.token_ids) == 32
+        found = [step[token] for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        wanted = self.reference.logprobs(prompt, answer.token_ids)
+        worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+        assert worst <= self.bound, f"log-probabilities differ by {worst}"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(0, "float32"), (1, "float32"), (5, "float32"), (5, "bfloat16")],
+    ids=lambda param: f"link{param[0]}-{param[1]}",
+)
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    link_tokens, dtype = request.param
+    with engine("qwen3", model=str(make_isolated(link_tokens)), dtype=dtype) as running:
+        yield Served(running, link_tokens, dtype)
+
+
+@pytest.fixture(autouse=True)
+def _clean(served: Served) -> Iterator[None]:
+    served.engine.reset()
+    yield
+    served.engine.check_idle()
+
+
+def test_cold_and_warm_in_any_order(served: Served) -> None:
+    for numbers in [(0, 1, 2), (2, 0, 1), (1, 3), (0,)]:
+        prompt = served.prompt(*numbers)
+        (answer,) = served.ask(prompt)
+        served.check(prompt, answer)
+        reused = sum(len(served.documents[number]) + 2 for number in numbers)
+        report = answer.report
+        assert report["policy"] == "link"
+        assert report["reused_tokens"] == report["exact_tokens"] == reused
+        assert (report["recomputed_tokens"], report["drift"]) == (0, None)
+        assert report["new_tokens"] == len(prompt) - reused
+
+
+def test_a_document_at_the_start_is_its_own_prefix(served: Served) -> None:
+    for numbers in [(1, 0), (1,), (1, 2)]:
+        prompt = served.prompt(*numbers, head=0)
+        (answer,) = served.ask(prompt)
+        served.check(prompt, answer)
+    assert answer.report["prefix_tokens"] > 0
+
+
+def test_concurrent_requests_share_documents(served: Served) -> None:
+    prompts = [served.prompt(*numbers) for numbers in [(0, 1), (1, 0), (2, 1, 0), (3, 2)]]
+    for prompt, answer in zip(prompts, served.ask(*prompts), strict=True):
+        served.check(prompt, answer)
+
+
+def test_a_request_without_extra_keys_shares_with_nobody(served: Served) -> None:
+    prompt = served.prompt(0, 2)
+    for _ in range(2):
+        (answer,) = served.ask(prompt, options={})
+        served.check(prompt, answer)
+        assert answer.report["reused_tokens"] > 0
+
+
+def test_the_mask_matters(served: Served) -> None:
+    prompt = served.prompt(0, 1, 2)
+    (answer,) = served.ask(prompt)
+    causal = served.reference.logprobs(prompt, answer.token_ids, isolated=False)
+    found = [step[token] for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    assert max(abs(a - b) for a, b in zip(found, causal, strict=True)) > 2 * served.bound

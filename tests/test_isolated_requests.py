@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request with documents waits for them, or ends; it never runs as it is."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from vllm_segreuse.documents.layout import Layout
+from vllm_segreuse.isolated import IsolatedRequests, private_keys
+
+LAYOUT = Layout(100, 101, ((), ()))
+SIZE = 4
+PROMPT = [1, 2, 100, 5, 6, 101, 3]
+
+
+class World:
+    """One document is resident as blocks 7 and 8, if they are known in the namespace."""
+
+    def __init__(self, max_tokens: int = 99) -> None:
+        self.resident, self.known = False, True
+        self.pinned: list[int] = []
+        index: Any = SimpleNamespace(
+            block_size=SIZE, missing=lambda namespace, blocks: np.arange(0 if self.known else 1)
+        )
+        self.requests = IsolatedRequests(LAYOUT, self, index, max_tokens)  # type: ignore[arg-type]
+
+    def resident_blocks(self, request: Request, first: int, last: int) -> Any:
+        return np.full(last - first, 7 if self.resident else -1, np.int32)
+
+    def pin(self, block_ids: list[int]) -> None:
+        self.pinned += block_ids
+
+    def unpin(self, block_ids: list[int]) -> None:
+        for block in block_ids:
+            self.pinned.remove(block)
+
+    def arrive(self, prompt: list[int]) -> Request:
+        request = Request(
+            "mine",
+            prompt,
+            SamplingParams(),
+            None,
+            block_hasher=lambda it: [b"x"] * len(it.all_token_ids[::SIZE]),
+        )
+        if self.requests.arrived(request):
+            self.requests.finder(request, ("one", "two"), 3)
+        return request
+
+
+def test_a_request_waits_until_its_documents_are_there() -> None:
+    world = World()
+    request = world.arrive(PROMPT)
+    assert world.requests.needs_plan(request, 0)
+    assert not world.requests.needs_plan(request, 6)
+    assert world.requests.waits(request, 0, None)
+    (alone,) = world.requests.cold.take()
+    assert alone.prompt_token_ids == [100, 5, 6, 101, 101]
+    assert alone.sampling_params.extra_args == {"extra_keys": ["one", "two"]}
+    assert not world.requests.arrived(alone), "or it would wait for itself"
+    world.resident = True
+    world.requests.ended(alone, [7, 9])
+    assert world.pinned == [7], "the block behind the document holds nothing of it"
+    assert not world.requests.waits(request, 0, None)
+    assert world.requests.take_failed() == []
+    world.requests.ended(request, [])
+    assert world.pinned == []
+    assert not world.requests.needs_plan(request, 0)
+
+
+def test_documents_of_other_namespaces_are_not_there() -> None:
+    world = World()
+    world.resident, world.known = True, False
+    assert world.requests.waits(world.arrive(PROMPT), 0, None)
+    assert len(world.requests.cold.take()) == 1
+
+
+@pytest.mark.parametrize("prompt", [[1, 101, 2], [100, 5], [100, 101, 100, 101, 100, 101, 1]])
+def test_a_prompt_of_another_layout_ends(prompt: list[int]) -> None:
+    world = World()
+    request = Request("mine", prompt, SamplingParams(), None)
+    assert world.requests.arrived(request)
+    assert world.requests.needs_plan(request, 0)
+    assert world.requests.waits(request, 0, None)
+    assert world.requests.take_failed() == ["mine"]
+
+
+def test_what_cannot_reuse_ends() -> None:
+    world = World()
+    world.resident = True
+    request = world.arrive(PROMPT)
+    assert world.requests.waits(request, 0, "prompt_logprobs")
+    assert world.requests.take_failed() == ["mine"]
+    world.requests.ended(request, [])
+    assert world.requests.take_failed() == []
+
+
+def test_a_document_that_is_too_long_ends_its_request() -> None:
+    assert World(max_tokens=6).arrive(PROMPT)
+    world = World(max_tokens=5)
+    world.arrive(PROMPT)
+    assert world.requests.take_failed() == ["mine"]
+
+
+def test_text_without_documents_is_none_of_it() -> None:
+    world = World()
+    assert not world.requests.needs_plan(world.arrive([1, 2, 3]), 0)
+
+
+def test_private_keys_are_nobodys() -> None:
+    assert private_keys() != private_keys()

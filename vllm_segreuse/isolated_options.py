@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model that was trained on documents computed alone rules out, refused at start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.documents.layout import Layout, LayoutError
+from vllm_segreuse.documents.model import layout_of
+from vllm_segreuse.supported import RefusedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def isolated_layout(vllm_config: VllmConfig, config: SegReuseConfig) -> Layout | None:
+    """The layout of the model's prompts; None: an ordinary model.
+
+    Raises:
+        RefusedError: the folder contradicts itself, or an option contradicts the model.
+    """
+    try:
+        layout = layout_of(vllm_config.model_config)
+    except LayoutError as error:
+        raise RefusedError(str(error)) from None
+    if layout is None:
+        return None
+    faults = {
+        "policy": "policy" in config.model_fields_set,
+        "similarity": config.similarity is not None,
+        "audit.share": config.audit.share > 0,
+        "tier": config.tier is not None,
+    }
+    if wrong := [name for name, is_wrong in faults.items() if is_wrong]:
+        raise RefusedError(
+            f"{wrong[0]} cannot be combined with a model that was trained on documents computed "
+            "alone (segreuse.isolated_documents in its config.json): remove it"
+        )
+    return layout
