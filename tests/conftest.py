@@ -84,13 +84,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest itself goes by the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts engines or servers as `e2e`, and run it after everything else; leave the
-    slow ones out, unless they are wanted."""
+    slow ones out, unless they are wanted, and skip what this machine cannot run."""
     if not config.getoption("--slow"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
     for item in items:
         support.note(item)
+        support.leave_out(item)
         if item.path.is_relative_to(_E2E):
             item.add_marker(pytest.mark.e2e)
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)  # stable

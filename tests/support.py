@@ -10,6 +10,7 @@ for this device.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ FEATURES = {
     "drafts": "speculative decoding",
 }
 """What `shows` may name, and the columns of the table."""
+
+NEEDS = {"fp8_cache": "vLLM keeps fp8 KV caches only on CPUs with AVX-512 or AMX"}
+"""What `needs` may name: what not every machine has, and why a test is left out there."""
 
 Shown = dict[str, dict[str, list[str]]]
 """Features by family, by device."""
@@ -47,6 +51,34 @@ def note(item: pytest.Item) -> None:
         item.user_properties += [("shows", f"{family} {feature}") for feature in marker.args]
 
 
+def leave_out(item: pytest.Item) -> None:
+    """Skip the test if this machine lacks what it needs.
+
+    A check of the table does not miss what such a test would show.
+
+    Raises:
+        UsageError: the marker `needs` names something unknown.
+    """
+    for marker in item.iter_markers("needs"):
+        for name in marker.args:
+            if name not in NEEDS:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: needs({name!r}) is not one of {', '.join(NEEDS)}"
+                )
+            if not has(name):
+                item.user_properties.append(("lacks", name))
+                item.add_marker(pytest.mark.skip(reason=NEEDS[name]))
+
+
+@cache
+def has(name: str) -> bool:
+    """Whether this machine has one of `NEEDS`, as vllm/v1/attention/backends/cpu_attn.py asks."""
+    import torch
+
+    assert name == "fp8_cache"
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+
 class Recorder:
     """Collects what is shown in a run.
 
@@ -61,14 +93,14 @@ class Recorder:
         self._device = device
         self._file = file
         self._shown: set[tuple[str, str]] = set()
+        self._left_out: set[tuple[str, str]] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A phase of a test is over; with xdist, in any process."""
         if report.when == "call" and report.passed:
-            for name, value in report.user_properties:
-                if name == "shows":
-                    family, feature = str(value).split()
-                    self._shown.add((family, feature))
+            self._shown |= _features(report)
+        elif report.skipped and "lacks" in dict(report.user_properties):
+            self._left_out |= _features(report)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """All tests are over."""
@@ -77,12 +109,17 @@ class Recorder:
         recorded: Shown = json.loads(self._file.read_text()) if self._file.is_file() else {}
         before = {(it, one) for it, all_ in recorded.get(self._device, {}).items() for one in all_}
         if self._mode == "check":
-            if wrong := sorted(before ^ self._shown):
+            if wrong := sorted((before ^ self._shown) - (self._left_out - self._shown)):
                 print(f"\n{self._file.name} and this run differ ({self._device}): {wrong}")
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
             return
         recorded[self._device] = _by_family(before | self._shown)
         self._file.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
+
+
+def _features(report: pytest.TestReport) -> set[tuple[str, str]]:
+    pairs = (str(value).split() for name, value in report.user_properties if name == "shows")
+    return {(family, feature) for family, feature in pairs}
 
 
 def _by_family(shown: set[tuple[str, str]]) -> dict[str, list[str]]:

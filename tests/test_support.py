@@ -15,9 +15,15 @@ from tests import support
 TESTS = Path(__file__).parent
 
 
-def report(*values: str, when: str = "call", passed: bool = True) -> Any:
+def report(*values: str, when: str = "call", passed: bool = True, lacks: str = "") -> Any:
+    """Of a test that ran; or was skipped at its set-up, since the machine `lacks` something."""
     properties = [("shows", value) for value in values] + [("other", "x")]
-    return SimpleNamespace(when=when, passed=passed, user_properties=properties)
+    if lacks:
+        properties.append(("lacks", lacks))
+        when, passed = "setup", False
+    return SimpleNamespace(
+        when=when, passed=passed, skipped=bool(lacks), user_properties=properties
+    )
 
 
 def session() -> Any:
@@ -61,12 +67,26 @@ def test_a_check_compares_both_ways_and_writes_nothing(
     assert file.read_text() == before
 
 
+def test_a_check_does_not_miss_what_this_machine_cannot_show(tmp_path: Path) -> None:
+    file = tmp_path / "support.json"
+    file.write_text(json.dumps({"cpu": {"llama": ["fp8"]}}))
+    left_out = report("llama fp8", lacks="fp8_cache")
+    assert recorded(file, left_out, mode="check") == 0
+    assert recorded(file, left_out, report("llama tp"), mode="check") == 1
+    skipped = report("llama fp8", lacks="fp8_cache")
+    skipped.user_properties = skipped.user_properties[:1]
+    assert recorded(file, skipped, mode="check") == 1, "skipped for another reason"
+
+
 def item(*markers: Any, **parameters: Any) -> Any:
+    added: list[str] = []
     return SimpleNamespace(
         nodeid="test",
         iter_markers=lambda name: [it.mark for it in markers if it.mark.name == name],
         callspec=SimpleNamespace(params=parameters),
         user_properties=[],
+        add_marker=lambda mark: added.append(mark.mark.kwargs["reason"]),
+        added=added,
     )
 
 
@@ -88,6 +108,22 @@ def test_a_marker_names_features_and_the_shape_is_the_family() -> None:
 def test_a_marker_without_a_family_or_with_an_unknown_feature_is_an_error(given: Any) -> None:
     with pytest.raises(pytest.UsageError, match="needs a family, and features of recompute"):
         support.note(given)
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_what_the_machine_lacks_is_skipped_with_the_reason(
+    found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "has", lambda _: found)
+    given = item(pytest.mark.needs("fp8_cache"))
+    support.leave_out(given)
+    assert given.added == ([] if found else [support.NEEDS["fp8_cache"]])
+    assert given.user_properties == ([] if found else [("lacks", "fp8_cache")])
+
+
+def test_a_need_that_is_unknown_is_an_error() -> None:
+    with pytest.raises(pytest.UsageError, match=r"needs\('speed'\) is not one of fp8_cache"):
+        support.leave_out(item(pytest.mark.needs("speed")))
 
 
 def test_the_committed_table_names_shapes_and_features_that_tests_show() -> None:

@@ -142,12 +142,12 @@ def test_a_request_without_report_is_refused(served: _Served) -> None:
         rag.run(quick=True)
 
 
-def test_documents_that_are_not_warm_are_refused(
+def test_documents_that_cannot_be_reused_are_refused(
     served: _Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "python_topics", lambda: {"a": FAULT} | {"b": "x\n\n" * 99})
     with pytest.raises(
-        BenchError, match=r"1 of 2 documents are not warm .* a is failed \(it could not"
+        BenchError, match=r"1 of 2 documents cannot be reused .* a is failed \(it could not"
     ):
         rag.run(quick=True)
 

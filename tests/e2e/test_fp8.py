@@ -9,6 +9,8 @@ from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, eng
 from tests.e2e.test_equality import assert_same, check_everything
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 
+pytestmark = pytest.mark.needs("fp8_cache")
+
 NUM_BLOCKS = 161  # six prompts of 900 tokens fill them
 REUSE = NAMESPACE | {"segreuse_min_reused_tokens": 16}
 

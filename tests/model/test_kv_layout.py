@@ -77,6 +77,7 @@ def test_scales_that_the_backend_does_not_apply_are_refused(kind: str, off: floa
         discover_layout(layer, BLOCK_SIZE)
 
 
+@pytest.mark.needs("fp8_cache")
 @pytest.mark.parametrize("kind", FP8)
 def test_the_cpu_backend_of_vllm_in_fp8(kind: str) -> None:
     """It cuts off; should it round one day, nothing here changes."""

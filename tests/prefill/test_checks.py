@@ -51,7 +51,10 @@ from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.supported import RefusedError
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
-FP8 = ("bfloat16 fp8_e4m3", "float16 fp8_e5m2", "float32 fp8_e4m3")
+FP8 = [
+    pytest.param(of, marks=pytest.mark.needs("fp8_cache"))
+    for of in ("bfloat16 fp8_e4m3", "float16 fp8_e5m2", "float32 fp8_e4m3")
+]
 FORMATS = pytest.mark.parametrize("model", ["float32", "bfloat16", *FP8], indirect=True)
 Patch = pytest.MonkeyPatch
 
@@ -406,6 +409,7 @@ def test_a_moved_value_is_the_value(off: float, model: Loaded, monkeypatch: Patc
     assert "moved keys or values are not" in refusal(model)
 
 
+@pytest.mark.needs("fp8_cache")
 @pytest.mark.parametrize("model", ["bfloat16 fp8_e5m2"], indirect=True)
 def test_a_moved_value_in_fp8_is_the_value(model: Loaded, monkeypatch: Patch) -> None:
     """All of them a step too large is less than the step itself, and found all the same."""
