@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from vllm_segreuse.doctor.diagnosis import Diagnosis
 
 NAMESPACE = {"extra_keys": ["tests"]}
+BF16_NOISE = 0.0625 + 0.004
+"""How far log-probabilities in bf16 may be apart: two steps of a logit between 4 and 8, and the
+change of the sum over the vocabulary that comes with them."""
 BLOCK_SIZE = 32
 ENVIRONMENT = {"gpt_oss": {"VLLM_CPU_ATTN_SPLIT_KV": "0"}}
 """Of shapes that are refused otherwise (`check_split_keys`)."""

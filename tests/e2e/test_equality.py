@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.shapes import SUPPORTED
-from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, diagnosed, engine
+from tests.e2e.engine import BF16_NOISE, NAMESPACE, Answer, Engine, Prompts, diagnosed, engine
 
 EVERYTHING = NAMESPACE | {
     "segreuse_policy": "sparsex",
@@ -128,8 +128,7 @@ def test_a_model_of_windows_only_answers_prompts_that_fit_into_them() -> None:
 
 
 def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
-    # Twice the spacing of bf16 numbers at the size of these logits (4 to 8).
-    check_everything("qwen3", dtype="bfloat16", noise=0.0625)
+    check_everything("qwen3", dtype="bfloat16", noise=BF16_NOISE)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
+from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.test_equality import assert_same, check_everything
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 
@@ -23,8 +23,8 @@ REUSE = NAMESPACE | {"segreuse_min_reused_tokens": 16}
         ("fp8_e4m3", "float32", 2e-3),
         pytest.param("fp8_e5m2", "float32", 2e-3, marks=pytest.mark.slow),
         # As in a bf16 cache: the spacing of these logits counts, not that of fp8.
-        pytest.param("fp8_e4m3", "bfloat16", 0.0625, marks=pytest.mark.slow),
-        ("fp8_e5m2", "bfloat16", 0.0625),
+        pytest.param("fp8_e4m3", "bfloat16", BF16_NOISE, marks=pytest.mark.slow),
+        ("fp8_e5m2", "bfloat16", BF16_NOISE),
     ],
 )
 def test_recomputing_everything_equals_plain_vllm(kind: str, dtype: str, noise: float) -> None:

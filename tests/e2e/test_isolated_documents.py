@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import BLOCK_SIZE, Answer, Engine, Prompts, engine
+from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
 
-BOUND = {"float32": 0.002, "bfloat16": 0.0625}
+BOUND = {"float32": 0.002, "bfloat16": BF16_NOISE}
 
 
 class Served:

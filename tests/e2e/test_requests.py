@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Engine, Prompts, engine
+from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, NAMESPACE, Engine, Prompts, engine
 from tests.e2e.stepping import drain, step, submit
 from tests.e2e.test_equality import assert_same
 
@@ -136,7 +136,7 @@ def test_16_every_child_of_n_is_right(reusing: Engine, text: Prompts) -> None:
     assert len({tuple(child.token_ids) for child in reused}) == 3
     for child, reference in zip(reused, plain, strict=True):
         assert len(child.token_ids) == 6
-        assert_same(child, reference, noise=0.0625)  # of bf16
+        assert_same(child, reference, noise=BF16_NOISE)
 
 
 def test_17_stop_strings_seeds_and_logprobs_work_behind_reuse(
@@ -194,7 +194,7 @@ def test_22_a_donor_or_prefix_hashed_in_this_step_is_waited_for(
     assert found["segment"].report["reused_tokens"] == 0
     assert found["late"].report["reused_tokens"] >= 256
     for name, reference in alone.items():
-        assert_same(found[name], reference, noise=0.0625)  # of bf16
+        assert_same(found[name], reference, noise=BF16_NOISE)
 
 
 def test_generated_text_donates(reusing: Engine, text: Prompts) -> None:
