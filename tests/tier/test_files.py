@@ -5,6 +5,7 @@ hangs."""
 from __future__ import annotations
 
 import errno
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -465,3 +466,44 @@ def test_shutdown_writes_what_was_begun(tmp_path: Path) -> None:
     engine.begin_store(*range(10))
     engine.tier.shutdown()
     assert len(Engine(tmp_path).there(*range(10))) == 10
+
+
+def test_errors_outside_of_the_disk_leave_no_slot_taken(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.tier._folder, "new", fails)
+        assert not engine.store(1).success
+    assert engine.tier.used_bytes == 0
+    engine.now += 1000.0
+    assert engine.store(1).success
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.tier._folder, "erase_removed", fails)
+        engine.tier.erase([key_of(1)])
+        engine.tier.drain_jobs()
+        engine.poll()
+    assert engine.tier.used_bytes == 0
+
+
+def test_a_record_that_is_no_row_is_unreadable(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.store(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.tier._folder, "read", lambda _: b"short")
+        assert engine.load(1) == []
+    assert engine.tier.counts["unreadable"] == 1
+    assert engine.tier._residents.used == 1
+    engine.now += 1000.0
+    assert engine.store(1).success, "it is a victim, and no longer read"
+
+
+def test_the_journal_is_closed_with_the_store(engine: Engine) -> None:
+    journal = engine.tier.journal()
+    journal.kept("entry", 0, 1, [bytes(32)])
+    engine.tier.shutdown()
+    with pytest.raises(sqlite3.ProgrammingError):
+        journal._sql.execute("SELECT 1")

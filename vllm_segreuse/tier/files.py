@@ -248,17 +248,18 @@ class FileTier(SecondaryTierManager):
         def copy() -> None:
             payloads.extend(self._rows[coming.row].tobytes() for coming in batch)
 
-        if not job.use_rows(copy):
-            return partial(self._not_stored, batch, victims, None, job)
+        left: Sequence[Kept | None] = victims
+        new: list[Kept] = []
         try:
+            if not job.use_rows(copy):
+                return partial(self._not_stored, batch, left, None, job)
             self._folder.remove([victim for victim in victims if victim is not None])
-        except Exception as error:
-            return partial(self._not_stored, batch, victims, error, job)
-        new = [self._folder.new(coming.record) for coming in batch]
-        try:
+            left = [None] * len(batch)
+            new = [self._folder.new(coming.record) for coming in batch]
             self._folder.write(list(zip(new, payloads, strict=True)))
         except Exception as error:
-            return partial(self._not_stored, batch, self._cleared(new), error, job)
+            left = self._cleared(new) if new else left
+            return partial(self._not_stored, batch, left, error, job)
         return partial(self._stored, batch, new)
 
     def _cleared(self, records: list[Kept]) -> list[Kept] | list[None]:
@@ -344,17 +345,20 @@ class FileTier(SecondaryTierManager):
 
     def _loaded(self, kept: Kept, row: int, job: Job) -> str | None:
         """Why the row was not filled, or None."""
-        try:
-            payload = self._folder.read(kept)
-        except LostError as error:
-            return error.reason
-        except Exception:
-            return "unreadable"
 
         def copy() -> None:
             self._rows[row] = np.frombuffer(memoryview(payload), dtype=self._rows.dtype)
 
-        return None if job.use_rows(copy) else "stalled"
+        try:
+            payload = self._folder.read(kept)
+            return None if job.use_rows(copy) else "stalled"
+        except LostError as error:
+            return error.reason
+        except Exception as error:
+            logger.warning(
+                "segment reuse: a record could not be read from %s: %s", self._folder.path, error
+            )
+            return "unreadable"
 
     def _settle_load(
         self, outcomes: Sequence[tuple[Kept, str | None]], left: set[str], job: Job
@@ -393,7 +397,13 @@ class FileTier(SecondaryTierManager):
 
     def _erase(self, leaving: list[Kept], job: Job) -> Settle:
         left = self._cleared(leaving)
-        self._folder.erase_removed()
+        try:
+            self._folder.erase_removed()
+        except Exception as error:
+            logger.warning(
+                "segment reuse: keys of erased records may still be in free pages of %s: %s",
+                *(self._folder.path, error),
+            )
         return partial(self._settle_slots, left)
 
     def _settle_slots(self, left: Sequence[Kept | None]) -> None:
@@ -462,6 +472,8 @@ class FileTier(SecondaryTierManager):
         ended = self._jobs.stop()
         self._rows = self._rows[:0].copy()  # the region can be unmapped
         if ended:
+            if self._journal is not None:
+                self._journal.close()
             self._folder.close()
 
 
