@@ -28,7 +28,7 @@ settings.register_profile(
     "quick", deadline=None, print_blob=True, max_examples=30, derandomize=True
 )
 settings.register_profile("segreuse", deadline=None, print_blob=True)
-settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=250)
+settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=100)
 settings.load_profile("segreuse")
 
 _E2E = Path(__file__).parent / "e2e"
