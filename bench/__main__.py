@@ -19,6 +19,7 @@ SUITES = {
     "demo": "what `make demo` shows, as figures; with --model DIR: that model's answers",
     "kernels": "alignment, sparse-query attention and token scores by themselves",
     "quality": "what each policy loses against full prefill, and what it computes",
+    "link": "models trained on documents computed alone: accuracy, work, first token",
     "rag": "questions over a knowledge base: the server with extra keys against without",
     "churn": "knowledge bases that change all the time in a nearly full pool: leaks, failures",
     "tier": "the second tier: questions over a base that is larger than the KV memory",
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
     suite = cast(harness.Suite, importlib.import_module(f"bench.suites.{args.suite}"))
     if args.html and not hasattr(suite, "write_html"):
-        parser.error(f"{args.suite} writes no page: --html is for quality")
+        parser.error(f"{args.suite} writes no page: --html is for quality and link")
     parts = getattr(suite, "PARTS", ())
     for part in args.part or ():
         if part not in parts:

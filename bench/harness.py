@@ -40,6 +40,7 @@ _CODE = (
     "examples",
     "configs",
     "models",
+    "recipes",
     "tests",
 )
 _WRITTEN = (":(exclude)bench/results", ":(exclude)README.md", ":(exclude)docs")

@@ -167,14 +167,24 @@ class Lab:
         extra_args: Mapping[str, Any] | None,
         logprobs: int | None = None,
     ) -> tuple[Any, float]:
-        """The request's output, and the milliseconds until its first token."""
-        from vllm import SamplingParams
+        return generate(self.llm, prompt, words, extra_args, logprobs)
 
-        sampling = SamplingParams(
-            max_tokens=words,
-            temperature=0.0,
-            logprobs=logprobs,
-            extra_args=dict(extra_args) if extra_args else None,
-            ignore_eos=True,
-        )
-        return engine.generate(self.llm, prompt, sampling)
+
+def generate(
+    llm: Any,
+    prompt: list[int],
+    words: int,
+    extra_args: Mapping[str, Any] | None,
+    logprobs: int | None = None,
+) -> tuple[Any, float]:
+    """The output of one request of `words` words, and the milliseconds until its first token."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=words,
+        temperature=0.0,
+        logprobs=logprobs,
+        extra_args=dict(extra_args) if extra_args else None,
+        ignore_eos=True,
+    )
+    return engine.generate(llm, prompt, sampling)
