@@ -35,6 +35,10 @@ SUITES = {
 COMMANDS = {
     "all": ("bench.everything", "all that the README quotes, into one folder (--out DIR)"),
     "agents": ("bench.agents.command", "what reuse saves and costs an agent with tools"),
+    "codecs": (
+        "bench.codecs.command",
+        "codecs of the second tier: speed; with --model DIR: quality",
+    ),
     "english": ("bench.english.command", "what reuse costs a pretrained model on English text"),
     "tables": ("bench.tables.command", "the tables of figures in the pages (--check)"),
 }

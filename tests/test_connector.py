@@ -247,7 +247,8 @@ def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
     assert made[0][-2] == "region"
-    assert opened == [(subject._vllm_config, subject._kv_cache_config, 2.5, None)]
+    options = subject._config.tier
+    assert opened == [(subject._vllm_config, subject._kv_cache_config, options, None)]
     assert subject._kv_cache_manager is manager
 
 

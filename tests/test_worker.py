@@ -13,6 +13,7 @@ from vllm.config import ParallelConfig
 from tests.prefill.loaded import model_config
 from vllm_segreuse import worker as module
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import TierOrders
 from vllm_segreuse.prefill.executor import PassReport
@@ -156,7 +157,9 @@ def with_tier(backlog: Any, patch: Patch, **options: Any) -> tuple[WorkerSide, l
     mover = SimpleNamespace(
         store=lambda blocks, rows: log.append((blocks.tolist(), rows.tolist())), mark=lambda: None
     )
-    aligner = SimpleNamespace(copy_blocks="copy", pages="pages", host_rows=None)
+    aligner = SimpleNamespace(
+        copy_blocks="copy", stored_pages=lambda: "stored", device="cpu", host_rows=None
+    )
     backlog.prefill = SimpleNamespace(aligner=aligner)
     region = Region()
     patch.setattr(module, "open_region", lambda *given: (log.append(given[2:]), region)[1])
@@ -165,7 +168,8 @@ def with_tier(backlog: Any, patch: Patch, **options: Any) -> tuple[WorkerSide, l
     config = SegReuseConfig(tier={"host_gib": 2.5, **options})
     nothing: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     side = WorkerSide(nothing, config, nothing, SegReuseStats())
-    assert log == [(2.5, 3), (region, "copy", "pages")]
+    assert log == [(config.tier, 3), (region, "copy", "stored", "cpu")]
+    assert aligner.codec == options.get("codec", "raw")
     assert aligner.host_rows is mover
     log.clear()
     return side, log
@@ -231,7 +235,7 @@ def test_the_model_is_proven(
     runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels")
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
-    assert proven == [(model, vllm_config, kv_cache_config, ())]
+    assert proven == [(model, vllm_config, kv_cache_config, (), Codec.RAW)]
     assert side.backlog.prefill is prefill
     assert side.backlog._step_work == share
 
@@ -245,7 +249,7 @@ def test_boundary_states_are_logged_and_counted(
     )
     proven = []
     monkeypatch.setattr(module, "loaded_model", lambda: None)
-    monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given[-1]), runtime)[1])
+    monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given[3]), runtime)[1])
     monkeypatch.setattr(module.logger, "propagate", True)
     with caplog.at_level(logging.INFO):
         side, *_ = started(llama, similarity={"w_exact": {"2": 9, "1": 4}})

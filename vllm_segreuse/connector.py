@@ -144,7 +144,7 @@ class SegReuseConnector(KVConnectorBase_V1):
             return None
         from vllm_segreuse.tier.region import open_region
 
-        return open_region(self._vllm_config, self._kv_cache_config, options.host_gib, rank=None)
+        return open_region(self._vllm_config, self._kv_cache_config, options, rank=None)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]

@@ -369,7 +369,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         self._tier_dropped = counter(
             name="vllm:segreuse_tier_dropped_total",
             documentation="KV blocks that were to be stored and were not, by reason: full (no row "
-            "of host memory could be replaced), failed (the copy raised an error).",
+            "of host memory could be replaced), failed (the copy raised an error), codec "
+            "(numbers that it cannot store), decoded (read from a record of a codec that rounds).",
             labelnames=[*labelnames, "reason"],
         )
         for engine in per_engine_labelvalues:

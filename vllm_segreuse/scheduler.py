@@ -185,7 +185,8 @@ class SchedulerSide:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             known = (pool, index, self._namespaces, health, stats)
             has_files = options.path is not None
-            fingerprint = model_fingerprint(vllm_config, group) if has_files else None
+            of_model = (vllm_config, group, options.codec)
+            fingerprint = model_fingerprint(*of_model) if has_files else None
             self._tier = start_tier(region, options, ranks, *known, fingerprint)
         self._donors = Donors(index, requests, depth, health, self._forgotten, followers)
         entries = FrozenPool(
@@ -438,6 +439,8 @@ class SchedulerSide:
     def take_plans(self) -> list[ReusePlan]:
         """The scheduling step is over."""
         plans = self._planner.take_plans()
+        if self._tier is not None:
+            self._tier.note_plans(plans)
         self._donors.begin_step()
         self._pool.begin_step()
         self._freezing.begin_step()

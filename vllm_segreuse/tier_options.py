@@ -56,6 +56,10 @@ class TierOptions(BaseModel):
     """Longest time that a request waits for records to be read from files; what is not there by
     then is computed."""
 
+    codec: Annotated[Literal["raw", "int8", "fp8"], _one_of("raw", "int8", "fp8")] = "raw"
+    """How records are stored: `raw`, byte for byte; `int8` or `fp8`, rounded to 8 bits, so that a
+    record of a 16-bit cache takes about half as much."""
+
     min_run_tokens: Annotated[int, count(1, MAX_TOKENS)] = 64
     """Fewer tokens in a row are not loaded from a record: it is always read as a whole."""
 
@@ -65,6 +69,11 @@ class TierOptions(BaseModel):
     key_file: Annotated[str | None, _PATH] = None
     """File with the key that records are encrypted with on disk, 32 bytes as hex or base64; None:
     the environment's `SEGREUSE_TIER_KEY`, or no encryption."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what is read differs from what was stored."""
+        return self.codec != "raw"
 
     @property
     def host_bytes(self) -> int:

@@ -12,11 +12,13 @@ from vllm_segreuse.audit.recorder import Recorder
 from vllm_segreuse.compat import sampler
 from vllm_segreuse.compat.model_runner import loaded_model
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.tier.cells import cell_content_bytes
 from vllm_segreuse.tier.region import HostRegion, open_region
 from vllm_segreuse.tier.worker import TierWorker, mover_for
 from vllm_segreuse.tracing import PassSpans
@@ -69,9 +71,11 @@ class WorkerSide:
         self, vllm_config: VllmConfig, options: TierOptions, kv_cache_config: KVCacheConfig
     ) -> None:
         aligner = self.backlog.prefill.aligner
+        aligner.codec = Codec(options.codec)
         rank = get_tp_group().rank_in_group
-        self._region = open_region(vllm_config, kv_cache_config, options.host_gib, rank)
-        mover = mover_for(self._region, aligner.copy_blocks, aligner.pages)
+        self._region = open_region(vllm_config, kv_cache_config, options, rank)
+        known = (aligner.copy_blocks, aligner.stored_pages(), aligner.device)
+        mover = mover_for(self._region, *known)
         self._tier, aligner.host_rows = TierWorker(mover), mover
 
     def close(self) -> None:
@@ -150,7 +154,10 @@ def _proven_backlog(
     kv_cache_config: KVCacheConfig,
     stats: SegReuseStats,
 ) -> Backlog:
-    runtime = prove(loaded_model(), vllm_config, kv_cache_config, config.cuts)
+    codec = Codec.RAW if config.tier is None else Codec(config.tier.codec)
+    if codec is not Codec.RAW:
+        cell_content_bytes(kv_cache_config, codec)  # it refuses what the codec cannot store
+    runtime = prove(loaded_model(), vllm_config, kv_cache_config, config.cuts, codec)
     step_work = config.spread_work(
         vllm_config.scheduler_config.max_num_batched_tokens,
         vllm_config.model_config.get_num_layers(vllm_config.parallel_config),

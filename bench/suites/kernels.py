@@ -19,7 +19,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,12 +105,17 @@ def _summary(case: Case, rounds: Rounds) -> dict[str, float]:
         ),
         ("scores_speedup_over_torch", "scores", context, "torch", "ours", 1.0),
     ):
-        above, below = rounds[kernel, theirs, size], rounds[kernel, ours, size]
-        summary[name] = factor * statistics.median(above) / statistics.median(below)
-        ratios = [factor * a / b for a, b in zip(above, below, strict=True)]
-        q1, _, q3 = statistics.quantiles(ratios, n=4, method="inclusive")
-        summary |= {f"{name}_q1": q1, f"{name}_q3": q3}
+        found = ratio(rounds[kernel, theirs, size], rounds[kernel, ours, size])
+        q1, q3 = (factor * quartile for quartile in found[1:])
+        summary |= {name: factor * found[0], f"{name}_q1": q1, f"{name}_q3": q3}
     return summary
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
+    """Of medians, and the quartiles of the rounds' own ratios."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    q1, _, q3 = statistics.quantiles(ratios, n=4, method="inclusive")
+    return statistics.median(above) / statistics.median(below), q1, q3
 
 
 def _align(case: Case, kernels: Kernels, layout: PageLayout, repeats: int) -> list[harness.Row]:
@@ -126,8 +131,8 @@ def _align(case: Case, kernels: Kernels, layout: PageLayout, repeats: int) -> li
     rows = []
     for tokens in case.align_tokens:
         used = tokens // case.block_size + 1
-        places = _places(blocks, used)
-        moves = itertools.cycle([_moves(case, place, tokens) for place in places])
+        places = places_of(blocks, used)
+        moves = itertools.cycle([moves_of(case, place, tokens) for place in places])
         turns = itertools.cycle(places)
 
         def ours(moves: Any = moves) -> None:
@@ -143,13 +148,13 @@ def _align(case: Case, kernels: Kernels, layout: PageLayout, repeats: int) -> li
 
         moved = 2 * tokens * case.token_bytes * case.layers  # read and written
         actions: dict[str, Action] = {"ours": ours, "memcpy": memcpy, "torch": plain}
-        for what, times in _times(case.device, actions, repeats, burst=4).items():
+        for what, times in timed(case.device, actions, repeats, burst=4).items():
             gb_per_s = moved / statistics.median(times) / 1e6
             rows.append(_row("align", what, tokens, times, gb_per_s=gb_per_s))
     return rows
 
 
-def _places(blocks: int, used: int) -> list[tuple[int, int]]:
+def places_of(blocks: int, used: int) -> list[tuple[int, int]]:
     """Pairs of stretches of blocks that do not meet."""
     count = blocks // (2 * used)
     if count < 8:
@@ -157,7 +162,7 @@ def _places(blocks: int, used: int) -> list[tuple[int, int]]:
     return [(2 * used * i, 2 * used * i + used) for i in range(count)]
 
 
-def _moves(case: Case, place: tuple[int, int], tokens: int) -> Moves:
+def moves_of(case: Case, place: tuple[int, int], tokens: int) -> Moves:
     """Four documents that move to odd offsets, by distances of their own."""
     device, (source, target) = case.device, place
     index = torch.arange(tokens, device=device)
@@ -241,7 +246,7 @@ def _attention(
             *("attention", what, context, times),
             gflop_per_s=flops[what] / statistics.median(times) / 1e6,
         )
-        for what, times in _times(case.device, actions, max(3, repeats // 3)).items()
+        for what, times in timed(case.device, actions, max(3, repeats // 3)).items()
     ]
 
 
@@ -259,7 +264,7 @@ def _scores(
         context,
         case.scale,
     )
-    measured = _times(
+    measured = timed(
         case.device,
         {
             "ours": lambda: kernels.token_scores(*args),
@@ -281,7 +286,7 @@ def _row(kernel: str, what: str, size: int, rounds_ms: list[float], **more: floa
     }
 
 
-def _times(
+def timed(
     device: torch.device, actions: dict[str, Action], repeats: int, burst: int = 1
 ) -> dict[str, list[float]]:
     """Milliseconds of each action, round by round; they take turns, in an order that changes.
@@ -354,6 +359,13 @@ class _Layer(torch.nn.Module):
             v_scale=1.0,
             kv_cache_dtype="auto",
         )
+
+
+def cpu_layout(case: Case) -> PageLayout:
+    """How vLLM's CPU backend packs a page."""
+    from vllm_segreuse.model.kv_layout import discover_layout
+
+    return discover_layout(_Layer(case, 2), case.block_size)
 
 
 class _CpuBackend:

@@ -2,41 +2,22 @@
 // Pages as scales and codes of one byte (vllm_segreuse/kernels/reference_codecs.py), and `align` of such pages.
 // Bit for bit what the references compute: compile with -ffp-contract=off.
 //
-// Loops over elements that lie side by side have no branches, so that the compiler makes vectors of
-// them: tokens of a channel in pages that are tiled as by vLLM's CPU backend, otherwise channels of
-// a token.
+// Elements that lie side by side are tokens of a channel, in pages that are tiled as by vLLM's CPU
+// backend, otherwise channels of a token. Lines of bfloat16 are converted by vectors (codes.h); of
+// other types, loops have no branches, so that the compiler makes vectors of them.
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
+#include "cpu/codes.h"
 #include "cpu/kernels.h"
 #include "cpu/past_caches.h"
 #include "cpu/runs.h"
 
 namespace segreuse::cpu {
 namespace {
-
-struct Int8 {
-  static constexpr float kLargest = 127.0f;
-  static float decode(uint8_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
-  static uint8_t encode(float value) {
-    // Beside this number, one step of float32 is 1.
-    constexpr float kUnit = 12582912.0f;
-    return static_cast<uint8_t>(bits_of(value + kUnit) - bits_of(kUnit));
-  }
-};
-
-struct Fp8 {
-  static constexpr float kLargest = 448.0f;
-  static float decode(uint8_t code) {
-    // In the place of a float32's bits it is too small by the difference of the biases. No NaN.
-    const uint32_t bits = uint32_t{code & 0x80u} << 24 | uint32_t{code & 0x7fu} << 20;
-    return float_of(bits) * 0x1p120f;
-  }
-  static uint8_t encode(float value) { return Float8E4M3::encode(value); }
-};
 
 // Of a float16 that is finite and not negative: in the place of a float32's bits it is too small by
 // the difference of the biases.
@@ -81,6 +62,8 @@ struct Head {
   int64_t scales, codes;      // first bytes in an encoded page
   std::vector<int32_t> at;    // of each channel
   bool tiled, dense, tokens;  // kTile tokens of a channel lie side by side; all channels of a token do; tokens do
+  bool lines;                 // of one scale each, in runs of whole vectors
+  bool within = false;        // a tile may be read up to a tile too early or too late
 
   Head(const Part* parts, int part, int head, int64_t value_scales, int64_t codes)
       : strides(parts[part].strides),
@@ -93,14 +76,34 @@ struct Head {
     tokens = strides.token_lo == 1 && strides.token_tile >= 8;
     tiled = by_channel && strides.token_lo == 1 && strides.token_tile == kTile;
     dense = strides.channel_lo == 1 && strides.channel_tile == strides.channels;
+    lines = by_channel ? tokens && strides.token_tile % kCodes == 0
+                       : dense && strides.channels % kCodes == 0;
+  }
+
+  // The last tile's first element.
+  int64_t last() const {
+    return *std::max_element(at.begin(), at.end()) +
+           strides.of_token(strides.block_size - strides.token_tile);
   }
 };
+
+// Elements of the keys and values of a page.
+int64_t elements_of(const Part* parts) {
+  int64_t elements = 0;
+  for (int p = 0; p < 2; ++p)
+    elements += int64_t{parts[p].strides.heads} * parts[p].strides.block_size *
+                parts[p].strides.channels;
+  return elements;
+}
 
 std::vector<Head> heads_of(const Part* parts, int64_t value_scales, int64_t codes) {
   std::vector<Head> heads;
   for (int p = 0; p < 2; ++p)
     for (int h = 0; h < parts[p].strides.heads; ++h)
       heads.emplace_back(parts, p, h, value_scales, codes);
+  // In front of the codes are scales; behind those of the keys are, as a rule, those of the values.
+  for (Head& head : heads)
+    head.within = codes >= kTile && head.last() + 2 * kTile <= elements_of(parts);
   return heads;
 }
 
@@ -113,6 +116,16 @@ class Decoder {
 
   void move(const Head& head, const Stretch& stretch, const uint8_t* read, Code<Format>* pages,
             const float* cos, const float* sin) {
+    if constexpr (std::is_same_v<Format, BFloat16>) {
+      if (head.tiled && head.within)
+        return stretch.second.length ? move_lanes<true>(head, stretch, read, pages, cos, sin)
+                                     : move_lanes<false>(head, stretch, read, pages, cos, sin);
+      if (head.lines && !head.by_channel) {
+        for (const Span* span : {&stretch.first, &stretch.second})
+          move_rows(head, *span, read, pages);
+        return;
+      }
+    }
     if (head.tiled)
       move_tile(head, stretch, read, pages, cos, sin);
     else
@@ -180,6 +193,103 @@ class Decoder {
     }
   }
 
+  // One tile of a target page, from one tile or two. Both are read at their place in the target:
+  // what lies beside a tile is read, too, and not used.
+  template <bool kTwo>
+  void move_lanes(const Head& head, const Stretch& stretch, const uint8_t* read, uint16_t* pages,
+                  const float* cos, const float* sin) {
+    constexpr int kSteps = kTile / kCodes;
+    const TiledStrides& strides = head.strides;
+    const Span* spans[] = {&stretch.first, &stretch.second};
+    const uint8_t* codes[2] = {};
+    const float* scale[2] = {};
+    for (int s = 0; s < 1 + kTwo; ++s) {
+      const uint8_t* page = read + spans[s]->source;
+      const int shift = spans[s]->to % kTile - spans[s]->from % kTile;
+      codes[s] = page + head.codes + spans[s]->from / kTile * strides.token_hi - shift;
+      scale[s] = read_scales(page + head.scales, strides.channels, s, 1 / Codec::kFactor);
+    }
+    const int first = spans[0]->to % kTile, begin = kTwo ? spans[1]->to % kTile : kTile;
+    const int length = spans[0]->length + (kTwo ? spans[1]->length : 0);
+    Shorts bytes[kSteps];    // of the second tile, all bits
+    Ints even[kSteps], odd[kSteps];
+    for (int i = 0; kTwo && i < kTile; ++i) {
+      const int step = i / kCodes, lane = i % kCodes / 2;
+      const int taken = i >= begin ? -1 : 0;
+      (i % 2 ? odd : even)[step][lane] = taken;
+      bytes[step][lane] = static_cast<uint16_t>(
+          i % 2 ? (bytes[step][lane] & 0xff) | (taken & 0xff00) : taken & 0xff);
+    }
+    const auto load = [&](int c, int step) {
+      const int64_t at = head.at[c] + step * kCodes;
+      Shorts taken = load_as<Shorts>(codes[0] + at);
+      const Floats factor = Floats{} + scale[0][c];
+      Halves found;
+      if constexpr (kTwo) {
+        const Shorts other = load_as<Shorts>(codes[1] + at);
+        taken = (taken & ~bytes[step]) | (other & bytes[step]);
+        const Floats others = Floats{} + scale[1][c];
+        found = Codec::decode(taken);
+        found.even *= select(even[step], others, factor);
+        found.odd *= select(odd[step], others, factor);
+      } else {
+        found = Codec::decode(taken);
+        found.even *= factor;
+        found.odd *= factor;
+      }
+      return found;
+    };
+    uint16_t* target = pages + spans[0]->target + spans[0]->to / kTile * strides.token_hi;
+    const auto write = [&](int c, const Words* words) {
+      uint16_t* to = target + head.at[c];
+      if (length == kTile)
+        copy_past_caches(to, words, kTile * sizeof *to);
+      else
+        std::memcpy(to + first, reinterpret_cast<const uint16_t*>(words) + first,
+                    length * sizeof *to);
+    };
+    const Rotation& rotation = head.rotation;
+    for (int c = 0; c < strides.channels; ++c) {
+      if (rotation.dim && c == rotation.first) c += rotation.dim;
+      if (c >= strides.channels) break;
+      Words words[kSteps];
+      for (int step = 0; step < kSteps; ++step) words[step] = joined(load(c, step));
+      write(c, words);
+    }
+    for (int p = 0; p < rotation.dim / 2; ++p) {
+      const Pair pair(rotation, p);
+      const Floats c = Floats{} + cos[p], s = Floats{} + sin[p];
+      Words one[kSteps], other[kSteps];
+      for (int step = 0; step < kSteps; ++step) {
+        const Halves x = load(pair.first, step), y = load(pair.second, step);
+        one[step] = joined({x.even * c - y.even * s, x.odd * c - y.odd * s});
+        other[step] = joined({y.even * c + x.even * s, y.odd * c + x.odd * s});
+      }
+      write(pair.first, one);
+      write(pair.second, other);
+    }
+  }
+
+  // Channels of a token lie side by side, and have one scale.
+  void move_rows(const Head& head, const Span& span, const uint8_t* read, uint16_t* pages) {
+    const TiledStrides& strides = head.strides;
+    const uint8_t* page = read + span.source;
+    for (int i = 0; i < span.length; ++i) {
+      const int token = span.from + i;
+      const uint8_t* from = page + head.codes + strides.of_token(token) + head.at[0];
+      uint16_t* to = pages + span.target + strides.of_token(span.to + i) + head.at[0];
+      const Floats scale =
+          Floats{} + scale_at(page + head.scales, token) * (1 / Codec::kFactor);
+      for (int c = 0; c < strides.channels; c += kCodes) {
+        Halves found = Codec::decode(load_as<Shorts>(from + c));
+        found.even *= scale;
+        found.odd *= scale;
+        const Words words = joined(found);
+        std::memcpy(to + c, &words, sizeof words);
+      }
+    }
+  }
+
   void move_tokens(const Head& head, const Span& span, const uint8_t* read, Code<Format>* pages,
                    const float* cos, const float* sin) {
     if (!span.length) return;
@@ -232,11 +342,11 @@ class Decoder {
       for (int c = 0; c < channels; ++c) to[head.at[c]] = out[c];
   }
 
-  // Those of all channels, in one of two places.
-  const float* read_scales(const uint8_t* scales, int channels, int place) {
+  // Those of all channels, in one of two places, times a power of two.
+  const float* read_scales(const uint8_t* scales, int channels, int place, float factor = 1.0f) {
     float* __restrict to = scale_.data() + place * channels;
     const auto* __restrict codes = reinterpret_cast<const uint16_t*>(scales);
-    for (int c = 0; c < channels; ++c) to[c] = scale_of(codes[c]);
+    for (int c = 0; c < channels; ++c) to[c] = scale_of(codes[c]) * factor;
     return to;
   }
 
@@ -246,15 +356,6 @@ class Decoder {
 
 int most_channels(const Part* parts) {
   return std::max(parts[0].strides.channels, parts[1].strides.channels);
-}
-
-// Elements of the keys and values of a page.
-int64_t elements_of(const Part* parts) {
-  int64_t elements = 0;
-  for (int p = 0; p < 2; ++p)
-    elements += int64_t{parts[p].strides.heads} * parts[p].strides.block_size *
-                parts[p].strides.channels;
-  return elements;
 }
 
 template <class Format, class Codec>
@@ -294,6 +395,9 @@ class Encoder {
   // Whether all numbers have a code; nothing is written if not.
   bool encode(const Head& head, const Code<Format>* page, uint8_t* cell) {
     const TiledStrides& strides = head.strides;
+    if constexpr (std::is_same_v<Format, BFloat16>) {
+      if (head.lines) return encode_lines(head, page, cell);
+    }
     // Lines of elements that lie side by side: tokens of a channel, or channels of a token.
     const int lines = head.tokens ? strides.channels : strides.block_size;
     const int length = head.tokens ? strides.block_size : strides.channels;
@@ -343,6 +447,40 @@ class Encoder {
       for (int c = 0; c < strides.channels; c += strides.channel_tile)
         visit(head.at[c] + token, c, strides.channel_tile, strides.channel_lo);
     }
+  }
+
+  // Lines of one scale each.
+  bool encode_lines(const Head& head, const uint16_t* page, uint8_t* cell) {
+    const TiledStrides& strides = head.strides;
+    const int lines = head.by_channel ? strides.channels : strides.block_size;
+    for (int l = 0; l < lines; ++l) {
+      // Magnitudes as integers: these are in the same order, and NaN is above all.
+      Words most{};
+      each_run(head, l, [&](int32_t at, int, int count, int) {
+        for (int i = 0; i < count; i += kCodes) {
+          const Words pairs = load_as<Words>(page + at + i);
+          const Words even = (pairs << 16) & 0x7fffffffu, odd = pairs & 0x7fff0000u;
+          const Words both = (Ints)even > (Ints)odd ? even : odd;
+          most = (Ints)both > (Ints)most ? both : most;
+        }
+      });
+      uint32_t largest = 0;
+      for (int i = 0; i < kLanes; ++i) largest = std::max<uint32_t>(largest, most[i]);
+      largest_[l] = largest;
+    }
+    if (!find_scales(lines, cell + head.scales)) return false;
+    for (int l = 0; l < lines; ++l) {
+      const Floats reciprocal = Floats{} + reciprocal_[l];
+      each_run(head, l, [&](int32_t at, int, int count, int) {
+        for (int i = 0; i < count; i += kCodes) {
+          const Halves found = widened(load_as<Words>(page + at + i));
+          const Shorts codes = joined_codes(Codec::encode(found.even * reciprocal),
+                                            Codec::encode(found.odd * reciprocal));
+          std::memcpy(cell + head.codes + at + i, &codes, sizeof codes);
+        }
+      });
+    }
+    return true;
   }
 
   // Magnitudes as integers: these are in the same order, and NaN is above all.

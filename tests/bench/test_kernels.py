@@ -14,16 +14,16 @@ SMALL = dataclasses.replace(
 
 
 def test_places_do_not_meet() -> None:
-    places = kernels._places(blocks=100, used=6)
+    places = kernels.places_of(blocks=100, used=6)
     blocks = [b for pair in places for first in pair for b in range(first, first + 6)]
     assert len(blocks) == len(set(blocks))
     assert max(blocks) < 100
     with pytest.raises(BenchError, match="pool of 90 blocks is too small for 6"):
-        kernels._places(blocks=90, used=6)
+        kernels.places_of(blocks=90, used=6)
 
 
 def test_moves_end_inside_their_place() -> None:
-    moves = kernels._moves(SMALL, (10, 20), 128)
+    moves = kernels.moves_of(SMALL, (10, 20), 128)
     assert moves.targets.min() // 32 == 20
     assert moves.targets.max() // 32 == 24  # five places on: one block more than tokens fill
     assert (moves.targets - moves.sources == 10 * 32 + 5).all()

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_segreuse.kernels import cpu, cpu_store, cuda, dispatch, reference
+from vllm_segreuse.kernels import cpu, cpu_store, cuda, dispatch, reference, reference_codecs
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 
@@ -116,18 +116,27 @@ def test_a_gpu_whose_kernels_do_not_move_a_dtype_runs_torch(
     assert "does not move torch.float64" in chosen.description
 
 
-def test_codecs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+def test_codecs_are_refused_by_name() -> None:
     refused = dispatch.codec_refused
-    assert refused(Codec.RAW, GPU, torch.float8_e4m3fn) is None
-    assert refused(Codec.INT8, CPU, torch.bfloat16) is None
-    assert refused(Codec.INT8, GPU, torch.bfloat16) == (
-        "codec int8 is for CPUs; on cuda pages are stored by codec raw only"
+    assert refused(Codec.RAW, torch.float8_e4m3fn) is None
+    assert refused(Codec.INT8, torch.bfloat16) is None
+    assert refused(Codec.FP8, torch.float8_e5m2) == (
+        "KV in torch.float8_e5m2 is stored by codec raw only, not fp8"
     )
-    assert "float8_e5m2 is stored by codec raw only" in str(
-        refused(Codec.FP8, CPU, torch.float8_e5m2)
-    )
+
+
+@pytest.mark.parametrize("head_size", [64, 72])
+def test_on_a_cpu_the_library_encodes_and_decodes(
+    head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
+    chosen = dispatch.choose(CPU, torch.bfloat16, layout(head_size))
+    assert (chosen.encode, chosen.decode) == (cpu_store.encode, cpu.align)
+
+
+def test_elsewhere_torch_encodes_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "unavailable", lambda: "it was not built")
-    assert refused(Codec.FP8, CPU, torch.float16) == (
-        "codec fp8 needs the C++ kernels: it was not built"
-    )
+    for device in (CPU, GPU):
+        chosen = dispatch.choose(device, torch.bfloat16, layout(64))
+        assert (chosen.encode, chosen.decode) == (reference_codecs.encode, reference.align)

@@ -114,6 +114,10 @@ def test_a_model_has_the_same_fingerprint_wherever_it_lies(tmp_path: Path) -> No
     ):
         assert fingerprint(changed) != first
     assert model_fingerprint(config(model), KvGroup(0, {"layers.0": "heads=4"}, 32)) != first
+    group = KvGroup(0, {"layers.0": "heads=2"}, 32)
+    assert model_fingerprint(config(model), group, "raw") == first
+    codecs = {model_fingerprint(config(model), group, codec) for codec in ("int8", "fp8")}
+    assert len(codecs - {first}) == 2
 
 
 def test_weights_that_are_not_here_are_refused(tmp_path: Path) -> None:

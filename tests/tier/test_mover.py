@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.plan import IntArray
+from vllm_segreuse.tier.cells import StoredPage, views
 from vllm_segreuse.tier.mover import CopyBlocks, InPlace, Mover
 from vllm_segreuse.tier.staging import Staged
 
 BLOCKS, ROWS = 12, 30
 ELEMENTS = (24, 40, 24)
 CELL_BYTES = 256
+CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn]
 
 
@@ -48,21 +50,22 @@ def pages_of(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(BLOCKS, elements).to(dtype) for elements in ELEMENTS]
 
 
+def stored_as(pages: list[torch.Tensor]) -> list[StoredPage]:
+    return [StoredPage(layer.shape[1] * layer.element_size(), layer.dtype) for layer in pages]
+
+
 def region(pages: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     cells = torch.zeros(ROWS, CELL_BYTES, dtype=torch.int8)
-    views, first = [], 0
-    for layer in pages:
-        size = layer.shape[1] * layer.element_size()
-        views.append(cells[:, first : first + size].view(layer.dtype))
-        first += size
-    return cells, views
+    return cells, views(cells, stored_as(pages))
 
 
 def movers(dtype: torch.dtype, slots: int) -> tuple[list[torch.Tensor], torch.Tensor, list[Mover]]:
     pages = pages_of(dtype)
     cells, views = region(pages)
     copy = copier(pages)
-    staged = Staged(copy, pages, cells, Streams(), staging_bytes=2 * slots * CELL_BYTES)
+    staged = Staged(
+        copy, stored_as(pages), CPU, cells, Streams(), staging_bytes=2 * slots * CELL_BYTES
+    )
     return pages, cells, [InPlace(copy, views), staged]
 
 
@@ -159,5 +162,29 @@ def test_staging_holds_a_row_at_least_and_no_more_than_there_are() -> None:
     pages = pages_of(torch.bfloat16)
     cells, _ = region(pages)
     for staging_bytes, slots in ((1, 1), (2 * 3 * CELL_BYTES, 3), (1 << 30, ROWS)):
-        subject = Staged(copier(pages), pages, cells, Streams(), staging_bytes)
+        subject = Staged(copier(pages), stored_as(pages), CPU, cells, Streams(), staging_bytes)
         assert [len(half.cells) for half in subject._halves] == [slots, slots]
+
+
+class Marked:
+    """A codec that cannot store some blocks."""
+
+    def __init__(self, pages: list[torch.Tensor], without_code: set[int]) -> None:
+        self._copy, self._without_code = copier(pages), without_code
+
+    def __call__(
+        self, to: Sequence[torch.Tensor], blocks: IntArray, rows: IntArray
+    ) -> torch.Tensor:
+        self._copy(to, blocks, rows)
+        return torch.tensor([int(block) not in self._without_code for block in blocks])
+
+
+def test_what_the_codec_cannot_store_is_told_across_chunks() -> None:
+    pages = pages_of(torch.bfloat16)
+    cells, rows = region(pages)
+    copy = Marked(pages, {1, 4})
+    known = (stored_as(pages), CPU, cells, Streams())
+    for subject in (InPlace(copy, rows), Staged(copy, *known, staging_bytes=4 * CELL_BYTES)):
+        encoded = subject.store(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))
+        assert encoded is not None
+        assert encoded.tolist() == [True, False, True, True, False]

@@ -17,6 +17,7 @@ import torch
 
 from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier import region as module
+from vllm_segreuse.tier.cells import StoredPage
 from vllm_segreuse.tier.region import (
     HostRegion,
     RegionShape,
@@ -25,6 +26,7 @@ from vllm_segreuse.tier.region import (
     region_name,
     region_shape,
 )
+from vllm_segreuse.tier_options import TierOptions
 
 SHAPE = RegionShape(rows=20, cell_bytes=8192, ranks=2)
 
@@ -59,10 +61,10 @@ def test_a_region_of_few_rows_is_refused() -> None:
 
 
 def test_processes_see_the_same_memory_and_the_last_removes_its_name(name: str) -> None:
-    pages = [torch.empty(3, 1000, dtype=torch.bfloat16), torch.empty(3, 300)]
+    stored = [StoredPage(2000, torch.bfloat16), StoredPage(1200, torch.float32)]
     workers = [HostRegion(name, SHAPE, rank) for rank in range(2)]
     assert os.path.exists(path_of(name))
-    views = [worker.views(pages) for worker in workers]
+    views = [worker.views(stored) for worker in workers]
     scheduler = HostRegion(name, SHAPE, None)
     assert not os.path.exists(path_of(name))
     for rank, (first, second) in enumerate(views):
@@ -90,7 +92,7 @@ def test_who_has_no_region_of_workers_is_refused(name: str) -> None:
 def test_pages_that_do_not_fit_are_refused(name: str) -> None:
     worker = HostRegion(name, SHAPE, 0)
     with pytest.raises(RefusedError, match=r"8200 bytes, of which vLLM's .* has 8192"):
-        worker.views([torch.empty(3, 1025), torch.empty(3, 1025)])
+        worker.views([StoredPage(4100, torch.float32)] * 2)
     worker.cleanup()
 
 
@@ -155,7 +157,7 @@ def test_a_region_is_made_of_the_engines_configuration(
 ) -> None:
     monkeypatch.setattr(module, "region_name", lambda config: name)
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
-    region = open_region(config, kv_cache(5000), 1 / 1024, 1)
+    region = open_region(config, kv_cache(5000), TierOptions(host_gib=1 / 1024), 1)
     assert region.shape == RegionShape(64, 8192, 2)
     assert region.rank == 1
     region.cleanup()

@@ -350,3 +350,43 @@ def test_records_of_lora_requests_are_not_written_to_files() -> None:
     assert [record.position for record in described if record] == [0, 4, 8]
     assert [record.parent for record in described if record] == [None, own[0], own[1]]
     assert all(record.namespaces == (NAMESPACE,) for record in described if record)
+
+
+def test_what_the_codec_cannot_store_on_any_rank_is_never_read() -> None:
+    world = World(rows=4, ranks=2)
+    blocks = world.compute(DOCUMENT)
+    world.step()
+    world.evict(blocks)
+    orders = world.end_step()
+    assert orders is not None
+    place = orders.blocks.tolist().index(blocks[1])
+    for rank in world.ranks:
+        rank.run()
+        done = rank.report()
+        if rank.number == 1:
+            done.without_code = {(orders.sequence, place)}
+        world.tier.note(done)
+    assert world.stats.data["tier_dropped"] == {"codec": 1}
+    found = world.match(DOCUMENT)
+    assert found.num_tokens == 2 * SIZE
+    assert SIZE not in found.pieces.destination
+    assert world.tier.counts().host == 2
+    world.check_idle()
+    assert len(stored(world, OTHER)) == 3, "its row is free again"
+    world.check_idle()
+
+
+def test_a_step_of_which_nothing_can_be_stored_leaves_nothing() -> None:
+    world = World()
+    blocks = world.compute(DOCUMENT)
+    world.step()
+    world.evict(blocks)
+    orders = world.end_step()
+    assert orders is not None
+    [rank] = world.ranks
+    rank.run()
+    done = rank.report()
+    done.without_code = {(orders.sequence, place) for place in range(3)}
+    world.tier.note(done)
+    assert world.tier.counts().host == 0
+    world.check_idle()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_segreuse.plan import IntArray, TierOrders
 from vllm_segreuse.tier import worker as module
@@ -30,11 +31,13 @@ class Mover:
         self.marks: list[Mark] | None = [] if marks else None
         self.stored: list[tuple[list[int], list[int]]] = []
         self.fails = False
+        self.encoded: torch.Tensor | None = None
 
-    def store(self, blocks: IntArray, rows: IntArray) -> None:
+    def store(self, blocks: IntArray, rows: IntArray) -> torch.Tensor | None:
         if self.fails:
             raise ValueError("cannot copy")
         self.stored.append((blocks.tolist(), rows.tolist()))
+        return self.encoded
 
     def load(self, rows: IntArray) -> Iterator[LoadedRows]:
         raise NotImplementedError
@@ -106,3 +109,19 @@ def test_what_could_not_be_stored_is_reported_as_failed_and_the_engine_goes_on(
     subject.end()
     marks[-1].reached = True
     assert subject.end().failed == set(), "reported once"
+
+
+def test_what_the_codec_cannot_store_is_reported_with_its_sequence() -> None:
+    """And not before the mark is reached: on a GPU nobody knows it earlier."""
+    subject = TierWorker(mover := Mover(marks=True))
+    mover.encoded = torch.tensor([True, True, True])
+    subject.begin(orders(1, (4, 0), (5, 1), (6, 2)))
+    assert not subject.end()
+    mover.encoded[1] = False
+    marks: Any = mover.marks
+    for mark in marks:
+        mark.reached = True
+    done = subject.end()
+    assert done.without_code == {(1, 1)}
+    assert done.failed == set()
+    assert not subject.end().without_code, "once"

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from vllm_segreuse.kernels import cpu, cpu_store, cuda, reference
+from vllm_segreuse.kernels import cpu, cpu_store, cuda, reference, reference_codecs
 from vllm_segreuse.kernels.arguments import FLOATS
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout
@@ -25,6 +25,8 @@ class Kernels:
         plan_attention: `plan(query, keys, block_tables, request, positions)` prepares what
             `sparse_attention` takes as `schedule`, once for all layers; None where it needs none.
         description: which they are, and why better ones are not used.
+        encode: pages to scales and codes (`reference_codecs.encode`).
+        decode: `align` from such pages.
     """
 
     align: Callable[..., None]
@@ -33,6 +35,8 @@ class Kernels:
     sparse_attention: Callable[..., None] | None
     plan_attention: Callable[..., Any] | None
     description: str
+    encode: Callable[..., torch.Tensor] = reference_codecs.encode
+    decode: Callable[..., None] = reference.align
 
 
 def choose(
@@ -46,17 +50,11 @@ def choose(
     return choice(dtype, layout, queries or dtype)
 
 
-def codec_refused(codec: Codec, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why pages of a device and dtype cannot be stored by a codec, in one sentence; None if they
-    can."""
-    if codec is Codec.RAW:
+def codec_refused(codec: Codec, dtype: torch.dtype) -> str | None:
+    """Why pages of a dtype cannot be stored by a codec, in one sentence; None if they can."""
+    if codec is Codec.RAW or dtype in FLOATS:
         return None
-    if device.type != "cpu":
-        return f"codec {codec} is for CPUs; on {device.type} pages are stored by codec raw only"
-    if dtype not in FLOATS:
-        return f"KV in {dtype} is stored by codec raw only, not {codec}"
-    missing = cpu.unavailable()
-    return f"codec {codec} needs the C++ kernels: {missing}" if missing else None
+    return f"KV in {dtype} is stored by codec raw only, not {codec}"
 
 
 def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Kernels:
@@ -65,7 +63,8 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
         return _plain(missing)
     name = f"C++ ({cpu.instruction_set()})"
     if not cpu.supports_attention(layout.keys, dtype, queries):
-        return _without_attention(cpu.align, cpu_store.store, name, _shape(layout, dtype, queries))
+        found = _without_attention(cpu.align, cpu_store.store, name, _shape(layout, dtype, queries))
+        return replace(found, encode=cpu_store.encode, decode=cpu.align)
     return Kernels(
         cpu.align,
         cpu_store.store,
@@ -73,6 +72,8 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
         cpu.sparse_attention,
         None,
         f"alignment, attention and scores by {name}",
+        cpu_store.encode,
+        cpu.align,
     )
 
 

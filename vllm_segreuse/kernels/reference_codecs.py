@@ -75,7 +75,7 @@ def _encode_layer(
         write_tokens(codes, part.strides, slots, coded.view(-1, heads, channels))
         scales = scale.transpose(1, 2).reshape(len(blocks), -1).view(torch.uint8)
         made[:, first : first + scales.shape[1]] = scales
-    cells[rows[encoded]] = made[encoded]
+    cells[rows] = made  # all of them: to pick some, a GPU would have to be waited for
     return encoded
 
 

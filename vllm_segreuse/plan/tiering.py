@@ -34,14 +34,21 @@ class TierDone:
     Attributes:
         ranks: how many ranks report each sequence.
         failed: sequences whose copies failed on some rank: what their rows hold is undefined.
+        without_code: (sequence, place in its orders) of blocks that the codec cannot store: what
+            their rows hold is undefined, too.
     """
 
     ranks: Counter[int] = field(default_factory=Counter)
     failed: set[int] = field(default_factory=set)
+    without_code: set[tuple[int, int]] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.ranks)
 
     def merged(self, other: TierDone) -> TierDone:
         """Reports of two ranks, or of two steps."""
-        return TierDone(self.ranks + other.ranks, self.failed | other.failed)
+        return TierDone(
+            self.ranks + other.ranks,
+            self.failed | other.failed,
+            self.without_code | other.without_code,
+        )

@@ -16,10 +16,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import Moves
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.plan import ALL_LAYERS, ReusePlan, Tier
 from vllm_segreuse.prefill.tokens import upload
+from vllm_segreuse.tier.cells import StoredPage
 from vllm_segreuse.tier.mover import Mover
 
 
@@ -95,10 +97,12 @@ class Aligner:
 
     Attributes:
         host_rows: of the second tier; None: nothing is copied from there.
+        codec: how its rows are stored.
     """
 
     def __init__(self, layers: list[LayerKv]) -> None:
         self.host_rows: Mover | None = None
+        self.codec = Codec.RAW
         self._block_size = layers[0].layout.keys.shape[1]
         self._groups: list[_Group] = []
         for index, layer in enumerate(layers):
@@ -121,28 +125,42 @@ class Aligner:
         if from_host.any():
             self._align_rows(copies.take(from_host), first_layer)
 
-    def copy_blocks(self, to: Sequence[torch.Tensor], blocks: np.ndarray, rows: np.ndarray) -> None:
-        """Copy whole blocks to pages elsewhere, byte for byte.
+    @property
+    def device(self) -> torch.device:
+        """That has the cache."""
+        return self._groups[0].pages[0].device
+
+    def copy_blocks(
+        self, to: Sequence[torch.Tensor], blocks: np.ndarray, rows: np.ndarray
+    ) -> torch.Tensor | None:
+        """Copy whole blocks to pages elsewhere, by the codec.
 
         Args:
-            to: `[rows, page_elements]` of each layer, of the same types, on the same device.
+            to: pages of each layer, on the same device, as `stored_pages` says.
             blocks, rows: `[n]`; no row twice.
-        """
-        device = self._groups[0].pages[0].device
-        source, target = (upload(which.astype(np.int64), device) for which in (blocks, rows))
-        for group in self._groups:
-            group.first.kernels.store(
-                group.pages, [to[index] for index in group.layers], source, target
-            )
 
-    @property
-    def pages(self) -> list[torch.Tensor]:
-        """Flat pages `[num_blocks, page_elements]` of each layer, in order."""
-        found = {
-            index: pages
-            for group in self._groups
-            for index, pages in zip(group.layers, group.pages, strict=True)
-        }
+        Returns:
+            Which blocks the codec could store, bool `[n]`; None: all, byte for byte.
+        """
+        source, target = (upload(which.astype(np.int64), self.device) for which in (blocks, rows))
+        encoded = None
+        for group in self._groups:
+            kernels, cells = group.first.kernels, [to[index] for index in group.layers]
+            if self.codec is Codec.RAW:
+                kernels.store(group.pages, cells, source, target)
+            else:
+                parts = group.first.parts
+                found = kernels.encode(group.pages, parts, self.codec, source, cells, target)
+                encoded = found if encoded is None else encoded & found
+        return encoded
+
+    def stored_pages(self) -> list[StoredPage]:
+        """How a page of each layer is stored, in order."""
+        found: dict[int, StoredPage] = {}
+        for group in self._groups:
+            shapes = (part.strides.shape for part in group.first.parts)
+            page = StoredPage.of(group.pages[0], self.codec, *shapes)
+            found |= dict.fromkeys(group.layers, page)
         return [found[index] for index in sorted(found)]
 
     def _align_rows(self, copies: TokenCopies, first_layer: int) -> None:
@@ -195,8 +213,14 @@ class Aligner:
                 cos, sin = (upload(table.numpy(), device) for table in tables)
                 moves = Moves(sources, targets, angles_of, cos, sin, overlapping)
                 pages = [pages for _, pages in layers]
-                read = {} if rows is None else {"sources": [rows[index] for index, _ in layers]}
-                group.first.kernels.align(pages, group.first.parts, moves, **read)
+                kernels, parts = group.first.kernels, group.first.parts
+                read = None if rows is None else [rows[index] for index, _ in layers]
+                if read is None:
+                    kernels.align(pages, parts, moves)
+                elif self.codec is Codec.RAW:
+                    kernels.align(pages, parts, moves, sources=read)
+                else:
+                    kernels.decode(pages, parts, moves, read, self.codec)
 
     def _overlap(self, copies: TokenCopies) -> bool:
         """Whether a page is both read and written."""

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels import dispatch
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kv_group import KvGroup, segment_group
 from vllm_segreuse.model.attention_kind import kind_of
@@ -38,6 +39,7 @@ from vllm_segreuse.prefill.proofs.causal import (
     check_sharing,
     check_split_keys,
 )
+from vllm_segreuse.prefill.proofs.codecs import prove_codec
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
@@ -124,6 +126,7 @@ def prove(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     cuts: Sequence[int] = (),
+    codec: Codec = Codec.RAW,
 ) -> Runtime:
     """Build the sparse pass for a loaded model and prove it, on scratch blocks of the empty cache.
 
@@ -132,6 +135,7 @@ def prove(
         vllm_config: the engine's.
         kv_cache_config: vLLM's; the caches are bound to their layers.
         cuts: layers whose inputs are kept from here on.
+        codec: of the second tier.
 
     Raises:
         RefusedError: naming the layer or the property that could not be proven.
@@ -179,6 +183,7 @@ def prove(
         check_scored(layers.model)
         prefill = SparsePrefill(layers, aligner)
         prove_moves(scratch, aligner, layouts, ropes)
+        prove_codec(scratch, aligner, layouts, ropes, codec)
         prove_scores(scratch, known)
         max_deviation = prove_passes(scratch, prefill)
         prove_attention(scratch, known, rows, pass_attention)

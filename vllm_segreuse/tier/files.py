@@ -495,7 +495,8 @@ def open_file_tier(
     assert primary_kv_view.strides is not None
     try:
         sealer = _sealer(options.key_file)
-        store = RecordFolder(options.path, fingerprint, primary_kv_view.strides[0], sealer)
+        known = (fingerprint, primary_kv_view.strides[0], sealer)
+        store = RecordFolder(options.path, *known, codec=options.codec)
         tier = FileTier(
             *(primary_kv_view, store, options.disk_bytes, describe), io_threads=options.io_threads
         )

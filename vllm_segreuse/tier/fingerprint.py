@@ -6,10 +6,10 @@ Records of another fingerprint are never read. It covers
 - what the KV of a token depends on: the model's effective configuration (RoPE, windows and
   `--hf-overrides` included), dtype, quantisation, and the weights;
 - what makes token ids the same text: the tokenizer's files;
-- how KV lies in a row, which is stored byte for byte: layers, heads and block size, the dtype of
-  the cache, the ranks, the attention backend and its layout, the platform and, of a CPU, its
-  instruction set (vLLM's CPU backend packs keys for AMX in another way), and vLLM's version,
-  as another one may lay pages out in another way.
+- how KV lies in a row: the codec, layers, heads and block size, the dtype of the cache, the ranks,
+  the attention backend and its layout, the platform and, of a CPU, its instruction set (vLLM's CPU
+  backend packs keys for AMX in another way), and vLLM's version, as another one may lay pages out
+  in another way.
 
 Weights are sampled: of each file the name, the size and pages at equal distances, of a safetensors
 file also the header and a page of every tensor. So other weights are found where any tensor has
@@ -47,12 +47,13 @@ class UnknownWeightsError(RefusedError):
     """The model's weights are no files of this machine."""
 
 
-def model_fingerprint(vllm_config: VllmConfig, group: KvGroup) -> bytes:
+def model_fingerprint(vllm_config: VllmConfig, group: KvGroup, codec: str = "raw") -> bytes:
     """The fingerprint [32 bytes]. It reads some MiB of the model's files.
 
     Args:
         vllm_config: of the engine, whose model is loaded.
         group: whose KV is stored.
+        codec: by which it is.
 
     Raises:
         UnknownWeightsError: names the model.
@@ -68,6 +69,7 @@ def model_fingerprint(vllm_config: VllmConfig, group: KvGroup) -> bytes:
     config = model.hf_config.to_dict()
     parts: dict[str, object] = {
         "format": FORMAT,
+        "codec": codec,
         "vllm": vllm.__version__,
         "platform": current_platform.device_name,
         "instructions": _instructions(),

@@ -70,6 +70,7 @@ class RecordFolder:
         payload_bytes: int,
         sealer: Sealer | None = None,
         disk: Disk | None = None,
+        codec: str = "raw",
     ) -> None:
         """Open the first store below the path that no other engine uses, or make one.
 
@@ -81,6 +82,7 @@ class RecordFolder:
             payload_bytes: bytes of a row of the host region.
             sealer: what protects the records; by default a checksum.
             disk: the system calls.
+            codec: by which rows are stored; part of the fingerprint, too.
 
         Raises:
             OSError: the folder cannot be written.
@@ -98,7 +100,7 @@ class RecordFolder:
             for number in range(_FOLDERS):
                 self.disk.make_folder(os.path.join(self._files, f"{number:02x}"))
             self.disk.sync_folder(self._files)
-            self._sealed = Sealed(fingerprint, self._digest_key(), self._sealer)
+            self._sealed = Sealed(fingerprint, self._digest_key(), self._sealer, codec)
             self._database, kept = self._opened()
             self.at_start = kept
             """Records that were there, from the least to the most recently used."""

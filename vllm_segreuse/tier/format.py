@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 VERSION = 1
 KEY_BYTES = 32
 DIGEST_BYTES = 16
-RAW = 0
+CODECS = {"raw": 0, "int8": 1, "fp8": 2}
 
 _MAGIC = b"SEGREUSE"
 _HEADER = struct.Struct(f"<8sHBB{KEY_BYTES}s{KEY_BYTES}sqIQ4x")
@@ -97,18 +97,20 @@ class Sealed(NamedTuple):
         fingerprint: of the model [32 bytes].
         digest_key: keys are in the files as digests, which nobody else can compare with anything.
         sealer: of payload and header.
+        codec: of the rows.
     """
 
     fingerprint: bytes
     digest_key: bytes
     sealer: Sealer
+    codec: str = "raw"
 
     def header(self, kept: Kept, payload_bytes: int) -> bytes:
         """The header of a record's file."""
         key, position, depth, *_ = _ABOUT.unpack_from(kept.about)
         digest = hashlib.blake2b(key, digest_size=KEY_BYTES, key=self.digest_key).digest()
-        head = (_MAGIC, VERSION, RAW, self.sealer.algorithm, digest, self.fingerprint)
-        return _HEADER.pack(*head, position, depth, payload_bytes)
+        kind = (_MAGIC, VERSION, CODECS[self.codec], self.sealer.algorithm)
+        return _HEADER.pack(*kind, digest, self.fingerprint, position, depth, payload_bytes)
 
     def file(self, kept: Kept, payload: Buffer) -> tuple[Buffer, bytes]:
         """What the file of a record holds: payload and trailer."""

@@ -15,9 +15,9 @@ import torch
 
 from vllm_segreuse.plan.arrays import IntArray
 
-CopyBlocks = Callable[[Sequence[torch.Tensor], IntArray, IntArray], None]
-"""`copy(to, blocks, rows)`: whole pages of the cache to `[rows, page_elements]` of each layer, on
-the cache's device, byte for byte; no row twice (`Aligner.copy_blocks`)."""
+CopyBlocks = Callable[[Sequence[torch.Tensor], IntArray, IntArray], "torch.Tensor | None"]
+"""`copy(to, blocks, rows)`: whole pages of the cache to pages of each layer elsewhere, on its
+device; no row twice (`Aligner.copy_blocks`). It returns what `Mover.store` does, on that device."""
 
 
 class LoadedRows(NamedTuple):
@@ -25,7 +25,7 @@ class LoadedRows(NamedTuple):
 
     Attributes:
         first, stop: which of the rows that were asked for: `[first, stop)`.
-        pages: of each layer `[slots, page_elements]`.
+        pages: of each layer `[slots, page_elements]`, or as the codec stores them.
         slots: int64 `[stop - first]`, the page of each row.
     """
 
@@ -45,8 +45,13 @@ class Mark(Protocol):
 class Mover(Protocol):
     """Between the pages of a KV cache and rows of host memory."""
 
-    def store(self, blocks: IntArray, rows: IntArray) -> None:
-        """Copy blocks to rows; what is queued later may write the blocks."""
+    def store(self, blocks: IntArray, rows: IntArray) -> torch.Tensor | None:
+        """Copy blocks to rows; what is queued later may write the blocks.
+
+        Returns:
+            Which blocks the codec could store, bool `[n]` in host memory; the rows of others are
+            undefined. Read it once a later mark is reached. None: all of them.
+        """
 
     def load(self, rows: IntArray) -> Iterator[LoadedRows]:
         """All of some distinct rows, a chunk at a time; the caller queues what reads a chunk before
@@ -67,9 +72,9 @@ class InPlace:
     def __init__(self, copy: CopyBlocks, rows: list[torch.Tensor]) -> None:
         self._copy, self._rows = copy, rows
 
-    def store(self, blocks: IntArray, rows: IntArray) -> None:
+    def store(self, blocks: IntArray, rows: IntArray) -> torch.Tensor | None:
         """See `Mover`."""
-        self._copy(self._rows, blocks, rows)
+        return self._copy(self._rows, blocks, rows)
 
     def load(self, rows: IntArray) -> Iterator[LoadedRows]:
         """See `Mover`."""

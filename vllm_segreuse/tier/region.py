@@ -4,7 +4,7 @@
     row 0   | cell of rank 0: layer 0 | layer 1 | ... | pad | cell of rank 1: ... |
     row 1   | ...
 
-A row holds one KV block: all its layers, of all ranks, byte for byte as they lie in the cache. The
+A row holds one KV block: all its layers, of all ranks (`cells.py` says how they lie there). The
 region is vLLM's `SharedOffloadRegion` (`v1/kv_offload/cpu/shared_offload_region.py`), a file in
 /dev/shm. Workers open it while vLLM registers their KV caches, and the scheduler's process opens it
 after them. That process removes the file's name at once, so the memory is free again when the last
@@ -23,11 +23,15 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.tier.cells import StoredPage, cell_content_bytes, views
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_segreuse.tier_options import TierOptions
 
 ALIGNMENT_BYTES = 4096
 """Cells begin at a multiple of it: files may then be read and written past the page cache."""
@@ -60,20 +64,22 @@ class RegionShape(NamedTuple):
         return self.rows * self.row_bytes
 
 
-def region_shape(kv_cache_config: KVCacheConfig, ranks: int, host_gib: float) -> RegionShape:
+def region_shape(
+    kv_cache_config: KVCacheConfig, ranks: int, host_gib: float, codec: Codec = Codec.RAW
+) -> RegionShape:
     """The region that fits into so much memory; the same in every process of an engine.
 
     Args:
         kv_cache_config: vLLM's, of one rank; all ranks have as many blocks of as many bytes.
         ranks: tensor-parallel ranks.
         host_gib: most memory for all of them.
+        codec: how pages are stored.
 
     Raises:
-        RefusedError: fewer rows than `MIN_ROWS` fit.
+        RefusedError: fewer rows than `MIN_ROWS` fit, or the codec cannot store the pages.
     """
-    # Every `KVCacheTensor` gives the size of the whole allocation.
-    block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
-    cell_bytes = -(-block_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    content_bytes = cell_content_bytes(kv_cache_config, codec)
+    cell_bytes = -(-content_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     shape = RegionShape(int(host_gib * (1 << 30)) // (cell_bytes * ranks), cell_bytes, ranks)
     if shape.rows < MIN_ROWS:
         raise RefusedError(
@@ -146,25 +152,13 @@ class HostRegion(SharedOffloadRegion):
         self.remove_name()
         super().cleanup()
 
-    def views(self, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's part of the region as pages of its layers, `[rows, page_elements]` each.
-
-        Args:
-            pages: flat pages `[num_blocks, page_elements]` of each layer, in order.
+    def views(self, stored: Sequence[StoredPage]) -> list[torch.Tensor]:
+        """This rank's part of the region as pages of its layers: `cells.views`.
 
         Raises:
             RefusedError: pages do not fit into a cell.
         """
-        sizes = [layer.shape[1] * layer.element_size() for layer in pages]
-        if sum(sizes) > self.shape.cell_bytes:
-            raise RefusedError(
-                f"a KV block's pages take {sum(sizes)} bytes, of which vLLM's KV cache "
-                f"configuration has {self.shape.cell_bytes}; serve this model without `tier`"
-            )
-        return [
-            self.create_next_worker_view(size).view(layer.dtype)
-            for layer, size in zip(pages, sizes, strict=True)
-        ]
+        return views(self.cells(), stored)
 
     def cells(self) -> torch.Tensor:
         """This rank's part of every row, int8 `[rows, cell_bytes]`."""
@@ -184,20 +178,20 @@ def path_of(name: str) -> str:
 
 
 def open_region(
-    vllm_config: VllmConfig, kv_cache_config: Any, host_gib: float, rank: int | None
+    vllm_config: VllmConfig, kv_cache_config: Any, options: TierOptions, rank: int | None
 ) -> HostRegion:
     """An engine's region, mapped into this process.
 
     Args:
         vllm_config, kv_cache_config: the engine's.
-        host_gib: its size.
+        options: of the tier.
         rank: of the worker; None in the scheduler's process, which comes last.
 
     Raises:
         RefusedError: see `region_shape` and `HostRegion`.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    shape = region_shape(kv_cache_config, ranks, host_gib)
+    shape = region_shape(kv_cache_config, ranks, options.host_gib, Codec(options.codec))
     return HostRegion(region_name(vllm_config), shape, rank)
 
 

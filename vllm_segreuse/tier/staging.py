@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from vllm_segreuse.plan.arrays import IntArray
+from vllm_segreuse.tier.cells import StoredPage, views
 from vllm_segreuse.tier.mover import CopyBlocks, LoadedRows, Mark
 
 STAGING_BYTES = 128 << 20
@@ -68,7 +69,7 @@ class _Half:
 
     Attributes:
         cells: int8 `[slots, cell_bytes]`.
-        pages: the same as pages of each layer, `[slots, page_elements]`.
+        pages: the same as pages of each layer: `cells.views`.
         free: passes once its last use is over; None: it was not used yet.
     """
 
@@ -76,22 +77,14 @@ class _Half:
     pages: list[torch.Tensor]
     free: Any = None
 
-    @classmethod
-    def like(cls, pages: Sequence[torch.Tensor], cells: torch.Tensor) -> _Half:
-        """With pages as those of a cache."""
-        sizes = [layer.shape[1] * layer.element_size() for layer in pages]
-        parts = cells[:, : sum(sizes)].split(sizes, dim=1)
-        return cls(
-            cells, [part.view(layer.dtype) for part, layer in zip(parts, pages, strict=True)]
-        )
-
 
 class Staged:
     """A `Mover` for caches on a GPU.
 
     Args:
         copy: from the cache.
-        pages: `[num_blocks, page_elements]` of each layer.
+        stored: how pages of each layer lie in a cell.
+        device: that has the cache.
         cells: int8 `[rows, cell_bytes]`, this rank's part of the host region.
         streams: of the device.
         staging_bytes: of both halves.
@@ -100,7 +93,8 @@ class Staged:
     def __init__(
         self,
         copy: CopyBlocks,
-        pages: Sequence[torch.Tensor],
+        stored: Sequence[StoredPage],
+        device: torch.device,
         cells: torch.Tensor,
         streams: Streams,
         staging_bytes: int = STAGING_BYTES,
@@ -108,10 +102,9 @@ class Staged:
         self._copy, self._cells, self._streams = copy, cells, streams
         self._slots = min(max(1, staging_bytes // 2 // cells.shape[1]), len(cells))
         shape = self._slots, cells.shape[1]
-        self._halves = [
-            _Half.like(pages, torch.empty(shape, dtype=torch.int8, device=pages[0].device))
-            for _ in range(2)
-        ]
+        halves = [torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2)]
+        self._halves = [_Half(half, views(half, stored)) for half in halves]
+        self._is_gpu = device.type != "cpu"
         self._uses = 0
 
     def _next(self) -> _Half:
@@ -119,19 +112,26 @@ class Staged:
         self._uses += 1
         return half
 
-    def store(self, blocks: IntArray, rows: IntArray) -> None:
+    def store(self, blocks: IntArray, rows: IntArray) -> torch.Tensor | None:
         """See `Mover`."""
+        encoded = None
         for first in range(0, len(rows), self._slots):
             chunk = np.asarray(rows[first : first + self._slots]).tolist()
             half = self._next()
             self._wait_until_free(half)
-            self._copy(half.pages, blocks[first : first + len(chunk)], np.arange(len(chunk)))
+            stop = first + len(chunk)
+            found = self._copy(half.pages, blocks[first:stop], np.arange(len(chunk)))
+            if found is not None:
+                if encoded is None:
+                    encoded = torch.empty(len(rows), dtype=torch.bool, pin_memory=self._is_gpu)
+                encoded[first:stop].copy_(found, non_blocking=True)
             copied = self._streams.record()
             with self._streams.on_side():
                 self._streams.wait(copied)
                 for slot, row in enumerate(chunk):
                     self._cells[row].copy_(half.cells[slot], non_blocking=True)
                 half.free = self._streams.record()
+        return encoded
 
     def load(self, rows: IntArray) -> Iterator[LoadedRows]:
         """See `Mover`."""

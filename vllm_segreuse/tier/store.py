@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -31,9 +31,10 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.metrics import TIER_NAMES, SegReuseStats
-from vllm_segreuse.plan import IntArray, TierDone, TierOrders
+from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen, StoredRecord
 from vllm_segreuse.tier.contexts import Contexts
+from vllm_segreuse.tier.decoded import Decoded
 from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.keeping import DurableFiles, Keeping
 from vllm_segreuse.tier.loads import Held, Loads
@@ -52,6 +53,7 @@ class _Step:
         reads: what plans read.
         reports: ranks that have reported.
         failed: whether copies failed on any.
+        without_code: places of records that the codec cannot store on some rank.
     """
 
     context: ReqContext | None
@@ -59,6 +61,7 @@ class _Step:
     reads: list[Held]
     reports: int = 0
     failed: bool = False
+    without_code: set[int] = field(default_factory=set)
 
 
 class TierCounts(NamedTuple):
@@ -131,6 +134,8 @@ class TierStore(BlockListener):
             lambda records: stats.count_tier_tokens("loaded", records * catalogue.block_size),
         )
         self._evicted: list[Seen] = []
+        self._rounds = options.is_lossy
+        self._decoded = Decoded()
         self._noted = 0, 0
         self._sequence = 0
         self._steps: dict[int, _Step] = {}
@@ -158,7 +163,12 @@ class TierStore(BlockListener):
         """Store what donates, once the step is scheduled."""
         if self._stores_evicted and self.is_open:
             with self._health.contained("an eviction"):
-                self._evicted += self._catalogue.see(block_ids)
+                seen, decoded = self._decoded.split(self._catalogue.see(block_ids))
+                self._evicted += seen
+                for found in decoded:
+                    self._catalogue.done_with(found)
+                if decoded:
+                    self._stats.count_tier_dropped("decoded", len(decoded))
 
     def write_through(self, block_ids: Sequence[int]) -> list[bytes]:
         """See `WritingStore`."""
@@ -245,6 +255,12 @@ class TierStore(BlockListener):
             with self._health.contained("the end of a request"):
                 self._loads.left(request_id)
 
+    def note_plans(self, plans: Sequence[ReusePlan]) -> None:
+        """Plans leave, with the blocks that they write."""
+        if self._rounds and self.is_open:
+            with self._health.contained("the end of a step"):
+                self._decoded.note(plans, self._block_size)
+
     # Steps.
 
     def take_orders(self) -> TierOrders | None:
@@ -282,6 +298,7 @@ class TierStore(BlockListener):
                 step = steps[sequence]
                 step.reports += ranks
                 step.failed |= sequence in done.failed
+                step.without_code |= {place for of, place in done.without_code if of == sequence}
                 if step.reports >= self._ranks:
                     del steps[sequence]
                     if steps is self._steps:
@@ -299,14 +316,19 @@ class TierStore(BlockListener):
             self._loads.read(held)
         if step.context is None:
             return
-        keys = [OffloadKey(record.key) for record in step.records]
-        if step.failed:
-            self._stats.count_tier_dropped("failed", len(keys))
+        lost = set(range(len(step.records))) if step.failed else step.without_code
+        stored = [record for i, record in enumerate(step.records) if i not in lost]
+        keys = [OffloadKey(step.records[place].key) for place in sorted(lost)]
+        if keys:
+            self._stats.count_tier_dropped("failed" if step.failed else "codec", len(keys))
             self.documents.dropped(keys)
-        else:
+        if stored:
+            # The manager takes one report of a job; what it never got is the host tier's affair.
+            self._manager.primary_tier.complete_store(keys, step.context, success=False)
+            keys = [OffloadKey(record.key) for record in stored]
             self._stats.count_tier_tokens("stored", len(keys) * self._block_size)
-            self._catalogue.show([record for record in step.records if not record.shown])
-        self._manager.complete_store(keys, step.context, success=not step.failed)
+            self._catalogue.show([record for record in stored if not record.shown])
+        self._manager.complete_store(keys, step.context, success=bool(stored))
         self._contexts.end(step.context)
         self._follow()
         for record in step.records:

@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
 
 from vllm_segreuse.plan.tiering import TierDone, TierOrders
+from vllm_segreuse.tier.cells import StoredPage
 from vllm_segreuse.tier.mover import CopyBlocks, InPlace, Mark, Mover
 from vllm_segreuse.tier.region import HostRegion
 from vllm_segreuse.tier.staging import GpuStreams, Staged
@@ -40,6 +41,7 @@ class TierWorker:
         self.mover = mover
         self._ordered: list[int] = []
         self._failed: set[int] = set()
+        self._encoded: dict[int, torch.Tensor] = {}
         self._marked: deque[tuple[int, Mark | None]] = deque()
 
     def begin(self, orders: TierOrders) -> None:
@@ -48,7 +50,9 @@ class TierWorker:
         if not len(orders.blocks):
             return
         try:
-            self.mover.store(orders.blocks, orders.rows)
+            encoded = self.mover.store(orders.blocks, orders.rows)
+            if encoded is not None:
+                self._encoded[orders.sequence] = encoded
         except Exception:
             self._failed.add(orders.sequence)
             logger.exception(
@@ -67,27 +71,33 @@ class TierWorker:
         while self._marked and _is_over(self._marked[0][1]):
             sequence, _ = self._marked.popleft()
             done.ranks[sequence] += 1
+            if sequence in self._encoded:
+                places = (~self._encoded.pop(sequence)).nonzero()[:, 0].tolist()
+                done.without_code |= {(sequence, place) for place in places}
         done.failed = self._failed & done.ranks.keys()
         self._failed -= done.failed
         return done
 
 
-def mover_for(region: HostRegion, copy: CopyBlocks, pages: Sequence[torch.Tensor]) -> Mover:
+def mover_for(
+    region: HostRegion, copy: CopyBlocks, stored: Sequence[StoredPage], device: torch.device
+) -> Mover:
     """Between the pages of a KV cache and this rank's part of the region.
 
     Args:
         region: of the engine.
         copy: from the cache.
-        pages: `[num_blocks, page_elements]` of each layer, in order.
+        stored: how pages of each layer are stored, in order.
+        device: that has the cache.
 
     Raises:
         RefusedError: pages do not fit into the region's cells.
     """
-    rows, device = region.views(pages), pages[0].device
+    rows = region.views(stored)
     if device.type == "cpu":
         return InPlace(copy, rows)
     pin_mmap_region(region)
-    return Staged(copy, pages, region.cells(), GpuStreams(device))
+    return Staged(copy, stored, device, region.cells(), GpuStreams(device))
 
 
 def _is_over(mark: Mark | None) -> bool:
