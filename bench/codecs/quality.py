@@ -145,7 +145,7 @@ class _Subject:
 
         self._lab = lab
         self._scheduler = lab.llm.llm_engine.engine_core.engine_core.scheduler
-        side = get_kv_transfer_group().worker_side  # type: ignore[attr-defined]
+        side = get_kv_transfer_group().worker_side
         self._copies = Copies(side.backlog.prefill.aligner, side._region.shape.rows)
         side._tier.mover = self._copies
 
