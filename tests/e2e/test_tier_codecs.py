@@ -63,7 +63,7 @@ def test_what_was_evicted_is_reused_rounded(running: Engine, codec: Codec, text:
     assert from_host.report["tiered_tokens"] == from_gpu.report["reused_tokens"] > 150
     assert 0 < largest_difference(from_host, from_gpu) < ROUNDED[codec]
     shape = worker_side(running)._region.shape
-    assert shape.cell_bytes < 0.3 * 65536, "of a cache in float32"
+    assert shape.cell_bytes < 0.32 * 65536, "of a cache in float32"
 
 
 def test_recomputing_all_that_comes_from_records_equals_full_prefill(
