@@ -44,6 +44,7 @@ def measure(quick: bool) -> harness.SuiteResult:
     moved = TOKENS * CASE.token_bytes * CASE.layers
     rows: list[harness.Row] = [
         {
+            "part": "speed",
             "what": what,
             "tokens": TOKENS,
             "threads": torch.get_num_threads(),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second tier: questions over a knowledge base that is five times larger than the KV memory.
 
-Four parts, each a function:
+Five parts, each a function:
 
 - `questions`: time to the first token of the questions of `bench rag`, in four arms that take
   turns. `memory`: a server whose KV memory holds the whole base. `host`: KV memory for a fifth of
@@ -15,6 +15,7 @@ Four parts, each a function:
   overhead` measures it.
 - `soak`: the load of `bench soak`, with a tier of few rows. What a plan reads from a row is
   compared with what was stored there, and nothing may be left when it is over.
+- `speed.measure`: codecs beside a plain copy, as `bench codecs` does it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import harness, shapes
+from bench.codecs import speed
 from bench.server import Server, ServerError
 from bench.suites import overhead, rag
 from bench.suites.tier_soak import soak
@@ -101,7 +103,7 @@ def run(quick: bool) -> harness.SuiteResult:
             parts = [questions_and_restart(load, Path(folder)), throughput(load)]
     except (ServerError, ClientError, openai.OpenAIError) as error:
         raise harness.BenchError(str(error)) from error
-    parts.append(soak(load.soak_requests))
+    parts += [soak(load.soak_requests), speed.measure(quick)]
     rows: list[harness.Row] = []
     summary: dict[str, Any] = {}
     for part in parts:
