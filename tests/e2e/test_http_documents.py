@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of a model that was trained on documents computed alone, asked by chat completions."""
 
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -10,8 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from bench.shapes import passages
 from tests.e2e.isolated_models import MAX_DOCUMENTS, Reference, make_isolated
@@ -105,29 +102,6 @@ def test_requests_without_keys_share_with_nobody_and_never_run_out_of_namespaces
     checked(reference, answers[-1])
 
 
-def test_documents_of_a_base_are_found_frozen(
-    server: Server, reference: Reference, texts: list[str]
-) -> None:
-    bases = "/plugins/segreuse/v1/knowledge-bases"
-    admin = {"headers": {"Authorization": f"Bearer {ADMIN_TOKEN}"}}
-    refused = server.post(bases, {"name": "handbook", "context": "siblings"}, **admin)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "context")
-    made = server.post(bases, {"name": "handbook"}, **admin)
-    assert (made.status_code, made.json()["context"]) == (201, "none")
-    documents = [{"id": str(i), "text": texts[i]} for i in range(4)]
-    added = server.post(
-        f"{bases}/handbook/documents", {"documents": documents, "wait": True}, **admin
-    )
-    assert [document["status"] for document in added.json()["data"]] == ["warm"] * 4
-    for order in ((3, 1), (0, 2, 3)):
-        chosen = [{"text": texts[number]} for number in order]
-        report = checked(reference, server.post(CHAT, body(*chosen, extra_keys="handbook")))
-        assert report["matches"] == len(order)
-    hits = [server.get(f"{bases}/handbook/documents/{i}", **admin).json()["hits"] for i in range(4)]
-    assert hits == [1, 1, 1, 2]
-    assert server.request("DELETE", f"{bases}/handbook", **admin).status_code == 204
-
-
 LONG = "a long text " * MAX_LEN
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no list": (CHAT, {"documents": "a text"}, "must be a list"),
@@ -168,64 +142,3 @@ def test_bad_input_is_400_and_nothing_is_computed(
     assert response.status_code == 400, response.text
     assert reason in response.json()["error"]["message"]
     assert prompt_tokens(server) == before
-
-
-ANY = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=6,
-)
-SPECIAL = ("<|kv_start|>", "<|kv_end|>", "<|link_1_1|>", "<|link_2_1|>", "text", " ", "\ud800")
-TEXTS = st.lists(st.sampled_from(SPECIAL) | st.text(max_size=9), max_size=6).map("".join)
-DOCUMENT = st.fixed_dictionaries({}, optional={"text": TEXTS | ANY, "extra_keys": ANY, "id": ANY})
-FUZZED = st.fixed_dictionaries(
-    {"documents": ANY | st.lists(DOCUMENT | ANY, max_size=6)},
-    optional={
-        "messages": TEXTS.map(lambda text: [{"role": "user", "content": text}]),
-        "prompt_logprobs": st.integers(-2, 3),
-        "stream": st.booleans(),
-        "n": st.integers(0, 3),
-        "extra_keys": st.sampled_from(["a", "b", ["a", "b"], "", 5]),
-        "chat_template_kwargs": st.fixed_dictionaries({}, optional={"documents": ANY}),
-        "truncate_prompt_tokens": st.integers(-1, 40),
-        "add_generation_prompt": st.booleans(),
-    },
-)
-
-
-def test_malformed_documents_end_in_4xx_while_others_are_served(
-    server: Server, reference: Reference, texts: list[str]
-) -> None:
-    beside = ThreadPoolExecutor(1)
-    good = body({"text": texts[1]}, {"text": texts[2]}, extra_keys="good")
-    statuses: set[int] = set()
-
-    @settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck], database=None)
-    @given(FUZZED)
-    def fuzz(changes: dict[str, Any]) -> None:
-        sent = {key: value for key, value in body().items() if key != "logprobs"}
-        response = server.post(CHAT, sent | {"max_tokens": 1} | changes)
-        statuses.add(response.status_code)
-        assert response.status_code < 500, (response.text, json.dumps(changes))
-        # Of what vLLM itself finds too late, as a prompt of no tokens, a stream tells by an event.
-        events = [line for line in response.text.splitlines() if line.startswith('data: {"error"')]
-        codes = {json.loads(line.removeprefix("data: "))["error"]["code"] for line in events}
-        assert codes <= {400}, (events, json.dumps(changes))
-        assert not any("document" in line for line in events), (
-            "it is refused before a stream begins"
-        )
-
-    answers = [beside.submit(server.post, CHAT, good) for _ in range(20)]
-    fuzz()
-    for answer in answers:
-        checked(reference, answer.result())
-    assert statuses >= {200, 400}
-    beside.shutdown()
-
-
-def test_afterwards_nothing_is_held(server: Server) -> None:
-    headers = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
-    usage = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", server.get("/metrics").text, re.M)
-    assert usage is not None
-    assert float(usage[1]) == 0.0
-    assert server.get("/plugins/segreuse/v1/status", headers=headers).status_code == 200
