@@ -190,7 +190,8 @@ def test_a_step_takes_its_plans_along(subject: SegReuseConnector, half: Half) ->
         "take_tier_orders": STORES,
     }
     metadata: Any = SegReuseMetadata(["plan"], ["gone"], orders, STORES)  # type: ignore[list-item]
-    assert subject.build_connector_meta(SimpleNamespace()) == metadata
+    scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=1)
+    assert subject.build_connector_meta(scheduled) == metadata
     asked = [name for name, *_ in half.asked]
     assert asked.index("take_plans") < asked.index("take_tier_orders"), "it is told what they read"
 

@@ -99,6 +99,7 @@ def test_empty_until_something_is_counted() -> None:
         lambda stats: stats.note_tier("host", 0, 0),
         lambda stats: stats.count_tier_tokens("stored", 1),
         lambda stats: stats.count_tier_dropped("full", 1),
+        lambda stats: stats.count_tier_files("found", 1),
     ],
 )
 def test_whatever_is_counted_is_something_to_send(count: Any) -> None:
@@ -141,6 +142,7 @@ def test_aggregate_adds() -> None:
         "tier": [],
         "tier_tokens": {},
         "tier_dropped": {},
+        "tier_files": {},
     }
 
 
@@ -234,6 +236,7 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_tier_bytes",
         "vllm:segreuse_tier_tokens",
         "vllm:segreuse_tier_dropped",
+        "vllm:segreuse_tier_files",
         "vllm:segreuse_tier_wait_seconds",
     }
     assert {one.type for one in found.values()} == {"counter", "gauge", "histogram"}
@@ -274,6 +277,7 @@ def test_the_second_tier_is_counted_by_what_was_done(
     stats.note_tier("host", 3, 300)
     stats.count_tier_tokens("stored", 48)
     stats.count_tier_dropped("full", 2)
+    stats.count_tier_files("shared", 7)
     metrics.observe(over_the_wire(stats))
     metrics.observe(over_the_wire(stats))
     labels = {"model_name": "m", "engine": "0"}
@@ -284,6 +288,8 @@ def test_the_second_tier_is_counted_by_what_was_done(
         ("tokens_total", {"move": "stored"}, 96),
         ("tokens_total", {"move": "loaded"}, 0),
         ("dropped_total", {"reason": "full"}, 4),
+        ("files_total", {"event": "shared"}, 14),
+        ("files_total", {"event": "found"}, 0),
     ):
         assert registry.get_sample_value(f"vllm:segreuse_tier_{name}", labels | more) == value
 

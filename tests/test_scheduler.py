@@ -60,7 +60,7 @@ class World:
             model_config=SimpleNamespace(
                 get_num_layers=lambda parallel: 4, max_model_len=max_model_len
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_index=0),
             observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),

@@ -180,7 +180,7 @@ class SegReuseConnector(KVConnectorBase_V1):
             side.take_plans(),
             side.take_called_back(),
             side.take_audit_orders(),
-            side.take_tier_orders(),
+            side.take_tier_orders(scheduler_output.total_num_scheduled_tokens > 0),
         )
 
     def has_pending_push_work(self) -> bool:

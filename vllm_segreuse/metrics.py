@@ -78,6 +78,7 @@ def _no_data() -> dict[str, Any]:
         "tier": [],
         "tier_tokens": {},
         "tier_dropped": {},
+        "tier_files": {},
     }
 
 
@@ -91,7 +92,7 @@ class SegReuseStats(KVConnectorStats):
     `rejected` n of these, and of audits: `audits` [[policy, class, outcome]], `compared` [[policy,
     class, KL, agreed, tokens]], `drifted` [[class, change]] and `audit_log_errors` n. Of the second
     tier: `tier` [[tier, records, bytes], whenever they have changed], `tier_tokens` {stored or
-    loaded: n} and `tier_dropped` {reason: n}.
+    loaded: n}, `tier_dropped` {reason: n} and `tier_files` {event: n}.
     An instance made from the `data` of another process is equal to the original.
     """
 
@@ -177,6 +178,10 @@ class SegReuseStats(KVConnectorStats):
         """Adds records that were to be stored, and were not."""
         _add(self.data["tier_dropped"], reason, records)
 
+    def count_tier_files(self, event: str, records: int) -> None:
+        """Adds records to which this has happened in files."""
+        _add(self.data["tier_files"], event, records)
+
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
@@ -210,7 +215,7 @@ class SegReuseStats(KVConnectorStats):
             self.data[outcome] += other.data[outcome]
         for timing, values in other.data["seconds"].items():
             self.data["seconds"].setdefault(timing, []).extend(values)
-        for counted in ("tier_tokens", "tier_dropped"):
+        for counted in ("tier_tokens", "tier_dropped", "tier_files"):
             for label, n in other.data[counted].items():
                 _add(self.data[counted], label, n)
         for listed in ("audits", "compared", "drifted", "tier"):
@@ -373,6 +378,14 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             "(numbers that it cannot store), decoded (read from a record of a codec that rounds).",
             labelnames=[*labelnames, "reason"],
         )
+        self._tier_files = counter(
+            name="vllm:segreuse_tier_files_total",
+            documentation="KV blocks in files, by what has become of them: stored, loaded, "
+            "removed; found (another engine has written them), shared (those of them that were "
+            "loaded); not stored: full, busy, paused, no_space, io_error; lost: missing, torn, "
+            "corrupt, unreadable; either: stalled.",
+            labelnames=[*labelnames, "event"],
+        )
         for engine in per_engine_labelvalues:
             self._touch(engine)
 
@@ -398,6 +411,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             self._tier_bytes.labels(*labels, tier)
         for move in TIER_MOVES:
             self._tier_tokens.labels(*labels, move)
+        for event in ("stored", "loaded", "found", "shared"):
+            self._tier_files.labels(*labels, event)
         for metric in self._seconds.values():
             metric.labels(*labels)
 
@@ -433,6 +448,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
             self._tier_tokens.labels(*labels, move).inc(n)
         for reason, n in data["tier_dropped"].items():
             self._tier_dropped.labels(*labels, reason).inc(n)
+        for event, n in data["tier_files"].items():
+            self._tier_files.labels(*labels, event).inc(n)
 
     def _observe_audits(self, data: dict[str, Any], labels: list[object]) -> None:
         for policy, namespace_class, outcome in data["audits"]:

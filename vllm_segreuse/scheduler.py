@@ -75,6 +75,7 @@ from vllm_segreuse.plan import (
 from vllm_segreuse.policies import POLICIES, WITHOUT_CHOICE, Situation
 from vllm_segreuse.similarity import similar_segments
 from vllm_segreuse.tier.fingerprint import model_fingerprint
+from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.start import most_records, start_tier
 from vllm_segreuse.tier_options import TierOptions
 from vllm_segreuse.tracing import headers_of, is_traced, match_span
@@ -188,7 +189,8 @@ class SchedulerSide:
             has_files = options.path is not None
             of_model = (vllm_config, group, options.codec)
             fingerprint = model_fingerprint(*of_model) if has_files else None
-            self._tier = start_tier(region, options, ranks, *known, fingerprint)
+            owner = Owner(config.knowledge_path, vllm_config.parallel_config.data_parallel_index)
+            self._tier = start_tier(region, options, ranks, *known, fingerprint, owner)
         self._donors = Donors(index, requests, depth, health, self._forgotten, followers)
         entries = FrozenPool(
             pool,
@@ -466,9 +468,13 @@ class SchedulerSide:
         if self._tier is not None:
             self._tier.close()
 
-    def take_tier_orders(self) -> TierOrders | None:
-        """What the workers do for the second tier in the step whose plans were taken."""
-        return None if self._tier is None else self._tier.take_orders()
+    def take_tier_orders(self, runs_model: bool) -> TierOrders | None:
+        """What the workers do for the second tier in the step whose plans were taken.
+
+        Args:
+            runs_model: whether the step has a forward.
+        """
+        return None if self._tier is None else self._tier.take_orders(runs_model)
 
     @property
     def has_pending_work(self) -> bool:

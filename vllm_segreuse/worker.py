@@ -20,6 +20,7 @@ from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.tier.cells import cell_content_bytes
 from vllm_segreuse.tier.region import HostRegion, open_region
+from vllm_segreuse.tier.weights import Weights
 from vllm_segreuse.tier.worker import TierWorker, mover_for
 from vllm_segreuse.tracing import PassSpans
 
@@ -76,7 +77,8 @@ class WorkerSide:
         self._region = open_region(vllm_config, kv_cache_config, options, rank)
         known = (aligner.copy_blocks, aligner.stored_pages(), aligner.device)
         mover = mover_for(self._region, *known)
-        self._tier, aligner.host_rows = TierWorker(mover), mover
+        unchanged = None if options.path is None else Weights(loaded_model()).are_unchanged
+        self._tier, aligner.host_rows = TierWorker(mover, unchanged), mover
 
     def close(self) -> None:
         """The engine ends: give the second tier's memory back."""

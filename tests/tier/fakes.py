@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -50,12 +51,13 @@ class Files(SecondaryTierManager):
         self.content: dict[OffloadKey, list[Any]] = {}
         self.rows = rows
         self.most = most
+        self.hidden = False
         self.jobs: list[TransferJob] = []
         self._results: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return LookupResult.HIT if key in self.content else LookupResult.MISS
+        return LookupResult.HIT if self.has(key) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self.jobs.append(job_metadata)
@@ -85,13 +87,30 @@ class Files(SecondaryTierManager):
         self._results.append(JobResult(job.job_id, success, done if job.is_promotion else None))
 
     def has(self, key: bytes) -> bool:
-        return key in self.content
+        return key in self.content and not self.hidden
+
+    def take_counts(self) -> Counter[str]:
+        return Counter()
 
     def records_in(self, namespace: bytes) -> Iterable[Any]:
         return ()
 
-    def hide(self) -> None:
+    def records(self) -> Iterable[Any]:
+        return ()
+
+    def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
         pass
+
+    def erase(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if key in self.content:
+                self.lose(OffloadKey(key))
+
+    def hide(self) -> None:
+        self.hidden = True
+
+    def reveal(self) -> None:
+        self.hidden = False
 
     def lose(self, key: OffloadKey) -> None:
         """A file is gone."""

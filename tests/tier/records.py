@@ -15,9 +15,11 @@ from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.disk import Disk
 from vllm_segreuse.tier.folder import RecordFolder
 from vllm_segreuse.tier.sealing import Sealer
+from vllm_segreuse.tier.seats import Owner
 
 PAYLOAD_BYTES = 8192
 FINGERPRINT = bytes(range(32))
+SLOTS = 10_000
 
 
 def key_of(number: int) -> bytes:
@@ -48,17 +50,18 @@ def folder(
     sealer: Sealer | None = None,
     disk: Disk | None = None,
     fingerprint: bytes = FINGERPRINT,
+    owner: Owner | None = None,
 ) -> RecordFolder:
-    return RecordFolder(str(path), fingerprint, PAYLOAD_BYTES, sealer, disk)
+    return RecordFolder(str(path), fingerprint, PAYLOAD_BYTES, sealer, disk, owner=owner)
 
 
 def write(store: RecordFolder, *numbers: int) -> None:
-    store.write([(store.new(record(number)), payload_of(number)) for number in numbers])
+    store.write([(store.new(record(number)), payload_of(number)) for number in numbers], SLOTS)
 
 
 def files(path: Path) -> list[Path]:
     """Files of records below the path."""
-    return sorted(found for found in path.glob("*/*/files/*/*") if found.is_file())
+    return sorted(found for found in path.glob("*/files/*/*") if found.is_file())
 
 
 class FaultyDisk(Disk):
@@ -77,11 +80,11 @@ class FaultyDisk(Disk):
         if name.startswith("_") or not callable(method):
             return method
 
-        def called(*args: Any) -> Any:
+        def called(*args: Any, **named: Any) -> Any:
             fault = self.faults.get(name)
             if fault is not None:
                 fault()
-            return method(*args)
+            return method(*args, **named)
 
         return called
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.tier import records
-from tests.tier.records import folder, key_of, payload_of, record
+from tests.tier.records import SLOTS, folder, key_of, payload_of, record
 from vllm_segreuse.tier.encryption import KEY_ENV, Aes256Gcm, master_key
 from vllm_segreuse.tier.folder import LostError
 from vllm_segreuse.tier.format import record_of
@@ -21,7 +21,7 @@ KEY = bytes(range(100, 132))
 
 def test_records_outlive_a_restart_with_the_same_key(tmp_path: Path) -> None:
     store = folder(tmp_path, Aes256Gcm(KEY))
-    store.write([(store.new(record(1)), payload_of(1))])
+    store.write([(store.new(record(1)), payload_of(1))], SLOTS)
     store.close()
     store = folder(tmp_path, Aes256Gcm(KEY))
     (kept,) = store.at_start
@@ -35,7 +35,7 @@ def test_records_outlive_a_restart_with_the_same_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [bytes(32), None])
 def test_another_key_or_none_sees_another_store(tmp_path: Path, other: bytes | None) -> None:
     store = folder(tmp_path, Aes256Gcm(KEY))
-    store.write([(store.new(record(1)), payload_of(1))])
+    store.write([(store.new(record(1)), payload_of(1))], SLOTS)
     store.close()
     stranger = folder(tmp_path, Aes256Gcm(other) if other else None)
     assert stranger.at_start == []
@@ -46,7 +46,7 @@ def test_another_key_or_none_sees_another_store(tmp_path: Path, other: bytes | N
 def test_nothing_of_a_record_is_readable(tmp_path: Path) -> None:
     store = folder(tmp_path, Aes256Gcm(KEY))
     written = record(7)
-    store.write([(store.new(written), payload_of(7))])
+    store.write([(store.new(written), payload_of(7))], SLOTS)
     store.close()
     assert written.parent is not None
     secrets = (
@@ -62,7 +62,7 @@ def test_equal_records_are_different_bytes(tmp_path: Path) -> None:
     contents = []
     for name in ("first", "second"):
         store = folder(tmp_path / name, Aes256Gcm(KEY))
-        store.write([(store.new(record(1)), payload_of(1))])
+        store.write([(store.new(record(1)), payload_of(1))], SLOTS)
         (file,) = records.files(tmp_path / name)
         contents.append(file.read_bytes()[: records.PAYLOAD_BYTES])
     assert contents[0] != contents[1]
@@ -72,7 +72,7 @@ def test_equal_records_are_different_bytes(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_noticed(tmp_path: Path, at: int) -> None:
     store = folder(tmp_path, Aes256Gcm(KEY))
     kept = store.new(record(1))
-    store.write([(kept, payload_of(1))])
+    store.write([(kept, payload_of(1))], SLOTS)
     (file,) = records.files(tmp_path)
     content = bytearray(file.read_bytes())
     content[at] ^= 1
@@ -84,7 +84,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, at: int) -> None:
 def test_exchanged_files_and_rows_are_noticed(tmp_path: Path) -> None:
     store = folder(tmp_path, Aes256Gcm(KEY))
     kept = [store.new(record(number)) for number in (1, 2)]
-    store.write([(kept[0], payload_of(1)), (kept[1], payload_of(2))])
+    store.write([(kept[0], payload_of(1)), (kept[1], payload_of(2))], SLOTS)
     exchanged = kept[0]._replace(name=kept[1].name)
     with pytest.raises(LostError, match="corrupt"):
         store.read(exchanged)
@@ -114,13 +114,11 @@ def test_nothing_opens_an_erased_record(tmp_path: Path) -> None:
     """Not with the master key either: a copy of its file was made before."""
     store = folder(tmp_path, Aes256Gcm(KEY))
     kept = [store.new(record(number)) for number in (1, 2)]
-    store.write([(kept[0], payload_of(1)), (kept[1], payload_of(2))])
-    store.remove(kept[:1])
-    store.erase_removed()
+    store.write([(kept[0], payload_of(1)), (kept[1], payload_of(2))], SLOTS)
+    store.release([kept[0].key])
     for file in Path(store.path).iterdir():
         content = file.read_bytes() if file.is_file() else b""
         assert kept[0].secret not in content, file
-        assert kept[0].name.encode() not in content, file
     store.close()
     assert [row.key for row in folder(tmp_path, Aes256Gcm(KEY)).at_start] == [key_of(2)]
 

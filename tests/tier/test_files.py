@@ -19,6 +19,7 @@ from tests.tier.records import FaultyDisk, Hang, folder, key_of, payload_of, rai
 from vllm_segreuse.tier import files
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.files import FileTier
+from vllm_segreuse.tier.seats import Owner
 
 ROWS = 64
 CONTEXT = ReqContext("test")
@@ -28,12 +29,12 @@ RECORD_BYTES = 12288
 class Engine:
     """What vLLM's manager does of a tier, with a clock of its own."""
 
-    def __init__(self, path: Path, slots: int = 100, disk: FaultyDisk | None = None) -> None:
-        self.disk = disk or FaultyDisk()
+    def __init__(self, path: Path, slots: int = 100, owner: Owner | None = None) -> None:
+        self.disk = FaultyDisk()
         self.region = np.zeros((ROWS, records.PAYLOAD_BYTES), dtype=np.int8)
         self.described: dict[bytes, StoredRecord] = {}
         self.now = 0.0
-        store = folder(path, disk=self.disk)
+        store = folder(path, disk=self.disk, owner=owner)
         assert store.record_bytes == RECORD_BYTES
         self.tier = FileTier(
             *(memoryview(self.region), store, slots * RECORD_BYTES, self.described.get),
@@ -481,7 +482,7 @@ def test_errors_outside_of_the_disk_leave_no_slot_taken(
     engine.now += 1000.0
     assert engine.store(1).success
     with monkeypatch.context() as broken:
-        broken.setattr(engine.tier._folder, "erase_removed", fails)
+        broken.setattr(engine.tier._folder._database, "forget_deleted", fails)
         engine.tier.erase([key_of(1)])
         engine.tier.drain_jobs()
         engine.poll()
@@ -496,7 +497,7 @@ def test_a_record_that_is_no_row_is_unreadable(
         broken.setattr(engine.tier._folder, "read", lambda _: b"short")
         assert engine.load(1) == []
     assert engine.tier.counts["unreadable"] == 1
-    assert engine.tier._residents.used == 1
+    assert engine.tier.used_bytes == RECORD_BYTES
     engine.now += 1000.0
     assert engine.store(1).success, "it is a victim, and no longer read"
 

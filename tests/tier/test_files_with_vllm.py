@@ -102,7 +102,7 @@ def test_what_host_memory_has_lost_comes_from_files(tiers: Tiers) -> None:
 
 def test_a_damaged_file_is_a_miss(tiers: Tiers, tmp_path: Path) -> None:
     tiers.store(0)
-    for file in tmp_path.glob("*/*/files/*/*"):
+    for file in tmp_path.glob("*/files/*/*"):
         file.write_bytes(file.read_bytes()[::-1])
     for number in range(4, 20, 4):
         tiers.store(*range(number, number + 4))
@@ -131,7 +131,7 @@ def test_keys_are_read_from_the_file_or_the_environment(
     of_the_environment = opened(str(tmp_path))
     monkeypatch.delenv("SEGREUSE_TIER_KEY")
     plain = opened(str(tmp_path))
-    models = [Path(tier._folder.path).parent for tier in (of_the_file, of_the_environment, plain)]
+    models = [tier._folder.path for tier in (of_the_file, of_the_environment, plain)]
     assert models[0] == models[1] != models[2]
     for tier in (of_the_file, of_the_environment, plain):
         tier.shutdown()

@@ -87,11 +87,74 @@ def test_another_models_records_are_not_found(
     world.side.close()
 
 
-def test_after_a_reset_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def finds(world: Tiered) -> bool:
+    """Whether a request finds the document, in files or anywhere else."""
+    request = world.add(PROMPT)
+    supplied: int | None = None
+    for _ in range(1000):
+        supplied = world.match(request, 0)
+        if supplied is not None:
+            break
+        world.report(world.end_step()[1])
+        time.sleep(0.01)
+    world.side.finished(request, [])
+    return supplied == len(PROMPT) - 1
+
+
+def test_after_a_reset_files_are_read_once_the_weights_are_known_to_be_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, monkeypatch)
+    world = engine(tmp_path, monkeypatch)
+    assert world.end_step()[1] is None, "at the start they are"
+    assert world.pool.reset_prefix_cache()
+    assert world.match(world.add(PROMPT), 0) == 0
+    assert not world.side.has_pending_work, "a model that sleeps has no weights to look at"
+    assert world.end_step(runs_model=False)[1] is None
+    _, orders = world.end_step()
+    assert orders is not None
+    assert orders.verify
+    assert world.match(world.add(PROMPT), 0) == 0, "no worker has answered"
+    world.report(orders)
+    assert finds(world)
+    assert world.end_step()[1] is None or not world.end_step()[1].verify, "once"
+    world.side.close()
+
+
+def test_files_stay_hidden_while_the_model_has_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stored(tmp_path, monkeypatch)
     world = engine(tmp_path, monkeypatch)
     assert world.pool.reset_prefix_cache()
-    assert world.match(world.add(PROMPT), 0) == 0
+    with caplog.at_level("WARNING", "vllm.segreuse"):
+        world.report(world.end_step()[1], other_weights=True)
+    assert "has other weights than at the start" in caplog.text
+    assert not finds(world)
+    world.run(world.add(DOCUMENT))
+    world.report(world.end_step()[1])
+    world.report(world.evict_all())
+    assert world.side.status()["tier"]["disk"] == 0, "nothing is written of them"
+    assert world.pool.reset_prefix_cache()
+    world.report(world.end_step()[1])
+    assert finds(world), "the weights of the start are back"
+    world.side.close()
+
+
+def test_what_was_seen_before_a_reset_says_nothing_of_the_weights_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, monkeypatch)
+    world = engine(tmp_path, monkeypatch)
+    assert world.pool.reset_prefix_cache()
+    _, early = world.end_step()
+    assert world.pool.reset_prefix_cache()
+    world.report(early)
+    assert not finds(world)
+    _, late = world.end_step()
+    assert late is not None
+    world.report(late, other_weights=True)
+    assert not finds(world)
     world.side.close()
 
 

@@ -23,14 +23,18 @@ class Tiered(World):
         tier = {"host_gib": 1, "min_run_tokens": SIZE} | (files or {})
         super().__init__(region=Region(ROWS), tier=tier, **options)
 
-    def end_step(self) -> tuple[list[ReusePlan], TierOrders | None]:
+    def end_step(self, runs_model: bool = True) -> tuple[list[ReusePlan], TierOrders | None]:
         """A step leaves."""
-        return self.side.take_plans(), self.side.take_tier_orders()
+        return self.side.take_plans(), self.side.take_tier_orders(runs_model)
 
-    def report(self, orders: TierOrders | None) -> None:  # type: ignore[override]
+    def report(  # type: ignore[override]
+        self, orders: TierOrders | None, other_weights: bool = False
+    ) -> None:
         """The worker is done with it."""
         if orders is not None:
-            self.side.note_tier(TierDone(Counter({orders.sequence: 1})))
+            done = TierDone(Counter({orders.sequence: 1}))
+            done.other_weights = {orders.sequence} if orders.verify and other_weights else set()
+            self.side.note_tier(done)
 
     def evict_all(self) -> TierOrders | None:
         """Every free block is taken for something else, which ends unnamed."""
@@ -162,7 +166,7 @@ def test_without_a_tier_there_are_no_orders() -> None:
     plain = World()
     plain.run(plain.add(DOCUMENT))
     plain.pool.get_new_blocks(plain.pool.get_num_free_blocks())
-    assert plain.side.take_tier_orders() is None
+    assert plain.side.take_tier_orders(True) is None
     plain.side.note_tier(TierDone(Counter({1: 1})))
     assert "tier" not in plain.side.status()
     assert plain.index.num_blocks == plain.pool.num_gpu_blocks

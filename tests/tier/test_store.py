@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.tier.world import NAMESPACE, SIZE, World
 from vllm_segreuse.cache.namespace import namespace_key
-from vllm_segreuse.plan import Tier
+from vllm_segreuse.plan import Tier, TierDone
 
 DOCUMENT = [*range(100, 112)]  # three blocks
 OTHER = [*range(200, 212)]
@@ -390,3 +392,19 @@ def test_a_step_of_which_nothing_can_be_stored_leaves_nothing() -> None:
     world.tier.note(done)
     assert world.tier.counts().host == 0
     world.check_idle()
+
+
+def test_files_are_read_after_a_reset_once_all_ranks_have_the_weights_of_the_start() -> None:
+    world = World(ranks=2, files=True)
+    assert world.files is not None
+    for others in ([True, False], [False, True], [False, False]):
+        world.reset()
+        orders = world.tier.take_orders()
+        assert orders is not None
+        assert orders.verify
+        for other in others:
+            assert world.files.hidden
+            done = TierDone(Counter({orders.sequence: 1}))
+            done.other_weights = {orders.sequence} if other else set()
+            world.tier.note(done)
+        assert world.files.hidden == any(others)

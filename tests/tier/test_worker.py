@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_segreuse.plan import IntArray, TierOrders
+from vllm_segreuse.plan import IntArray, TierDone, TierOrders
 from vllm_segreuse.tier import worker as module
 from vllm_segreuse.tier.mover import LoadedRows
 from vllm_segreuse.tier.worker import TierWorker
@@ -125,3 +125,39 @@ def test_what_the_codec_cannot_store_is_reported_with_its_sequence() -> None:
     assert done.without_code == {(1, 1)}
     assert done.failed == set()
     assert not subject.end().without_code, "once"
+
+
+def looking(sequence: int) -> TierOrders:
+    return TierOrders(sequence, *np.empty((2, 0), np.int32), verify=True)
+
+
+@pytest.mark.parametrize("answer", [True, False, None])
+def test_other_weights_are_reported_with_the_step_that_was_to_look(answer: bool | None) -> None:
+    """Where nobody can say, they count as others."""
+    unchanged = None if answer is None else lambda: answer
+    subject = TierWorker(Mover(marks=False), unchanged)
+    subject.begin(orders(1, (4, 0)))
+    assert subject.end().other_weights == set()
+    subject.begin(looking(2))
+    done = subject.end()
+    assert done.ranks == Counter({2: 1})
+    assert done.other_weights == (set() if answer else {2})
+    assert subject.end().other_weights == set()
+
+
+def test_weights_that_cannot_be_read_count_as_others(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> bool:
+        raise RuntimeError("no memory")
+
+    subject = TierWorker(Mover(marks=False), fails)
+    with caplog.at_level(logging.ERROR, "vllm.segreuse"):
+        subject.begin(looking(1))
+    assert "could not compare the model's weights" in caplog.text
+    assert subject.end().other_weights == {1}
+
+
+def test_one_rank_with_other_weights_is_enough() -> None:
+    same = TierDone(Counter({5: 1}))
+    other = TierDone(Counter({5: 1}), other_weights={5})
+    for merged in (same.merged(other), other.merged(same)):
+        assert merged == TierDone(Counter({5: 2}), other_weights={5})

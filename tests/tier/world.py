@@ -124,6 +124,7 @@ class World:
         self.tier = TierStore(
             *(self.manager, self.catalogue, ranks, given, self.health, self.stats),
             clock=lambda: self.now_s,
+            files=self.files,
         )
         self._numbers = itertools.count()
         self._free = deque(range(blocks))

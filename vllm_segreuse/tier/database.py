@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The database of a store of files: which records there are, and what is known of them.
 
-A record is there from the moment that its row is committed, and gone from the moment that the
-deletion of its row is. With a cipher the row has the only copy of the record's key.
+Engines share it. A row is there from before its file is made until after its file was removed, and
+stands for a place in the budget of all of them:
+
+    reserve ──► WRITING ── publish ──► THERE ── take away ──► LEAVING ── settle ──► no row
+                   └───────────────────── its file cannot be written ─────┘
+
+Nobody reads a record that is not THERE. A row that is not belongs to the engine that changes it; if
+that one dies, any other ends what it has begun (`RecordFolder.clean`). A row that is LEAVING has
+lost its secret, its text and its key, so that another record may have that key at once.
 
 `synchronous` is NORMAL: what was committed last may be lost with the machine's power, but not with
-the process. A row that is lost leaves a file that nothing names; a deletion that is lost leaves
-a row without a file. Both are removed at the next start.
+a process. Whatever is inconsistent then is removed by the next engine that opens the store alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from vllm_segreuse.tier.format import Kept
+from vllm_segreuse.tier.format import DIGEST_BYTES, Kept
 from vllm_segreuse.tier.sealing import PROOF_BYTES, CorruptError, Sealer
 from vllm_segreuse.tier.sqlite import open_private
 
@@ -26,30 +35,108 @@ _OUTSIDE = frozenset(
     (
         *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM),
         *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL),
-        *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH),
+        *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_MISUSE),
     )
 )
-_TABLE = """
+_WRITING, _THERE, _LEAVING = range(3)
+_TABLES = """
 CREATE TABLE IF NOT EXISTS records (
-    name TEXT PRIMARY KEY, secret BLOB NOT NULL, about BLOB NOT NULL,
-    durable INTEGER NOT NULL, used REAL NOT NULL) WITHOUT ROWID
+    name TEXT PRIMARY KEY, digest BLOB UNIQUE, secret BLOB NOT NULL, about BLOB NOT NULL,
+    state INTEGER NOT NULL, durable INTEGER NOT NULL, used REAL NOT NULL, engine TEXT NOT NULL,
+    in_place INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_use ON records (state, durable, used);
+CREATE TABLE IF NOT EXISTS holders (
+    digest BLOB, engine TEXT, PRIMARY KEY (digest, engine)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS changes (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, there INTEGER NOT NULL);
 """
+_COLUMNS = "name, secret, about, durable, engine"
+_MOST_CHANGES = 100_000
+NOBODY = ""
+"""The engine of a row whose file could not be removed: whoever can removes it."""
 
 
-class DamagedError(RuntimeError):
-    """The database cannot be read."""
+class _Place(NamedTuple):
+    """A place of the budget.
+
+    Attributes:
+        name: of the file that has it.
+        is_record: whether that is a record.
+    """
+
+    name: str
+    is_record: bool
+
+
+_FREE = _Place("", False)
+
+
+class DamagedError(OSError):
+    """The database cannot be read, and will not be."""
+
+
+class Reserved(NamedTuple):
+    """What `Database.reserve` has found.
+
+    Attributes:
+        granted: rows that were made.
+        victims: names of files that must be removed before any of these is made.
+        removed: those of them that were records until now.
+        there: records with the key of one that was to come.
+        full: how many have found no place.
+    """
+
+    granted: list[Kept]
+    victims: list[str]
+    removed: list[str]
+    there: list[Kept]
+    full: int
+
+
+class Notes(NamedTuple):
+    """What becomes known of records.
+
+    Attributes:
+        used: when they were used, in seconds since the epoch, by name.
+        durable: whether this engine holds them, by key.
+    """
+
+    used: Mapping[str, float]
+    durable: Mapping[bytes, bool]
+
+
+class Changes(NamedTuple):
+    """What others have changed; `gone` first.
+
+    Attributes:
+        gone: names of records.
+        coming: records.
+        all: names of all records, if what has gone is no longer known by name.
+    """
+
+    gone: list[str]
+    coming: list[Kept]
+    all: frozenset[str] | None = None
 
 
 class Database:
-    """Rows of the records. Threads may take turns."""
+    """Rows of the records. Threads may take turns, and so may processes.
 
-    def __init__(self, path: str, fingerprint: bytes, sealer: Sealer) -> None:
+    Attributes:
+        used: places of the budget that were taken when it was last asked.
+    """
+
+    def __init__(
+        self, path: str, fingerprint: bytes, sealer: Sealer, digest_key: bytes, engine: str
+    ) -> None:
         """Open the database, or make one.
 
         Args:
             path: of its file.
             fingerprint: of the model; rows of another one are damaged.
             sealer: of `about`.
+            digest_key: of the digests that stand for keys.
+            engine: name of the one that opens it, which no other has.
 
         Raises:
             DamagedError: the file is no database, or not ours.
@@ -57,23 +144,41 @@ class Database:
         """
         self._fingerprint = fingerprint
         self._sealer = sealer
+        self._digest_key = digest_key
+        self._engine = engine
         self._lock = threading.Lock()
-        with _damage():
-            self._sql = open_private(path, _TABLE, timeout_s=5.0)
+        with _errors():
+            self._sql = open_private(path, _TABLES, timeout_s=5.0)
+            self._sql.isolation_level = None  # transactions begin and end where it says so
+        self._notes: queue.SimpleQueue[Notes] = queue.SimpleQueue()
+        self._seen = 0
+        self.used = 0
 
-    def rows(self) -> Iterator[tuple[str, Kept | None]]:
+    def key_digest(self, key: bytes) -> bytes:
+        """What stands for a record's key."""
+        return hashlib.blake2b(key, digest_size=DIGEST_BYTES, key=self._digest_key).digest()
+
+    def rows(self) -> list[tuple[str, Kept | None]]:
         """(name, record) from the least to the most recently used; None: the row is damaged.
+        `changes` begins behind it.
 
         Raises:
-            DamagedError: what follows cannot be read.
+            DamagedError: they cannot be read.
         """
-        with _damage(), self._lock:
-            columns = "name, secret, about, durable"
-            found = self._sql.execute(f"SELECT {columns} FROM records ORDER BY used").fetchall()
-        for name, *values in found:
-            yield name, self._kept(name, *values)
+        with _errors(), self._lock:
+            return self._all_rows()
 
-    def _kept(self, name: object, secret: object, about: object, durable: object) -> Kept | None:
+    def _all_rows(self) -> list[tuple[str, Kept | None]]:
+        with self._transaction("DEFERRED") as sql:
+            self._seen = self._last_change(sql)
+            self._count(sql)
+            query = f"SELECT {_COLUMNS} FROM records WHERE state = ? ORDER BY used"
+            found = sql.execute(query, (_THERE,)).fetchall()
+        return [(name, self._kept(name, *values)) for name, *values in found]
+
+    def _kept(
+        self, name: object, secret: object, about: object, durable: object, engine: object
+    ) -> Kept | None:
         # SQLite gives whatever type a damaged row says.
         if not (isinstance(secret, bytes) and isinstance(about, bytes)):
             return None
@@ -82,41 +187,310 @@ class Database:
             opened = self._sealer.open(secret, self._context(str(name)), body, proof)
         except CorruptError:
             return None
-        return Kept(str(name), secret, bytes(opened), bool(durable))
+        return Kept(str(name), secret, bytes(opened), bool(durable), engine == self._engine)
 
-    def change(
-        self,
-        leaving: Iterable[str] = (),
-        coming: Sequence[Kept] = (),
-        used: Mapping[str, float] | None = None,
-        durable: Mapping[str, bool] | None = None,
-    ) -> None:
-        """All of it, or nothing: in one transaction.
+    # From nothing to a record.
+
+    def reserve(
+        self, coming: Sequence[Kept], slots: int, stopped: Callable[[set[str]], set[str]]
+    ) -> Reserved:
+        """Rows for records whose files are to be made, as far as the budget allows.
+
+        A record makes room for others if it is the least recently used. Durable ones do for
+        durable ones only, and only if no other running engine holds them.
 
         Args:
-            leaving: names of records that are no longer there.
-            coming: records whose files are on disk.
-            used: when records were used, in seconds since the epoch, by name.
-            durable: of records that change it, by name.
+            coming: new ones.
+            slots: most files that all engines together may have.
+            stopped: which of the engines with these names do not run.
 
         Raises:
             OSError: nothing was changed.
         """
-        now = time.time()
-        rows = [
-            # The times keep their order.
-            (kept.name, kept.secret, self._sealed(kept), kept.durable, now + 1e-6 * i)
-            for i, kept in enumerate(coming)
+        with self._lock, _errors(), self._transaction() as sql:
+            self._write_notes(sql)
+            there, new = self._new(sql, coming)
+            places = [_FREE] * min(len(new), max(0, slots - self._count(sql)))
+            places += self._victims(sql, len(new) - len(places))
+            documents: list[_Place] = []
+            if len(places) < len(new) and any(kept.durable for kept, _ in new):
+                documents = self._documents(sql, len(new), stopped)
+            granted: list[Kept] = []
+            victims: list[_Place] = []
+            for kept, digest in new:
+                more = documents if kept.durable else []
+                if not (left := places or more):
+                    continue
+                victims.append(left.pop(0))
+                granted.append(kept)
+                self._insert(sql, kept, digest, victims[-1] is not _FREE, len(granted))
+            names = [place.name for place in victims if place is not _FREE]
+            removed = [place.name for place in victims if place.is_record]
+            self._take_away(sql, names, removed)
+            self._count(sql)
+        return Reserved(granted, names, removed, there, len(new) - len(granted))
+
+    def _new(
+        self, sql: sqlite3.Connection, coming: Sequence[Kept]
+    ) -> tuple[list[Kept], list[tuple[Kept, bytes]]]:
+        """Records that are there already, and those that nobody writes, with their digests."""
+        there, new = [], []
+        for kept in coming:
+            digest = self.key_digest(kept.key)
+            if kept.durable:
+                self._hold(sql, digest)
+            found = sql.execute(
+                f"SELECT state, {_COLUMNS} FROM records WHERE digest = ?", (digest,)
+            ).fetchone()
+            if found is None:
+                holders = "SELECT count(*) FROM holders WHERE digest = ?"
+                is_held = sql.execute(holders, (digest,)).fetchone()[0] > 0
+                new.append((kept._replace(durable=is_held), digest))
+            elif found[0] == _THERE and (known := self._kept(*found[1:])) is not None:
+                there.append(known)
+        return there, new
+
+    def _victims(self, sql: sqlite3.Connection, most: int) -> list[_Place]:
+        """Files that could not be removed, then the least recently
+        used records that are not durable."""
+        if most <= 0:
+            return []
+        query = "SELECT name FROM records WHERE state = ? AND engine = ? LIMIT ?"
+        left = sql.execute(query, (_LEAVING, NOBODY, most)).fetchall()
+        query = "SELECT name FROM records WHERE state = ? AND NOT durable ORDER BY used LIMIT ?"
+        oldest = sql.execute(query, (_THERE, most - len(left))).fetchall()
+        return [
+            *(_Place(name, False) for (name,) in left),
+            *(_Place(name, True) for (name,) in oldest),
         ]
-        try:
-            with self._lock, self._sql as sql:
-                sql.executemany("DELETE FROM records WHERE name = ?", [(name,) for name in leaving])
-                sql.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", rows)
-                for column, changes in (("used", used or {}), ("durable", durable or {})):
-                    statement = f"UPDATE records SET {column} = ? WHERE name = ?"
-                    sql.executemany(statement, [(value, name) for name, value in changes.items()])
-        except sqlite3.Error as error:
-            raise OSError(f"the database of the store: {error}") from error
+
+    def _documents(
+        self, sql: sqlite3.Connection, most: int, stopped: Callable[[set[str]], set[str]]
+    ) -> list[_Place]:
+        """Durable records that no other running engine holds, the least recently used first."""
+        query = "SELECT DISTINCT engine FROM holders WHERE engine <> ?"
+        others = {engine for (engine,) in sql.execute(query, (self._engine,))}
+        running = sorted(others - stopped(others))
+        marks = ", ".join("?" * len(running))
+        query = (
+            "SELECT name FROM records WHERE state = ? AND durable AND digest NOT IN "
+            f"(SELECT digest FROM holders WHERE engine IN ({marks})) ORDER BY used LIMIT ?"
+        )
+        return [_Place(name, True) for (name,) in sql.execute(query, (_THERE, *running, most))]
+
+    def _insert(
+        self, sql: sqlite3.Connection, kept: Kept, digest: bytes, in_place: bool, number: int
+    ) -> None:
+        values = (
+            *(kept.name, digest, kept.secret, self._sealed(kept), _WRITING, kept.durable),
+            *(time.time() + 1e-6 * number, self._engine, in_place),  # the times keep their order
+        )
+        sql.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+    def publish(self, written: Sequence[Kept], victims: Sequence[str]) -> list[Kept]:
+        """The files of reserved rows are on the device, and those of the victims are not.
+
+        Returns:
+            Those that were erased meanwhile; their files must be removed, and then `settle`d.
+
+        Raises:
+            OSError: nothing was changed.
+        """
+        erased: list[Kept] = []
+        with self._lock, _errors(), self._transaction() as sql:
+            for kept in written:
+                name = (kept.name,)
+                sql.execute("UPDATE records SET in_place = 0 WHERE name = ?", name)
+                query = "UPDATE records SET state = ? WHERE name = ? AND state = ?"
+                if sql.execute(query, (_THERE, *name, _WRITING)).rowcount:
+                    sql.execute("INSERT INTO changes (name, there) VALUES (?, 1)", name)
+                else:
+                    erased.append(kept)
+            sql.executemany("DELETE FROM records WHERE name = ?", [(name,) for name in victims])
+            old = (self._last_change(sql) - _MOST_CHANGES,)
+            sql.execute("DELETE FROM changes WHERE number <= ?", old)
+            self._count(sql)
+        return erased
+
+    # From a record to nothing.
+
+    def leave(self, names: Collection[str]) -> None:
+        """Records are no longer there; their files, which are, are this engine's to remove.
+
+        Raises:
+            OSError: nothing was changed.
+        """
+        with self._lock, _errors(), self._transaction() as sql:
+            query = "SELECT name FROM records WHERE name = ? AND state = ?"
+            found = [name for name in names if sql.execute(query, (name, _THERE)).fetchone()]
+            self._take_away(sql, found, found)
+
+    def _take_away(
+        self, sql: sqlite3.Connection, names: Collection[str], there: Collection[str]
+    ) -> None:
+        sql.executemany(
+            "UPDATE records SET state = ?, engine = ?, digest = NULL, secret = x'', about = x'' "
+            "WHERE name = ?",
+            [(_LEAVING, self._engine, name) for name in names],
+        )
+        sql.executemany(
+            "INSERT INTO changes (name, there) VALUES (?, 0)", [(name,) for name in there]
+        )
+
+    def settle(
+        self, gone: Collection[str], stuck: Collection[str] = (), engine: str | None = None
+    ) -> None:
+        """Ends what an engine has begun.
+
+        Args:
+            gone: names without a file.
+            stuck: names whose files cannot be removed.
+            engine: whose they are; None: this one's.
+
+        Raises:
+            OSError: nothing was changed.
+        """
+        engine = self._engine if engine is None else engine
+        whose = "WHERE name = ? AND engine = ? AND state <> ?"
+        with self._lock, _errors(), self._transaction() as sql:
+            sql.executemany(
+                f"DELETE FROM records {whose}", [(name, engine, _THERE) for name in gone]
+            )
+            sql.executemany(
+                f"UPDATE records SET state = ?, engine = ?, in_place = 0, digest = NULL, "
+                f"secret = x'', about = x'' {whose}",
+                [(_LEAVING, NOBODY, name, engine, _THERE) for name in stuck],
+            )
+            self._count(sql)
+
+    def release(self, keys: Iterable[bytes]) -> list[str]:
+        """This engine holds records no longer. Those that nobody holds are taken away.
+
+        Returns:
+            Names of files that are this engine's to remove.
+
+        Raises:
+            OSError: nothing was changed.
+        """
+        leaving: list[str] = []
+        with self._lock, _errors(), self._transaction() as sql:
+            for digest in map(self.key_digest, keys):
+                if self._let_go(sql, digest):
+                    continue
+                query = "SELECT name FROM records WHERE digest = ? AND state = ?"
+                leaving += [name for (name,) in sql.execute(query, (digest, _THERE))]
+                # Who writes it finds that it was erased.
+                sql.execute(
+                    "UPDATE records SET state = ?, digest = NULL, secret = x'', about = x'' "
+                    "WHERE digest = ? AND state = ?",
+                    (_LEAVING, digest, _WRITING),
+                )
+            self._take_away(sql, leaving, leaving)
+        return leaving
+
+    def excess(self, slots: int) -> list[str]:
+        """Takes away what is above the budget; returns names of files to remove."""
+        with self._lock, _errors(), self._transaction() as sql:
+            query = "SELECT name FROM records WHERE state = ? ORDER BY durable > 0, used LIMIT ?"
+            most = max(0, self._count(sql) - slots)
+            leaving = [name for (name,) in sql.execute(query, (_THERE, most))]
+            self._take_away(sql, leaving, leaving)
+        return leaving
+
+    def unsettled(self) -> dict[str, list[str]]:
+        """Names of rows that are not THERE, by the engine that they belong to."""
+        found: dict[str, list[str]] = {}
+        with self._lock, _errors():
+            query = "SELECT engine, name FROM records WHERE state <> ?"
+            for engine, name in self._sql.execute(query, (_THERE,)).fetchall():
+                found.setdefault(engine, []).append(name)
+        return found
+
+    def forget_deleted(self) -> bool:
+        """Rows that were deleted are on no page of the database and of its journal any more;
+        returns whether that could be done now."""
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            busy: int = self._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            return not busy
+        return False
+
+    # What is known of records.
+
+    def remember(self, notes: Notes) -> None:
+        """To be written with the next `note` or `reserve`. Waits for nothing."""
+        self._notes.put(notes)
+
+    def note(self) -> None:
+        """Writes down what is to be remembered.
+
+        Raises:
+            OSError: it was not.
+        """
+        with self._lock, _errors(), self._transaction() as sql:
+            self._write_notes(sql)
+
+    def _write_notes(self, sql: sqlite3.Connection) -> None:
+        while not self._notes.empty():
+            used, durable = self._notes.get()
+            sql.executemany(
+                "UPDATE records SET used = max(used, ?) WHERE name = ?",
+                [(when, name) for name, when in used.items()],
+            )
+            for key, is_durable in durable.items():
+                (self._hold if is_durable else self._let_go)(sql, self.key_digest(key))
+
+    def _hold(self, sql: sqlite3.Connection, digest: bytes) -> None:
+        sql.execute("INSERT OR IGNORE INTO holders VALUES (?, ?)", (digest, self._engine))
+        sql.execute("UPDATE records SET durable = 1 WHERE digest = ?", (digest,))
+
+    def _let_go(self, sql: sqlite3.Connection, digest: bytes) -> bool:
+        """Returns whether another engine holds it."""
+        row = (digest, self._engine)
+        sql.execute("DELETE FROM holders WHERE digest = ? AND engine = ?", row)
+        query = "SELECT count(*) FROM holders WHERE digest = ?"
+        is_held: bool = sql.execute(query, (digest,)).fetchone()[0] > 0
+        sql.execute("UPDATE records SET durable = ? WHERE digest = ?", (is_held, digest))
+        return is_held
+
+    def dismiss(self, engine: str) -> None:
+        """An engine that will not come again holds nothing."""
+        with self._lock, _errors(), self._transaction() as sql:
+            sql.execute("DELETE FROM holders WHERE engine = ?", (engine,))
+            sql.execute(
+                "UPDATE records SET durable = 0 WHERE durable AND digest NOT IN "
+                "(SELECT digest FROM holders)"
+            )
+
+    def changes(self) -> Changes:
+        """What other engines have changed since the last call.
+
+        Raises:
+            OSError: it cannot be read; ask again.
+        """
+        with self._lock, _errors():
+            query = "SELECT number, name, there FROM changes WHERE number > ? ORDER BY number"
+            found = self._sql.execute(query, (self._seen,)).fetchall()
+            if not found:
+                return Changes([], [])
+            if found[0][0] > self._seen + 1:
+                rows = self._all_rows()
+                others = [kept for _, kept in rows if kept is not None and not kept.mine]
+                return Changes([], others, frozenset(name for name, _ in rows))
+            self._seen = found[-1][0]
+            gone = [name for _, name, there in found if not there]
+            coming = {name for _, name, there in found if there} - {*gone}
+            query = f"SELECT {_COLUMNS} FROM records WHERE name = ? AND state = ?"
+            found_rows = [self._sql.execute(query, (name, _THERE)).fetchone() for name in coming]
+            kept = [self._kept(*row) for row in found_rows if row is not None]
+            self._count(self._sql)
+        return Changes(gone, [row for row in kept if row is not None and not row.mine])
+
+    # All of it.
+
+    def close(self) -> None:
+        """Ends all use of it."""
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            self._sql.close()
 
     def _sealed(self, kept: Kept) -> bytes:
         body, proof = self._sealer.seal(kept.secret, self._context(kept.name), kept.about)
@@ -125,22 +499,37 @@ class Database:
     def _context(self, name: str) -> bytes:
         return self._fingerprint + name.encode()
 
-    def forget_deleted(self) -> None:
-        """Rows that were deleted are on no page of the database and of its journal any more."""
-        with self._lock, contextlib.suppress(sqlite3.Error):
-            self._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    def _count(self, sql: sqlite3.Connection) -> int:
+        """Places that are taken. A row that is written in the place of another has none of its
+        own: that one's file is removed before."""
+        (rows,) = sql.execute("SELECT count(*) FROM records").fetchone()
+        query = "SELECT count(*) FROM records WHERE state IN (?, ?) AND in_place"
+        (in_place,) = sql.execute(query, (_WRITING, _LEAVING)).fetchone()
+        self.used = rows - in_place
+        return self.used
 
-    def close(self) -> None:
-        """Ends all use of it."""
-        with self._lock, contextlib.suppress(sqlite3.Error):
-            self._sql.close()
+    def _last_change(self, sql: sqlite3.Connection) -> int:
+        last: int = sql.execute("SELECT coalesce(max(number), 0) FROM changes").fetchone()[0]
+        return last
+
+    @contextlib.contextmanager
+    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """All that is done in it, or nothing. It waits for others before it reads anything."""
+        self._sql.execute(f"BEGIN {kind}")
+        try:
+            yield self._sql
+            self._sql.execute("COMMIT")
+        except BaseException:
+            if self._sql.in_transaction:
+                self._sql.execute("ROLLBACK")
+            raise
 
 
 @contextlib.contextmanager
-def _damage() -> Iterator[None]:
+def _errors() -> Iterator[None]:
     try:
         yield
-    except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode & 0xFF in _OUTSIDE:
-            raise OSError(f"the database of the store: {error}") from error
-        raise DamagedError(str(error)) from error
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF
+        kind = OSError if code in _OUTSIDE else DamagedError
+        raise kind(f"the database of the store: {error}") from error

@@ -30,17 +30,32 @@ class Disk:
             with contextlib.suppress(FileExistsError):  # another engine was faster
                 os.mkdir(path, _FOLDER)
 
-    def lock(self, path: str) -> int | None:
-        """Locks a file until the descriptor is closed or the process ends; None: it is locked."""
+    def lock(self, path: str, shared: bool = False) -> int | None:
+        """Locks a file until the descriptor is closed or the process ends; None: it is locked.
+
+        Args:
+            path: of the file, made if need be.
+            shared: together with others that do so.
+        """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
             if not isinstance(error, BlockingIOError):
                 raise
             return None
         return descriptor
+
+    def share(self, lock: int) -> None:
+        """Others may have the lock, too, if they share it."""
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def replace(self, descriptor: int, content: bytes) -> None:
+        """Writes the whole content of a small file."""
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, content, 0)
 
     def write(self, path: str, parts: Iterable[Buffer]) -> None:
         """Writes a new file and waits until the device has it."""

@@ -2,15 +2,17 @@
 """The file tier: a secondary tier of vLLM's `TieringOffloadingManager` (vllm/v1/kv_offload).
 
 vLLM's own file tier (`tiering/fs`) has no budget, no checksums and no syncs. This one keeps records
-by `folder.py` within a budget, and answers what it has from memory.
+by `folder.py` within a budget, together with other engines, and answers what there is from memory.
 
 The scheduler's thread calls every method, and owns what is counted here. It makes no system call:
-the I/O threads of `jobs.py` do, get all that they need with a task, and return how to settle it.
-While a task hangs, nothing is offered and nothing is stored.
+the I/O threads of `jobs.py` do, get all that they need with a task, and return how to settle it;
+`watching.py` brings what other engines do. While a task hangs, nothing is offered and nothing is
+stored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -33,12 +35,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.folder import LostError, RecordFolder
+from vllm_segreuse.tier.database import Notes
+from vllm_segreuse.tier.folder import LostError, RecordFolder, Written
 from vllm_segreuse.tier.format import Kept, record_of
 from vllm_segreuse.tier.jobs import Job, Jobs, Settle
 from vllm_segreuse.tier.journal import DocumentJournal
-from vllm_segreuse.tier.residents import Residents, Slot
+from vllm_segreuse.tier.residents import Residents
 from vllm_segreuse.tier.sealing import Checksum, Sealer
+from vllm_segreuse.tier.seats import Owner
+from vllm_segreuse.tier.watching import Watcher
 from vllm_segreuse.tier_options import TierOptions
 
 logger = logging.getLogger("vllm.segreuse")
@@ -51,9 +56,10 @@ PAUSES_S = (1.0, 300.0)
 LOST = ("missing", "torn", "corrupt")
 """Reasons for which a record is removed: see `LostError`."""
 
-_DOCUMENTS = "documents.sqlite"
 _TASK_RECORDS = 16
-_MOST_NOTES = 1024
+_NOTE_S = 1.0
+"""Uses are written down so often, for other engines."""
+_STOP_S = 2.0
 
 Describe = Callable[[bytes], StoredRecord | None]
 Item = TypeVar("Item")
@@ -62,14 +68,14 @@ Item = TypeVar("Item")
 class _Coming(NamedTuple):
     record: StoredRecord
     row: int
-    slot: Slot
 
 
 class FileTier(SecondaryTierManager):
     """Records in files.
 
     Attributes:
-        counts: what became of records, by reason: `stored`, `loaded`, `removed` for others; not
+        counts: what became of records, by reason: `stored`, `loaded`, `removed` for others; `found`
+            are those that another engine has written, `shared` those of the loaded ones; not
             stored: `full` (of records that may not be removed), `busy`, `paused`, `no_space`,
             `io_error`; not loaded: `missing`, `torn`, `corrupt`, `unreadable`; either: `stalled`.
     """
@@ -103,15 +109,18 @@ class FileTier(SecondaryTierManager):
         self._folder = folder
         self._describe = describe
         self._clock = clock
-        self._residents = Residents(budget_bytes // folder.record_bytes, folder.at_start)
-        folder.remove(self._residents.excess())
+        self._slots = budget_bytes // folder.record_bytes
+        folder.trim(self._slots)
+        self._residents = Residents(folder.at_start)
         self._jobs = Jobs(io_threads, DEADLINE_S, clock)
         # Rows that are being stored cannot be used for anything else.
         self._most_coming = max(1, len(self._rows) // 2)
         self._coming: set[bytes] = set()
         self._erased: set[bytes] = set()
+        self._erasing: set[bytes] = set()
         self._used: dict[str, float] = {}
-        self._durable: dict[str, bool] = {}
+        self._noted_s = clock()
+        self._durable: dict[bytes, bool] = {}
         self._events: list[OffloadingEvent] = []
         self._hidden = False
         self._closed = False
@@ -120,13 +129,17 @@ class FileTier(SecondaryTierManager):
         self._pause_s = PAUSES_S[0]
         self._unnamed = self._by_namespace()
         self.counts: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
+        self._count_found(self._residents)
+        self.watcher = Watcher(folder.changes, folder.clean)
 
     # What is there.
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the device that are taken, by what is written and removed just now, too."""
-        return self._residents.used * self._folder.record_bytes
+        """Bytes of the device that all engines take, by what is written and removed just now, too,
+        as was known last."""
+        return self._folder.slots_used * self._folder.record_bytes
 
     @property
     def num_records(self) -> int:
@@ -136,27 +149,29 @@ class FileTier(SecondaryTierManager):
     def has(self, key: bytes) -> bool:
         """Whether a record can be loaded."""
         usable = not (self._hidden or self._jobs.stalled)
-        return usable and self._residents.get(key) is not None
+        return usable and key not in self._erasing and self._residents.get(key) is not None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT or MISS, from memory."""
         return LookupResult.HIT if self.has(key) else LookupResult.MISS
 
     def records(self) -> Iterator[StoredRecord]:
-        """All records, from the least to the most recently used, and durable ones last.
+        """All records.
 
         Digests stand in for their namespaces, whose keys are not on disk.
         """
         return map(record_of, self._residents)
 
     def records_in(self, namespace: bytes) -> list[StoredRecord]:
-        """The records of a namespace that were there at the start, or when they were revealed.
+        """The records of a namespace that were there at the start, or when they were revealed, and
+        what other engines have written since; each once.
 
-        To be called when a request first names the namespace: later calls return nothing.
+        To be called whenever a request names the namespace.
 
         Args:
             namespace: its key; the only one that the records have.
         """
+        self._follow()
         if self._hidden:
             return []
         keys = self._unnamed.pop(self._folder.digest(namespace), ())
@@ -170,6 +185,33 @@ class FileTier(SecondaryTierManager):
                 found[digest].append(record.key)
         return found
 
+    def _follow(self) -> None:
+        """What other engines have done."""
+        for changes in self.watcher.found():
+            gone = changes.gone
+            if changes.all is not None:
+                others = [kept.name for kept in self._residents if not kept.mine]
+                gone = [name for name in others if name not in changes.all]
+            self._gone(gone)
+            new = [kept for kept in changes.coming if self._residents.add(kept)]
+            self._count_found(new)
+            if not self._hidden:
+                self._event([kept.key for kept in new], removed=False)
+            for kept in new:
+                for digest in record_of(kept).namespaces:
+                    self._unnamed[digest].append(kept.key)
+
+    def _count_found(self, records: Iterable[Kept]) -> None:
+        if others := sum(not kept.mine for kept in records):
+            self.counts["found"] += others
+
+    def _gone(self, names: Iterable[str]) -> None:
+        """Records that are on disk no longer."""
+        removed = [kept for name in names if (kept := self._residents.remove(name)) is not None]
+        if removed:
+            self.counts["removed"] += len(removed)
+        self._event([kept.key for kept in removed], removed=True)
+
     def hide(self) -> None:
         """Offers and stores nothing: the model may have other weights from here on."""
         self._hidden = True
@@ -182,14 +224,18 @@ class FileTier(SecondaryTierManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The records were used."""
         for key in keys:
-            if (kept := self._residents.touch(key)) is not None:
-                self._used[kept.name] = time.time()
+            self._touch(key)
+
+    def _touch(self, key: bytes) -> Kept | None:
+        kept = self._residents.get(key)
+        if kept is not None:
+            self._used[kept.name] = time.time()
+        return kept
 
     def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
-        """Durable records are not removed for others that are not."""
-        for key in keys:
-            if (kept := self._residents.set_durable(key, durable)) is not None:
-                self._durable[kept.name] = durable
+        """Durable records are not removed for others that are not, nor by engines that do not hold
+        them while one that does runs."""
+        self._durable |= dict.fromkeys(keys, durable)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What has come to be on disk, and what is no longer."""
@@ -207,6 +253,7 @@ class FileTier(SecondaryTierManager):
         """Stores what is new, may be stored, and has room."""
         pairs = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
         coming = [found for key, row in pairs if (found := self._admitted(key, row)) is not None]
+        self._remember()  # what was used makes room last
         tasks = [partial(self._store, batch) for batch in self._split(coming)]
         self._jobs.begin(job_metadata.job_id, tasks, urgent=False)
 
@@ -217,20 +264,16 @@ class FileTier(SecondaryTierManager):
         return (items[i : i + size] for i in range(0, len(items), size))
 
     def _admitted(self, key: OffloadKey, row: int) -> _Coming | None:
-        if self._hidden or key in self._coming or self._residents.touch(key) is not None:
+        if self._hidden or key in self._coming or self._touch(key) is not None:
             return None
         record = self._describe(key)
         if record is None:
             return None
-        refusal = self._refusal(record.durable)
-        slot = None if refusal else self._residents.reserve(record.durable)
-        if slot is None:
-            self.counts[refusal or "full"] += 1
+        if refusal := self._refusal(record.durable):
+            self.counts[refusal] += 1
             return None
-        if slot.victim is not None:
-            self._removed([slot.victim.key])
         self._coming.add(key)
-        return _Coming(record, row, slot)
+        return _Coming(record, row)
 
     def _refusal(self, durable: bool) -> str | None:
         """Why a record is not stored now. Durable ones may hold every row meanwhile: what is not
@@ -243,58 +286,41 @@ class FileTier(SecondaryTierManager):
 
     def _store(self, batch: Sequence[_Coming], job: Job) -> Settle:
         payloads: list[bytes] = []
-        victims = [coming.slot.victim for coming in batch]
 
         def copy() -> None:
             payloads.extend(self._rows[coming.row].tobytes() for coming in batch)
 
-        left: Sequence[Kept | None] = victims
-        new: list[Kept] = []
         try:
             if not job.use_rows(copy):
-                return partial(self._not_stored, batch, left, None, job)
-            self._folder.remove([victim for victim in victims if victim is not None])
-            left = [None] * len(batch)
+                return partial(self._not_stored, batch, None, job)
             new = [self._folder.new(coming.record) for coming in batch]
-            self._folder.write(list(zip(new, payloads, strict=True)))
+            written = self._folder.write(list(zip(new, payloads, strict=True)), self._slots)
         except Exception as error:
-            left = self._cleared(new) if new else left
-            return partial(self._not_stored, batch, left, error, job)
-        return partial(self._stored, batch, new)
+            with contextlib.suppress(OSError):
+                self.watcher.look()  # what was to make room may be gone
+            return partial(self._not_stored, batch, error, job)
+        return partial(self._stored, batch, written)
 
-    def _cleared(self, records: list[Kept]) -> list[Kept] | list[None]:
-        """What is left of records after they were removed: all, or nothing."""
-        try:
-            self._folder.remove(records)
-        except Exception:
-            return records
-        return [None] * len(records)
-
-    def _stored(self, batch: Sequence[_Coming], new: list[Kept]) -> None:
-        for kept in new:
-            self._residents.fill(kept)
+    def _stored(self, batch: Sequence[_Coming], written: Written) -> None:
+        self._gone(written.removed)
+        for kept in (*written.stored, *written.there):
+            self._residents.add(kept)
         self._pause_s = PAUSES_S[0]
-        self.counts["stored"] += len(new)
-        self._event([kept.key for kept in new], removed=False)
+        self.counts["stored"] += len(written.stored)
+        self._count_found(written.there)
+        if written.full:
+            self.counts["full"] += written.full
+        self._event([kept.key for kept in (*written.stored, *written.there)], removed=False)
         self._no_longer_coming(batch)
 
-    def _not_stored(
-        self,
-        batch: Sequence[_Coming],
-        left: Sequence[Kept | None],
-        error: Exception | None,
-        job: Job,
-    ) -> None:
+    def _not_stored(self, batch: Sequence[_Coming], error: Exception | None, job: Job) -> None:
         """
         Args:
             batch: what was to be stored.
-            left: what each slot still has.
             error: None: the job was abandoned before.
             job: of the batch.
         """
         job.failed = True
-        for kept in left:
-            self._end_slot(kept)
         self._no_longer_coming(batch)
         if error is None:
             self.counts["stalled"] += len(batch)
@@ -307,12 +333,6 @@ class FileTier(SecondaryTierManager):
             *(len(batch), self._folder.path, error, self._pause_s),
         )
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
-
-    def _end_slot(self, left: Kept | None) -> None:
-        if left is None:
-            self._residents.vacate()
-        else:
-            self._residents.block(left)
 
     def _no_longer_coming(self, batch: Sequence[_Coming]) -> None:
         keys = {coming.record.key for coming in batch}
@@ -329,7 +349,7 @@ class FileTier(SecondaryTierManager):
         found = [
             (kept, row)
             for key, row in pairs
-            if self.has(key) and (kept := self._residents.begin_read(key)) is not None
+            if self.has(key) and (kept := self._touch(key)) is not None
         ]
         tasks = [partial(self._load, batch) for batch in self._split(found)]
         job = self._jobs.begin(job_metadata.job_id, tasks, urgent=True)
@@ -339,9 +359,15 @@ class FileTier(SecondaryTierManager):
 
     def _load(self, batch: Sequence[tuple[Kept, int]], job: Job) -> Settle:
         outcomes = [(kept, self._loaded(kept, row, job)) for kept, row in batch]
-        lost = [kept for kept, reason in outcomes if reason in LOST]
-        left = {kept.name for kept in self._cleared(lost) if kept is not None}
-        return partial(self._settle_load, outcomes, left, job)
+        lost = [kept.name for kept, reason in outcomes if reason in LOST]
+        unreadable = [kept.name for kept, reason in outcomes if reason == "unreadable"]
+        try:
+            self._folder.remove(lost)
+            # What cannot be read is still there: it is the first to make room.
+            self._folder.set_aside(unreadable)
+        except Exception as error:
+            logger.warning("segment reuse: %s", error)
+        return partial(self._settle_load, outcomes, job)
 
     def _loaded(self, kept: Kept, row: int, job: Job) -> str | None:
         """Why the row was not filled, or None."""
@@ -360,79 +386,78 @@ class FileTier(SecondaryTierManager):
             )
             return "unreadable"
 
-    def _settle_load(
-        self, outcomes: Sequence[tuple[Kept, str | None]], left: set[str], job: Job
-    ) -> None:
+    def _settle_load(self, outcomes: Sequence[tuple[Kept, str | None]], job: Job) -> None:
         for kept, reason in outcomes:
-            self._residents.end_read(kept.key)
             self.counts[reason or "loaded"] += 1
             if reason is None:
+                if not kept.mine:
+                    self.counts["shared"] += 1
                 job.loaded.append(OffloadKey(kept.key))
                 continue
             job.failed = True
             if reason != "stalled":
-                # What cannot be read is still there: it is the first to make room.
-                self._lose(kept, kept if reason == "unreadable" or kept.name in left else None)
-
-    def _lose(self, kept: Kept, left: Kept | None) -> None:
-        found = self._residents.get(kept.key)
-        if found is not None and found.name == kept.name:
-            self._residents.release(kept.key)
-            self._end_slot(left)
-            self._removed([kept.key])
+                self._gone([kept.name])
 
     # Both.
 
     def erase(self, keys: Iterable[bytes]) -> None:
-        """Removes records, and with their rows what could open their files, for good."""
+        """This engine holds records no longer. What no other engine holds is removed, and with its
+        row what could open its file, for good."""
         leaving = []
         for key in keys:
+            self._durable.pop(key, None)
             if key in self._coming:
                 self._erased.add(key)
-            elif (slot := self._residents.release(key)) is not None and slot.victim is not None:
-                leaving.append(slot.victim)
+            else:
+                leaving.append(key)
         if leaving:
-            self._removed([kept.key for kept in leaving])
+            self._erasing.update(leaving)
             self._jobs.begin(None, [partial(self._erase, leaving)], urgent=False)
 
-    def _erase(self, leaving: list[Kept], job: Job) -> Settle:
-        left = self._cleared(leaving)
+    def _erase(self, leaving: list[bytes], job: Job) -> Settle:
         try:
-            self._folder.erase_removed()
+            return partial(self._settle_erased, leaving, self._folder.release(leaving))
         except Exception as error:
             logger.warning(
-                "segment reuse: keys of erased records may still be in free pages of %s: %s",
+                "segment reuse: keys of erased records may still be in %s: %s",
                 *(self._folder.path, error),
             )
-        return partial(self._settle_slots, left)
+            return partial(self._settle_erased, leaving, ())
 
-    def _settle_slots(self, left: Sequence[Kept | None]) -> None:
-        for kept in left:
-            self._end_slot(kept)
-
-    def _removed(self, keys: list[bytes]) -> None:
-        self.counts["removed"] += len(keys)
-        self._event(keys, removed=True)
+    def _settle_erased(self, leaving: list[bytes], names: Iterable[str]) -> None:
+        self._erasing.difference_update(leaving)
+        self._gone(names)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """What is over since the last call."""
         results = self._jobs.results()
-        if len(self._used) >= _MOST_NOTES or self._durable:
+        self._follow()
+        if self._durable or (self._used and self._clock() - self._noted_s >= _NOTE_S):
             self._note()
         return results
 
     def _note(self) -> None:
-        used, self._used = self._used, {}
-        durable, self._durable = self._durable, {}
-
         def note(job: Job) -> Settle:
             try:
-                self._folder.note(used, durable)
+                self._folder.note()
             except Exception as error:
                 return partial(logger.warning, "segment reuse: %s", error)
             return lambda: None
 
+        self._remember()
         self._jobs.begin(None, [note], urgent=False)
+
+    def _remember(self) -> None:
+        if self._used or self._durable:
+            self._noted_s = self._clock()
+            self._folder.remember(Notes(self._used, self._durable))
+            self._used, self._durable = {}, {}
+
+    def take_counts(self) -> Counter[str]:
+        """What has been counted since the last call."""
+        new = self.counts - self._counted
+        self._counted = self.counts.copy()
+        return new
 
     def has_pending_work(self) -> bool:
         """Whether a job is not reported yet."""
@@ -457,7 +482,7 @@ class FileTier(SecondaryTierManager):
             self._jobs.begin(None, [task], urgent=False)
 
         if self._journal is None:
-            self._journal = DocumentJournal(os.path.join(self._folder.path, _DOCUMENTS), submit)
+            self._journal = DocumentJournal(self._folder.journal, submit)
         return self._journal
 
     def shutdown(self) -> None:
@@ -469,7 +494,7 @@ class FileTier(SecondaryTierManager):
             return
         self._closed = True
         self._note()
-        ended = self._jobs.stop()
+        ended = self._jobs.stop() and self.watcher.stop(_STOP_S)
         self._rows = self._rows[:0].copy()  # the region can be unmapped
         if ended:
             if self._journal is not None:
@@ -478,7 +503,11 @@ class FileTier(SecondaryTierManager):
 
 
 def open_file_tier(
-    options: TierOptions, primary_kv_view: memoryview, fingerprint: bytes, describe: Describe
+    options: TierOptions,
+    primary_kv_view: memoryview,
+    fingerprint: bytes,
+    describe: Describe,
+    owner: Owner | None = None,
 ) -> FileTier:
     """The file tier that the options describe; they have a `path`.
 
@@ -487,6 +516,7 @@ def open_file_tier(
         primary_kv_view: the host region, `[rows, row_bytes]`.
         fingerprint: of the model.
         describe: see `FileTier`.
+        owner: the engine, as it is known after a restart.
 
     Raises:
         RefusedError: the files cannot be kept; says why and what to do.
@@ -496,7 +526,7 @@ def open_file_tier(
     try:
         sealer = _sealer(options.key_file)
         known = (fingerprint, primary_kv_view.strides[0], sealer)
-        store = RecordFolder(options.path, *known, codec=options.codec)
+        store = RecordFolder(options.path, *known, codec=options.codec, owner=owner)
         tier = FileTier(
             *(primary_kv_view, store, options.disk_bytes, describe), io_threads=options.io_threads
         )

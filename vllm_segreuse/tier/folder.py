@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of files: one file per record, and a database that names them.
+"""A store of files: one file per record, and a database that names them. Engines share it.
 
-    STORE/lock              locked by the one engine that uses the store
     STORE/records.sqlite    which records there are (`database.py`)
     STORE/digests.key       key of the digests of namespaces, whose names hold salts, and of keys
     STORE/files/XX/NAME     a record (`format.py`)
+    STORE/engines, ...      which engines use it (`seats.py`)
 
-A record is written to a file of a new name, which is then synced, and its folder; then its row is
-committed. It is removed in the other order. So whatever a crash leaves is a file that no row names,
-or a row without a file: both are removed at the next start, and neither is ever read. A file is
-never renamed and never written again: the commit is what makes it a record.
+A row is made first, then the file, of a name that no file had; it is synced, and its folder; then
+the row says that the record is there. A removal goes the other way. So every file has a row, which
+counts for the budget of all engines, and which a crash leaves for another engine to end. Whatever
+of this the machine's power has undone is removed by the next engine that opens the store alone. A
+file is never renamed and never written again: the row is what makes it a record. So a file that
+another engine removes meanwhile is a miss, and never another record.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.database import DamagedError, Database
+from vllm_segreuse.tier.database import NOBODY, Changes, DamagedError, Database, Notes, Reserved
 from vllm_segreuse.tier.disk import Disk
 from vllm_segreuse.tier.format import (
     DIGEST_BYTES,
@@ -34,6 +36,7 @@ from vllm_segreuse.tier.format import (
     about,
 )
 from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
+from vllm_segreuse.tier.seats import Owner, Seats
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,7 +45,6 @@ logger = logging.getLogger("vllm.segreuse")
 
 _FOLDERS = 256
 _KEY_BYTES = 32
-_MOST_STORES = 64
 _OURS = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}")
 _PAGE_BYTES = 4096
 _DATABASE = "records.sqlite"
@@ -60,8 +62,30 @@ class LostError(LookupError):
         self.reason = reason
 
 
+class Written(NamedTuple):
+    """What became of records that were to be stored.
+
+    Attributes:
+        stored: those that are there now.
+        removed: names of those that have made room.
+        there: records with equal keys that were there before.
+        full: how many have found no room.
+    """
+
+    stored: list[Kept]
+    removed: list[str]
+    there: list[Kept]
+    full: int
+
+
 class RecordFolder:
-    """The records of one model that one engine keeps. Reads and writes may run in any thread."""
+    """The records of one model. Reads and writes may run in any thread.
+
+    Attributes:
+        path: of the store.
+        record_bytes: of the device that a record takes.
+        at_start: records that were there, from the least to the most recently used.
+    """
 
     def __init__(
         self,
@@ -71,8 +95,9 @@ class RecordFolder:
         sealer: Sealer | None = None,
         disk: Disk | None = None,
         codec: str = "raw",
+        owner: Owner | None = None,
     ) -> None:
-        """Open the first store below the path that no other engine uses, or make one.
+        """Open the store below the path, which other engines may use, or make one.
 
         Stores of other models, and of other keys, lie in folders of their own and stay as they are.
 
@@ -83,39 +108,40 @@ class RecordFolder:
             sealer: what protects the records; by default a checksum.
             disk: the system calls.
             codec: by which rows are stored; part of the fingerprint, too.
+            owner: the engine that opens it.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written, or is damaged while others use it.
         """
         self.disk = disk or Disk()
         self._sealer = sealer or Checksum()
         self._fingerprint = fingerprint
         self._payload_bytes = payload_bytes
+        self._unsettled: dict[str, bool] = {}
+        self._must_forget = False
         self.record_bytes = -(-(payload_bytes + TRAILER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
-        """Bytes of the device that a record takes."""
         identity = hashlib.blake2b(fingerprint + self._sealer.identity, digest_size=16)
-        self._lock, self.path = self._locked(os.path.join(path, identity.hexdigest()))
-        try:
-            self._files = os.path.join(self.path, "files")
+        self.path = os.path.join(path, identity.hexdigest())
+        self._files = os.path.join(self.path, "files")
+        self._seats = Seats(self.path, owner or Owner(), self.disk)
+        with self._seats.opening():
             for number in range(_FOLDERS):
                 self.disk.make_folder(os.path.join(self._files, f"{number:02x}"))
             self.disk.sync_folder(self._files)
             self._sealed = Sealed(fingerprint, self._digest_key(), self._sealer, codec)
-            self._database, kept = self._opened()
-            self.at_start = kept
-            """Records that were there, from the least to the most recently used."""
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._open()
 
-    def _locked(self, path: str) -> tuple[int, str]:
-        for number in range(_MOST_STORES):
-            store = os.path.join(path, str(number))
-            self.disk.make_folder(store)
-            lock = self.disk.lock(os.path.join(store, "lock"))
-            if lock is not None:
-                return lock, store
-        raise OSError(f"all {_MOST_STORES} stores of {path} are used by other engines")
+    @property
+    def slots_used(self) -> int:
+        """Files that all engines have, or make room for, as was known last."""
+        return self._database.used
+
+    @property
+    def journal(self) -> str:
+        """Path of the engine's journal of documents, which no other engine uses."""
+        return self._seats.journal()
+
+    # Opening.
 
     def _digest_key(self) -> bytes:
         if self._sealer.digest_key is not None:
@@ -126,52 +152,75 @@ class RecordFolder:
             if self.disk.read(path, into) == len(into):
                 return bytes(into)
         # Without it nothing that is there can be found or read.
-        self._remove_database()
+        self._remove_database("digests.key is missing or torn")
         self.disk.remove(path)
         self.disk.write(path, [key := secrets.token_bytes(_KEY_BYTES)])
         return key
 
-    def _remove_database(self) -> None:
+    def _remove_database(self, why: str) -> None:
+        if not self._seats.alone:
+            raise OSError(f"{why}, and other engines use the store: stop them all, then start")
         for suffix in ("", "-wal", "-shm"):
             self.disk.remove(os.path.join(self.path, _DATABASE + suffix))
 
-    def _opened(self) -> tuple[Database, list[Kept]]:
+    def _open(self) -> None:
         path = os.path.join(self.path, _DATABASE)
         try:
-            return self._checked(Database(path, self._fingerprint, self._sealer))
+            self._begin(path)
         except DamagedError as error:
-            logger.warning(
-                "segment reuse: %s is damaged (%s): begins with an empty store", path, error
-            )
-        self._remove_database()
-        return self._checked(Database(path, self._fingerprint, self._sealer))
+            self._remove_database(f"{path} is damaged ({error})")
+            logger.warning("segment reuse: %s (%s): begins with an empty store", path, error)
+            self._begin(path)
 
-    def _checked(self, database: Database) -> tuple[Database, list[Kept]]:
-        """Removes what a crash has left, and rows that are damaged."""
+    def _begin(self, path: str) -> None:
+        known = self._fingerprint, self._sealer, self._sealed.digest_key, self._seats.name
+        self._database = Database(path, *known)
         try:
-            rows = list(database.rows())
+            rows = self._database.rows()
+            self._end_all([self._seats.name])
+            self._seats.clear(self._database.dismiss)
+            self.at_start = self._checked(rows)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _checked(self, rows: list[tuple[str, Kept | None]]) -> list[Kept]:
+        """The records; without rows that are damaged and, if no other engine uses the store, what
+        crashes and losses of power have left."""
+        sound = [row for _, row in rows if row]
+        garbage: list[str] = []
+        if self._seats.alone:
+            self._end_all(self._database.unsettled())
             sizes = dict(self.disk.sizes(self._files))
             size = self._payload_bytes + TRAILER_BYTES
-            sound = [row for _, row in rows if row and sizes.get(row.name) == size]
-            # The last of equal keys: a removal that failed leaves an earlier one.
-            kept = list({row.key: row for row in sound}.values())
-            names = {row.name for row in kept}
-            lost = [name for name, _ in rows if name not in names]
-            if lost:
-                database.change(leaving=lost)
-        except BaseException:
-            database.close()
-            raise
-        garbage = [name for name in sizes if name not in names and _OURS.fullmatch(name)]
+            sound = [row for row in sound if sizes.get(row.name) == size]
+            names = {row.name for row in sound}
+            garbage = [name for name in sizes if name not in names and _OURS.fullmatch(name)]
+        lost = {name for name, _ in rows} - {row.name for row in sound}
+        self.remove(lost)
         for name in garbage:
-            self.disk.remove(os.path.join(self._files, name))
+            self.disk.remove(self._path(name))
         if lost or garbage:
             logger.info(
                 "segment reuse: removed %d records and %d files from %s that a crash or damage "
                 "has left",
                 *(len(lost), len(garbage), self.path),
             )
-        return database, kept
+        return sound
+
+    def trim(self, slots: int) -> None:
+        """Removes what is above a budget, which was larger before; not while others use the store.
+
+        Raises:
+            OSError: it could not be removed.
+        """
+        if self._seats.alone:
+            names = self._database.excess(slots)
+            if stuck := self._end(names):
+                raise stuck
+            self.at_start = [kept for kept in self.at_start if kept.name not in names]
+
+    # Records.
 
     def digest(self, namespace: bytes) -> bytes:
         """What stands for a namespace on disk."""
@@ -187,21 +236,70 @@ class RecordFolder:
         secret = self._sealer.new_secret()
         return Kept(name, secret, described, record.durable)
 
-    def write(self, records: Sequence[tuple[Kept, Buffer]]) -> None:
-        """Stores records, and returns once they are on the device.
+    def _path(self, name: str) -> str:
+        return os.path.join(self._files, name)
+
+    def write(self, records: Sequence[tuple[Kept, Buffer]], slots: int) -> Written:
+        """Stores records that no engine has stored yet, and returns once they are on the device.
 
         Args:
             records: new ones, and their payloads, which must not change meanwhile.
+            slots: most files that there may be.
 
         Raises:
-            OSError: none of them is stored. Files and rows may be left that `remove` removes.
+            Exception: none of them is stored.
         """
-        for kept, payload in records:
-            path = os.path.join(self._files, kept.name)
-            self.disk.write(path, self._sealed.file(kept, payload))
-        for folder in {os.path.dirname(kept.name) for kept, _ in records}:
-            self.disk.sync_folder(os.path.join(self._files, folder))
-        self._database.change(coming=[kept for kept, _ in records])
+        payloads = {kept.name: payload for kept, payload in records}
+        reserved = self._database.reserve([kept for kept, _ in records], slots, self._seats.stopped)
+        made: list[str] = []
+        try:
+            for name in reserved.victims:
+                self.disk.remove(self._path(name))
+            for kept in reserved.granted:
+                made.append(kept.name)
+                self.disk.write(self._path(kept.name), self._sealed.file(kept, payloads[kept.name]))
+            for folder in {os.path.dirname(name) for name in made}:
+                self.disk.sync_folder(os.path.join(self._files, folder))
+            erased = self._database.publish(reserved.granted, reserved.victims)
+        except BaseException:
+            self._give_up(reserved, made)
+            raise
+        self._end([kept.name for kept in erased])
+        stored = [kept for kept in reserved.granted if kept not in erased]
+        return Written(stored, reserved.removed, reserved.there, reserved.full)
+
+    def _give_up(self, reserved: Reserved, made: Collection[str]) -> None:
+        """What cannot be removed keeps its place; what was never made has none."""
+        unmade = [kept.name for kept in reserved.granted if kept.name not in made]
+        self._end([*reserved.victims, *made], unmade)
+
+    def _end(
+        self, names: Iterable[str], without_files: Sequence[str] = (), engine: str | None = None
+    ) -> Exception | None:
+        """Removes files, and then their rows; returns why some could not be removed."""
+        gone, stuck, reason = [*without_files], [], None
+        for name in names:
+            try:
+                self.disk.remove(self._path(name))
+                gone.append(name)
+            except Exception as error:
+                stuck.append(name)
+                reason = error
+        try:
+            self._database.settle(gone, stuck, engine)
+        except Exception as error:
+            reason = error
+            if engine is None:
+                # Taken up again by `clean`.
+                self._unsettled |= dict.fromkeys([*gone, *stuck], True)
+        return reason
+
+    def _end_all(self, engines: Iterable[str]) -> None:
+        """Ends what these engines have begun; they are dead, or NOBODY."""
+        unsettled = self._database.unsettled()
+        for engine in engines:
+            if engine in unsettled:
+                self._end(unsettled[engine], engine=engine)
 
     def read(self, kept: Kept) -> Buffer:
         """The payload of a record, verified.
@@ -213,7 +311,7 @@ class RecordFolder:
         size = self._payload_bytes + TRAILER_BYTES
         content = memoryview(bytearray(size + 1))  # one more: a file that is too long is another
         try:
-            found = self.disk.read(os.path.join(self._files, kept.name), content)
+            found = self.disk.read(self._path(kept.name), content)
         except FileNotFoundError:
             raise LostError("missing") from None
         if found != size:
@@ -223,29 +321,83 @@ class RecordFolder:
         except CorruptError:
             raise LostError("corrupt") from None
 
-    def remove(self, records: Sequence[Kept]) -> None:
-        """Removes records: their rows first, then their files.
+    def remove(self, names: Collection[str]) -> None:
+        """Removes records, for all engines. A file that cannot be removed keeps its place in the
+        budget, and is the first to make room.
 
         Raises:
-            OSError: some may be left. What is gone already is no error: try again with all.
+            OSError: nothing was done.
         """
-        self._database.change(leaving=[kept.name for kept in records])
-        for kept in records:
-            self.disk.remove(os.path.join(self._files, kept.name))
+        if names:
+            self._database.leave(names)
+            self._end(names)
 
-    def note(self, used: Mapping[str, float], durable: Mapping[str, bool]) -> None:
-        """Writes down when records were used, and which are durable, by name.
+    def set_aside(self, names: Collection[str]) -> None:
+        """Records that cannot be read are there no more; their files keep their places, and are
+        the first to make room.
 
         Raises:
-            OSError: it was not written.
+            OSError: nothing was done.
         """
-        self._database.change(used=used, durable=durable)
+        self._database.leave(names)
+        self._database.settle((), names)
 
-    def erase_removed(self) -> None:
-        """Overwrites what the database still has of removed rows; see `Database`."""
-        self._database.forget_deleted()
+    def release(self, keys: Collection[bytes]) -> list[str]:
+        """This engine holds records no longer. Those that no engine holds are removed, and nothing
+        opens their files again.
+
+        Returns:
+            Names of those that were removed.
+
+        Raises:
+            OSError: nothing was done.
+        """
+        names = self._database.release(keys)
+        self._end(names)
+        self._must_forget = True
+        self._forget()
+        return names
+
+    def _forget(self) -> None:
+        if self._must_forget:
+            self._must_forget = not self._database.forget_deleted()
+
+    def remember(self, notes: Notes) -> None:
+        """To be written down with the next `note` or `write`. Waits for nothing."""
+        self._database.remember(notes)
+
+    def note(self) -> None:
+        """Writes down what is to be remembered.
+
+        Raises:
+            OSError: it was not.
+        """
+        self._database.note()
+
+    def changes(self) -> Changes:
+        """What other engines have changed since the last call.
+
+        Raises:
+            OSError: it could not be read.
+        """
+        return self._database.changes()
+
+    def clean(self) -> None:
+        """Ends what engines have begun that are dead, and what this one could not end before.
+
+        Raises:
+            OSError: some of it is left.
+        """
+        mine, self._unsettled = [*self._unsettled], {}
+        if mine:
+            self._end(mine)
+        others = {*self._database.unsettled()} - {NOBODY, self._seats.name}
+        if others:
+            self._end_all(self._seats.stopped(others))
+        self._end_all([NOBODY])
+        self._forget()
 
     def close(self) -> None:
-        """Ends the use of the store, which another engine may then open."""
+        """Ends the use of the store."""
         self._database.close()
-        os.close(self._lock)
+        self._seats.leave()

@@ -47,12 +47,14 @@ class Kept(NamedTuple):
         secret: what opens it; see `Sealer`.
         about: key, tokens, position and so on; see `record_of`.
         durable: removed last.
+        mine: whether this engine has written it, in this run or an earlier one.
     """
 
     name: str
     secret: bytes
     about: bytes
     durable: bool
+    mine: bool = True
 
     @property
     def key(self) -> bytes:

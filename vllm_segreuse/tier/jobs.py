@@ -112,8 +112,8 @@ class Jobs:
 
     @property
     def pending(self) -> bool:
-        """Whether jobs are under way, or not reported yet."""
-        return bool(self._under_way or self._results)
+        """Whether jobs that somebody waits for are under way, or not reported yet."""
+        return bool(self._results) or any(job.job_id is not None for job in self._under_way)
 
     def begin(
         self, job_id: int | None, tasks: Sequence[Callable[[Job], Settle]], urgent: bool

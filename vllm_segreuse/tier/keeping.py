@@ -8,6 +8,7 @@ restart ─► what the journal names and the files still have
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -39,16 +40,22 @@ class DurableFiles(Protocol):
         """All records."""
 
     def records_in(self, namespace: bytes) -> Iterable[StoredRecord]:
-        """Records of a namespace that were there at the start; once."""
+        """Records of a namespace that are new to this engine; each once."""
+
+    def take_counts(self) -> Counter[str]:
+        """What has become of records since the last call."""
 
     def hide(self) -> None:
         """Offer and store nothing from here on."""
+
+    def reveal(self) -> None:
+        """Offer and store again."""
 
     def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
         """Durable records are not removed for others that are not."""
 
     def erase(self, keys: Iterable[bytes]) -> None:
-        """Remove records; unknown ones are no error."""
+        """Remove records, unless another engine holds them; unknown ones are no error."""
 
 
 class Keeping:

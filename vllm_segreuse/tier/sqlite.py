@@ -11,12 +11,12 @@ _FILE = 0o600
 _PRAGMAS = ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
 
 
-def open_private(path: str, table: str, timeout_s: float) -> sqlite3.Connection:
-    """A database with a table, both made if need be. Threads may take turns.
+def open_private(path: str, tables: str, timeout_s: float) -> sqlite3.Connection:
+    """A database with tables, all made if need be. Threads may take turns.
 
     Args:
         path: of its file.
-        table: a statement that makes the table unless it is there.
+        tables: statements that make the tables unless they are there.
         timeout_s: how long a statement waits for others.
 
     Raises:
@@ -29,7 +29,7 @@ def open_private(path: str, table: str, timeout_s: float) -> sqlite3.Connection:
     try:
         for pragma in _PRAGMAS:
             sql.execute(f"PRAGMA {pragma}")
-        sql.execute(table)
+        sql.executescript(tables)
     except BaseException:
         sql.close()
         raise

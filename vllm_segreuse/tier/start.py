@@ -20,6 +20,7 @@ from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.tier.catalogue import Catalogue
 from vllm_segreuse.tier.files import open_file_tier
 from vllm_segreuse.tier.naming import record_keys
+from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.store import TierStore
 from vllm_segreuse.tier_options import TierOptions
 
@@ -43,6 +44,7 @@ def start_tier(
     health: Health,
     stats: SegReuseStats,
     fingerprint: bytes | None = None,
+    owner: Owner | None = None,
 ) -> TierStore:
     """The tier of an engine.
 
@@ -57,6 +59,7 @@ def start_tier(
         stats: counts what happens.
         fingerprint: of the model, 1 to 64 bytes; needed for files. None: the records are this
             process's alone.
+        owner: the engine, as it is known after a restart.
 
     Raises:
         RefusedError: files cannot be kept where the options say.
@@ -66,7 +69,7 @@ def start_tier(
     if options.path is not None:
         assert fingerprint is not None, "what is on disk is a model's"
         view = primary.get_kv_memoryview()
-        files = open_file_tier(options, view, fingerprint, lambda key: store.describe(key))
+        files = open_file_tier(options, view, fingerprint, lambda key: store.describe(key), owner)
         journal = files.journal()
     manager = TieringOffloadingManager(primary, [] if files is None else [files])
     key_of = record_keys(fingerprint or os.urandom(32), pool.name_of)

@@ -12,6 +12,7 @@ that writes or reads it, whatever becomes of requests meanwhile.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ from vllm_segreuse.tier.keeping import DurableFiles, Keeping
 from vllm_segreuse.tier.loads import Held, Loads
 from vllm_segreuse.tier_options import TierOptions
 
+logger = logging.getLogger("vllm.segreuse")
+
 _STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
@@ -51,17 +54,21 @@ class _Step:
         context: of the stores; None: there are none.
         records: that are stored.
         reads: what plans read.
+        verifies: whether workers look at the model's weights.
         reports: ranks that have reported.
         failed: whether copies failed on any.
         without_code: places of records that the codec cannot store on some rank.
+        other_weights: whether any has other weights than at the start.
     """
 
     context: ReqContext | None
     records: list[Record]
     reads: list[Held]
+    verifies: bool
     reports: int = 0
     failed: bool = False
     without_code: set[int] = field(default_factory=set)
+    other_weights: bool = False
 
 
 class TierCounts(NamedTuple):
@@ -137,6 +144,7 @@ class TierStore(BlockListener):
         self._rounds = options.is_lossy
         self._decoded = Decoded()
         self._noted = 0, 0
+        self._is_verified = True
         self._sequence = 0
         self._steps: dict[int, _Step] = {}
         self._stale: dict[int, _Step] = {}
@@ -215,11 +223,13 @@ class TierStore(BlockListener):
             self._contexts.end_all()
             if self._files is not None:
                 self._files.hide()  # the model may have other weights
+                self._is_verified = False
             for _ in self._manager.take_events():
                 pass
 
     def recall(self, namespace: int, key: bytes) -> None:
-        """A request names a namespace: what files hold of it from before the start is found.
+        """A request names a namespace: what files hold of it is found, from before the start or of
+        another engine.
 
         Args:
             namespace: its id, which is in use.
@@ -263,8 +273,12 @@ class TierStore(BlockListener):
 
     # Steps.
 
-    def take_orders(self) -> TierOrders | None:
-        """A step was scheduled, and its plans were sent: what the workers do for the tier in it."""
+    def take_orders(self, runs_model: bool = True) -> TierOrders | None:
+        """A step was scheduled, and its plans were sent: what the workers do for the tier in it.
+
+        Args:
+            runs_model: whether the model runs in it, so that its weights are there.
+        """
         if not self.is_open:
             return None
         with self._health.contained("the end of a step"):
@@ -276,11 +290,13 @@ class TierStore(BlockListener):
             for held in reads:
                 self.documents.read(held.keys)
             self._note_sizes()
-            if not records and not reads:
+            verifies = runs_model and not self._is_verified
+            if not (records or reads or verifies):
                 return None
+            self._is_verified |= verifies
             self._sequence += 1
-            self._steps[self._sequence] = _Step(context, records, reads)
-            return TierOrders(self._sequence, blocks, rows)
+            self._steps[self._sequence] = _Step(context, records, reads, verifies)
+            return TierOrders(self._sequence, blocks, rows, verifies)
         return None
 
     @property
@@ -299,12 +315,16 @@ class TierStore(BlockListener):
                 step.reports += ranks
                 step.failed |= sequence in done.failed
                 step.without_code |= {place for of, place in done.without_code if of == sequence}
+                step.other_weights |= sequence in done.other_weights
                 if step.reports >= self._ranks:
                     del steps[sequence]
                     if steps is self._steps:
                         self._finish(step)
 
     def _note_sizes(self) -> None:
+        counts = {} if self._files is None else self._files.take_counts()
+        for event, records in counts.items():
+            self._stats.count_tier_files(event, records)
         sizes = self._catalogue.num_in_host, self._catalogue.num_on_disk
         if sizes != self._noted:
             self._noted = sizes
@@ -314,6 +334,8 @@ class TierStore(BlockListener):
     def _finish(self, step: _Step) -> None:
         for held in step.reads:
             self._loads.read(held)
+        if step.verifies:
+            self._reveal(step.other_weights)
         if step.context is None:
             return
         lost = set(range(len(step.records))) if step.failed else step.without_code
@@ -333,6 +355,18 @@ class TierStore(BlockListener):
         self._follow()
         for record in step.records:
             self._catalogue.stored(record)
+
+    def _reveal(self, other_weights: bool) -> None:
+        """Files are read again if the model has the weights that they are of."""
+        assert self._files is not None
+        if other_weights:
+            logger.warning(
+                "segment reuse: the model has other weights than at the start: files of the second "
+                "tier are set aside until it has the same again, or is started anew"
+            )
+            return
+        self._files.reveal()
+        self.documents.revealed()
 
     def _place(
         self, evicted: Sequence[Seen]

@@ -12,7 +12,7 @@ A rank reports each sequence once, also in steps without a forward. On a CPU it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.logger import init_logger
@@ -32,21 +32,29 @@ class TierWorker:
 
     Args:
         mover: carries orders out.
+        weights_are_unchanged: whether the model has the weights of the start; None: without files,
+            nobody asks.
 
     Attributes:
         mover: as given.
     """
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(
+        self, mover: Mover, weights_are_unchanged: Callable[[], bool] | None = None
+    ) -> None:
         self.mover = mover
+        self._weights_are_unchanged = weights_are_unchanged
         self._ordered: list[int] = []
         self._failed: set[int] = set()
         self._encoded: dict[int, torch.Tensor] = {}
+        self._other_weights: set[int] = set()
         self._marked: deque[tuple[int, Mark | None]] = deque()
 
     def begin(self, orders: TierOrders) -> None:
         """A step begins: copy what it evicts. An error costs its records, nothing else."""
         self._ordered.append(orders.sequence)
+        if orders.verify and not self._verified():
+            self._other_weights.add(orders.sequence)
         if not len(orders.blocks):
             return
         try:
@@ -58,6 +66,13 @@ class TierWorker:
             logger.exception(
                 "segment reuse could not store %d blocks; they are lost", len(orders.blocks)
             )
+
+    def _verified(self) -> bool:
+        try:
+            return self._weights_are_unchanged is not None and self._weights_are_unchanged()
+        except Exception:
+            logger.exception("segment reuse could not compare the model's weights")
+            return False
 
     def end(self) -> TierDone:
         """A step ends: all that its plans read is queued.
@@ -76,6 +91,8 @@ class TierWorker:
                 done.without_code |= {(sequence, place) for place in places}
         done.failed = self._failed & done.ranks.keys()
         self._failed -= done.failed
+        done.other_weights = self._other_weights & done.ranks.keys()
+        self._other_weights -= done.other_weights
         return done
 
 

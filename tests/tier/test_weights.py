@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's weights are told apart from any others, and found to be the same."""
+
+import pytest
+import torch
+
+from vllm_segreuse.tier import weights
+from vllm_segreuse.tier.weights import Weights, weights_digest
+
+
+class Model(torch.nn.Module):
+    """Parameters of several dtypes and odd sizes, one of them in two places, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+
+        def parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+            values = torch.randn(shape, generator=draw).to(dtype)
+            return torch.nn.Parameter(values, requires_grad=False)
+
+        self.first = parameter(7, 9, dtype=torch.bfloat16)
+        self.second = parameter(33, dtype=torch.float8_e4m3fn)
+        self.third = parameter(3, 5, 2, dtype=torch.float32)
+        self.tied = self.first
+        self.register_buffer("table", torch.arange(11))
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("scale", torch.tensor(2.0))
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_CHUNK", 4)
+
+
+def test_equal_weights_have_equal_digests() -> None:
+    model, same = Model(), Model()
+    assert weights_digest(model) == weights_digest(same)
+    same.third.data = same.third.data.transpose(0, 1).contiguous().transpose(0, 1)
+    assert weights_digest(model) == weights_digest(same), "wherever they lie"
+
+
+@pytest.mark.parametrize("name", ["first", "second", "third", "table", "scale"])
+def test_any_bit_of_any_weight_counts(name: str) -> None:
+    model = Model()
+    kept = Weights(model)
+    bytes_ = dict([*model.named_parameters(), *model.named_buffers()])[name].reshape(-1)
+    bytes_ = bytes_.view(torch.uint8)
+    for at in range(len(bytes_)):
+        bytes_[at] ^= 1 << at % 8
+        assert not kept.are_unchanged(), at
+        bytes_[at] ^= 1 << at % 8
+    assert kept.are_unchanged(), "they are as before"
+
+
+def test_exchanged_weights_are_others() -> None:
+    model = Model()
+    kept = Weights(model)
+    third = model.third.view(-1)
+    third[:8], third[8:16] = third[8:16].clone(), third[:8].clone()
+    assert not kept.are_unchanged()
+
+
+def test_a_model_without_weights_has_a_digest() -> None:
+    assert Weights(torch.nn.Module()).are_unchanged()
