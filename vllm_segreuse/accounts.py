@@ -102,14 +102,15 @@ class Accounts:
         """What the plan that is not carried out would have come to."""
         plan, tracked.observed = tracked.observed, None
         assert plan is not None
+        reused = plan.num_restored + plan.num_reused
         observed = {
-            "reused_tokens": plan.num_reused,
+            "reused_tokens": reused,
             "recomputed_tokens": plan.num_recomputed,
             "computed_share": plan.computed_share(self.layers, num_tokens),
             "matches": tracked.num_segments,
             "similar_tokens": plan.pieces.num_similar,
         }
-        self._stats.count_observed("reused", plan.num_reused)
+        self._stats.count_observed("reused", reused)
         self._stats.count_observed("recomputed", plan.num_recomputed)
         return observed
 

@@ -64,6 +64,7 @@ from vllm_segreuse.plan import (
     BoolArray,
     FreezeOrder,
     Halo,
+    IntArray,
     ModelLayers,
     PlanOutcome,
     Recipe,
@@ -75,6 +76,7 @@ from vllm_segreuse.plan import (
 from vllm_segreuse.policies import POLICIES, WITHOUT_CHOICE, Situation
 from vllm_segreuse.similarity import similar_segments
 from vllm_segreuse.tier.fingerprint import model_fingerprint
+from vllm_segreuse.tier.own_prefix import OwnPrefix
 from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.start import most_records, start_tier
 from vllm_segreuse.tier_options import TierOptions
@@ -93,6 +95,12 @@ FORGOTTEN_PER_BLOCK = 4
 
 SEARCHED = (None, "observed", "too_few_reused_tokens", "no_free_blocks")
 """Reasons for which a request runs as it does after its prompt was searched for."""
+
+EXACT_ONLY = ("knowledge_base", "fallback")
+"""Reasons for which a request reuses no segments, and may still have its own prefix restored."""
+
+ResidentBlocks = Callable[[int, int], IntArray]
+"""See `Prompt.resident_blocks`."""
 
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -263,10 +271,11 @@ class SchedulerSide:
             # What is shared between users must hold nothing of anybody's prompt.
             bypass = bypass or "knowledge_base"
         tokens, key = all_tokens(request), namespace_of(request, extra_keys)
-        resident = functools.partial(self._pool.resident_blocks, request)
+        resident: ResidentBlocks = functools.partial(self._pool.resident_blocks, request)
         namespace = self._namespaces.intern(key)
         if self._tier is not None:
             self._tier.recall(namespace, key)
+            resident = OwnPrefix(request, self._pool, self._tier.exact_entry)
         prompt = Prompt(namespace, tokens, resident)
         falls_back = self._audits.falls_back(self._namespaces.digest(namespace))
         if falls_back:
@@ -284,6 +293,7 @@ class SchedulerSide:
             observes=options.observe,
             explains=options.explain,
             bypass=bypass,
+            restores=self._restores(bypass),
             donates=bypass not in NEVER_DONATES,
             lora_id=lora_id_of(request),
             freeze=freeze,
@@ -295,7 +305,7 @@ class SchedulerSide:
             tracked.finder = self._isolated.finder(request, extra_keys, namespace)
             tracked.make_recipe, tracked.policy = isolated.recipe, LINK
             tracked.min_reused_tokens, tracked.max_drift = 1, math.inf
-            tracked.required = True
+            tracked.required, tracked.restores = True, False
         if self._isolated is not None and isolated.is_private(extra_keys):
             tracked.donates = False
         self._adapters.note(request)
@@ -304,6 +314,15 @@ class SchedulerSide:
         self._planner.add(tracked)
         if bypass is None:
             self._freezing.notice(prompt)
+
+    def _restores(self, bypass: str | None) -> bool:
+        """Whether a request may get its own exact prefix from the second tier.
+
+        Documents of knowledge bases may, too, and who falls back: it is what they would compute.
+        """
+        if self._tier is None or self._isolated is not None:
+            return False
+        return bypass is None or bypass in EXACT_ONLY
 
     def match(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
         """Tokens to supply behind vLLM's prefix hit, None to decide in a later step; and whether
@@ -371,7 +390,7 @@ class SchedulerSide:
         self._accounts.admitted(tracked, request, report)
         self._freezing.used(tracked, hit_blocks)
         match_span(tracked)
-        if tracked.plan is not None:
+        if tracked.plan is not None and tracked.plan.num_reused:
             self._audit(tracked, tracked.plan, request)
 
     def _audit(self, tracked: TrackedRequest, plan: ReusePlan, request: Request) -> None:
@@ -416,8 +435,20 @@ class SchedulerSide:
             requests: of the scheduler, by id; who has ended is not among them.
         """
         for request_id, outcome in outcomes.items():
+            if outcome.restoration:
+                self._note_restored(request_id, outcome)
             if request_id in requests:
                 self._note_outcome(requests[request_id], outcome)
+
+    def _note_restored(self, request_id: str, outcome: PlanOutcome) -> None:
+        """The workers report a restoration; the request may have another plan by now, or none."""
+        with self._health.contained("a restoration"):
+            tracked, number = self._planner.get(request_id), outcome.restoration
+            plan = None if tracked is None else tracked.plan
+            still_planned = plan is not None and plan.restores(number)
+            if plan is not None and still_planned:
+                plan.is_restored = outcome.is_restored
+            self._pool.restored(number, outcome.is_restored, still_planned)
 
     @_contained(otherwise=None)
     def _note_outcome(self, request: Request, outcome: PlanOutcome) -> None:
@@ -435,7 +466,8 @@ class SchedulerSide:
         tracked = self._planner.get(request.request_id)
         if tracked is None or tracked.plan is None:
             return 0
-        return tracked.plan.num_reused - tracked.plan.num_recomputed
+        plan = tracked.plan
+        return plan.num_restored + plan.num_reused - plan.num_recomputed
 
     def call_back(self, request: Request) -> None:
         """vLLM takes the blocks from a request whose spread plan is under way, or just done.
@@ -583,7 +615,7 @@ class SchedulerSide:
         searched for."""
         plan, memo = tracked.plan or tracked.observed, tracked.prompt.memo
         if plan is not None:
-            pieces = plan.pieces
+            pieces = plan.copied
         elif tracked.reason in SEARCHED and memo is not None:
             pieces = memo.matches.pieces
         else:

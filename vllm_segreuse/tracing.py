@@ -95,7 +95,7 @@ def _of_pass(plan: ReusePlan, report: PassReport) -> dict[str, Any]:
     outcome = report.outcomes.get(plan.request_id)
     return {
         "program": type(plan.recipe.program).__name__,
-        "reused_tokens": plan.num_reused,
+        "reused_tokens": plan.num_restored + plan.num_reused,
         "recomputed_tokens": plan.recomputed_after(outcome),
         "drift": outcome and outcome.drift,
         "in_full": bool(outcome and outcome.in_full),

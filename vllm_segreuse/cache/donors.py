@@ -152,7 +152,7 @@ class Donors(BlockListener):
         depth = plan.donor_depth + 1
         whole = computed.reshape(count, size).all(axis=1)
         depths = np.where(whole & (depth <= self._max_depth), depth, -1)
-        exact = np.arange(first_block, first_block + count) < plan.start // size
+        exact = np.arange(first_block, first_block + count) < plan.exact_until // size
         return np.where(exact, 0, depths).astype(np.int32)
 
     def _may_donate(self, tracked: TrackedRequest) -> bool:

@@ -7,7 +7,11 @@
     pieces                   *   *          copied as they are; block 2 and the tail are computed
 
 A block's chained hash covers every token up to its end, and vLLM's own extra keys. One that equals
-the request's hash holds the KV of exactly this prefix, whatever became of the blocks before it.
+the request's hash holds the KV of exactly this prefix, whatever became of the blocks before it. The
+same holds for records of the second tier that were made of such blocks.
+
+What follows the prefix hit without a hole is *restored*: it is copied in front of whatever else a
+plan does, for requests of every policy, as if vLLM had never evicted it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,11 @@ import numpy as np
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import IntArray, Pieces
+
+NOTHING = Matches(Pieces.from_table([]), 0, 0, max_depth=0)
+
+_FIRST_LOOK_BLOCKS = 8
+"""As a rule the very first block behind a prefix hit is nowhere."""
 
 
 class ResidentFinder:
@@ -64,3 +73,41 @@ def resident_matches(block_ids: IntArray, first_block: int, block_size: int) -> 
     pieces = Pieces.from_table(np.stack((here, length, block_ids[resident], offset, here), axis=1))
     runs = int(np.count_nonzero(np.diff(resident) > 1)) + int(resident.size > 0)
     return Matches(pieces, resident.size * block_size, runs, max_depth=0)
+
+
+def restorable(prompt: Prompt, start: int, stop: int, block_size: int) -> Matches:
+    """What follows a prefix hit without a hole, in whole blocks.
+
+    Args:
+        start: end of the prefix hit.
+        stop: the last token of the prompt, which vLLM computes.
+        block_size: tokens per block.
+    """
+    first, last = start // block_size, stop // block_size
+    if start % block_size or first >= last:
+        return NOTHING
+    found: list[IntArray] = []
+    at, look = first, _FIRST_LOOK_BLOCKS
+    while at < last:
+        blocks = prompt.resident_blocks(at, min(at + look, last))
+        holes = np.flatnonzero(blocks < 0)
+        found.append(blocks[: holes[0]] if holes.size else blocks)
+        if holes.size:
+            break
+        at, look = at + look, 2 * look
+    return resident_matches(np.concatenate(found), first, block_size)
+
+
+def end_without_hole(pieces: Pieces, start: int, stop: int) -> int:
+    """Where the first hole of `[start, stop)` is, in which pieces are whole blocks.
+
+    Args:
+        pieces: of a prompt; those from `stop` on do not matter.
+    """
+    within = pieces.destination < stop
+    ends = start + np.cumsum(pieces.length[within])
+    expected = np.concatenate(([start], ends[:-1]))
+    behind_hole = np.flatnonzero(pieces.destination[within] != expected)
+    if behind_hole.size:
+        return int(expected[behind_hole[0]])
+    return int(ends[-1]) if ends.size else start

@@ -13,21 +13,27 @@ A plan pins its donor blocks from `decide` to `take_plans`, that is within one s
 later steps run behind this one on the same stream, so no donor can be overwritten before it was
 read. Records of a second tier are held from `decide` until the workers have read them. Plans whose
 allocation failed are dropped by `take_plans`, and made anew at the next decision.
+
+A plan has up to two parts. What follows the prefix hit without a hole in whole exact blocks is
+restored (`exact.py`); the finder searches behind it. Where it finds too little, the plan ends with
+what is restored, and vLLM computes the rest as behind a prefix hit.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_segreuse.cache.budget import StepBudget
+from vllm_segreuse.cache.exact import NOTHING, end_without_hole, restorable
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.matcher import Matches
-from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, on_rows
+from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, keeping, on_rows
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
-from vllm_segreuse.plan import NO_HALO, Halo, ReusePlan
+from vllm_segreuse.plan import NO_HALO, BoolArray, Halo, Pieces, Recipe, Restoration, ReusePlan
 
 
 class BlockPins(Protocol):
@@ -53,6 +59,37 @@ class PrefixState(NamedTuple):
 
     fresh: bool
     blocks_needed: int
+
+
+class _Found(NamedTuple):
+    """What a plan is made of.
+
+    Attributes:
+        matches: all that is copied.
+        exact_until: up to here, without a hole, it is whole exact blocks.
+    """
+
+    matches: Matches
+    exact_until: int
+
+    @property
+    def restored(self) -> Pieces:
+        """Of the exact blocks."""
+        return self.matches.pieces.where(self._is_exact)
+
+    @property
+    def others(self) -> Matches:
+        """What is behind them."""
+        return keeping(self.matches, ~self._is_exact)
+
+    def alone(self) -> _Found:
+        """Without what is behind them."""
+        pieces = self.restored
+        return self._replace(matches=Matches(pieces, pieces.num_tokens, int(len(pieces) > 0), 0))
+
+    @property
+    def _is_exact(self) -> BoolArray:
+        return np.asarray(self.matches.pieces.destination < self.exact_until, np.bool_)
 
 
 class Planner:
@@ -102,6 +139,7 @@ class Planner:
         self._on_match = on_match
         self._halo = halo
         self._tier: SecondTier = NoTier() if tier is None else tier
+        self._restorations = itertools.count(1)
         self._pending: dict[str, TrackedRequest] = {}
         self._ready: list[TrackedRequest] = []
 
@@ -135,14 +173,14 @@ class Planner:
         tracked = self._requests.get(request_id)
         if tracked is not None:
             tracked.bypass = tracked.reason = "error"
-            tracked.donates = False
+            tracked.donates = tracked.restores = False
 
     def call_back(self, request_id: str) -> None:
         """The blocks of a request are taken from it: it starts anew, without reuse."""
         tracked = self._requests.get(request_id)
         if tracked is not None:
             tracked.plan = tracked.awaited = None
-            tracked.bypass = "reset"
+            tracked.bypass, tracked.restores = "reset", False
 
     def decide(
         self,
@@ -173,13 +211,11 @@ class Planner:
             return 0
         if self._budget.is_spent:
             return self._close()
-        matches = by_tier(self._match(tracked, start, stop), self._tier)
-        tracked.num_segments = matches.num_segments
-        if matches.num_tokens < tracked.min_reused_tokens:
-            tracked.reason = "too_few_reused_tokens"
+        found = self._search(tracked, start, stop)
+        if found is None:
             return 0
         if (self.observes or tracked.observes) and not tracked.required:
-            tracked.observed = self._make_plan(tracked, matches, start, stop)
+            tracked.observed = self._make_plan(tracked, found, start, stop)
             tracked.reason = "observed"
             return 0
         state = prefix()
@@ -187,24 +223,59 @@ class Planner:
             self._budget.lookups += 1
             return None
         try:
-            return self._admit(tracked, matches, start, stop, state.blocks_needed)
+            return self._admit(tracked, found, start, stop, state.blocks_needed)
         finally:
             if tracked.plan is None:
                 self._tier.let_go(tracked.request_id)
 
+    def _search(self, tracked: TrackedRequest, start: int, stop: int) -> _Found | None:
+        """What the request's prefix hit can be continued with; None: too little."""
+        restored = NOTHING
+        if tracked.restores:
+            exact = restorable(tracked.prompt, start, stop, self._block_size)
+            restored = by_tier(exact, self._tier, whole=True)
+        until, others = restored.pieces.stop or start, NOTHING
+        if tracked.bypass is None and until < stop:
+            matches = self._match(tracked, until, stop)
+            others = by_tier(matches, self._tier, whole=tracked.finder.is_exact)
+        both = Matches(
+            restored.pieces.merged(others.pieces) if restored.num_tokens else others.pieces,
+            restored.num_tokens + others.num_tokens,
+            restored.num_segments + others.num_segments,
+            others.max_depth,
+        )
+        return self._worth_it(tracked, _Found(both, until), start)
+
+    def _worth_it(self, tracked: TrackedRequest, found: _Found, start: int) -> _Found | None:
+        """As much of it as a plan is made of; None, with the reason noted: it is too little.
+
+        Args:
+            start: of what was searched for.
+        """
+        least = tracked.min_reused_tokens
+        is_alone = found.exact_until > start and found.others.num_tokens < least
+        if is_alone or tracked.bypass is not None:
+            # What is exact stays so: a few tokens are not worth an approximation of the rest.
+            found = found.alone()
+        tracked.num_segments = found.matches.num_segments
+        if found.matches.num_tokens < max(least, 1):
+            tracked.reason = tracked.bypass or "too_few_reused_tokens"
+            return None
+        return found
+
     def _admit(
-        self, tracked: TrackedRequest, found: Matches, start: int, stop: int, blocks_needed: int
+        self, tracked: TrackedRequest, found: _Found, start: int, stop: int, blocks_needed: int
     ) -> int | None:
         """Make the request's plan, and hold what it reads, if this step has room for both."""
-        matches = on_rows(found, self._tier, tracked.request_id)
+        matches = on_rows(found.matches, self._tier, tracked.request_id)
         if matches is None:
             self._budget.lookups += 1
             return None
-        tracked.num_segments = matches.num_segments
-        if matches.num_tokens < tracked.min_reused_tokens:
-            tracked.reason = "too_few_reused_tokens"
+        until = end_without_hole(matches.pieces, start, found.exact_until)
+        held = self._worth_it(tracked, _Found(matches, until), start)
+        if held is None:
             return 0
-        plan = self._make_plan(tracked, matches, start, stop)
+        plan = self._make_plan(tracked, held, start, stop)
         plan.spread = not tracked.required and self._is_spread(plan)
         if not self._budget.admits(_at_once(plan)):
             return self._close()
@@ -217,7 +288,7 @@ class Planner:
         self._pending[tracked.request_id] = tracked
         self._budget.tokens += _at_once(plan)
         tracked.plan = plan
-        return plan.num_written if plan.spread else plan.num_tokens
+        return plan.num_supplied
 
     def allocated(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> Report:
         """vLLM gave the request its block table: it runs in this step, with its plan or without.
@@ -233,17 +304,18 @@ class Planner:
         start, prompt = tracked.start, tracked.num_tokens
         if plan is None:
             return Report(start, 0, 0, prompt - start, 0, tracked.reason or "no_match")
+        copied = plan.num_restored + plan.num_reused
         return Report(
             start,
-            plan.num_reused,
+            copied,
             plan.num_recomputed,
-            prompt - start - plan.num_reused,
+            prompt - start - copied,
             tracked.num_segments,
             None,
-            exact_tokens=plan.num_reused if tracked.finder.is_exact else 0,
+            exact_tokens=copied if tracked.finder.is_exact else plan.num_restored,
             similar_tokens=plan.pieces.num_similar,
             entering_tokens=plan.num_entering,
-            tiered_tokens=plan.pieces.num_tiered,
+            tiered_tokens=plan.copied.num_tiered,
         )
 
     def take_plans(self) -> list[ReusePlan]:
@@ -260,7 +332,7 @@ class Planner:
         return plans
 
     def _bypass_reason(self, tracked: TrackedRequest, available: int) -> str | None:
-        if tracked.bypass is not None:
+        if tracked.bypass is not None and not tracked.restores:
             return tracked.bypass
         if self._health.broken:
             return "error"
@@ -269,7 +341,9 @@ class Planner:
         if not self.enabled:
             return "disabled"
         if available < max(tracked.min_reused_tokens, self._block_size):
-            return "too_few_tokens"
+            return tracked.bypass or "too_few_tokens"
+        if self.observes or tracked.observes:
+            return tracked.bypass
         return None
 
     def _close(self) -> int:
@@ -288,13 +362,21 @@ class Planner:
         return matches
 
     def _make_plan(
-        self, tracked: TrackedRequest, matches: Matches, start: int, stop: int
+        self, tracked: TrackedRequest, found: _Found, begin: int, stop: int
     ) -> ReusePlan:
-        stop = tracked.finder.plan_stop(matches, stop)
-        pieces, tokens = matches.pieces, tracked.prompt.tokens
-        recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
-        recipe, acceptance = recipe.tested(self._halo, pieces, start)
-        recipe = recipe.entering(pieces.enters(start, stop))
+        start, matches, tokens = found.exact_until, found.others, tracked.prompt.tokens
+        pieces, restoration = matches.pieces, None
+        if start > begin:
+            ids = tokens[begin:start]
+            restoration = Restoration(next(self._restorations), found.restored, ids)
+        recipe, acceptance = Recipe.without_choice(np.zeros(0, np.bool_)), None
+        if len(pieces):
+            stop = tracked.finder.plan_stop(matches, stop)
+            recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
+            recipe, acceptance = recipe.tested(self._halo, pieces, start)
+            recipe = recipe.entering(pieces.enters(start, stop))
+        else:
+            stop = start
         return ReusePlan(
             request_id=tracked.request_id,
             start=start,
@@ -302,15 +384,19 @@ class Planner:
             token_ids=tokens[start:stop],
             pieces=pieces,
             recipe=recipe,
-            donor_blocks=pieces.donor_blocks,
+            donor_blocks=found.matches.pieces.donor_blocks,
             donor_depth=matches.max_depth,
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             max_drift=tracked.max_drift,
-            reports=recipe.program.reports or acceptance is not None or tracked.required,
+            reports=recipe.program.reports
+            or acceptance is not None
+            or restoration is not None
+            or tracked.required,
             lora_id=tracked.lora_id,
             trace_headers=tracked.trace_headers,
             explains=tracked.explains,
             acceptance=acceptance,
+            restoration=restoration,
         )
 
     def _room_beside(self, donor_blocks: list[int], needed: int) -> int:

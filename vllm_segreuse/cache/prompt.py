@@ -34,7 +34,8 @@ class Prompt:
         namespace: id in the `NamespaceTable`.
         tokens: int32 `[n]`, all tokens known so far.
         resident_blocks: the blocks `[first, last)` of the prompt: int32 `[last - first]`, ids of
-            those that are resident under the request's own exact names, else -1.
+            those that are resident under the request's own exact names, or of their records in the
+            second tier, else -1.
         slots: where tokens that are equal to the prompt's first ones may be in similar text (see
             `similar/store.py`); None: nothing was searched for. Kept with other tokens, since each
             is compared again.

@@ -71,19 +71,25 @@ class NoTier:
         """Nothing is held."""
 
 
-def by_tier(matches: Matches, tier: SecondTier) -> Matches:
-    """Matches whose pieces say which tier they come from, without short runs of records."""
+def by_tier(matches: Matches, tier: SecondTier, whole: bool = False) -> Matches:
+    """Matches whose pieces say which tier they come from, without short runs of records.
+
+    Args:
+        whole: they are whole blocks: none of what is loaded is for nothing, however short a run.
+    """
     pieces = matches.pieces
     tiered = pieces.block >= tier.first_entry
     if not tiered.any():
         return matches
     source = np.where(tiered, Tier.HOST, pieces.source).astype(np.int8)
     matches = matches._replace(pieces=replace(pieces, source=source))
+    if whole:
+        return matches
     ends = pieces.destination + pieces.length
     goes_on = tiered[1:] & tiered[:-1] & (ends[:-1] == pieces.destination[1:])
     run = np.concatenate(([0], np.cumsum(~goes_on)))
     is_long = np.bincount(run, weights=pieces.length) >= tier.min_run_tokens
-    return _keeping(matches, ~tiered | is_long[run])
+    return keeping(matches, ~tiered | is_long[run])
 
 
 def on_rows(matches: Matches, tier: SecondTier, request_id: str) -> Matches | None:
@@ -102,10 +108,10 @@ def on_rows(matches: Matches, tier: SecondTier, request_id: str) -> Matches | No
         return None
     block = pieces.block.copy()
     block[tiered] = rows[which]
-    return _keeping(matches._replace(pieces=replace(pieces, block=block)), block >= 0)
+    return keeping(matches._replace(pieces=replace(pieces, block=block)), block >= 0)
 
 
-def _keeping(matches: Matches, kept: BoolArray) -> Matches:
+def keeping(matches: Matches, kept: BoolArray) -> Matches:
     """Some of the pieces; `max_depth` stays, as a bound."""
     if kept.all():
         return matches

@@ -60,7 +60,8 @@ class TrackedRequest:
         policy: name of the policy, for the report.
         observes: it is planned, and runs without reuse.
         explains: its report says where each stretch of the prompt comes from.
-        bypass: reason why this request never reuses, or None.
+        bypass: reason why this request never reuses segments, or None.
+        restores: whether it gets its own exact prefix from the second tier, also if it bypasses.
         required: the model's answers are defined by its plan: it waits for one, whatever the
             options say.
         donates: whether its blocks enter the index.
@@ -70,7 +71,7 @@ class TrackedRequest:
         namespace_class: of its namespace, in metrics of audits.
         freeze: what is to become of its blocks when it ends; None: nothing.
         trace_headers: see `ReusePlan`.
-        plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
+        plan: the plan in force for its current blocks; what is exact of them is `plan.exact_until`.
         observed: the plan that would have been carried out.
         report: outcome of its first admission.
         explanation: of its first admission (`explain.py`), where it is wanted.
@@ -94,6 +95,7 @@ class TrackedRequest:
     observes: bool = False
     explains: bool = False
     bypass: str | None = None
+    restores: bool = False
     required: bool = False
     donates: bool = True
     lora_id: int = 0

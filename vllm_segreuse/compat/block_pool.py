@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
@@ -45,6 +45,21 @@ CHECKED = ("0.32", "0.33")
 _OWN_NAME = b"segreuse:approximate:"
 
 
+class _Awaited(NamedTuple):
+    """Blocks of a request that get exact names if a restoration is in place: its last ones.
+
+    Attributes:
+        blocks: of the request, from its first one on.
+        first: index of the first one that is meant.
+        names: of these meanwhile.
+    """
+
+    request: Request
+    blocks: list[KVCacheBlock]
+    first: int
+    names: list[BlockHashWithGroupId]
+
+
 class SegmentBlockPool(BlockPool):
     """A `BlockPool` that names approximate blocks apart, and reports what becomes of its blocks.
 
@@ -59,6 +74,7 @@ class SegmentBlockPool(BlockPool):
     _budget: StepBudget
     _listeners: Sequence[BlockListener]
     _keeps_evicted: bool
+    _awaited: dict[int, list[_Awaited]]
 
     @classmethod
     def adopt(cls, pool: BlockPool, group: KvGroup) -> SegmentBlockPool:
@@ -73,6 +89,7 @@ class SegmentBlockPool(BlockPool):
         pool.group = group
         pool._fresh = set()
         pool._own_names = itertools.count()
+        pool._awaited = {}
         return pool
 
     def attach(
@@ -210,45 +227,103 @@ class SegmentBlockPool(BlockPool):
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        """Name full blocks: exact names up to the plan's start, names of our own behind it.
+        """Name full blocks: exact names as far as they are known to be exact, names of our own
+        behind that.
+
+        Blocks that are exact once something restored is in place donate, and get their exact names,
+        as soon as the workers have reported it (`restored`).
 
         A reference (`audit/`) has no hashes, and its blocks no names: nobody finds them.
         """
         if num_cached_blocks >= num_full_blocks or not request.block_hashes:
             return
         tracked = self._requests.get(request.request_id)
-        exact_end = num_full_blocks
-        if tracked is not None and tracked.plan is not None:
-            exact_end = max(
-                num_cached_blocks, min(num_full_blocks, tracked.plan.start // block_size)
+        plan = None if tracked is None else tracked.plan
+        known_end = exact_end = num_full_blocks
+        if plan is not None:
+            known_end, exact_end = (
+                max(num_cached_blocks, min(num_full_blocks, until // block_size))
+                for until in (plan.known_exact_until, plan.exact_until)
             )
         super().cache_full_blocks(
             request,
             blocks,
             num_cached_blocks,
-            exact_end,
+            known_end,
             block_size,
             kv_cache_group_id,
             block_mask,
         )
-        for block in blocks[exact_end:num_full_blocks]:
-            name = BlockHash(_OWN_NAME + next(self._own_names).to_bytes(8, "big"))
-            self._insert_block_hash(
-                make_block_hash_with_group_id(name, kv_cache_group_id), block, num_tokens=block_size
-            )
+        names = [self._own_name(block) for block in blocks[known_end:num_full_blocks]]
         block_ids = [block.block_id for block in blocks[num_cached_blocks:num_full_blocks]]
         if num_full_blocks * block_size > request.num_computed_tokens:
             # Named by a step that is being scheduled, not by the output of one that has left.
             self._fresh.update(block_ids)
+        if known_end == exact_end:
+            self._report_named(request, blocks, num_cached_blocks, num_full_blocks)
+            return
+        assert plan is not None
+        assert plan.restoration is not None
+        self._awaited.setdefault(plan.restoration.number, []).append(
+            _Awaited(request, blocks[:exact_end], known_end, names[: exact_end - known_end])
+        )
+        self._report_named(request, blocks, num_cached_blocks, known_end)
+        self._report_named(request, blocks, exact_end, num_full_blocks)
+
+    def _own_name(self, block: KVCacheBlock) -> BlockHashWithGroupId:
+        """Give a block a name that no token sequence hashes to."""
+        own = BlockHash(_OWN_NAME + next(self._own_names).to_bytes(8, "big"))
+        name = make_block_hash_with_group_id(own, self.group.index)
+        self._insert_block_hash(name, block, num_tokens=self.group.block_size)
+        return name
+
+    def _report_named(
+        self, request: Request, blocks: Sequence[KVCacheBlock], first: int, last: int
+    ) -> None:
+        """Blocks `[first, last)` of a request have their names."""
+        if first == last:
+            return
         named = NamedBlocks(
             request.request_id,
-            num_cached_blocks,
-            block_ids,
-            blocks[num_cached_blocks - 1].block_id if num_cached_blocks else -1,
+            first,
+            [block.block_id for block in blocks[first:last]],
+            blocks[first - 1].block_id if first else -1,
             request.all_token_ids,
         )
         for listener in self._listeners:
             listener.named(named)
+
+    def restored(self, number: int, in_place: bool, still_planned: bool) -> None:
+        """The workers have reported a restoration: its blocks, and those computed behind it, get
+        their exact names; if it failed, they keep what they have, and never donate.
+
+        Blocks that have lost their names since are passed over: they may hold anything.
+
+        Args:
+            number: of the restoration.
+            in_place: on all ranks.
+            still_planned: whether the request has these blocks, by the same plan.
+        """
+        awaited = self._awaited.pop(number, [])
+        for request, blocks, first, names in awaited if in_place else ():
+            kept = [
+                block.block_hash == name for block, name in zip(blocks[first:], names, strict=True)
+            ]
+            for is_kept, run in itertools.groupby(enumerate(kept, first), lambda each: each[1]):
+                indices = [index for index, _ in run]
+                if is_kept:
+                    self._name_exactly(request, blocks, indices[0], indices[-1] + 1)
+                    if still_planned:
+                        self._report_named(request, blocks, indices[0], indices[-1] + 1)
+
+    def _name_exactly(
+        self, request: Request, blocks: list[KVCacheBlock], first: int, last: int
+    ) -> None:
+        """Exact names for blocks `[first, last)` of a request, in place of our own."""
+        for block in blocks[first:last]:
+            super()._remove_cached_block_hashes(block)
+        size, group = self.group.block_size, self.group.index
+        super().cache_full_blocks(request, blocks, first, last, size, group)
 
     def free_blocks(self, ordered_blocks: Any) -> None:
         """A block freed in the step that named it was never computed: it loses its names.
@@ -286,6 +361,7 @@ class SegmentBlockPool(BlockPool):
         done = super().reset_prefix_cache()
         if done:
             self._fresh.clear()
+            self._awaited.clear()
             for listener in self._listeners:
                 listener.reset()
         return done

@@ -21,7 +21,13 @@ from vllm_segreuse.plan.programs import (
     Staged,
     Stock,
 )
-from vllm_segreuse.plan.reuse import AcceptanceOutcome, PlanOutcome, Recipe, ReusePlan
+from vllm_segreuse.plan.reuse import (
+    AcceptanceOutcome,
+    PlanOutcome,
+    Recipe,
+    Restoration,
+    ReusePlan,
+)
 from vllm_segreuse.plan.tiering import TierDone, TierOrders
 
 __all__ = [
@@ -48,6 +54,7 @@ __all__ = [
     "Recipe",
     "Recording",
     "Reference",
+    "Restoration",
     "ReusePlan",
     "Segments",
     "Staged",

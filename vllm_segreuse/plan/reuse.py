@@ -166,6 +166,8 @@ class PlanOutcome(NamedTuple):
         in_full: everything was computed after that, because the drift was above `max_drift`.
         positions: of the tokens that were computed, ascending; None: the plan does not explain.
         acceptance: of similar segments; None: not tested, or everything was computed.
+        restoration: number of the plan's restoration; 0: it has none.
+        is_restored: whether what it restores is in place, on all ranks. If not, it was computed.
     """
 
     computed: int
@@ -173,13 +175,49 @@ class PlanOutcome(NamedTuple):
     in_full: bool = False
     positions: tuple[int, ...] | None = None
     acceptance: AcceptanceOutcome | None = None
+    restoration: int = 0
+    is_restored: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Restoration:
+    """Whole blocks of a request's own exact prefix that a plan copies as they are, in front of its
+    `start`.
+
+    Attributes:
+        number: of this engine's restorations; the workers report it (`PlanOutcome`).
+        pieces: a block each, one behind the other, from where vLLM's prefix hit ends up to the
+            plan's start. None is moved: destination and position are equal.
+        token_ids: int32, of these blocks.
+    """
+
+    number: int
+    pieces: Pieces
+    token_ids: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are restored."""
+        return len(self.token_ids)
+
+
+TO_THE_END = np.iinfo(np.int32).max
+"""More tokens than any request has."""
 
 
 @dataclass
 class ReusePlan:
-    """The work of one request: positions `[start, stop)` are supplied by the connector.
+    """The work of one request: positions `[begin, stop)` are supplied by the connector.
+
+    prefix hit | restored | reused and computed | token at stop
+               begin      start                 stop
 
     Attributes:
+        start: the pass begins here; what is in front of it is exact.
+        stop: the pass ends here.
+        restoration: what is copied in front of `start`; None: `start` is where the prefix hit ends.
+        is_restored: whether it is in place, by what the workers have reported; None: they have not.
+            The scheduler's side names no block exactly before.
         token_ids: int32 `[stop - start]`.
         pieces: what is copied, from where.
         recipe: what is computed.
@@ -216,10 +254,52 @@ class ReusePlan:
     trace_headers: Mapping[str, str] | None = None
     explains: bool = False
     acceptance: Acceptance | None = None
+    restoration: Restoration | None = None
+    is_restored: bool | None = None
+
+    @property
+    def begin(self) -> int:
+        """End of vLLM's own prefix hit."""
+        return self.start - self.num_restored
+
+    @property
+    def num_restored(self) -> int:
+        """Tokens in front of `start` that are copied as they are."""
+        return 0 if self.restoration is None else self.restoration.num_tokens
+
+    def restores(self, number: int) -> bool:
+        """Whether this is the plan of a restoration."""
+        return self.restoration is not None and self.restoration.number == number
+
+    @property
+    def exact_until(self) -> int:
+        """Up to here all of the request's KV is exact, if what is restored is in place: to the end
+        if nothing is behind it that was reused. Known not to be in place, it was computed by the
+        pass, and rounded otherwise than vLLM does."""
+        if self.restoration is not None and self.is_restored is False:
+            return self.begin
+        return self.start if self.num_tokens else TO_THE_END
+
+    @property
+    def known_exact_until(self) -> int:
+        """The same by what the workers have reported so far."""
+        waits = self.restoration is not None and self.is_restored is None
+        return self.begin if waits else self.exact_until
+
+    @property
+    def copied(self) -> Pieces:
+        """All that is copied: restored, or reused."""
+        restored = self.restoration
+        return self.pieces if restored is None else restored.pieces.merged(self.pieces)
+
+    @property
+    def num_supplied(self) -> int:
+        """Tokens the connector supplies; of a spread plan, all whose slots it writes."""
+        return self.num_restored + (self.num_written if self.spread else self.num_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the connector supplies."""
+        """Tokens of the pass."""
         return self.stop - self.start
 
     @property
@@ -295,8 +375,23 @@ class ReusePlan:
         return computed - self.recipe.counts(0, self._behind).always
 
     def in_full(self) -> ReusePlan:
-        """The same tokens, all of them computed at every layer, by the pass's own layers."""
+        """The same tokens, those that are reused, too, computed at every layer by the pass's own
+        layers. What is restored stays as it is."""
         return self.computing(np.ones(self.num_tokens, dtype=np.bool_))
+
+    def without_copies(self) -> ReusePlan:
+        """The same tokens, all computed at every layer by the pass's own layers, also those that
+        were to be restored: no copy can be relied on."""
+        if self.restoration is None:
+            return self.in_full()
+        tokens = np.concatenate((self.restoration.token_ids, self.token_ids))
+        nothing = self.restoration.pieces
+        nothing = nothing.where(np.zeros(len(nothing), np.bool_))
+        given_up = replace(
+            self.restoration, pieces=nothing, token_ids=self.restoration.token_ids[:0]
+        )
+        whole = replace(self, start=self.begin, token_ids=tokens, restoration=given_up)
+        return whole.in_full()
 
     def computing(self, tokens: BoolArray) -> ReusePlan:
         """The same plan; of its tokens these are computed at every layer, by the pass's own
@@ -374,7 +469,7 @@ class ReusePlan:
             computed += self.in_full().layer_tokens(layers)
         if outcome is not None and outcome.acceptance is not None:
             computed += outcome.acceptance.again * layers.count
-        return round(computed / ((num_tokens - self.start) * layers.count), 4)
+        return round(computed / ((num_tokens - self.begin) * layers.count), 4)
 
     @property
     def active_tokens(self) -> int:

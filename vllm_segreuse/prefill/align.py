@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,6 +90,34 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
     return TokenCopies(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
+class BlockCopies(NamedTuple):
+    """Whole blocks that are copied as they are.
+
+    Attributes:
+        sources: int64 `[n]`, blocks of the cache, or rows of the host region.
+        targets: int64 `[n]`, blocks of the cache.
+        tiers: int8 `[n]`, `Tier` of each source.
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    tiers: np.ndarray
+
+
+def block_copies(plans: list[ReusePlan], block_size: int) -> BlockCopies:
+    """What all plans restore."""
+    columns = [
+        (pieces.block, plan.block_ids[pieces.destination // block_size], pieces.source)
+        for plan in plans
+        if plan.restoration is not None
+        for pieces in [plan.restoration.pieces]
+    ]
+    if not columns:
+        return BlockCopies(*np.empty((3, 0), np.int64))
+    sources, targets, tiers = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return BlockCopies(sources.astype(np.int64), targets.astype(np.int64), tiers)
+
+
 class Aligner:
     """Copies and rotates KV for the layers of a model.
 
@@ -130,6 +159,40 @@ class Aligner:
         """That has the cache."""
         return self._groups[0].pages[0].device
 
+    def restore(self, copies: BlockCopies) -> None:
+        """Copy whole blocks to where they are computed otherwise, byte for byte.
+
+        Raises:
+            RuntimeError: some are from the host, and there is no second tier, or it has no exact
+                records.
+        """
+        from_host = copies.tiers == Tier.HOST
+        if not from_host.all():
+            here = ~from_host
+            self._copy_pages(None, copies.sources[here], copies.targets[here])
+        if not from_host.any():
+            return
+        if self.codec is not Codec.RAW:
+            raise RuntimeError(f"records of codec {self.codec} are not exact")
+        rows, which = np.unique(copies.sources[from_host], return_inverse=True)
+        targets = copies.targets[from_host]
+        for loaded in self._mover().load(rows.astype(np.int32)):
+            here = (which >= loaded.first) & (which < loaded.stop)
+            self._copy_pages(loaded.pages, loaded.slots[which[here] - loaded.first], targets[here])
+
+    def _copy_pages(
+        self, pages: Sequence[torch.Tensor] | None, sources: np.ndarray, targets: np.ndarray
+    ) -> None:
+        """Whole pages of each layer to blocks of the cache; no target is a source.
+
+        Args:
+            pages: of each layer; None: those of the cache.
+        """
+        read, written = (upload(each.astype(np.int64), self.device) for each in (sources, targets))
+        for group in self._groups:
+            source = group.pages if pages is None else [pages[index] for index in group.layers]
+            group.first.kernels.store(source, group.pages, read, written)
+
     def copy_blocks(
         self, to: Sequence[torch.Tensor], blocks: np.ndarray, rows: np.ndarray
     ) -> torch.Tensor | None:
@@ -165,15 +228,18 @@ class Aligner:
 
     def _align_rows(self, copies: TokenCopies, first_layer: int) -> None:
         """Copies from rows of the host region, as many at a time as the device can read."""
-        if self.host_rows is None:
-            raise RuntimeError("a plan copies from the host, and there is no second tier")
         row, token = np.divmod(copies.source_slots, self._block_size)
         rows, which = np.unique(row, return_inverse=True)
-        for loaded in self.host_rows.load(rows.astype(np.int32)):
+        for loaded in self._mover().load(rows.astype(np.int32)):
             here = (which >= loaded.first) & (which < loaded.stop)
             slots = loaded.slots[which[here] - loaded.first] * self._block_size + token[here]
             chunk = replace(copies.take(here), source_slots=slots)
             self._align(chunk, first_layer, loaded.pages)
+
+    def _mover(self) -> Mover:
+        if self.host_rows is None:
+            raise RuntimeError("a plan copies from the host, and there is no second tier")
+        return self.host_rows
 
     def _align(
         self, copies: TokenCopies, first_layer: int, rows: list[torch.Tensor] | None = None

@@ -11,7 +11,7 @@ import torch
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, Program, ReusePlan
 from vllm_segreuse.prefill import outcomes, programs
 from vllm_segreuse.prefill.acceptance import Halos
-from vllm_segreuse.prefill.align import Aligner, token_copies
+from vllm_segreuse.prefill.align import Aligner, block_copies, token_copies
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.outcomes import Computed
@@ -95,6 +95,7 @@ class SparsePrefill:
             wave_work: see `Batch`.
         """
         started = time.perf_counter()
+        self.aligner.restore(block_copies(plans, self._block_size))
         batches = self._batches(plans, wave_work)
         for batch in batches:
             copies = token_copies(batch.plans, self._block_size, skip_always=True)

@@ -70,11 +70,18 @@ class Ended(NamedTuple):
         Args:
             positions: of the tokens that were computed, ascending; None: not wanted.
         """
+        restoration = self.plan.restoration
+        number = 0 if restoration is None else restoration.number
         if not self.fine:
-            everything = PlanOutcome(self.plan.num_written, positions=_everything(self.plan))
-            return everything, self.plan.in_full()
+            whole = self.plan.without_copies()
+            positions = _everything(whole)
+            return PlanOutcome(whole.num_written, positions=positions, restoration=number), whole
         drift = None if math.isnan(self.drift) else self.drift
-        outcome = PlanOutcome(self.computed, drift, self.is_too_far, positions)
+        outcome = PlanOutcome(
+            *(self.computed, drift, self.is_too_far, positions),
+            restoration=number,
+            is_restored=self.plan.num_restored > 0,
+        )
         if self.is_too_far:
             return outcome._replace(positions=_everything(self.plan)), self.plan.in_full()
         if self.plan.acceptance is None:

@@ -98,6 +98,12 @@ class Record:
         """Whether the index knows it."""
         return self.entry >= 0
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether what may be read of it is, to the last bit, what the model computes for the whole
+        sequence up to its end."""
+        return self.shown and self.depth == 0 and (self.in_host or self.on_disk)
+
 
 class Catalogue:
     """One per engine.

@@ -31,7 +31,16 @@ def record_keys(
         if named is None:
             return None
         name, is_exact = named
-        domain = fingerprint if is_exact else secret
-        return hashlib.blake2b(name, digest_size=_DIGEST_BYTES, key=domain).digest() + _GROUP
+        return exact_key(fingerprint if is_exact else secret, name)
 
     return key_of
+
+
+def exact_key(fingerprint: bytes, name: bytes) -> bytes:
+    """Key of the record of a block that has an exact name, whether or not it is resident.
+
+    Args:
+        fingerprint: as in `record_keys`.
+        name: vLLM's, with its group.
+    """
+    return hashlib.blake2b(name, digest_size=_DIGEST_BYTES, key=fingerprint).digest() + _GROUP

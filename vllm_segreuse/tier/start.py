@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.tiering.manager import (
@@ -19,7 +20,7 @@ from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.tier.catalogue import Catalogue
 from vllm_segreuse.tier.files import open_file_tier
-from vllm_segreuse.tier.naming import record_keys
+from vllm_segreuse.tier.naming import exact_key, record_keys
 from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.store import TierStore
 from vllm_segreuse.tier_options import TierOptions
@@ -72,8 +73,10 @@ def start_tier(
         files = open_file_tier(options, view, fingerprint, lambda key: store.describe(key), owner)
         journal = files.journal()
     manager = TieringOffloadingManager(primary, [] if files is None else [files])
-    key_of = record_keys(fingerprint or os.urandom(32), pool.name_of)
+    domain = fingerprint or os.urandom(32)
+    key_of = record_keys(domain, pool.name_of)
     catalogue = Catalogue(index, namespaces, pool.num_gpu_blocks, key_of)
     known = (manager, catalogue, ranks, options, health, stats, time.monotonic)
-    store = TierStore(*known, files, journal)
+    looked_up = None if options.is_lossy else partial(exact_key, domain)
+    store = TierStore(*known, files, journal, looked_up)
     return store

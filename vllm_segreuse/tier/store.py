@@ -45,6 +45,9 @@ logger = logging.getLogger("vllm.segreuse")
 
 _STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
+_KEYS = 1 << 14
+"""Keys of exact names that are remembered: requests that wait ask for theirs in every step."""
+
 
 @dataclass
 class _Step:
@@ -102,6 +105,8 @@ class TierStore(BlockListener):
         clock: seconds.
         files: the file tier behind the manager, if there is one.
         journal: of the documents in the files.
+        exact_key: key of the record of a block, by vLLM's exact name of it; None: exact records are
+            not looked for.
 
     Attributes:
         documents: of knowledge bases.
@@ -118,6 +123,7 @@ class TierStore(BlockListener):
         clock: Callable[[], float],
         files: DurableFiles | None = None,
         journal: DocumentJournal | None = None,
+        exact_key: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self.first_entry = catalogue.first_entry
         self.min_run_tokens = options.min_run_tokens
@@ -134,6 +140,7 @@ class TierStore(BlockListener):
         capacity = max(len(view), options.disk_bytes // self._row_bytes)
         self.documents = Keeping(self, capacity, self._health, time.time, files, journal)
         self._files = files
+        self._exact_key = None if exact_key is None else functools.lru_cache(_KEYS)(exact_key)
         self._contexts = Contexts(manager)
         self._loads = Loads(
             *(manager, self._contexts, catalogue, self._follow, options.wait_ms / 1e3, clock),
@@ -239,6 +246,20 @@ class TierStore(BlockListener):
                 self._catalogue.restore(self._files.records_in(key), namespace)
 
     # Plans.
+
+    def exact_entry(self, name: bytes) -> int:
+        """Entry of the record that holds the KV of a block with an exact name, to the last bit.
+
+        Args:
+            name: vLLM's, with its group.
+
+        Returns:
+            -1: there is none.
+        """
+        if self._exact_key is None or not self.is_open:
+            return -1
+        record = self._catalogue.get(self._exact_key(name))
+        return record.entry if record is not None and record.is_exact else -1
 
     def hold(self, request_id: str, entries: IntArray) -> IntArray | None:
         """See `SecondTier`."""
