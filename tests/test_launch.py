@@ -3,7 +3,9 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -12,6 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_segreuse
 from vllm_segreuse.config import ConfigError
 from vllm_segreuse.launch import (
+    KvOffloading,
     add_flags,
     check_config,
     names_connector,
@@ -142,6 +145,43 @@ def test_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_config(OURS)
 
 
-def test_kv_offloading_is_refused() -> None:
-    with pytest.raises(ConfigError, match="drop --kv-offloading-size"):
-        check_config(OURS, kv_offloading=True)
+SIZE = KvOffloading(2.0, "native")
+
+
+def tier_of(offloading: KvOffloading, **options: Any) -> Any:
+    config = check_config(OURS | {"kv_connector_extra_config": options}, offloading=offloading)
+    return config.kv_connector_extra_config["tier"]
+
+
+def test_offloaded_bytes_become_the_second_tiers() -> None:
+    assert tier_of(SIZE) == {"host_gib": 2.0}
+    assert tier_of(SIZE, tier={"min_run_tokens": 9}) == {"min_run_tokens": 9, "host_gib": 2.0}
+    assert tier_of(SIZE, tier={"host_gib": 2}) == {"host_gib": 2.0}
+    options = {"tier": {"wait_ms": 1}}
+    check_config(OURS | {"kv_connector_extra_config": options}, offloading=SIZE)
+    assert options == {"tier": {"wait_ms": 1}}, "what the caller gave is as it was"
+
+
+@pytest.mark.parametrize(
+    ("offloading", "options", "named"),
+    [
+        (KvOffloading(2.0, "lmcache"), {}, "drop --kv-offloading-backend lmcache"),
+        (KvOffloading(0.0, "native"), {}, "--kv-offloading-size 0 holds nothing"),
+        (SIZE, {"tier": None}, "tier: null off"),
+        (SIZE, {"tier": {"host_gib": 3}}, "tier.host_gib is 3: drop one"),
+        (SIZE, {"tier": {"admission": "knowledge"}}, "tier.admission is knowledge: drop one"),
+        (SIZE, {"tier": {"host_gb": 2}}, "host_gb"),
+        (SIZE, {"tier": 5}, "tier"),
+    ],
+)
+def test_what_contradicts_offloading_is_refused_by_name(
+    offloading: KvOffloading, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        tier_of(offloading, **options)
+
+
+def test_vllms_other_offloading_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+    with pytest.raises(ConfigError, match="unset VLLM_USE_SIMPLE_KV_OFFLOAD"):
+        tier_of(SIZE)

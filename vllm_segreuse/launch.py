@@ -9,7 +9,7 @@ then defers the freeing of blocks and accepts multimodal requests without their 
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_segreuse.config import ConfigError, SegReuseConfig
 from vllm_segreuse.version import require_supported_vllm
@@ -67,14 +67,27 @@ def cuts_of(config: "KVTransferConfig | None") -> tuple[int, ...]:
     return SegReuseConfig.from_options(config.kv_connector_extra_config).cuts
 
 
+class KvOffloading(NamedTuple):
+    """What vLLM's flags say of offloading.
+
+    Attributes:
+        size_gib: `--kv-offloading-size`, of all ranks of an engine together.
+        backend: `--kv-offloading-backend`.
+    """
+
+    size_gib: float
+    backend: str
+
+
 def check_config(
-    config: "KVTransferConfig | Mapping[str, Any]", *, kv_offloading: bool = False
+    config: "KVTransferConfig | Mapping[str, Any]", *, offloading: KvOffloading | None = None
 ) -> "KVTransferConfig":
     """Checks a configuration that names our connector, before vLLM builds on it.
 
     Args:
         config: the configuration.
-        kv_offloading: whether vLLM's own KV offloading is on, which replaces the connector.
+        offloading: what vLLM is to offload; the second tier does it instead, since vLLM's own
+            offloading would replace the connector.
 
     Returns:
         The configuration to go on with.
@@ -85,8 +98,10 @@ def check_config(
     config = _as_config(config)
     if config.kv_connector != CONNECTOR:
         raise ConfigError(f"{_ALONE}; name {CONNECTOR} alone instead of in a {config.kv_connector}")
-    if kv_offloading:
-        raise ConfigError(f"{_ALONE}; drop --kv-offloading-size")
+    if offloading is not None:
+        config.kv_connector_extra_config = _offloading_to_tier(
+            config.kv_connector_extra_config, offloading
+        )
     SegReuseConfig.from_options(
         config.kv_connector_extra_config, source="kv_connector_extra_config"
     )
@@ -99,6 +114,39 @@ def check_config(
             "segment reuse checks requests in the Python API server: unset VLLM_USE_RUST_FRONTEND"
         )
     return config
+
+
+def _offloading_to_tier(options: Mapping[str, Any], flags: KvOffloading) -> dict[str, Any]:
+    """The server's options with what is to be offloaded as the second tier's host memory.
+
+    vLLM's flag counts the bytes of all tensor-parallel ranks together, and so does `tier.host_gib`.
+
+    Raises:
+        ConfigError: they contradict each other, or the flags ask for what the tier does not do.
+    """
+    import vllm.envs
+
+    SegReuseConfig.from_options(options, source="kv_connector_extra_config")
+    flag = f"--kv-offloading-size {flags.size_gib:g}"
+    if flags.backend != "native":
+        raise ConfigError(
+            f"{_ALONE}; drop --kv-offloading-backend {flags.backend}: with {flag} alone, segment "
+            "reuse offloads itself"
+        )
+    if vllm.envs.VLLM_USE_SIMPLE_KV_OFFLOAD:
+        raise ConfigError(f"{_ALONE}; unset VLLM_USE_SIMPLE_KV_OFFLOAD")
+    if flags.size_gib <= 0:
+        raise ConfigError(f"{flag} holds nothing: give a size above 0, or drop it")
+    tier = options.get("tier", {})
+    if tier is None:
+        raise ConfigError(f"{flag} turns the second tier on, and tier: null off: drop one of them")
+    for option, wanted in (("host_gib", flags.size_gib), ("admission", "evicted")):
+        if tier.get(option, wanted) != wanted:
+            raise ConfigError(
+                f"{flag} means tier.{option}={wanted}, and tier.{option} is {tier[option]}: drop "
+                "one of them"
+            )
+    return {**options, "tier": {**tier, "host_gib": flags.size_gib}}
 
 
 def add_flags(parser: Any) -> None:

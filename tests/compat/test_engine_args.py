@@ -26,10 +26,16 @@ def create(kv_transfer_config: Any, kv_offloading_size: float | None = None) -> 
     """The wrapped `create_engine_config` around one that shows what it was called with."""
 
     def original(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return SimpleNamespace(kv_transfer_config=self.kv_transfer_config, args=args)
+        return SimpleNamespace(
+            kv_transfer_config=self.kv_transfer_config,
+            kv_offloading_size=self.kv_offloading_size,
+            args=args,
+        )
 
     self = SimpleNamespace(
-        kv_transfer_config=kv_transfer_config, kv_offloading_size=kv_offloading_size
+        kv_transfer_config=kv_transfer_config,
+        kv_offloading_size=kv_offloading_size,
+        kv_offloading_backend="native",
     )
     return engine_args._create_engine_config(original)(self, "usage context")
 
@@ -86,10 +92,15 @@ def test_bad_options_are_refused_before_the_engine_exists(enabled: list[str]) ->
         create(config)
 
 
-def test_kv_offloading_would_replace_our_connector(enabled: list[str]) -> None:
-    with pytest.raises(ConfigError, match="--kv-offloading-size"):
-        create(vllm_segreuse.kv_transfer_config(), kv_offloading_size=1.0)
-    create(None, kv_offloading_size=1.0)
+@pytest.mark.usefixtures("enabled")
+def test_kv_offloading_becomes_the_second_tier_and_leaves_our_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_args.supported, "check_config", lambda *given: None)
+    made = create(vllm_segreuse.kv_transfer_config(), kv_offloading_size=1.5)
+    assert made.kv_transfer_config.kv_connector_extra_config["tier"] == {"host_gib": 1.5}
+    assert made.kv_offloading_size is None, "vLLM would put its own connector in place of ours"
+    assert create(None, kv_offloading_size=1.5).kv_offloading_size == 1.5
 
 
 def test_our_variables_are_known_to_vllm_without_their_values(

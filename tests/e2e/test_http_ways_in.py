@@ -48,8 +48,9 @@ def test_stock_server_with_kv_transfer_config_switched_off_at_start() -> None:
         assert report(server, "Three. ")["reused_tokens"] > 0
 
 
-def test_kv_offloading_beside_it_is_refused_in_one_sentence() -> None:
-    log = failed_start(make_model("llama"), ["--kv-offloading-size", "1"])
+def test_another_offloading_beside_it_is_refused_in_one_sentence() -> None:
+    flags = ["--kv-offloading-size", "1", "--kv-offloading-backend", "lmcache"]
+    log = failed_start(make_model("llama"), flags)
     last = log.strip().splitlines()[-1]
     assert last.startswith("vllm-segreuse: segment reuse cannot run beside another KV connector")
     assert "--kv-offloading-size" in last

@@ -11,17 +11,30 @@ import torch
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, step, submit
 from tests.e2e.test_equality import assert_same
-from tests.e2e.test_tier import ARGUMENTS, FOCUS, IDLE, NOISE, SHIFT, ask, counts, evict, worker_side
+from tests.e2e.test_tier import (
+    ARGUMENTS,
+    FOCUS,
+    IDLE,
+    NOISE,
+    SHIFT,
+    ask,
+    counts,
+    evict,
+    worker_side,
+)
 
 EXACT = NAMESPACE | {"segreuse_policy": "exact"}
 LENGTH = 7 * BLOCK_SIZE + 9
-POLICIES = pytest.mark.parametrize("options", [SHIFT, FOCUS, EXACT], ids=["shift", "focus", "exact"])
+POLICIES = pytest.mark.parametrize(
+    "options", [SHIFT, FOCUS, EXACT], ids=["shift", "focus", "exact"]
+)
 
 
 @pytest.fixture(scope="module")
 def tiered() -> Iterator[Engine]:
-    options = {"tier": {"host_gib": 0.008, "min_run_tokens": 32}}
-    with engine("llama", segreuse=options, **ARGUMENTS) as started:
+    """By vLLM's own flag, which asks for as much host memory as the tests of segments have."""
+    options = {"tier": {"min_run_tokens": 32}}
+    with engine("llama", segreuse=options, kv_offloading_size=0.008, **ARGUMENTS) as started:
         yield started
 
 

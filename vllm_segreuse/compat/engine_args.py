@@ -50,14 +50,15 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_segreuse.launch import check_config, cuts_of, names_connector
+        from vllm_segreuse.launch import KvOffloading, check_config, cuts_of, names_connector
 
         if not names_connector(self.kv_transfer_config):
             return original(self, *args, **kwargs)
         compat.enable()
-        self.kv_transfer_config = check_config(
-            self.kv_transfer_config, kv_offloading=self.kv_offloading_size is not None
-        )
+        size = self.kv_offloading_size
+        offloading = None if size is None else KvOffloading(size, self.kv_offloading_backend)
+        self.kv_transfer_config = check_config(self.kv_transfer_config, offloading=offloading)
+        self.kv_offloading_size = None  # or vLLM would replace the connector
         vllm_config = original(self, *args, **kwargs)
         supported.check_config(vllm_config, cuts_of(self.kv_transfer_config))
         return vllm_config
