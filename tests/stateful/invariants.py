@@ -25,6 +25,7 @@ def check(world: World) -> None:
     _check_planner(world)
     _check_exact_names(world)
     _check_index(world)
+    _check_rows(world)
     _check_windows(world)
     _check_frozen(world)
 
@@ -37,6 +38,11 @@ def check_idle(world: World) -> None:
     assert not world.side._planner._requests, "requests that ended are still tracked"
     references = sum(world.side._namespaces._references) - world.frozen.namespaces().total()
     assert references == world.lost_namespaces
+    assert not pool._awaited, f"names that nobody will report on: {pool._awaited}"
+    tier = world.side._tier
+    if tier is not None and tier.is_open:
+        counts = tier.counts()
+        assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
 
 
 def _check_references(world: World) -> None:
@@ -69,8 +75,17 @@ def _check_planner(world: World) -> None:
     tracked = planner._requests.keys()
     assert tracked <= world.scheduler.requests.keys(), "requests that ended are tracked"
     references = sum(namespaces._references) - world.lost_namespaces
-    references -= world.frozen.namespaces().total()
+    references -= world.frozen.namespaces().total() + _held_by_tier(world)
     assert references == len(tracked), f"{references} references for {len(tracked)} requests"
+
+
+def _held_by_tier(world: World) -> int:
+    """References on namespaces, of records that are not shown yet."""
+    tier = world.side._tier
+    if tier is None:
+        return 0
+    seen = [record.last_seen for record in tier._catalogue if record.last_seen is not None]
+    return sum(len(found.namespaces) for found in [*tier._evicted, *seen])
 
 
 def _check_exact_names(world: World) -> None:
@@ -104,9 +119,10 @@ def _check_index(world: World) -> None:
         return  # neither kept up to date nor read, until a reset empties it
     index, worker, size = world.index, world.worker, world.pool.hash_block_size
     entries = np.flatnonzero(index.nodes["born"])
-    if not len(entries):
-        return
     nodes = index.nodes[entries]
+    nodes = nodes[nodes["block"] < world.pool.num_gpu_blocks]
+    if not len(nodes):
+        return
     blocks = nodes["block"]
     for block in np.unique(blocks).tolist():
         assert world.pool.blocks[block].block_hash is not None, f"block {block} has no name"
@@ -127,6 +143,24 @@ def _check_index(world: World) -> None:
         known = worker.known_to[block]
         seen = any(identity.keys and find(_key(identity)) == namespace for identity in known)
         assert seen, f"namespace {namespace} never saw block {block}, known to {known}"
+
+
+def _check_rows(world: World) -> None:
+    """What is known of a record is what its row holds."""
+    tier, rows, size = world.side._tier, world.worker.rows, world.worker.block_size
+    if tier is None or not tier.is_open:
+        return
+    chunks = tier._manager.primary_tier._policy.chunks
+    for record in tier._catalogue:
+        if not (record.in_host and record.shown):
+            continue
+        row = chunks[record.key].chunk_id
+        held = {name: tags[row * size : (row + 1) * size] for name, tags in rows.tags.items()}
+        assert held["token"].tolist() == record.tokens.tolist(), f"row {row}: other tokens"
+        positions = range(record.position, record.position + size)
+        assert held["position"].tolist() == [*positions], f"row {row}: other positions"
+        assert held["depth"].max() <= record.depth, f"row {row}: deeper"
+        assert record.depth or (held["history"] != APPROXIMATE).all(), f"row {row}: not exact"
 
 
 def _check_windows(world: World) -> None:

@@ -121,6 +121,8 @@ class _Run:
         counts.update(world.counts)
         counts["copied tokens"] = world.worker.copied_tokens
         counts["exact tokens"] = world.worker.exact_tokens
+        counts["restored tokens"] = world.worker.rows.restored
+        counts["stored blocks"] = world.worker.rows.stored
         counts["spread plans"] = world.worker.spread_plans
         counts.update({f"fault: {site}": n for site, n in self._faults.raised.items()})
 
@@ -235,6 +237,7 @@ class _Run:
             spread_tokens=choose([0, 1, 1, 5]),
             similarity=choose([False, True]),
             halo=choose([False, True]),
+            tier_rows=Random(f"rows {self.result.seed}").choice([0, 12, 30, 90]),
         )
 
     def _make_ask(self) -> Ask:

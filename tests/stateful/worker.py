@@ -16,11 +16,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from tests.stateful.rows import Rows
+from vllm_segreuse.connector import SegReuseWorkerMetadata
 from vllm_segreuse.estimate.engine import step_output
-from vllm_segreuse.plan import AcceptanceOutcome, PlanOutcome, ReusePlan, Stock
+from vllm_segreuse.plan import (
+    AcceptanceOutcome,
+    PlanOutcome,
+    Restoration,
+    ReusePlan,
+    Stock,
+    Tier,
+    TierDone,
+)
 
 STOP = 1
 """The token that ends a request."""
@@ -107,12 +117,24 @@ class Spread:
 
 def _in_full(plan: ReusePlan) -> ReusePlan:
     """As a plan in full, which remains one of the exact tier."""
-    full = plan.in_full()
+    full = plan.without_copies()
     return replace(full, recipe=replace(full.recipe, program=Stock())) if _is_exact(plan) else full
 
 
 def _is_exact(plan: ReusePlan) -> bool:
     return plan.recipe.program == Stock()
+
+
+def _with_tier(
+    output: ModelRunnerOutput, outcomes: dict[str, PlanOutcome], done: TierDone
+) -> ModelRunnerOutput:
+    """The same with a report of the second tier."""
+    if not done:
+        return output
+    found = output.kv_connector_output or KVConnectorOutput()
+    found.kv_connector_worker_meta = SegReuseWorkerMetadata(dict(outcomes), {}, done)
+    output.kv_connector_output = found
+    return output
 
 
 class Worker:
@@ -121,6 +143,7 @@ class Worker:
     Args:
         identities: identity and sampling seed of each request, by id.
         live: vLLM's requests, by id; read where a real worker need not know a request's tokens.
+        num_rows: of the second tier.
     """
 
     def __init__(
@@ -129,6 +152,7 @@ class Worker:
         block_size: int,
         identities: dict[str, tuple[Identity, int]],
         live: Mapping[str, Request],
+        num_rows: int = 0,
     ) -> None:
         slots = num_blocks * block_size
         self.block_size = block_size
@@ -142,6 +166,7 @@ class Worker:
         self.known_to: list[set[Identity]] = [set() for _ in range(num_blocks)]
         """Who had the block in a block table since it was begun."""
         self.histories = Histories()
+        self.rows = Rows(num_rows, self)
         self.fail_next_pass = False
         self.copied_tokens = self.exact_tokens = 0
         self._identities = identities
@@ -163,6 +188,7 @@ class Worker:
         """
         self.num_steps += 1
         self._outcomes = {}
+        done = self.rows.carry_out(step.kv_connector_metadata.tier)
         self.called_back |= set(step.kv_connector_metadata.called_back)
         for name in step.kv_connector_metadata.called_back:
             self._spread.pop(name, None)
@@ -174,7 +200,8 @@ class Worker:
             name: self._forward(name, starts[name], tokens)
             for name, tokens in step.num_scheduled_tokens.items()
         }
-        return step_output(sampled, self._go_on(step.finished_req_ids), self._outcomes)
+        output = step_output(sampled, self._go_on(step.finished_req_ids), self._outcomes)
+        return _with_tier(output, self._outcomes, done)
 
     def slots(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
         """Slots of positions `[start, stop)` of a block table."""
@@ -250,12 +277,17 @@ class Worker:
             # As the connector does after an error; what a plan may copy remains what it was, and
             # so does what is reported, unless only the workers know it.
             for plan in plans:
-                recomputed = plan.num_reused if plan.reports else plan.num_recomputed
+                recomputed = plan.num_recomputed
+                if plan.reports:
+                    recomputed = plan.num_restored + plan.num_reused
                 self.endings.setdefault(plan.request_id, Ending(recomputed))
             plans = [_in_full(plan) for plan in plans]
         requests = [self._request_of(plan) for plan in plans]
         written = self._written(plans, requests, scheduled, starts)
         reads = []
+        for plan, request in zip(plans, requests, strict=True):
+            if plan.restoration is not None:
+                self._restore(plan.request_id, request, plan.restoration, written)
         for plan, request in zip(plans, requests, strict=True):
             self._check_plan(plan, request, scheduled, starts)
             reads.append(self._read_donors(plan, request, written))
@@ -268,6 +300,26 @@ class Worker:
             else:
                 self._write_plan(plan, request, *read)
 
+    def _restore(
+        self, name: str, request: Running, restoration: Restoration, written: set[int]
+    ) -> None:
+        """Copy whole blocks of the request's own prefix, which must be exactly that."""
+        pieces, size = restoration.pieces, self.block_size
+        for (at, length, block, offset, position), tier in zip(
+            pieces.rows(), pieces.source.tolist(), strict=True
+        ):
+            where = f"{name}: block {at // size} restored from {Tier(tier).name} {block}"
+            assert (length, offset, position) == (size, 0, at), f"{where}: it is moved"
+            assert tier == Tier.HOST or block not in written, f"{where}: written in this step"
+            history = self.rows.source(tier, block)[0]["history"].tolist()
+            assert history == request.history[at : at + size], f"{where}: another prefix's KV"
+        if len(pieces):
+            begin = int(pieces.destination[0])
+            ids = request.tokens[begin : pieces.stop]
+            assert restoration.token_ids.tolist() == ids, f"{name}: other tokens"
+            self._write(request, begin, pieces.stop)
+            self.rows.restore(pieces, request.blocks)
+
     def _request_of(self, plan: ReusePlan) -> Running:
         name = plan.request_id
         if not plan.spread:
@@ -277,7 +329,7 @@ class Worker:
         tokens = list(self._live[name].all_token_ids[:])
         request = Running(identity, seed, tokens, plan.block_ids.tolist())
         self.histories.of(identity, tokens, request.history)
-        self._meet(request, plan.start)
+        self._meet(request, plan.begin)
         return request
 
     def _go_on(self, ended: set[str]) -> set[str]:
@@ -311,7 +363,7 @@ class Worker:
         spans = [(self._requests[i], starts[i], starts[i] + n) for i, n in scheduled.items()]
         under_way = [(spread.plan, spread.request) for spread in self._spread.values()]
         for plan, request in [*zip(plans, requests, strict=True), *under_way]:
-            spans.append((request, plan.start, plan.start + plan.num_written))
+            spans.append((request, plan.begin, plan.start + plan.num_written))
         blocks: set[int] = set()
         for request, start, stop in spans:
             slots = self.slots(request.blocks, start, stop)
@@ -332,7 +384,7 @@ class Worker:
             assert name not in scheduled, f"{name} runs, though its plan takes several steps"
         else:
             assert starts[name] == plan.stop, f"{name}: where the plan ends"
-        if not _is_exact(plan):
+        if plan.num_tokens and not _is_exact(plan):
             assert plan.stop == len(request.tokens) - 1, f"{name}: where the plan ends"
             alone = plan.spread or scheduled.get(name) == 1
             assert alone, f"{name}: vLLM computes more than the last token"
@@ -352,32 +404,35 @@ class Worker:
         name, size = plan.request_id, self.block_size
         token = np.full(plan.num_tokens, -1, np.int32)
         position = np.full(plan.num_tokens, -1, np.int32)
-        for destination, length, block, offset, donor_position in plan.pieces.rows():
+        sources = plan.pieces.source.tolist()
+        for row, tier in zip(plan.pieces.rows(), sources, strict=True):
+            destination, length, block, offset, donor_position = row
             where = f"{name}: {length} tokens at {destination} from block {block}+{offset}"
-            assert block in plan.donor_blocks, f"{where}: the block is not among the pinned"
-            assert block not in written, f"{where}: the block is written in the same step"
+            if tier == Tier.GPU:
+                assert block in plan.donor_blocks, f"{where}: the block is not among the pinned"
+                assert block not in written, f"{where}: the block is written in the same step"
             assert 0 <= offset < offset + length <= size, f"{where}: outside of the block"
             assert plan.start <= destination <= plan.stop - length, f"{where}: outside of the plan"
-            slots = block * size + offset + np.arange(length)
+            held, known = self.rows.source(tier, block)
+            tags = {kind: values[offset : offset + length] for kind, values in held.items()}
             span = slice(destination - plan.start, destination - plan.start + length)
             assert (token[span] == -1).all(), f"{where}: overlaps another piece"
-            token[span] = self.token[slots]
-            position[span] = self.position[slots] + destination - donor_position
+            token[span] = tags["token"]
+            position[span] = tags["position"] + destination - donor_position
             wanted = request.tokens[destination : destination + length]
-            epoch = f"{where} (epoch {self.epoch[block]})"
+            epoch = f"{where} ({Tier(tier).name})"
             assert token[span].tolist() == wanted, f"{epoch} holds {token[span]}, not {wanted}"
             moved = np.arange(destination, destination + length)
             assert (position[span] == moved).all(), f"{epoch}: other positions than planned"
-            assert not self.copied[slots].any(), f"{epoch}: a copy of a copy"
-            assert self.depth[slots].max() <= plan.donor_depth, f"{epoch}: deeper than planned"
+            assert not tags["copied"].any(), f"{epoch}: a copy of a copy"
+            assert tags["depth"].max() <= plan.donor_depth, f"{epoch}: deeper than planned"
             if _is_exact(plan):
                 # In no namespace, as vLLM's own prefix cache: nothing but the whole prefix counts.
-                histories = self.history[slots].tolist()
+                histories = tags["history"].tolist()
                 wanted = request.history[destination : destination + length]
                 assert histories == wanted, f"{epoch} holds another prefix's KV"
                 assert destination == donor_position, f"{epoch}: moved, yet planned as exact"
             else:
-                known = self.known_to[block]
                 who = request.identity
                 assert who in known, f"{epoch} is known to {known}, not {who}"
             self.exact_tokens += length if _is_exact(plan) else 0
@@ -388,7 +443,7 @@ class Worker:
         self, plan: ReusePlan, request: Running, token: np.ndarray, position: np.ndarray
     ) -> None:
         computed = self._carry_out(plan)
-        slots = self._write(request, plan.start, plan.stop)
+        slots = self._write(request, plan.start, plan.stop) if plan.num_tokens else []
         self.token[slots] = np.where(computed, plan.token_ids, token)
         self.position[slots] = np.where(computed, np.arange(plan.start, plan.stop), position)
         self.history[slots] = APPROXIMATE
@@ -423,7 +478,9 @@ class Worker:
         if plan.reports:
             positions = tuple((np.flatnonzero(computed) + plan.start).tolist())
             positions = positions if plan.explains else None
-            outcome = PlanOutcome(active, drift, in_full, positions, tested)
+            number = 0 if plan.restoration is None else plan.restoration.number
+            is_restored = plan.num_restored > 0
+            outcome = PlanOutcome(active, drift, in_full, positions, tested, number, is_restored)
             self._outcomes[plan.request_id] = outcome
         ending = Ending(int((computed & plan.reused).sum()), drift, in_full)
         if tested is not None:

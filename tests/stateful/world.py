@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -30,7 +31,9 @@ import vllm_segreuse
 from bench.shapes import SUPPORTED
 from tests.stateful import invariants
 from tests.stateful.worker import LARGEST_DRIFT, STOP, Identity, Worker
+from tests.tier.fakes import Region
 from vllm_segreuse.config import SegReuseConfig, Switch
+from vllm_segreuse.connector import SegReuseConnector
 from vllm_segreuse.estimate.engine import ModellessEngine
 from vllm_segreuse.plan import FreezeOrder
 
@@ -86,6 +89,7 @@ class Setup:
         spread_tokens: see `SegReuseConfig`.
         similarity: whether similar segments are reused (`SIMILARITY`).
         halo: whether these are tested (`HALO`).
+        tier_rows: of the second tier; 0: there is none.
     """
 
     num_blocks: int = 40
@@ -102,6 +106,7 @@ class Setup:
     frozen_share: float = 0.5
     similarity: bool = False
     halo: bool = False
+    tier_rows: int = 0
 
 
 @dataclass
@@ -140,7 +145,8 @@ class World:
         self.side = self._engine.side
         self.index, self.frozen = self.side._index, self.side._freezing.entries
         self.identities: dict[str, tuple[Identity, int]] = {}
-        self.worker = Worker(setup.num_blocks, SIZE, self.identities, self.scheduler.requests)
+        requests = self.scheduler.requests
+        self.worker = Worker(setup.num_blocks, SIZE, self.identities, requests, setup.tier_rows)
         self.held: list[Any] = []
         """Blocks that somebody else took."""
         self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -305,6 +311,8 @@ class World:
                 self.step()
             elif self.under_way:
                 self.complete()
+            elif self.side.has_pending_work:
+                self.step()
             else:
                 break
             self.check()
@@ -446,6 +454,7 @@ def _engine(setup: Setup) -> ModellessEngine:
         frozen_pressure=setup.frozen_pressure,
         frozen_share=setup.frozen_share,
         similarity=SIMILARITY | (HALO if setup.halo else {}) if setup.similarity else None,
+        tier={"host_gib": 1, "min_run_tokens": 2} if setup.tier_rows else None,
     ).model_dump()
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"
@@ -455,4 +464,6 @@ def _engine(setup: Setup) -> ModellessEngine:
     scheduling.watermark = setup.watermark
     scheduling.long_prefill_token_threshold = setup.long_prompt_tokens
     scheduling.async_scheduling = setup.in_flight > 1
-    return ModellessEngine(vllm_config, setup.num_blocks, SIZE)
+    region = Region(setup.tier_rows) if setup.tier_rows else None
+    with patch.object(SegReuseConnector, "_open_region", lambda connector: region):
+        return ModellessEngine(vllm_config, setup.num_blocks, SIZE)

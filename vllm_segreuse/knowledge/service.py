@@ -234,8 +234,8 @@ class KnowledgeService:
         return await self._warm(base, [r.id for r in records], body.wait, change=change)
 
     async def warm(self, name: str, body: schemas.WarmDocuments) -> list[schemas.Document]:
-        """Bring documents back to GPU memory; warm ones stay as they are, and stored ones are
-        computed."""
+        """Bring documents back to GPU memory; warm ones stay as they are. Stored ones are copied
+        from the second tier, if their context is there, and else computed."""
         base = self._catalogue.base(name)
         ids = sorted(base.documents) if body.ids is None else body.ids
         for document_id in ids:
