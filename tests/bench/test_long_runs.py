@@ -21,7 +21,8 @@ def found(**differences: list[float]) -> exact_arms.Found:
     """What an engine answers whose arms all equal the cold one, but for those named."""
     arms = {arm: [0.0] * PROMPTS for arm in (*exact_arms.OWN, *exact_arms.EXACT)}
     arms |= {exact_arms.CONTROL: [0.5, 0.25]} | differences
-    planned = dict.fromkeys(arms, 0) | {"hole": PROMPTS, "preempted": PROMPTS}
+    reused = dict.fromkeys(("hole", "preempted", "tiered"), PROMPTS)
+    planned = dict.fromkeys(arms, 0) | reused
     return exact_arms.Found(arms, dict.fromkeys(arms, 7), planned)
 
 
@@ -34,9 +35,9 @@ def test_exact_arms_count_what_is_the_same_to_the_last_bit() -> None:
     assert result["summary"] == {
         "engines": 1,
         "prompts": 2 * PROMPTS,
-        "answers": 2 * 4 * PROMPTS,
-        "identical": 2 * 4 * PROMPTS - 2,
-        "reused": 4 * PROMPTS,
+        "answers": 2 * 5 * PROMPTS,
+        "identical": 2 * 5 * PROMPTS - 2,
+        "reused": 6 * PROMPTS,
         "controls": 4,
         "findings": 1,
     }

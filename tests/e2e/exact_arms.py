@@ -5,8 +5,9 @@
 
 Each prompt is computed cold, and its other answers are compared with that one. Requests without
 extra keys say how far vLLM's own answers depend on what was cached (`OWN`); the exact tier may add
-nothing to that (`EXACT`). Holes are made by evicting blocks of the prompt. `CONTROL` reuses KV that
-was computed behind another first token, as a tier would that compared tokens and not the chain.
+nothing to that (`EXACT`). Holes are made by evicting blocks of the prompt. What is "tiered" has
+gone through host memory, behind holes, too. `CONTROL` reuses KV that was computed behind another
+first token, as a tier would that compared tokens and not the chain.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from tests.e2e.stepping import finished_in_step, submit
 MODULE = "tests.e2e.exact_arms"
 OPTIONS = NAMESPACE | {"segreuse_policy": "exact", "segreuse_min_reused_tokens": BLOCK_SIZE}
 OWN = ("vLLM warm", "vLLM hole", "vLLM preempted")
-EXACT = ("cold", "warm", "hole", "preempted")
+EXACT = ("cold", "warm", "hole", "preempted", "tiered")
+HOST_GIB = 0.25
+"""Host memory for all blocks of the cache."""
 CONTROL = "control"
 WHOLE: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8}
 CHUNKED = WHOLE | {"max_num_batched_tokens": 80}
@@ -154,7 +157,10 @@ class Arms:
             found.note(f"{whose}hole", self._ask(group, options), cold)
             self._make_holes(group)
             found.note(f"{whose}preempted", self._preempted(group, options), cold)
-        self._forget(group)
+        self._make_holes(group)
+        self._evict_to_tier()
+        found.note("tiered", self._ask(group, OPTIONS), cold)
+        self._running.reset()  # host memory, too
         found.note("cold", self._ask(group, OPTIONS), cold)
         if with_control:
             self._forget(group)
@@ -205,6 +211,12 @@ class Arms:
             for hole in prompt.holes:
                 self._evict(prompt.hashes[hole])
 
+    def _evict_to_tier(self) -> None:
+        """All that is cached is taken for something else, and kept in host memory."""
+        pool = self._running.pool
+        pool.free_blocks(reversed(pool.get_new_blocks(pool.get_num_free_blocks())))
+        self._running.ask(self._text.tokens(2))  # the step that copies it
+
     def _forget(self, group: list[Prompt]) -> None:
         for prompt in group:
             for block_hash in prompt.hashes:
@@ -220,7 +232,9 @@ class Arms:
 @contextmanager
 def small_engine(**arguments: Any) -> Iterator[Engine]:
     """An engine whose cache is small, so that looking through it is quick."""
-    with engine("qwen3", **{"dtype": "float32", "num_gpu_blocks_override": 641} | arguments) as it:
+    options = {"tier": {"host_gib": HOST_GIB}}
+    sizes = {"dtype": "float32", "num_gpu_blocks_override": 641}
+    with engine("qwen3", segreuse=options, **sizes | arguments) as it:
         yield it
         it.check_idle()
 
@@ -281,7 +295,7 @@ def describe_arm(name: str, arm: str, found: Found) -> harness.Row:
             finding = "" if arm in EXACT else "as close as the exact arms: nothing is compared"
         except AssertionError as error:
             finding = str(error) if arm in EXACT else ""
-    if arm in ("hole", "preempted") and found.planned[arm] < len(differences):
+    if arm in ("hole", "preempted", "tiered") and found.planned[arm] < len(differences):
         finding = finding or f"only {found.planned[arm]} were reused in place"
     return {
         "engine": name,

@@ -41,7 +41,7 @@ def test_the_exact_tier_is_as_close_to_a_cold_answer_as_vllm_itself(found: Found
 def test_holes_are_filled_and_the_rest_is_reused(found: Found) -> None:
     prompts = len(found.differences["hole"])
     assert prompts >= 16
-    for arm in ("hole", "preempted"):
+    for arm in ("hole", "preempted", "tiered"):
         assert found.planned[arm] == prompts
         assert found.exact_tokens[arm] >= 32 * prompts
     for arm in ("cold", "warm", *OWN):

@@ -61,6 +61,21 @@ def engine_of_two_ranks(path: Path) -> None:
         for rank in (0, 1):
             ask(f"load {rank}", loads=f"{rank} tier.mover.InPlace.load")
         ask("store 1", stores="1 tier.mover.InPlace.store")
+
+        def restore(way: str, loads: str | None = None) -> None:
+            running.reset()
+            running.ask(donor, options=SHIFT)
+            if way != "prefix hit":
+                evict(running, text)
+            break_on_a_rank(running, loads)
+            found[way] = running.ask(donor, options=SHIFT)
+            found[f"{way}, again"] = running.ask(donor)
+            running.check_idle()
+            assert counts(running) | IDLE == counts(running), "rows are still held"
+
+        restore("prefix hit")
+        restore("restored")
+        restore("not restored", loads="1 tier.mover.InPlace.load")
         plain = {way: [vars(answer) for answer in answers] for way, answers in found.items()}
         path.write_text(json.dumps(plain))
 
@@ -90,6 +105,23 @@ def test_what_one_rank_cannot_read_both_compute_in_full(rank: int, answers: dict
     answer = answers[f"load {rank}"]
     assert answer.report["tiered_tokens"] > 150, "as planned"
     assert_same(answer, answers["in full"], NOISE)
+
+
+def test_two_ranks_restore_a_prefix_bit_for_bit(answers: dict[str, Any]) -> None:
+    restored, hit = answers["restored"], answers["prefix hit"]
+    assert restored.report["exact_tokens"] == restored.report["tiered_tokens"] == hit.cached_tokens
+    assert hit.cached_tokens > 150
+    assert (restored.token_ids, restored.logprobs) == (hit.token_ids, hit.logprobs)
+    again = answers["restored, again"]
+    assert again.cached_tokens == hit.cached_tokens, "it has its exact names"
+    assert again.logprobs == hit.logprobs
+
+
+def test_what_one_rank_could_not_restore_has_no_exact_name(answers: dict[str, Any]) -> None:
+    answer = answers["not restored"]
+    assert answer.report["recomputed_tokens"] == answer.report["reused_tokens"] > 150
+    assert_same(answer, answers["prefix hit"], NOISE)
+    assert answers["not restored, again"].cached_tokens == 0
 
 
 def test_what_one_rank_could_not_store_nobody_reads(answers: dict[str, Any]) -> None:

@@ -234,6 +234,7 @@ class Planner:
         if tracked.restores:
             exact = restorable(tracked.prompt, start, stop, self._block_size)
             restored = by_tier(exact, self._tier, whole=True)
+            self._budget.lookups += exact.num_tokens > 0
         until, others = restored.pieces.stop or start, NOTHING
         if tracked.bypass is None and until < stop:
             matches = self._match(tracked, until, stop)
