@@ -27,6 +27,7 @@ from vllm_segreuse.arrival import (
 from vllm_segreuse.audit.audits import Audit
 from vllm_segreuse.audit.start import start_audits
 from vllm_segreuse.cache.budget import StepBudget
+from vllm_segreuse.cache.contexts import ContextArray, contexts_of
 from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.exact import ResidentFinder
 from vllm_segreuse.cache.explain import Reasons, explain, unexplored, with_recomputed
@@ -276,7 +277,8 @@ class SchedulerSide:
         if self._tier is not None:
             self._tier.recall(namespace, key)
             resident = OwnPrefix(request, self._pool, self._tier.exact_entry)
-        prompt = Prompt(namespace, tokens, resident)
+        contexts = functools.partial(_contexts, request)
+        prompt = Prompt(namespace, tokens, resident, contexts)
         falls_back = self._audits.falls_back(self._namespaces.digest(namespace))
         if falls_back:
             careful = self._config.fallback_options(options)
@@ -684,6 +686,10 @@ def _is_wrong(tracked: TrackedRequest, outcome: PlanOutcome) -> bool:
 def _halo(config: SegReuseConfig) -> Halo:
     options = config.similarity
     return NO_HALO if options is None else Halo(options.halo_tokens, options.max_boundary_drift)
+
+
+def _contexts(request: Request, blocks: IntArray) -> ContextArray:
+    return contexts_of(request.block_hashes, blocks)
 
 
 def _step_tokens(vllm_config: VllmConfig, config: SegReuseConfig) -> int:

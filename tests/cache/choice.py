@@ -82,7 +82,9 @@ class Choice:
         window, block = candidate
         view = self.known[block]
         begin = window - self.context(block, window)
-        return -begin, self.shared(block), -view.depth, view.position - window, -block
+        in_place = begin == 0 and view.position == window
+        order = -view.depth, view.position - window, -block
+        return -begin, in_place, self.shared(block), *order
 
     def content(self, window: int) -> tuple[int, ...] | None:
         if 0 <= window <= len(self.prompt) - self.size:

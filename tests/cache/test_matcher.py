@@ -417,8 +417,17 @@ def test_12_then_the_lower_depth_then_the_larger_position_then_the_lower_id():
     early, late = (spell("abcd"), {"depths": 1}), (spell("zzzzabcd"), {"depths": 1})
     index = build(deep, early, late, late)
     for block in (4, 6, 2, 1):
-        assert match(index, 0, spell("abcd")).pieces.block.tolist() == [block]
+        assert match(index, 0, spell(".abcd")).pieces.block.tolist() == [block]
         index.remove(block)
+
+
+def test_12_where_all_in_front_is_equal_what_is_in_place_comes_first():
+    """Before text that the prompt repeats, and before a lower depth."""
+    index = build((spell("abcdabcd"), {}), (spell("abcdefgh"), {"depths": 2}))
+    index.remove(0)
+    assert match(index, 0, spell("abcd....")).pieces.block.tolist() == [2]
+    index.remove(2)
+    assert match(index, 0, spell("abcd....")).pieces.block.tolist() == [1]
 
 
 @pytest.mark.parametrize("between", [assembly.MAX_ANCESTORS - 1, assembly.MAX_ANCESTORS])

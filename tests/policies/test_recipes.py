@@ -33,7 +33,8 @@ def situation(reused: list[bool], **options) -> Situation:
     }
     mask = np.array(reused, np.bool_)
     starts = np.flatnonzero(mask & ~np.append(False, mask[:-1])).astype(np.int32)
-    segments = Segments(starts, np.arange(starts.size, dtype=np.int32) * 50)
+    behind = np.arange(starts.size, dtype=np.int32) * 50
+    segments = Segments(starts, behind, np.zeros(starts.size, np.bool_))
     return Situation(reused=mask, **{"segments": segments} | defaults | options)
 
 

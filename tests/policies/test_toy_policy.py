@@ -18,7 +18,7 @@ from tests.prefill.loaded import loaded
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse import config, policies
 from vllm_segreuse.config import ConfigError, SegReuseConfig
-from vllm_segreuse.plan import ModelLayers, Program, Recipe, ReusePlan
+from vllm_segreuse.plan import ModelLayers, Program, Recipe, ReusePlan, Segments
 from vllm_segreuse.policies import Situation
 from vllm_segreuse.prefill import checks, programs
 from vllm_segreuse.prefill.executor import SparsePrefill
@@ -102,9 +102,9 @@ def _become(known: dict[Any, Any], other: dict[Any, Any]) -> None:
 
 
 def recipe_of(policy: str, reused: np.ndarray) -> Recipe:
-    return policies.POLICIES[policy](
-        Situation(reused, np.array([1], np.int32), SIZE, LAYERS, 0.2, 0, None)
-    )
+    one = np.array([1], np.int32)
+    segments = Segments(one, one, np.array([False]))
+    return policies.POLICIES[policy](Situation(reused, segments, SIZE, LAYERS, 0.2, 0, None))
 
 
 def test_servers_and_requests_may_choose_it() -> None:

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,9 +190,11 @@ def test_every_plan_chooses_its_own_beside_what_is_always_computed(
 ) -> None:
     given = plans(program=Boundary(), top_k=2)
     given[2].recipe.__dict__["top_k"] = 0
+    given[0].recipe.__dict__["kept"] = np.arange(given[0].num_tokens) == 4
     batch = Batch(given, SIZE, CPU)
     scores = torch.zeros(15)
     scores[[0, 5, 8, 11, 12, 14]] = 9.0  # always computed: they take nobody's place
+    scores[4] = 9.0  # never chosen
     scores[[2, 3, 7]] = torch.tensor([0.25, 0.1, 0.3])
     scores[[9, 13]] = torch.tensor([0.2, 0.5])
     before = scores.clone()

@@ -54,13 +54,15 @@ def assemble(
         candidates = _find_candidates(nodes, groups, block_size, position, step, max_depth)
         if candidates.shape[0] == 0:
             break
-        best = 0
+        best, is_whole = 0, False
         if candidates.shape[0] > 1:
-            candidates = _keep_longest_context(nodes, block_tokens, tokens, candidates)
+            candidates, is_whole = _keep_longest_context(nodes, block_tokens, tokens, candidates)
         if candidates.shape[0] > 1:
             if table.size == 0:
                 table = _tabulate(tokens, hashes, salt, groups, start - block_size + 1)
-            best = _best_candidate(nodes, block_tokens, tokens, hashes, salt, table, candidates)
+            best = _best_candidate(
+                nodes, block_tokens, tokens, hashes, salt, table, candidates, is_whole
+            )
         donor, window = candidates[best, ENTRY], candidates[best, WINDOW]
         if window > position:
             count = _grow_left(
@@ -189,8 +191,9 @@ def _has_donor(nodes: Nodes, head: int, step: int, max_depth: int) -> bool:
 @kernel
 def _keep_longest_context(
     nodes: Nodes, block_tokens: TokenArray, tokens: TokenArray, candidates: IntArray
-) -> IntArray:
-    """The candidates whose equal left context begins first in the prompt."""
+) -> tuple[IntArray, bool]:
+    """The candidates whose equal left context begins first in the prompt; and whether all is equal
+    that is in front of them, as far as it is compared."""
     floor = max(0, candidates[0, WINDOW] - MAX_CONTEXT_TOKENS)
     earliest, kept = tokens.size, 0
     for i in range(candidates.shape[0]):
@@ -201,7 +204,7 @@ def _keep_longest_context(
         if begin == earliest:
             candidates[kept, ENTRY], candidates[kept, WINDOW] = entry, window
             kept += 1
-    return candidates[:kept]
+    return candidates[:kept], earliest == floor
 
 
 @kernel
@@ -233,17 +236,21 @@ def _best_candidate(
     salt: np.uint64,
     table: IntArray,
     candidates: IntArray,
+    is_whole: bool,
 ) -> int:
     """Row of the candidate to copy from, among those with equal left context; see `find_matches`.
 
     Args:
         table: `_tabulate` of this prompt.
+        is_whole: whether nothing else is in front of those that are in place.
     """
     shared = _count_shared(nodes, block_tokens, tokens, hashes, salt, table, candidates)
-    best, best_rank = 0, (-1, 0, 0, 0)
+    best, best_rank = 0, (-1, 0, 0, 0, 0)
     for i in range(candidates.shape[0]):
         node, window = nodes[candidates[i, ENTRY]], candidates[i, WINDOW]
-        rank = int(shared[i]), -int(node.depth), int(node.position - window), -int(node.block)
+        shift = int(node.position - window)
+        in_place = int(is_whole and shift == 0)
+        rank = in_place, int(shared[i]), -int(node.depth), shift, -int(node.block)
         if rank > best_rank:
             best, best_rank = i, rank
     return best

@@ -129,8 +129,9 @@ class Donors(BlockListener):
         """Provenance depth of consecutive blocks of a request; -1 where a block may not donate.
 
         Exact blocks have depth 0. Behind a plan's start a block donates if every token of it was
-        computed at every layer, one deeper than the deepest donor of the plan. Of a request that
-        computes a document, blocks of the context do not donate, and the others are exact.
+        computed at every layer, one deeper than the plan's donors (`ReusePlan.donor_depth`). Of a
+        request that computes a document, blocks of the context do not donate, and the others are
+        exact.
         """
         plan, order = tracked.plan, tracked.freeze
         size = self._index.block_size
@@ -194,6 +195,7 @@ class Donors(BlockListener):
             first * size,
             parent_block=blocks.block_ids[run.start - 1] if run.start else blocks.parent,
             depths=depths,
+            contexts=tracked.prompt.contexts(np.arange(first, last, dtype=np.int32)),
         )
         for follower in self._followers:
             follower.inserted(tracked.prompt.namespace, block_ids)

@@ -37,7 +37,8 @@ def explain(
     Returns:
         Each with `start` and `tokens`; `source` is `prefix`, `segment`, `similar` or `new`. A
         segment, and an equal run of similar text, has `position`, of its first token in the donor's
-        own sequence, and `tier` if it comes from the second tier. New text has a `reason`; that of
+        own sequence, `tier` if it comes from the second tier, and `in_context` if it was computed
+        behind the very text that is in front of it. New text has a `reason`; that of
         the last token, which vLLM computes, is `last_token`.
     """
     found = [_stretch(0, start, "prefix")] if start else []
@@ -118,15 +119,17 @@ def _stretch(start: int, tokens: int, source: str, **more: Any) -> Stretch:
 def _segments(pieces: Pieces) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
     """First token, length and source of each run that was computed in one sequence and lies in one
     tier, and what else is known of it."""
-    firsts, _ = pieces.segments(0)
     other_tier = 1 + np.flatnonzero(np.diff(pieces.source))
-    begins = np.union1d(np.searchsorted(pieces.destination, firsts), other_tier)
+    begins = np.searchsorted(pieces.destination, pieces.segments(0).first)
+    begins = np.union1d(begins, other_tier)
     ends = pieces.destination + pieces.length
     for begin, end in pairwise([*begins.tolist(), len(pieces)]):
         first, source = int(pieces.destination[begin]), Tier(pieces.source[begin])
         more: dict[str, Any] = {"position": int(pieces.position[begin])}
         if source != Tier.GPU:
             more["tier"] = source.name.lower()
+        if pieces.in_context[begin]:
+            more["in_context"] = True
         found_as = "similar" if pieces.is_similar[begin] else "segment"
         yield first, int(ends[end - 1]) - first, found_as, more
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from vllm_segreuse.cache.contexts import compared
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
 from vllm_segreuse.cache.prompt import Memo, Prompt
@@ -61,6 +62,7 @@ class ContentFinder:
         matches = find_matches(
             self._index, prompt.namespace, prompt.tokens, hashes, start, stop, self._max_depth
         )
+        matches = compared(matches, self._index, prompt)
         prompt.memo = Memo(self._key(start, stop), matches)
         return matches
 

@@ -46,7 +46,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def bytes_per_block(block_size: int) -> int:
     """Most bytes that an index reserves per block."""
-    return 4 * block_size + 352
+    return 4 * block_size + 360
 
 
 class SegmentIndex:
@@ -61,10 +61,11 @@ class SegmentIndex:
             step that ends the freshness of blocks). The key of match memos.
         step: number of the current step, from 1. It begins anew after 2**32 - 1 steps: a block that
             has stayed for exactly as long is then fresh for one step, that is, no donor in it.
+        contexts: uint64 `[num_blocks]`, what each block was computed behind (`contexts.py`).
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Reserve `4 * block_size + 304` to `352` bytes per block; pages are touched when used.
+        """Reserve `4 * block_size + 312` to `360` bytes per block; pages are touched when used.
 
         192 of them are for blocks known in several namespaces. Should those not suffice, the
         entries move to an array twice as large.
@@ -88,6 +89,7 @@ class SegmentIndex:
         self.spares: IntArray = np.array([-1, self.num_blocks], np.int32)
         self.tokens: TokenArray = _aligned_zeros(self.num_blocks * self.block_size, np.int32)
         self.tokens = self.tokens.reshape(self.num_blocks, self.block_size)
+        self.contexts: npt.NDArray[np.uint64] = np.zeros(self.num_blocks, np.uint64)
         self.heads: IntArray = np.full(BUCKETS_PER_BLOCK * power, -1, np.int32)
         self.anchor_counts: CountArray = np.zeros(ANCHORS_PER_BLOCK * power, np.uint8)
         self._population: npt.NDArray[np.int64] = np.zeros(64, np.int64)
@@ -112,6 +114,7 @@ class SegmentIndex:
         parent_block: int = -1,
         depths: int | DepthArray = 0,
         fresh: bool = True,
+        contexts: npt.NDArray[np.uint64] | None = None,
     ) -> None:
         """Index consecutive full blocks of one sequence.
 
@@ -130,6 +133,7 @@ class SegmentIndex:
             depths: provenance depth of all blocks, or of each `[n]`; at most
                 `MAX_PROVENANCE_DEPTH`.
             fresh: False: their KV is there already, so they may donate at once.
+            contexts: uint64 `[n]`, see `contexts.py`; None: not known.
 
         Raises:
             ValueError: sizes disagree, or an id, namespace, position or depth is out of range.
@@ -169,6 +173,7 @@ class SegmentIndex:
             int(parent_block),
             np.full(count, depths, DEPTH),
         )
+        self.contexts[block_ids] = 0 if contexts is None else contexts
         self._size += grown
         if changed:
             self._has_fresh |= fresh

@@ -36,7 +36,8 @@ class Matches(NamedTuple):
         pieces: the copies.
         num_tokens: tokens covered.
         num_segments: maximal runs, contiguous in the prompt and in the donor's sequence.
-        max_depth: deepest provenance used; 0 if only exact blocks are.
+        max_depth: deepest provenance used; 0 if only exact blocks are. Of blocks in the same
+            context (`contexts.py`) it is one less than theirs: nothing was moved once more.
     """
 
     pieces: Pieces
@@ -62,7 +63,7 @@ def find_matches(
 
     1. It continues the run in its own sequence.
     2. The longest equal left context, `MAX_CONTEXT_TOKENS` at most. Where all that is in front is
-       equal, so is the KV.
+       equal, so is the KV: of donors that have as much, those come first that are in their place.
     3. The most blocks in front of it, among the last `MAX_ANCESTORS`, whose content is anywhere in
        the prompt. A document read behind other documents of the prompt, in whatever order, is far
        nearer than one read alone or behind unrelated text.

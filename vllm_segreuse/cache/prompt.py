@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.rolling_hash import HashArray, window_hashes
@@ -26,6 +27,11 @@ def none_resident(first: int, last: int) -> IntArray:
     return np.full(last - first, -1, np.int32)
 
 
+def no_contexts(blocks: IntArray) -> npt.NDArray[np.uint64]:
+    """Nothing is known of what is in front of blocks."""
+    return np.zeros(len(blocks), np.uint64)
+
+
 @dataclass
 class Prompt:
     """What is known of it, and what was computed of it.
@@ -36,6 +42,7 @@ class Prompt:
         resident_blocks: the blocks `[first, last)` of the prompt: int32 `[last - first]`, ids of
             those that are resident under the request's own exact names, or of their records in the
             second tier, else -1.
+        contexts: of blocks of the prompt, by their indices (see `contexts.py`).
         slots: where tokens that are equal to the prompt's first ones may be in similar text (see
             `similar/store.py`); None: nothing was searched for. Kept with other tokens, since each
             is compared again.
@@ -45,6 +52,7 @@ class Prompt:
     namespace: int
     tokens: IntArray
     resident_blocks: Callable[[int, int], IntArray] = none_resident
+    contexts: Callable[[IntArray], npt.NDArray[np.uint64]] = no_contexts
     slots: IntArray | None = field(default=None, repr=False)
     memo: Memo | None = field(default=None, init=False, repr=False)
     _hashes: HashArray | None = field(default=None, init=False, repr=False)

@@ -41,10 +41,12 @@ class Segments(NamedTuple):
         first: int32 `[n]`, where each begins.
         position: int32 `[n]`, of its first token in the sequence that it was computed in: how many
             tokens it was read behind.
+        in_context: bool `[n]`, whether it was read behind the very text that is in front of it.
     """
 
     first: IntArray
     position: IntArray
+    in_context: BoolArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,8 @@ class Pieces:
         source: int8 `[n]`, `Tier` of the donor block.
         is_similar: bool `[n]`, whether the piece was found in text that is only similar. Its own
             tokens are equal all the same.
+        in_context: bool `[n]`, whether the donor was computed behind the very text that is in front
+            of the piece (`cache/contexts.py`).
         layers: int32 `[n]`, how many layers KV is moved at, the lowest ones. At the others the
             tokens are computed, from the donor's boundary states; `ALL_LAYERS`: at none.
     """
@@ -72,6 +76,7 @@ class Pieces:
     position: IntArray
     source: npt.NDArray[np.int8]
     is_similar: BoolArray
+    in_context: BoolArray
     layers: IntArray
 
     @classmethod
@@ -93,8 +98,10 @@ class Pieces:
         destination, length, block, offset, position = columns
         tiers = np.full(length.size, source, np.int8)
         similar = np.full(length.size, is_similar, np.bool_)
+        in_context = np.zeros(length.size, np.bool_)
         moved_at = np.full(length.size, layers, np.int32)
-        return cls(destination, length, block, offset, position, tiers, similar, moved_at)
+        kinds = tiers, similar, in_context, moved_at
+        return cls(destination, length, block, offset, position, *kinds)
 
     def merged(self, others: Pieces) -> Pieces:
         """These and others, which go to other positions."""
@@ -175,6 +182,7 @@ class Pieces:
         return Segments(
             np.asarray(self.destination[first] - start, dtype=np.int32),
             np.asarray(self.position[first], dtype=np.int32),
+            self.in_context[first],
         )
 
     def similar_segments(self, start: int) -> tuple[IntArray, IntArray]:
@@ -194,5 +202,6 @@ class Pieces:
             (self.destination[:-1] + self.length[:-1] != self.destination[1:])
             | (shift[:-1] != shift[1:])
             | (self.is_similar[:-1] != self.is_similar[1:])
+            | (self.in_context[:-1] != self.in_context[1:])
         )
         return first

@@ -21,7 +21,7 @@ class Recipe:
     """Which tokens of `[start, stop)` a policy computes, and how.
 
     Where no token is to be chosen, a program that would choose is replaced by `Fixed`; where all
-    are, so is one that computes the others before it chooses.
+    that may be are, so is one that computes the others before it chooses.
 
     Attributes:
         program: how they are computed.
@@ -29,6 +29,7 @@ class Recipe:
         probes: bool `[stop - start]`: tokens whose queries give the scores.
         top_k: reused tokens outside `always` that are computed behind the program's dense layers,
             chosen by their score; the most of them, where the program may choose fewer.
+        kept: bool `[stop - start]`: reused tokens that are never chosen; None: none of them.
         enters: int32 `[stop - start]`: the layer at which a reused token enters from a boundary
             state, -1 where none does; None: no token does.
 
@@ -41,10 +42,12 @@ class Recipe:
     always: BoolArray
     probes: BoolArray
     top_k: int = 0
+    kept: BoolArray | None = None
     enters: IntArray | None = None
 
     def __post_init__(self) -> None:
-        if self.program.computes_before_choice and self.settled.all():
+        chooses_all = self.top_k > 0 and not self.leaves_a_choice
+        if self.program.computes_before_choice and (chooses_all or self.settled.all()):
             object.__setattr__(self, "always", self.settled)
             object.__setattr__(self, "top_k", 0)
         if self.program.chooses and not self.top_k:
@@ -87,14 +90,19 @@ class Recipe:
     @property
     def leaves_a_choice(self) -> bool:
         """Whether only the workers know which tokens are computed at every layer."""
-        chooses_all = int(self.always.sum()) + self.top_k >= len(self.always)
+        chooses_all = self.top_k >= int(self.candidates.sum())
         return self.top_k > 0 and (self.program.may_choose_fewer or not chooses_all)
+
+    @property
+    def candidates(self) -> BoolArray:
+        """bool `[stop - start]`: tokens that may be chosen."""
+        return ~self.always if self.kept is None else ~(self.always | self.kept)
 
     @property
     def settled(self) -> BoolArray:
         """bool `[stop - start]`: tokens computed at every layer, whatever is chosen."""
         chooses_all = self.top_k > 0 and not self.leaves_a_choice
-        return np.ones_like(self.always) if chooses_all else self.always
+        return self.always | self.candidates if chooses_all else self.always
 
     def also(self, tokens: BoolArray) -> Recipe:
         """The same, with other tokens computed at every layer, too.
@@ -108,7 +116,7 @@ class Recipe:
         if self.program.computes_before_choice and probes.any():
             behind = np.arange(len(probes)) > probes.argmax()
             probes = probes | (tokens & behind)
-        top_k = min(self.top_k, int((~always).sum()))
+        top_k = min(self.top_k, int((self.candidates & ~tokens).sum()))
         return replace(self, always=always, probes=probes, top_k=top_k)
 
     def tested(self, halo: Halo, pieces: Pieces, start: int) -> tuple[Recipe, Acceptance | None]:
@@ -222,7 +230,7 @@ class ReusePlan:
         pieces: what is copied, from where.
         recipe: what is computed.
         donor_blocks: distinct blocks of vLLM's pool that the pieces read.
-        donor_depth: largest provenance depth among them.
+        donor_depth: largest provenance depth among them (`Matches.max_depth`).
         block_ids: int32, the request's block table; known once vLLM has allocated it.
         next_token: the token at `stop`, where it is probed; else None. vLLM computes it after the
             pass, but no query says more about what the answer will need. Whoever computes such a

@@ -21,4 +21,4 @@ def recipe(situation: Situation) -> Recipe:
     """One dense layer, then new tokens and those that deviate."""
     new = ~situation.reused
     dense = min(max(1, int(situation.dense_layers)), situation.num_layers - 1)
-    return Recipe(Deviation(dense), new, probes=new, top_k=situation.budget())
+    return situation.choosing(Deviation(dense), new, new, situation.budget())

@@ -20,7 +20,8 @@ CHOOSES = False
 def recipe(situation: Situation) -> Recipe:
     """New tokens, and the beginning of each segment."""
     always = ~situation.reused
-    ratio = situation.ratio()
+    ratio, kept = situation.ratio(), situation.kept
     for first, length in zip(situation.segments.first, situation.lengths, strict=True):
-        always[first : first + round(ratio * int(length))] = True
+        if not kept[first]:
+            always[first : first + round(ratio * int(length))] = True
     return Recipe.without_choice(always)

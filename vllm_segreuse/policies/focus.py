@@ -38,9 +38,9 @@ def recipe(situation: Situation) -> Recipe:
 def _budget(situation: Situation) -> int:
     if situation.recompute_ratio is not None:
         return situation.budget()
-    lengths = situation.lengths
-    reused = int(lengths.sum())
-    alone = int(lengths[situation.segments.position < FEW_TOKENS].sum())
+    segments, lengths = situation.segments, situation.lengths
+    reused = int(lengths[~segments.in_context].sum())
+    alone = int(lengths[~segments.in_context & (segments.position < FEW_TOKENS)].sum())
     parts = ((alone, ALONE), (reused - alone, IN_CONTEXT))
     # Of a prompt that is partly either, as much of each number as it is of that kind.
     return round(

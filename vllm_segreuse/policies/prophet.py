@@ -28,6 +28,5 @@ def by_the_question(situation: Situation, program: Probed, budget: int) -> Recip
         program: how that attention becomes scores.
         budget: most reused tokens to recompute.
     """
-    always = ~situation.reused | situation.question
-    top_k = min(budget, int((~always).sum()))
-    return Recipe(program, always, situation.question, top_k)
+    question = situation.question
+    return situation.choosing(program, ~situation.reused | question, question, budget)

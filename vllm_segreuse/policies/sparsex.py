@@ -35,8 +35,7 @@ def recipe(situation: Situation) -> Recipe:
     if max(dense_layers, 1) == situation.num_layers:
         # Of the last layer a pass computes keys and values only: no query there could choose.
         always[:] = True
-    top_k = min(situation.budget(), int((~always).sum()))
-    return Recipe(Boundary(dense_layers), always, probes, top_k)
+    return situation.choosing(Boundary(dense_layers), always, probes, situation.budget())
 
 
 def _widen(mask: BoolArray, by: int) -> BoolArray:

@@ -29,7 +29,7 @@ class Batch:
         program: of the plans.
         tokens: every token, by plan, then by position.
         always, probes: see `Recipe`.
-        is_always: bool `[tokens]`, on the host: the same as `always`.
+        may_be_chosen: bool `[tokens]`, on the host: `Recipe.candidates`.
         lengths: tokens of each plan.
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
@@ -77,8 +77,10 @@ class Batch:
             HostTokens(positions, request),
         )
         self._device, self._block_size, self._slots = device, block_size, slots
-        self.is_always = joined([p.recipe.always for p in plans], true, np.bool_)
-        self.always = Index.known(np.flatnonzero(self.is_always), device)
+        always = joined([p.recipe.always for p in plans], true, np.bool_)
+        self.always = Index.known(np.flatnonzero(always), device)
+        false = [[False] * len(more) for more in last]
+        self.may_be_chosen = joined([p.recipe.candidates for p in plans], false, np.bool_)
         self._enters = joined([_enters(p) for p in plans], [[-1] * len(more) for more in last], int)
         probes = joined([p.recipe.probes for p in plans], true, np.bool_)
         self.probes = Index.known(np.flatnonzero(probes), device)

@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 def choose_tokens(
     batch: Batch, scores: torch.Tensor, gather: Gather = Gather.SUM, threshold: float = 0.0
 ) -> Choice:
-    """Each plan's `top_k` tokens with the largest scores, of those that are not always computed.
+    """Each plan's `top_k` tokens with the largest scores, of those that may be chosen.
 
     Plans whose scores are not numbers are not `sound` from here on.
 
@@ -43,7 +43,7 @@ def choose_tokens(
         scores: float32 `[tokens]`, or `[2, tokens]` (`choose`).
         gather, threshold: see `choose`.
     """
-    not_chosen = upload(batch.is_always.copy(), scores.device)
+    not_chosen = upload(~batch.may_be_chosen, scores.device)
     candidates = scores.masked_fill(not_chosen, float("-inf")).split(batch.lengths, dim=-1)
     top_k = [plan.recipe.top_k for plan in batch.plans]
     chosen, numbers = choose(list(candidates), top_k, gather, threshold)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reused text whose context has not changed: what it is, and what a conversation costs with it."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cache.test_planner import MAX_DEPTH, SIZE, World, new_only
+from vllm_segreuse.cache.contexts import NOTHING, UNKNOWN, compared, contexts_of
+from vllm_segreuse.cache.finder import ContentFinder
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.listener import NamedBlocks
+from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.plan import IntArray
+
+NAMESPACE = 0
+
+
+def hashes_of(tokens: Sequence[int]) -> list[bytes]:
+    """Chained, as vLLM's are."""
+    hashes, last = [], b""
+    for stop in range(SIZE, len(tokens) + 1, SIZE):
+        last = sha256(last + np.array(tokens[stop - SIZE : stop], np.int64).tobytes()).digest()
+        hashes.append(last)
+    return hashes
+
+
+def prompt_of(tokens: Sequence[int]) -> Prompt:
+    hashes = hashes_of(tokens)
+    prompt = Prompt(NAMESPACE, np.array(tokens, np.int32))
+    prompt.contexts = lambda blocks: contexts_of(hashes, blocks)
+    return prompt
+
+
+def insert(index: SegmentIndex, tokens: Sequence[int], blocks: list[int], depth: int = 0) -> None:
+    """Full blocks of a sequence donate."""
+    known = np.arange(len(blocks), dtype=np.int32)
+    content = np.array(tokens[: len(blocks) * SIZE], np.int32)
+    contexts = prompt_of(tokens).contexts(known)
+    ids = np.array(blocks, np.int32)
+    index.insert(NAMESPACE, ids, content, 0, depths=depth, contexts=contexts)
+    index.begin_step()
+
+
+def found(index: SegmentIndex, tokens: Sequence[int], start: int = 0) -> dict[int, bool]:
+    """Of each position that is reused, whether its context is the same."""
+    prompt = prompt_of(tokens)
+    pieces = ContentFinder(index, MAX_DEPTH).find(prompt, start, len(tokens) - 1).pieces
+    rows = zip(pieces.rows(), pieces.in_context.tolist(), strict=True)
+    return {row[0] + i: same for row, same in rows for i in range(row[1])}
+
+
+def test_the_first_block_stands_behind_nothing_and_others_behind_a_chain_of_hashes() -> None:
+    hashes = hashes_of([*range(3 * SIZE)])
+    contexts = contexts_of(hashes, np.array([0, 1, 2, 3, 4, 1], np.int32))
+    assert contexts[0] == NOTHING
+    assert contexts[4] == UNKNOWN
+    assert contexts[1] == contexts[5]
+    assert len(set(contexts.tolist())) == 5
+    other = contexts_of(hashes_of([99, *range(1, 3 * SIZE)]), np.array([1, 2], np.int32))
+    assert not set(other.tolist()) & set(contexts.tolist()), "the first token is part of all"
+
+
+@given(
+    donors=st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), max_size=4),
+    wanted=st.lists(st.sampled_from("abc"), min_size=1, max_size=6),
+    new=st.booleans(),
+)
+def test_context_is_the_same_where_all_in_front_is(
+    donors: list[list[str]], wanted: list[str], new: bool
+) -> None:
+    """Of blocks a, b and c in any order: those that begin as a donor's sequence does."""
+    text = {name: [10 * i + j for j in range(SIZE)] for i, name in enumerate("abc", 1)}
+    index, blocks = SegmentIndex(64, SIZE), iter(range(64))
+    sequences = [[token for name in names for token in text[name]] for names in donors]
+    for sequence in sequences:
+        insert(index, sequence, [next(blocks) for _ in range(len(sequence) // SIZE)])
+    prompt = [token for name in wanted for token in text[name]] + ([7] if new else [])
+    for position, same in found(index, prompt).items():
+        block = position // SIZE
+        behind, through = prompt[: block * SIZE], prompt[: position + 1]
+        continues = any(sequence[: len(through)] == through for sequence in sequences)
+        assert same == continues, (position, behind)
+
+
+def test_text_that_has_moved_is_in_another_context() -> None:
+    index = SegmentIndex(16, SIZE)
+    text = [*range(1, 3 * SIZE + 1)]
+    insert(index, text, [3, 4, 5])
+    assert set(found(index, [50] * SIZE + text).values()) == {False}
+    assert set(found(index, [*text, 50]).values()) == {True}
+    assert set(found(index, [*text, 50], start=SIZE).values()) == {True}
+
+
+def test_a_donor_of_which_no_context_is_known_is_in_another() -> None:
+    index = SegmentIndex(16, SIZE)
+    text = [*range(1, 2 * SIZE + 1)]
+    insert(index, text, [3, 4])
+    ids = np.array([3, 4], np.int32)
+    index.insert(NAMESPACE, ids, np.array(text, np.int32), 0)
+    assert set(found(index, [*text, 50]).values()) == {False}
+    unknown = Prompt(NAMESPACE, np.array([*text, 50], np.int32))
+    matches = ContentFinder(index, MAX_DEPTH).find(unknown, 0, 2 * SIZE)
+    assert not compared(matches, index, unknown).pieces.in_context.any()
+
+
+class Conversation:
+    """Turns of one user, each with the documents of a first one in front, moved."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.blocks = iter(range(100, 240))
+        document, _ = world.document(2)
+        world.end_step()
+        self.history = [*world.new_tokens(SIZE), *document]
+
+    def turn(self) -> TrackedRequest:
+        """Ask with new text behind the history; the answer's blocks and the prompt's donate."""
+        self.history += self.world.new_tokens(2 * SIZE)
+        hashes = hashes_of(self.history)
+        tracked = self.world.request(self.history, make_recipe=new_only)
+        tracked.prompt.contexts = lambda blocks: contexts_of(hashes, blocks)
+        self.world.admit(tracked, start=0)
+        self.world.end_step()
+        ids = [next(self.blocks) for _ in range(len(self.history) // SIZE)]
+        self.world.donors.named(NamedBlocks(tracked.request_id, 0, ids, -1, self.history))
+        self.world.end_step()
+        return tracked
+
+    def in_context(self, tracked: TrackedRequest) -> IntArray:
+        assert tracked.plan is not None
+        pieces = tracked.plan.pieces
+        return np.unique(pieces.destination[pieces.in_context] // SIZE)
+
+
+def test_a_conversation_stays_as_deep_as_its_first_turn(world: World) -> None:
+    """More turns than `max_provenance_depth`: all but what is moved goes on being found."""
+    conversation = Conversation(world)
+    for turn in range(3 * MAX_DEPTH):
+        tracked = conversation.turn()
+        assert tracked.plan is not None
+        assert tracked.plan.donor_depth == 0
+        own = [0, *range(3, 3 + 2 * turn)] if turn else []
+        # vLLM computes the last token of the prompt itself, so its block is not wholly reused.
+        assert conversation.in_context(tracked).tolist() == own
+        assert tracked.plan.num_reused == (2 + len(own)) * SIZE
+
+
+def test_what_is_moved_once_more_is_one_deeper(world: World) -> None:
+    conversation = Conversation(world)
+    conversation.turn()
+    answer = conversation.history[3 * SIZE :]
+    tracked = world.request(world.new_tokens(SIZE) + answer + world.new_tokens(1))
+    world.admit(tracked)
+    assert tracked.plan is not None
+    assert (tracked.plan.donor_depth, tracked.plan.num_reused) == (1, len(answer))
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
