@@ -170,6 +170,7 @@ def test_offloaded_bytes_become_the_second_tiers() -> None:
         (SIZE, {"tier": None}, "tier: null off"),
         (SIZE, {"tier": {"host_gib": 3}}, "tier.host_gib is 3: drop one"),
         (SIZE, {"tier": {"admission": "knowledge"}}, "tier.admission is knowledge: drop one"),
+        (SIZE, {"tier": {"codec": "int8"}}, "tier.codec=raw, and tier.codec is int8: drop one"),
         (SIZE, {"tier": {"host_gb": 2}}, "host_gb"),
         (SIZE, {"tier": 5}, "tier"),
     ],

@@ -140,7 +140,8 @@ def _offloading_to_tier(options: Mapping[str, Any], flags: KvOffloading) -> dict
     tier = options.get("tier", {})
     if tier is None:
         raise ConfigError(f"{flag} turns the second tier on, and tier: null off: drop one of them")
-    for option, wanted in (("host_gib", flags.size_gib), ("admission", "evicted")):
+    meant = {"host_gib": flags.size_gib, "admission": "evicted", "codec": "raw"}
+    for option, wanted in meant.items():
         if tier.get(option, wanted) != wanted:
             raise ConfigError(
                 f"{flag} means tier.{option}={wanted}, and tier.{option} is {tier[option]}: drop "

@@ -101,7 +101,7 @@ def test_both_kinds_of_streams_are_watched(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("module", "owner", "names"),
     [
-        ("input_processor", "InputProcessor", ["_validate_params"]),
+        ("input_processor", "InputProcessor", ["_validate_params", "process_inputs"]),
         ("api_server", "vllm.entrypoints.launchers.app", ["register_api_routers"]),
         (
             "engine_args",

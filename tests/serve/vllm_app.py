@@ -52,7 +52,8 @@ def make_app(options: dict[str, Any] | None = None, *, stock: bool = False) -> F
     """
     app = FastAPI()
     config = vllm_segreuse.kv_transfer_config(**(options or {}))
-    vllm_config = SimpleNamespace(kv_transfer_config=config)
+    model = SimpleNamespace(hf_config=SimpleNamespace())
+    vllm_config = SimpleNamespace(kv_transfer_config=config, model_config=model)
     app.state.engine_client = SimpleNamespace(vllm_config=vllm_config)
     register = _vllm_routes if stock else _register_api_routers(_vllm_routes)
     register(None, app)
