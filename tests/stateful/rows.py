@@ -13,7 +13,7 @@ from vllm_segreuse.plan import Pieces, Tier, TierDone, TierOrders
 if TYPE_CHECKING:
     from tests.stateful.worker import Identity, Worker
 
-TAGS = ("token", "position", "history", "depth", "copied")
+TAGS = ("token", "position", "history", "text", "depth", "copied")
 """Of each slot."""
 
 FAILS_AT = 7

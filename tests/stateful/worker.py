@@ -3,9 +3,9 @@
 
 Every KV slot carries a tag: the token and position it stands for, the *history* (all tokens up to
 and including it, behind salt and adapter) if it holds exactly what the plain model computes for
-that history, how deep its provenance is, and whether it was copied rather than computed. A step is
-run when it is scheduled, since a device runs steps in that order; its output is delivered as late
-as the test likes.
+that history, the same whatever it holds (its *text*), how deep its provenance is, and whether it
+was copied rather than computed. A step is run when it is scheduled, since a device runs steps in
+that order; its output is delivered as late as the test likes.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ class Worker:
         self.token = np.full(slots, -1, np.int32)
         self.position = np.full(slots, -1, np.int32)
         self.history = np.zeros(slots, np.int64)
+        self.text = np.zeros(slots, np.int64)
         self.depth = np.zeros(slots, np.int16)
         self.copied = np.zeros(slots, np.bool_)
         self.epoch = np.zeros(num_blocks, np.int64)
@@ -265,6 +266,7 @@ class Worker:
         for block in np.unique(slots // self.block_size).tolist():
             self.known_to[block].add(request.identity)
         self.position[slots] = np.arange(start, stop)
+        self.text[slots] = request.history[start:stop]
         return slots
 
     # Plans.
@@ -395,7 +397,9 @@ class Worker:
         self._check_context(name, request, plan.start, exact_until=plan.start)
         reused, always = plan.reused, plan.recipe.always
         assert (reused | always).all(), f"{name}: tokens nobody supplies"
-        assert plan.recipe.top_k <= (reused & ~always).sum(), f"{name}: top_k of too few tokens"
+        assert plan.recipe.top_k <= (reused & plan.recipe.candidates).sum(), (
+            f"{name}: top_k of too few tokens"
+        )
 
     def _read_donors(
         self, plan: ReusePlan, request: Running, written: set[int]
@@ -404,8 +408,8 @@ class Worker:
         name, size = plan.request_id, self.block_size
         token = np.full(plan.num_tokens, -1, np.int32)
         position = np.full(plan.num_tokens, -1, np.int32)
-        sources = plan.pieces.source.tolist()
-        for row, tier in zip(plan.pieces.rows(), sources, strict=True):
+        kinds = zip(plan.pieces.source.tolist(), plan.pieces.in_context.tolist(), strict=True)
+        for row, (tier, in_context) in zip(plan.pieces.rows(), kinds, strict=True):
             destination, length, block, offset, donor_position = row
             where = f"{name}: {length} tokens at {destination} from block {block}+{offset}"
             if tier == Tier.GPU:
@@ -425,7 +429,9 @@ class Worker:
             moved = np.arange(destination, destination + length)
             assert (position[span] == moved).all(), f"{epoch}: other positions than planned"
             assert not tags["copied"].any(), f"{epoch}: a copy of a copy"
-            assert tags["depth"].max() <= plan.donor_depth, f"{epoch}: deeper than planned"
+            assert tags["depth"].max() <= plan.donor_depth + in_context, f"{epoch}: too deep"
+            text = request.history[destination : destination + length]
+            assert not in_context or tags["text"].tolist() == text, f"{epoch}: another context"
             if _is_exact(plan):
                 # In no namespace, as vLLM's own prefix cache: nothing but the whole prefix counts.
                 histories = tags["history"].tolist()
@@ -459,7 +465,7 @@ class Worker:
         if program.may_choose_fewer:
             count = int(rng.integers(count + 1))
         computed = recipe.always.copy()
-        computed[rng.permutation(np.flatnonzero(plan.reused & ~computed))[:count]] = True
+        computed[rng.permutation(np.flatnonzero(recipe.candidates))[:count]] = True
         drift = float(rng.uniform(0, LARGEST_DRIFT)) if program.measures_drift else None
         in_full = drift is not None and drift > plan.max_drift
         active = int(computed.sum()) + int(plan.next_token is not None)
