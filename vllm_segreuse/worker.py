@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_segreuse.audit.recorder import Recorder
 from vllm_segreuse.compat import sampler
-from vllm_segreuse.compat.model_runner import loaded_model
+from vllm_segreuse.compat.model_runner import loaded_drafter, loaded_model
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan, TierDone, TierOrders
@@ -150,7 +150,9 @@ def _proven_backlog(
     kv_cache_config: KVCacheConfig,
     stats: SegReuseStats,
 ) -> Backlog:
-    runtime = prove(loaded_model(), vllm_config, kv_cache_config, config.cuts)
+    runtime = prove(
+        loaded_model(), vllm_config, kv_cache_config, config.cuts, drafter=loaded_drafter()
+    )
     step_work = config.spread_work(
         vllm_config.scheduler_config.max_num_batched_tokens,
         vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
