@@ -31,8 +31,9 @@ class Finder(Protocol):
             stop: the last token of the prompt, which vLLM computes.
         """
 
-    def plan_stop(self, matches: Matches, stop: int) -> int:
-        """Where a plan of these matches ends, at most at `stop`; the rest is vLLM's own work."""
+    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
+        """Where a plan of these matches for `[start, stop)` ends, at most at `stop`; the rest is
+        vLLM's own work."""
 
 
 class ContentFinder:
@@ -61,10 +62,13 @@ class ContentFinder:
         matches = find_matches(
             self._index, prompt.namespace, prompt.tokens, hashes, start, stop, self._max_depth
         )
+        if self._index.lags is not None:
+            turned = matches.pieces.turned(self._index.lags, prompt.images)
+            matches = matches._replace(pieces=turned)
         prompt.memo = Memo(self._key(start, stop), matches)
         return matches
 
-    def plan_stop(self, matches: Matches, stop: int) -> int:
+    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
         return stop
 
     def _key(self, start: int, stop: int) -> tuple[int, int, int]:

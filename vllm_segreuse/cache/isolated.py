@@ -71,7 +71,7 @@ class IsolatedFinder:
         table = np.concatenate(rows) if rows else np.zeros((0, 5), np.int32)
         return Matches(Pieces.from_table(table), int(table[:, 1].sum()), len(rows), max_depth=0)
 
-    def plan_stop(self, matches: Matches, stop: int) -> int:
+    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
         return stop
 
     def _rows(self, document: IsolatedDocument, blocks: IntArray, start: int) -> IntArray:

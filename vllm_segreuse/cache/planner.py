@@ -180,7 +180,7 @@ class Planner:
             return 0
         if (self.observes or tracked.observes) and not tracked.required:
             tracked.observed = self._make_plan(tracked, matches, start, stop)
-            tracked.reason = "observed"
+            tracked.reason = "images_in_dense_layers" if tracked.observed is None else "observed"
             return 0
         state = prefix()
         if state.fresh:
@@ -205,6 +205,9 @@ class Planner:
             tracked.reason = "too_few_reused_tokens"
             return 0
         plan = self._make_plan(tracked, matches, start, stop)
+        if plan is None:
+            tracked.reason = "images_in_dense_layers"
+            return 0
         plan.spread = not tracked.required and self._is_spread(plan)
         if not self._budget.admits(_at_once(plan)):
             return self._close()
@@ -244,6 +247,7 @@ class Planner:
             similar_tokens=plan.pieces.num_similar,
             entering_tokens=plan.num_entering,
             tiered_tokens=plan.pieces.num_tiered,
+            image_tokens=plan.num_held,
         )
 
     def take_plans(self) -> list[ReusePlan]:
@@ -289,10 +293,17 @@ class Planner:
 
     def _make_plan(
         self, tracked: TrackedRequest, matches: Matches, start: int, stop: int
-    ) -> ReusePlan:
-        stop = tracked.finder.plan_stop(matches, stop)
-        pieces, tokens = matches.pieces, tracked.prompt.tokens
+    ) -> ReusePlan | None:
+        """The plan of a request; None: its policy has every token pass some of the layers, and
+        there are images among them."""
+        stop = tracked.finder.plan_stop(matches, start, stop)
+        pieces, tokens, images = matches.pieces, tracked.prompt.tokens, tracked.prompt.images
         recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
+        if images is not None:
+            held = images.held(start, stop)
+            if held.any() and recipe.program.dense_layers:
+                return None
+            recipe = recipe.holding(held)
         recipe, acceptance = recipe.tested(self._halo, pieces, start)
         recipe = recipe.entering(pieces.enters(start, stop))
         return ReusePlan(
@@ -311,6 +322,7 @@ class Planner:
             trace_headers=tracked.trace_headers,
             explains=tracked.explains,
             acceptance=acceptance,
+            numbers=None if images is None else images.numbers(start, stop + 1),
         )
 
     def _room_beside(self, donor_blocks: list[int], needed: int) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from vllm_segreuse.kernels.pages import TiledStrides, indexable
 from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan.images import ROWS
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
 
@@ -29,7 +30,7 @@ class Batch:
         program: of the plans.
         tokens: every token, by plan, then by position.
         always, probes: see `Recipe`.
-        is_always: bool `[tokens]`, on the host: the same as `always`.
+        is_settled: bool `[tokens]`, on the host: `always`, and what is never computed.
         lengths: tokens of each plan.
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
@@ -75,10 +76,14 @@ class Batch:
             upload(request, device),
             upload(slots, device),
             HostTokens(positions, request),
+            self._numbers(positions, device),
         )
         self._device, self._block_size, self._slots = device, block_size, slots
-        self.is_always = joined([p.recipe.always for p in plans], true, np.bool_)
-        self.always = Index.known(np.flatnonzero(self.is_always), device)
+        always = joined([p.recipe.always for p in plans], true, np.bool_)
+        self.always = Index.known(np.flatnonzero(always), device)
+        free = [[False] * len(more) for more in last]
+        held = joined([~p.recipe.computable for p in plans], free, np.bool_)
+        self.is_settled = always | held
         self._enters = joined([_enters(p) for p in plans], [[-1] * len(more) for more in last], int)
         probes = joined([p.recipe.probes for p in plans], true, np.bool_)
         self.probes = Index.known(np.flatnonzero(probes), device)
@@ -87,6 +92,17 @@ class Batch:
         self.sound = torch.ones(len(plans), dtype=torch.bool, device=device)
         self.drift = torch.full((len(plans),), torch.nan, dtype=torch.float64, device=device)
         self.boundary_drifts = torch.zeros(0, dtype=torch.float64, device=device)
+
+    def _numbers(self, positions: np.ndarray, device: torch.device) -> torch.Tensor | None:
+        """Of all tokens, where a prompt has images; see `TokenTable`."""
+        if all(plan.numbers is None for plan in self.plans):
+            return None
+        numbers = np.repeat(positions[None].astype(np.int64), ROWS, axis=0)
+        bounds = np.cumsum([0, *self.lengths])
+        for plan, first, stop in zip(self.plans, bounds, bounds[1:], strict=False):
+            if plan.numbers is not None:
+                numbers[:, first:stop] = plan.numbers[:, : stop - first]
+        return upload(numbers, device)
 
     @property
     def everything(self) -> Index:

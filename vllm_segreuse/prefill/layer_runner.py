@@ -103,12 +103,12 @@ class LayerRunner:
                 self._adapters.applied(batch.lora_id, len(wave)),
             ):
                 if state is None:
-                    inputs = self.stack.embed(wave.token_ids, wave.positions)
+                    inputs = self.stack.embed(wave.token_ids, wave.rotary_positions)
                 else:
                     inputs = state.take(part)
-                output = self.stack.run(first, whole, wave.positions, inputs)
+                output = self.stack.run(first, whole, wave.rotary_positions, inputs)
                 if whole < last:
-                    self.stack.write_kv(whole, wave.positions, wave.slots, output)
+                    self.stack.write_kv(whole, wave.rotary_positions, wave.slots, output)
                 outputs.add(part, output)
             yield len(wave) * (last - first)
         return outputs.state
@@ -167,7 +167,7 @@ class LayerRunner:
         for part, wave in self._waves(tokens, len(self), batch):
             attending = context(wave, batch.block_tables, self.compiled)
             with attending, self._adapters.applied(batch.lora_id, len(wave)):
-                hidden_states = self.stack.forward(wave.token_ids, wave.positions)
+                hidden_states = self.stack.forward(wave.token_ids, wave.rotary_positions)
             outputs.add(part, LayerState(hidden_states, None))
             yield len(wave) * len(self)
         return outputs.state
@@ -213,7 +213,7 @@ class LayerRunner:
         for part, wave in _parts(tokens, self._max_wave_tokens):
             with self._fast_ops.preferred(), self._adapters.applied(batch.lora_id, len(wave)):
                 entering = state.take(part).clone()
-                key, value = self.stack.keys_and_values(layer, wave.positions, entering)
+                key, value = self.stack.keys_and_values(layer, wave.rotary_positions, entering)
             keys.append(key)
             values.append(value)
         return torch.cat(keys), torch.cat(values)

@@ -71,7 +71,8 @@ class Ended(NamedTuple):
             positions: of the tokens that were computed, ascending; None: not wanted.
         """
         if not self.fine:
-            everything = PlanOutcome(self.plan.num_written, positions=_everything(self.plan))
+            most = self.plan.num_written - self.plan.num_held
+            everything = PlanOutcome(most, positions=_everything(self.plan))
             return everything, self.plan.in_full()
         drift = None if math.isnan(self.drift) else self.drift
         outcome = PlanOutcome(self.computed, drift, self.is_too_far, positions)
@@ -123,4 +124,6 @@ def _of_batch(plans: list[ReusePlan], numbers: Iterator[float]) -> list[Ended]:
 
 
 def _everything(plan: ReusePlan) -> Positions | None:
-    return tuple(range(plan.start, plan.stop)) if plan.explains else None
+    if not plan.explains:
+        return None
+    return tuple((np.flatnonzero(plan.recipe.computable) + plan.start).tolist())

@@ -43,7 +43,7 @@ def choose_tokens(
         scores: float32 `[tokens]`, or `[2, tokens]` (`choose`).
         gather, threshold: see `choose`.
     """
-    not_chosen = upload(batch.is_always.copy(), scores.device)
+    not_chosen = upload(batch.is_settled.copy(), scores.device)
     candidates = scores.masked_fill(not_chosen, float("-inf")).split(batch.lengths, dim=-1)
     top_k = [plan.recipe.top_k for plan in batch.plans]
     chosen, numbers = choose(list(candidates), top_k, gather, threshold)

@@ -82,6 +82,7 @@ def _plan(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -> 
         scratch.own.tolist(),
         0,
         scratch.copy,
+        numbers=scratch.numbers,
     )
 
 
