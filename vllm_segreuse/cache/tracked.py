@@ -69,6 +69,9 @@ class TrackedRequest:
             are those of the fallback.
         namespace_class: of its namespace, in metrics of audits.
         freeze: what is to become of its blocks when it ends; None: nothing.
+        kept_tokens: of a request that copies a part of a compressed document, how many of its first
+            tokens are the part; None: any other request.
+        exact_stop: no block that ends behind this position gets an exact name, whatever the plan.
         trace_headers: see `ReusePlan`.
         plan: the plan in force for its current blocks; blocks from `plan.start` on are approximate.
         observed: the plan that would have been carried out.
@@ -98,6 +101,8 @@ class TrackedRequest:
     donates: bool = True
     lora_id: int = 0
     freeze: FreezeOrder | None = None
+    kept_tokens: int | None = None
+    exact_stop: int | None = None
     trace_headers: Mapping[str, str] | None = None
     falls_back: bool = False
     namespace_class: str = ""
@@ -116,3 +121,9 @@ class TrackedRequest:
     def num_tokens(self) -> int:
         """Tokens known so far."""
         return len(self.prompt.tokens)
+
+    @property
+    def exact_end(self) -> int | None:
+        """Position up to which full blocks get exact names; None: all do."""
+        start = None if self.plan is None else self.plan.start
+        return min((end for end in (self.exact_stop, start) if end is not None), default=None)

@@ -218,9 +218,9 @@ class SegmentBlockPool(BlockPool):
             return
         tracked = self._requests.get(request.request_id)
         exact_end = num_full_blocks
-        if tracked is not None and tracked.plan is not None:
+        if tracked is not None and tracked.exact_end is not None:
             exact_end = max(
-                num_cached_blocks, min(num_full_blocks, tracked.plan.start // block_size)
+                num_cached_blocks, min(num_full_blocks, tracked.exact_end // block_size)
             )
         super().cache_full_blocks(
             request,

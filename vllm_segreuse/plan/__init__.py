@@ -7,6 +7,7 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
+from vllm_segreuse.plan.compression import CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.pieces import ALL_LAYERS, Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
@@ -33,6 +34,7 @@ __all__ = [
     "AuditResult",
     "BoolArray",
     "Boundary",
+    "CopyOrder",
     "Counts",
     "Deviation",
     "Fixed",
@@ -49,6 +51,7 @@ __all__ = [
     "Recording",
     "Reference",
     "ReusePlan",
+    "ScoreOrder",
     "Segments",
     "Staged",
     "Stock",
