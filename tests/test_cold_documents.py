@@ -4,6 +4,11 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from vllm_segreuse.cache.isolated import IsolatedDocument
 from vllm_segreuse.cold_documents import ATTEMPTS, ColdDocuments
 
@@ -17,18 +22,34 @@ class Pins:
 
     def unpin(self, block_ids: list[int]) -> None:
         self.held.subtract(block_ids)
+        assert min(self.held.values()) >= 0, "released twice"
 
     def room_beside(self, block_ids: list[int]) -> int:
         return 99
 
 
-def cold(*tokens: int) -> IsolatedDocument:
-    return IsolatedDocument(0, 0, tokens, lambda: None)
+class World:
+    """Requests are their names; each needs as many blocks as a test says."""
 
+    def __init__(self, capacity: int = 100) -> None:
+        self.pins = Pins()
+        self.documents: ColdDocuments[Any] = ColdDocuments(
+            self.pins, capacity, lambda name, asker, tokens: (name, asker, tokens)
+        )
 
-def make() -> tuple[ColdDocuments, Pins]:
-    pins = Pins()
-    return ColdDocuments(pins, lambda name, asker, tokens: (name, asker, tokens)), pins
+    def cold(self, asker: str, *tokens: int) -> IsolatedDocument:
+        return IsolatedDocument(0, 0, tokens, lambda: self.documents.held(asker, tokens))
+
+    def wait(self, asker: str, *documents: tuple[int, ...], blocks: int = 10, space: int = 0):
+        wanted = [self.cold(asker, *tokens) for tokens in documents]
+        return self.documents.wait_for(asker, asker, space, wanted, blocks)
+
+    def added(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return self.documents.take()
+
+    @property
+    def held(self) -> Counter[int]:
+        return +self.pins.held
 
 
 def names(added: list[Any]) -> list[str]:
@@ -36,63 +57,171 @@ def names(added: list[Any]) -> list[str]:
 
 
 def test_documents_are_computed_once_and_held_for_the_request() -> None:
-    documents, pins = make()
-    assert documents.wait_for("one", [cold(1, 2), cold(3), cold(1, 2)])
-    added = documents.take()
+    world = World()
+    assert world.wait("one", (1, 2), (3,), (1, 2))
+    added = world.added()
     assert [(asker, tokens) for _, asker, tokens in added] == [("one", (1, 2)), ("one", (3,))]
-    assert documents.take() == []
+    assert world.added() == []
     first, second = names(added)
+    documents = world.documents
     assert documents.is_own(first)
     assert not documents.is_own("one")
     documents.computed(first, [7, 8])
-    assert documents.wait_for("one", [cold(3)])
-    assert documents.take() == [], "it is being computed"
+    assert world.wait("one", (3,))
+    assert world.added() == [], "it is being computed"
     documents.computed(second, [9])
     assert not documents.is_own(second)
-    assert +pins.held == {7: 1, 8: 1, 9: 1}
+    assert world.held == {7: 1, 8: 1, 9: 1}
+    found = documents.held("one", (1, 2))
+    assert found is not None
+    assert found.tolist() == [7, 8]
+    assert documents.held("two", (1, 2)) is None, "it may be of another namespace"
     documents.left("one")
-    assert +pins.held == {}
+    assert world.held == {}
+    assert documents.held("one", (1, 2)) is None
 
 
-def test_requests_take_turns() -> None:
-    documents, _ = make()
-    assert documents.wait_for("one", [cold(1)])
-    assert documents.wait_for("two", [cold(2)])
-    assert [asker for _, asker, _ in documents.take()] == ["one"]
-    documents.left("two")
-    documents.left("one")
-    assert documents.wait_for("two", [cold(2)])
-    assert [asker for _, asker, _ in documents.take()] == ["two"]
+def test_documents_that_are_there_are_held_while_others_are_computed() -> None:
+    world = World()
+    warm = IsolatedDocument(0, 0, (5,), lambda: np.array([4], np.int32))
+    for _ in range(2):
+        world.documents.wait_for("one", "one", 0, [warm, world.cold("one", 1)], 10)
+    assert world.held == {4: 1}
+    world.documents.left("one")
+    assert world.held == {}
+
+
+def test_what_two_requests_of_a_namespace_need_is_computed_once() -> None:
+    world = World()
+    world.wait("one", (1,), (2,))
+    world.wait("two", (2,), (1,))
+    world.wait("foreign", (1,), space=3)
+    added = world.added()
+    assert [(asker, tokens) for _, asker, tokens in added] == [
+        *(("one", (1,)), ("one", (2,))),
+        ("foreign", (1,)),
+    ]
+    world.documents.computed(added[0][0], [7])
+    assert world.held == {7: 2}
+    world.documents.left("one")
+    assert world.held == {7: 1}
+
+
+def test_so_many_have_a_turn_as_fit_beside_each_other() -> None:
+    world = World(capacity=25)
+    for asker in ("one", "two"):
+        assert world.wait(asker, (1,), blocks=10)
+    assert world.wait("three", (3,), blocks=10)
+    assert world.wait("four", (4,), blocks=1), "it does not overtake the third"
+    assert [tokens for _, _, tokens in world.added()] == [(1,)]
+    world.documents.left("one")
+    assert world.wait("four", (4,), blocks=1)
+    assert world.added() == []
+    assert world.wait("three", (3,), blocks=10)
+    assert world.wait("four", (4,), blocks=1)
+    assert [tokens for _, _, tokens in world.added()] == [(3,), (4,)]
+
+
+def test_who_is_next_and_leaves_keeps_nobody() -> None:
+    world = World(capacity=15)
+    world.wait("one", (1,))
+    world.wait("two", (2,))
+    world.documents.left("two")
+    assert world.wait("three", (3,), blocks=5)
+    assert [tokens for _, _, tokens in world.added()] == [(1,), (3,)]
+
+
+def test_what_never_fits_is_an_error_at_once() -> None:
+    world = World(capacity=9)
+    assert not world.wait("one", (1,), blocks=10)
+    assert world.added() == []
+    assert world.wait("one", (1,), blocks=9)
 
 
 def test_a_document_that_nobody_waits_for_any_more_is_not_held() -> None:
-    documents, pins = make()
-    documents.wait_for("one", [cold(1)])
-    (name,) = names(documents.take())
-    documents.left("one")
-    documents.computed(name, [5])
-    assert +pins.held == {}
+    world = World()
+    world.wait("one", (1,))
+    (name,) = names(world.added())
+    world.documents.left("one")
+    world.documents.computed(name, [5])
+    assert world.held == {}
 
 
 def test_documents_that_do_not_stay_are_an_error() -> None:
-    documents, _ = make()
+    world = World()
     for _ in range(ATTEMPTS):
-        assert documents.wait_for("one", [cold(1)])
-        (name,) = names(documents.take())
-        documents.computed(name, [])
-    assert not documents.wait_for("one", [cold(1)])
+        assert world.wait("one", (1,))
+        (name,) = names(world.added())
+        world.documents.computed(name, [])
+    assert not world.wait("one", (1,))
 
 
-def test_a_reset_releases_what_is_held() -> None:
-    documents, pins = make()
-    documents.wait_for("one", [cold(1)])
-    (name,) = names(documents.take())
-    documents.computed(name, [5])
-    documents.resetting()
-    assert +pins.held == {}
-    assert documents.wait_for("one", [cold(1)])
-    (name,) = names(documents.take())
-    documents.computed(name, [6])
-    assert +pins.held == {6: 1}
-    documents.left("one")
-    assert +pins.held == {}
+@pytest.mark.parametrize("askers", [("one",), ("one", "two")])
+def test_a_reset_releases_what_is_held(askers: tuple[str, ...]) -> None:
+    world = World()
+    for block in (5, 6):
+        for asker in askers:
+            world.wait(asker, (1,))
+        (name,) = names(world.added())
+        world.documents.computed(name, [block])
+        assert world.held == {block: len(askers)}
+        world.documents.resetting()
+        assert world.held == {}
+    for asker in askers:
+        world.documents.left(asker)
+    assert world.held == {}
+
+
+ASKERS = st.sampled_from("abcde")
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Turns, computations and ends in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(capacity=12)
+        self.block = 0
+        self.running: list[str] = []
+        self.blocks: dict[str, int] = {}
+
+    @rule(asker=ASKERS, tokens=st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    def asks(self, asker: str, tokens: list[int]) -> None:
+        blocks = self.blocks.setdefault(asker, 2 + 2 * len(tokens))
+        self.world.wait(asker, *((token,) for token in tokens), blocks=blocks)
+        self.running += names(self.world.added())
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99), done=st.booleans())
+    def ends(self, which: int, done: bool) -> None:
+        name = self.running.pop(which % len(self.running))
+        self.block += 1
+        self.world.documents.computed(name, [self.block] if done else [])
+
+    @rule(asker=ASKERS)
+    def leaves(self, asker: str) -> None:
+        self.blocks.pop(asker, None)
+        self.world.documents.left(asker)
+
+    @rule()
+    def resets(self) -> None:
+        self.world.documents.resetting()
+
+    @invariant()
+    def turns_fit_and_hold_what_is_pinned(self) -> None:
+        turns = self.world.documents._turns
+        assert sum(turn.num_blocks for turn in turns.values()) <= 12
+        held: Counter[int] = Counter()
+        for turn in turns.values():
+            assert turn.running <= {*self.running}
+            for blocks in turn.held.values():
+                held.update(blocks.tolist())
+        assert held == self.world.held
+
+    def teardown(self) -> None:
+        for asker in "abcde":
+            self.world.documents.left(asker)
+        assert self.world.held == {}
+
+
+TestAnyOrder = AnyOrder.TestCase

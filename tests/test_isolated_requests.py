@@ -9,6 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
+from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.isolated import IsolatedRequests, private_keys
 
@@ -26,7 +27,8 @@ class World:
         index: Any = SimpleNamespace(
             block_size=SIZE, missing=lambda namespace, blocks: np.arange(0 if self.known else 1)
         )
-        self.requests = IsolatedRequests(LAYOUT, self, index, max_tokens)  # type: ignore[arg-type]
+        pool: Any = self
+        self.requests = IsolatedRequests(LAYOUT, pool, index, max_tokens, capacity=9)
 
     def resident_blocks(self, request: Request, first: int, last: int) -> Any:
         return np.full(last - first, 7 if self.resident else -1, np.int32)
@@ -61,7 +63,6 @@ def test_a_request_waits_until_its_documents_are_there() -> None:
     assert alone.prompt_token_ids == [100, 5, 6, 101, 101]
     assert alone.sampling_params.extra_args == {"extra_keys": ["one", "two"]}
     assert not world.requests.arrived(alone), "or it would wait for itself"
-    world.resident = True
     world.requests.ended(alone, [7, 9])
     assert world.pinned == [7], "the block behind the document holds nothing of it"
     assert not world.requests.waits(request, 0, None)
@@ -76,6 +77,28 @@ def test_documents_of_other_namespaces_are_not_there() -> None:
     world.resident, world.known = True, False
     assert world.requests.waits(world.arrive(PROMPT), 0, None)
     assert len(world.requests.cold.take()) == 1
+
+
+def test_what_was_computed_for_the_request_is_its_own_whatever_the_index_knows() -> None:
+    world = World()
+    world.resident, world.known = True, False
+    request = world.arrive(PROMPT)
+    world.requests.waits(request, 0, None)
+    (alone,) = world.requests.cold.take()
+    world.requests.ended(alone, [8, 9])
+    assert not world.requests.waits(request, 0, None)
+    finder = world.requests._asked["mine"].finder
+    assert finder is not None
+    found = finder.find(Prompt(0, np.zeros(7, np.int32)), 0, 7)
+    assert found.pieces.rows() == [[2, 4, 8, 0, 0]]
+
+
+def test_a_request_that_never_fits_ends_at_once() -> None:
+    world = World(max_tokens=99)
+    request = world.arrive([1, 100, *[5] * 30, 101, 3])
+    assert world.requests.waits(request, 0, None)
+    assert world.requests.take_failed() == ["mine"]
+    assert world.requests.cold.take() == []
 
 
 @pytest.mark.parametrize("prompt", [[1, 101, 2], [100, 5], [100, 101, 100, 101, 100, 101, 1]])

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.isolated import IsolatedDocument, IsolatedFinder, padded
+from vllm_segreuse.cache.isolated import IsolatedDocument, IsolatedFinder
 from vllm_segreuse.cold_documents import ColdDocuments
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import EXTRA_KEYS
-from vllm_segreuse.documents.layout import Layout, LayoutError, Span
+from vllm_segreuse.documents.layout import Layout, LayoutError, Span, blocks_needed, padded
 from vllm_segreuse.plan import BoolArray, IntArray, Recipe, Segments
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.segreuse")
-
-POLICY = "link"
-"""What reports call it. It is no choice: such a model has no other."""
 
 PRIVATE = "segreuse-private"
 """First of the extra keys of a request that has none."""
@@ -39,6 +37,26 @@ def recipe(reused: BoolArray, segments: Segments) -> Recipe:
     return Recipe.without_choice(~reused)
 
 
+@dataclass
+class _Asked:
+    """A request with documents.
+
+    Attributes:
+        request: vLLM's.
+        spans: its documents.
+        extra_keys, namespace: of its documents.
+        finder: of them; None: it has not been made.
+        failed: why the request ends; None: it does not.
+    """
+
+    request: Request
+    spans: Sequence[Span]
+    extra_keys: tuple[str, ...] = ()
+    namespace: int = -1
+    finder: IsolatedFinder | None = None
+    failed: str | None = None
+
+
 class IsolatedRequests:
     """Those of one engine.
 
@@ -47,63 +65,75 @@ class IsolatedRequests:
         pool: vLLM's blocks.
         index: which blocks a namespace knows.
         max_tokens: longest prompt, its answer included.
+        capacity: blocks that requests can have.
     """
 
     def __init__(
-        self, layout: Layout, pool: SegmentBlockPool, index: SegmentIndex, max_tokens: int
+        self,
+        layout: Layout,
+        pool: SegmentBlockPool,
+        index: SegmentIndex,
+        max_tokens: int,
+        capacity: int,
     ) -> None:
         self._layout = layout
         self._pool = pool
         self._index = index
         self._max_tokens = max_tokens
-        self._spans: dict[str, Sequence[Span]] = {}
-        self._finders: dict[str, IsolatedFinder] = {}
-        self._failed: dict[str, str] = {}
-        self._extra_keys: dict[str, tuple[str, ...]] = {}
-        self.cold = ColdDocuments(pool, self._alone)
+        self._asked: dict[str, _Asked] = {}
+        self.cold: ColdDocuments[Request] = ColdDocuments(pool, capacity, self._alone)
 
     def arrived(self, request: Request) -> bool:
         """Whether a request has documents."""
         if self.cold.is_own(request.request_id):
             return False
+        failed = None
         try:
             spans = self._layout.spans(request.prompt_token_ids or ())
         except LayoutError as error:
             spans = (Span(0, request.num_prompt_tokens),)  # of which nothing is known to be right
-            self.fail(request, str(error))
+            failed = str(error)
         if spans:
-            self._spans[request.request_id] = spans
+            self._asked[request.request_id] = _Asked(request, spans)
+        if failed is not None:
+            self.fail(request, failed)
         return bool(spans)
 
     def finder(
         self, request: Request, extra_keys: tuple[str, ...], namespace: int
     ) -> IsolatedFinder:
         """Of the documents of a request that has arrived."""
-        self._extra_keys[request.request_id] = extra_keys
+        asked = self._asked[request.request_id]
+        asked.extra_keys, asked.namespace = extra_keys, namespace
         size, tokens = self._index.block_size, request.prompt_token_ids or ()
         documents = []
-        for start, stop in self._spans[request.request_id]:
+        for start, stop in asked.spans:
             alone = padded(tokens[start:stop], size)
             if len(alone) >= self._max_tokens:
                 self.fail(request, f"a document of {stop - start} tokens is too long")
-            resident = self._resident(self._alone("", request, alone), namespace)
+            resident = self._resident(asked, alone)
             documents.append(IsolatedDocument(start, stop, alone, resident))
-        finder = self._finders[request.request_id] = IsolatedFinder(documents, size)
-        return finder
+        asked.finder = IsolatedFinder(documents, size)
+        return asked.finder
 
-    def _resident(self, alone: Request, namespace: int) -> Callable[[], IntArray | None]:
+    def _resident(self, asked: _Asked, tokens: tuple[int, ...]) -> Callable[[], IntArray | None]:
+        alone = self._alone("", asked.request, tokens)
         count = len(alone.block_hashes)
 
         def resident() -> IntArray | None:
+            held = self.cold.held(asked.request.request_id, tokens)
+            if held is not None:  # the index may know these in no further namespace
+                return held
             blocks = self._pool.resident_blocks(alone, 0, count)
-            is_known = (blocks >= 0).all() and not self._index.missing(namespace, blocks).size
+            is_known = (blocks >= 0).all() and not self._index.missing(asked.namespace, blocks).size
             return blocks if is_known else None
 
         return resident
 
     def needs_plan(self, request: Request, start: int) -> bool:
         """Whether a document of the request lies behind its prefix hit, or the request failed."""
-        return any(stop > start for _, stop in self._spans.get(request.request_id, ()))
+        asked = self._asked.get(request.request_id)
+        return asked is not None and any(stop > start for _, stop in asked.spans)
 
     def waits(self, request: Request, start: int, bypass: str | None) -> bool:
         """Whether the request cannot be planned now: documents are missing, or it has failed.
@@ -112,25 +142,30 @@ class IsolatedRequests:
             start: end of its prefix hit.
             bypass: why it would run as it is.
         """
-        finder = self._finders.get(request.request_id)
-        if request.request_id in self._failed:
+        asked = self._asked[request.request_id]
+        if asked.failed is not None:
             return True
+        finder = asked.finder
         if finder is None or bypass is not None:
             self.fail(request, f"its documents cannot be reused ({bypass or 'error'})")
             return True
-        missing = finder.missing(start)
-        if missing and not self.cold.wait_for(request, missing):
+        if not finder.missing(start):
+            return False
+        tokens, size = request.prompt_token_ids or (), self._index.block_size
+        needed = blocks_needed(tokens, asked.spans, size, request.num_tokens)
+        name, documents = request.request_id, finder.behind(start)
+        if not self.cold.wait_for(name, request, asked.namespace, documents, needed):
             self.fail(request, "its documents do not fit into the KV cache beside it")
-        return bool(missing)
+        return True
 
     def fail(self, request: Request, why: str) -> None:
         """The request ends with an error when the step is over."""
         logger.warning("segment reuse: request %s ends: %s", request.request_id, why)
-        self._failed[request.request_id] = why
+        self._asked[request.request_id].failed = why
 
     def take_failed(self) -> list[str]:
         """Requests that are to be ended with an error."""
-        return list(self._failed)
+        return [name for name, asked in self._asked.items() if asked.failed is not None]
 
     def ended(self, request: Request, block_ids: Sequence[int]) -> None:
         """A request has ended.
@@ -142,17 +177,15 @@ class IsolatedRequests:
             full = request.num_prompt_tokens // self._index.block_size
             self.cold.computed(request.request_id, block_ids[:full])
             return
-        self.cold.left(request)
-        kept: tuple[dict[str, Any], ...] = (self._spans, self._finders, self._failed)
-        for known in (*kept, self._extra_keys):
-            known.pop(request.request_id, None)
+        self.cold.left(request.request_id)
+        self._asked.pop(request.request_id, None)
 
     def _alone(self, request_id: str, asker: Request, tokens: Sequence[int]) -> Request:
         """A document as a prompt of its own, in the asker's namespace."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        keys = self._extra_keys[asker.request_id]
+        keys = self._asked[asker.request_id].extra_keys
         return Request(
             request_id=request_id,
             prompt_token_ids=list(tokens),
@@ -166,6 +199,7 @@ class IsolatedRequests:
             pooling_params=None,
             lora_request=asker.lora_request,
             cache_salt=asker.cache_salt,
+            arrival_time=asker.arrival_time,
             priority=asker.priority,
             block_hasher=asker._block_hasher,
         )
@@ -174,3 +208,8 @@ class IsolatedRequests:
 def private_keys() -> tuple[str, ...]:
     """Extra keys that nobody else can name."""
     return (PRIVATE, secrets.token_hex(16))
+
+
+def is_private(extra_keys: Sequence[str]) -> bool:
+    """Whether these are such keys: nobody looks for what is computed under them."""
+    return extra_keys[0] == PRIVATE

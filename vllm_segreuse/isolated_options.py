@@ -13,6 +13,9 @@ from vllm_segreuse.supported import RefusedError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+POLICY = "link"
+"""What reports call it. It is no choice: such a model has no other."""
+
 
 def isolated_layout(vllm_config: VllmConfig, config: SegReuseConfig) -> Layout | None:
     """The layout of the model's prompts; None: an ordinary model.
@@ -24,8 +27,17 @@ def isolated_layout(vllm_config: VllmConfig, config: SegReuseConfig) -> Layout |
         layout = layout_of(vllm_config.model_config)
     except LayoutError as error:
         raise RefusedError(str(error)) from None
-    if layout is None:
-        return None
+    if layout is not None:
+        check_options(config)
+    return layout
+
+
+def check_options(config: SegReuseConfig) -> None:
+    """Refuse options that contradict a model with a layout.
+
+    Raises:
+        RefusedError: names the first of them.
+    """
     faults = {
         "policy": "policy" in config.model_fields_set,
         "similarity": config.similarity is not None,
@@ -37,4 +49,3 @@ def isolated_layout(vllm_config: VllmConfig, config: SegReuseConfig) -> Layout |
             f"{wrong[0]} cannot be combined with a model that was trained on documents computed "
             "alone (segreuse.isolated_documents in its config.json): remove it"
         )
-    return layout

@@ -54,6 +54,7 @@ from vllm_segreuse.config import (
 )
 from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.isolated import IsolatedRequests
+from vllm_segreuse.isolated_options import POLICY as LINK
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
@@ -216,10 +217,11 @@ class SchedulerSide:
         self._isolated = None
         if layout is not None:
             longest = vllm_config.model_config.max_model_len
-            self._isolated = IsolatedRequests(layout, pool, index, longest)
+            capacity = num_blocks - kv_cache_manager.watermark_blocks
+            self._isolated = IsolatedRequests(layout, pool, index, longest, capacity)
         listeners = [self._donors, self._freezing, *([self._tier] if self._tier else [])]
         if self._isolated is not None:
-            listeners.append(self._isolated.cold)
+            listeners.insert(0, self._isolated.cold)  # releases frozen blocks, too
         pool.attach(
             *(requests, budget, self._freezing.make_room, listeners),
             keeps_evicted=self._tier is not None,
@@ -242,7 +244,11 @@ class SchedulerSide:
         """A request arrived; one without extra keys is ignored."""
         params = request.sampling_params
         parsed = parse_request(params.extra_args if params else None, self._config, trusted=True)
-        has_documents = self._isolated is not None and self._isolated.arrived(request)
+        has_documents = (
+            self._isolated is not None
+            and parsed.freeze is None  # a document of a knowledge base, laid out by itself
+            and self._isolated.arrived(request)
+        )
         extra_keys = parsed.extra_keys or (isolated.private_keys() if has_documents else None)
         if extra_keys is None:
             return
@@ -284,9 +290,11 @@ class SchedulerSide:
         )
         if self._isolated is not None and has_documents:
             tracked.finder = self._isolated.finder(request, extra_keys, namespace)
-            tracked.make_recipe, tracked.policy = isolated.recipe, isolated.POLICY
+            tracked.make_recipe, tracked.policy = isolated.recipe, LINK
             tracked.min_reused_tokens, tracked.max_drift = 1, math.inf
             tracked.required = True
+        if self._isolated is not None and isolated.is_private(extra_keys):
+            tracked.donates = False
         self._adapters.note(request)
         if options.explain:
             tracked.other_adapters = self._adapters.others(request, extra_keys)
@@ -345,7 +353,7 @@ class SchedulerSide:
             return
         report = self._planner.allocated(tracked, block_ids)
         if self._isolated is not None:
-            self._isolated.cold.left(request)
+            self._isolated.cold.left(request.request_id)
         hit_blocks = block_ids[: report.prefix_tokens // self._block_size]
         self._donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         if request.num_preemptions:

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.cache.isolated import IsolatedDocument, IsolatedFinder, padded
+from vllm_segreuse.cache.isolated import IsolatedDocument, IsolatedFinder
 from vllm_segreuse.cache.prompt import Prompt
 
 PROMPT = Prompt(0, np.zeros(99, np.int32))
@@ -54,8 +54,3 @@ def test_every_token_comes_from_its_own_place(length, begin, start, size) -> Non
             copied[destination + i] = ((block - 100) * size + offset + i, position + i)
     wanted = range(max(begin, start), max(begin + length, start))
     assert copied == {at: (at - begin, at - begin) for at in wanted if at < begin + length}
-
-
-def test_documents_are_padded_to_whole_blocks_and_a_token() -> None:
-    assert padded([1, 2, 9], 4) == (1, 2, 9, 9, 9)
-    assert padded([1, 2, 3, 9], 4) == (1, 2, 3, 9, 9)

@@ -15,7 +15,7 @@ from vllm_segreuse.doctor import cli
 
 KEYS = [
     *("works", "architectures", "reasons", "notes", "versions", "machine", "model", "policy"),
-    *("backend", "kernels", "memory"),
+    *("backend", "kernels", "memory", "documents"),
 ]
 
 

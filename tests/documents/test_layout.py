@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.documents.layout import Layout, LayoutError, Names, Span
+from vllm_segreuse.documents.layout import Layout, LayoutError, Names, Span, padded
 
 CONFIG = {
     "isolated_documents": True,
@@ -105,3 +105,8 @@ def test_a_prompt_must_not_end_with_a_document() -> None:
     with pytest.raises(LayoutError, match="ends with a document"):
         dataclasses.replace(LAYOUT, links=((),)).spans([1, 100, 5, 101])
     assert LAYOUT.spans([100, 5, 101, 110, 111]) == (Span(0, 3),)
+
+
+def test_documents_are_padded_to_whole_blocks_and_a_token() -> None:
+    assert padded([1, 2, 9], 4) == (1, 2, 9, 9, 9)
+    assert padded([1, 2, 3, 9], 4) == (1, 2, 3, 9, 9)

@@ -30,7 +30,8 @@ def make_client(
 ) -> Any:
     parallel = SimpleNamespace(data_parallel_size=engines, _api_process_count=servers)
     kv = SimpleNamespace(kv_connector_extra_config=options)
-    config = SimpleNamespace(kv_transfer_config=kv, parallel_config=parallel)
+    model = SimpleNamespace(hf_config=SimpleNamespace())
+    config = SimpleNamespace(kv_transfer_config=kv, parallel_config=parallel, model_config=model)
     own = range(engines if own_engines is None else own_engines)
     core = SimpleNamespace(core_engines=list(own))
     return SimpleNamespace(vllm_config=config, engine_core=core)

@@ -26,7 +26,7 @@ class IsolatedDocument(NamedTuple):
 
     Attributes:
         start, stop: its tokens in the prompt.
-        padded: its tokens as they are computed alone (`padded`).
+        padded: its tokens as they are computed alone (`documents.layout.padded`).
         resident: its blocks, int32, in order; None unless all of them are resident and known in
             the request's namespace.
     """
@@ -57,10 +57,13 @@ class IsolatedFinder:
     def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
         return None
 
+    def behind(self, start: int) -> list[IsolatedDocument]:
+        """Documents that end behind `start`."""
+        return [document for document in self._documents if document.stop > start]
+
     def missing(self, start: int) -> list[IsolatedDocument]:
-        """Documents that end behind `start` and are not there."""
-        behind = (document for document in self._documents if document.stop > start)
-        return [document for document in behind if document.resident() is None]
+        """Those that are not there."""
+        return [document for document in self.behind(start) if document.resident() is None]
 
     def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
         rows: list[IntArray] = []
@@ -85,12 +88,3 @@ class IsolatedFinder:
         block = blocks[begins // size]
         columns = (document.start + position, count, block, position - begins, position)
         return np.stack(columns, axis=1).astype(np.int32)
-
-
-def padded(tokens: Sequence[int], block_size: int) -> tuple[int, ...]:
-    """Tokens up to a whole number of blocks, and one more.
-
-    What follows a token does not change its KV. vLLM always computes the last token of a prompt:
-    with one behind the last block, all blocks that another namespace has computed are shared.
-    """
-    return (*tokens, *(tokens[-1],) * (1 + -len(tokens) % block_size))

@@ -3,13 +3,16 @@
 
 Every request passes `_validate_params` in the process that submits it: offline callers, and the
 endpoints that `serve/requests.py` does not check earlier. vLLM has no hook for checking
-`extra_args`; unchecked, a bad value would be found in the scheduler and end the engine.
+`extra_args`; unchecked, a bad value would be found in the scheduler and end the engine. What
+`process_inputs` makes of a prompt is checked, too, where the model has a layout of documents.
 
-Obsolete when plugins can validate `extra_args`, as discussed in vllm-project/vllm#17191.
+Obsolete when plugins can validate `extra_args` and tokenised prompts, as discussed in
+vllm-project/vllm#17191.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm_segreuse.compat.patching import wrap
 
@@ -17,10 +20,11 @@ CHECKED = ("0.32", "0.33")
 
 
 def install() -> None:
-    """Wrap the validation of sampling parameters, once."""
+    """Wrap the validation of sampling parameters and the processing of prompts, once."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     wrap(InputProcessor, "_validate_params", _validate_params)
+    wrap(InputProcessor, "process_inputs", _process_inputs)
 
 
 def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,3 +44,50 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, params, *args, **kwargs)
 
     return _validate_params
+
+
+def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        embeds = request.prompt_embeds is not None
+        check_prompt(
+            self,
+            None if embeds else request.prompt_token_ids,
+            request.sampling_params,
+            bool(request.mm_features) or request.resumable,
+        )
+        return request
+
+    return process_inputs
+
+
+_RULES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def check_prompt(
+    processor: Any, tokens: Sequence[int] | None, params: Any, is_unusual: bool
+) -> None:
+    """Checks a prompt by the layout of the model; see `PromptRules.check`.
+
+    Args:
+        processor: vLLM's input processor.
+
+    Raises:
+        BadOptionError: says what is wrong.
+    """
+    from vllm_segreuse.config import RequestError
+    from vllm_segreuse.launch import names_connector
+    from vllm_segreuse.serve.documents import PromptRules
+    from vllm_segreuse.serve.requests import BadOptionError
+
+    if not names_connector(processor.vllm_config.kv_transfer_config):
+        return
+    if processor not in _RULES:
+        _RULES[processor] = PromptRules.of(processor.vllm_config)
+    rules = _RULES[processor]
+    if rules is None:
+        return
+    try:
+        rules.check(tokens, params, is_unusual)
+    except RequestError as error:
+        raise BadOptionError(error) from None

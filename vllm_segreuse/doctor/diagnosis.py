@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.config import ConfigError, SegReuseConfig
+from vllm_segreuse.doctor.documents import Documents, documents_of
 from vllm_segreuse.doctor.layers import Examined, UnexaminedError, examine
 from vllm_segreuse.doctor.memory import Memory, memory_of
 from vllm_segreuse.doctor.reading import InputError, find_model, read_config
+from vllm_segreuse.isolated_options import POLICY as LINK
 from vllm_segreuse.launch import kv_transfer_config
 from vllm_segreuse.plugin import register
 from vllm_segreuse.supported import RefusedError
@@ -40,6 +42,7 @@ class Diagnosis:
         policy: name and settings that decide what is recomputed.
         backend, kernels: vLLM's attention backend, and what a pass runs; None as for `model`.
         memory: see `Memory`; None as for `model`.
+        documents: see `Documents`; None for an ordinary model.
     """
 
     works: bool
@@ -53,6 +56,7 @@ class Diagnosis:
     backend: str | None
     kernels: str | None
     memory: Memory | None
+    documents: Documents | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Its fields, as JSON has them."""
@@ -78,10 +82,12 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
     notes: tuple[str, ...] = ()
     vllm_config: VllmConfig | None = None
     examined: Examined | None = None
+    documents: Documents | None = None
     try:
         _check_code(architectures)
         args = _prepared(args, str(folder), options)
         vllm_config = args.create_engine_config()
+        documents = documents_of(vllm_config.model_config, folder, options)
         examined = examine(of_one_rank(args, vllm_config))
         memory = memory_of(vllm_config, examined)
         notes = _tight(memory.weight_bytes, machine, vllm_config)
@@ -101,10 +107,11 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         versions=_versions(),
         machine=machine,
         model=None if vllm_config is None else _model(vllm_config),
-        policy=_policy(options),
+        policy=_policy(options, documents),
         backend=None if examined is None else examined.backend,
         kernels=None if examined is None else examined.kernels,
         memory=memory,
+        documents=documents,
     )
 
 
@@ -207,9 +214,9 @@ def _model(vllm_config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def _policy(options: SegReuseConfig) -> dict[str, Any]:
+def _policy(options: SegReuseConfig, documents: Documents | None) -> dict[str, Any]:
     return {
-        "name": options.policy,
+        "name": options.policy if documents is None else LINK,
         "recompute_ratio": options.recompute_ratio,
         "max_drift": options.max_drift,
         "enabled": options.starts_enabled,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_segreuse.doctor.diagnosis import Diagnosis
+from vllm_segreuse.doctor.documents import Documents
 from vllm_segreuse.doctor.memory import Memory
 
 
@@ -34,14 +35,28 @@ def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     if diagnosis.backend:
         yield "attention", diagnosis.backend
         yield "kernels", str(diagnosis.kernels)
-    share = policy["recompute_ratio"]
-    own = "the policy's own share" if share is None else f"{share:.0%}"
-    off = "" if policy["enabled"] is True else f"; starts with enabled: {policy['enabled']}"
-    yield "policy", f"{policy['name']}, {own} of the reused tokens recomputed{off}"
+    if diagnosis.documents:
+        yield "documents", _documents(diagnosis.documents)
+        yield "policy", f"{policy['name']}, no reused token is recomputed"
+    else:
+        share = policy["recompute_ratio"]
+        own = "the policy's own share" if share is None else f"{share:.0%}"
+        off = "" if policy["enabled"] is True else f"; starts with enabled: {policy['enabled']}"
+        yield "policy", f"{policy['name']}, {own} of the reused tokens recomputed{off}"
     if diagnosis.memory:
         yield from _memory(diagnosis.memory)
     for note in diagnosis.notes:
         yield "note", note
+
+
+def _documents(documents: Documents) -> str:
+    start, end, *links = documents.tokens
+    named = f", {links[0]} to {links[-1]}" if links else ""
+    checked = "" if documents.tokenizer is None else f"; {documents.tokenizer}: start-up checks it"
+    return (
+        f"at most {documents.max_documents} in a prompt, each computed alone between {start} and "
+        f"{end}, with {documents.link_tokens} link tokens behind it{named}{checked}"
+    )
 
 
 def _memory(memory: Memory) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ KVLink (Yang et al., 2025); the model's `config.json` says what the tokens are c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -32,6 +32,34 @@ class Span(NamedTuple):
 
     start: int
     stop: int
+
+
+def blocks_needed(
+    tokens: Sequence[int], spans: Iterable[Span], block_size: int, num_tokens: int = 0
+) -> int:
+    """KV blocks that a prompt and its documents take at a time; equal documents are one.
+
+    Args:
+        tokens: of the prompt.
+        spans: of its documents.
+        num_tokens: of the prompt, with what follows it; 0: nothing does.
+    """
+    blocks = -(-(max(num_tokens, len(tokens)) + 1) // block_size)
+    documents = {tuple(tokens[start:stop]): start for start, stop in reversed([*spans])}
+    for document, start in documents.items():
+        # A document at the start is its own prefix, but for a block that is not full.
+        full, rest = divmod(len(document), block_size)
+        blocks += (rest > 0) + (full if start else 0)
+    return blocks
+
+
+def padded(tokens: Sequence[int], block_size: int) -> tuple[int, ...]:
+    """Tokens up to a whole number of blocks, and one more.
+
+    What follows a token does not change its KV. vLLM always computes the last token of a prompt:
+    with one behind the last block, all blocks that another namespace has computed are shared.
+    """
+    return (*tokens, *(tokens[-1],) * (1 + -len(tokens) % block_size))
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,14 @@ class Names:
             raise LayoutError(f"{KEY} in config.json wants more than {MOST_TOKENS} link tokens")
         return names
 
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """All of its tokens: start, end, then the links of each document."""
+        indices = range(1, self.link_tokens + 1)
+        numbers = range(1, self.max_documents + 1)
+        links = (self.link(number, index) for number in numbers for index in indices)
+        return (self.document_start, self.document_end, *links)
+
     def link(self, document: int, index: int) -> str:
         """The link token of a document and index, both from 1."""
         token = self.link_token.replace("{document}", str(document))
@@ -98,11 +134,8 @@ class Names:
         Raises:
             LayoutError: names a token that the tokenizer lacks, or two that are the same.
         """
-        links = range(1, self.link_tokens + 1)
-        texts = [self.document_start, self.document_end]
-        texts += [self.link(d, i) for d in range(1, self.max_documents + 1) for i in links]
         ids: dict[int, str] = {}
-        for text in texts:
+        for text in self.texts:
             found = token_id(text)
             if found is None:
                 raise LayoutError(

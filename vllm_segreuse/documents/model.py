@@ -33,7 +33,15 @@ def layout_of(model_config: ModelConfig) -> Layout | None:
         raise LayoutError("documents are found by special tokens: remove --skip-tokenizer-init")
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    tokenizer: Any = cached_tokenizer_from_config(model_config)
+    return layout_with(names, cached_tokenizer_from_config(model_config))
+
+
+def layout_with(names: Names, tokenizer: Any) -> Layout:
+    """The layout in ids of a tokenizer.
+
+    Raises:
+        LayoutError: see `Names.layout`.
+    """
     known = tokenizer.get_vocab()
 
     def token_id(text: str) -> int | None:

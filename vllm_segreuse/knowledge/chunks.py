@@ -7,6 +7,9 @@
 
 Only full blocks can be found again. The filler completes the last one; nothing sees it, since
 attention is causal. A prompt that contains the text matches it up to its last token.
+
+Documents of a model that was trained on documents computed alone are one chunk each, behind
+nothing, and padded as its requests pad them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_segreuse.documents.layout import padded
 from vllm_segreuse.knowledge.errors import InvalidError
 from vllm_segreuse.knowledge.store import Tokens
 
@@ -26,18 +30,30 @@ class Shape(NamedTuple):
         block_size: tokens per KV block.
         max_prompt_tokens: longest prompt that leaves room for one token of output.
         chunk_tokens: longest chunk that is wanted.
+        whole: whether documents are computed alone, and not cut.
     """
 
     block_size: int
     max_prompt_tokens: int
     chunk_tokens: int
+    whole: bool = False
 
     def num_chunks(self, num_context: int, num_tokens: int) -> int:
         """Into how many chunks a document is cut.
 
         Raises:
-            InvalidError: the context leaves no room for a chunk.
+            InvalidError: the context leaves no room for a chunk, or the document is not to be cut
+                and is too long.
         """
+        if self.whole:
+            alone = len(padded(range(num_tokens), self.block_size))
+            if alone > self.max_prompt_tokens:
+                raise InvalidError(
+                    f"a document of {num_tokens} tokens takes {alone} where it is computed alone, "
+                    f"and prompts have {self.max_prompt_tokens} at most: cut it into several",
+                    "documents",
+                )
+            return 1
         whole = self.max_prompt_tokens // self.block_size * self.block_size
         room = min(self.chunk_tokens, whole - num_context)
         if room < 1:
@@ -58,7 +74,10 @@ class Shape(NamedTuple):
         )
 
     def prompts(self, context: Tokens, tokens: Tokens) -> list[Tokens]:
-        """The prompts, each a whole number of blocks long; chunks differ by one token at most."""
+        """The prompts, each a whole number of blocks long; chunks differ by one token at most. What
+        is not cut has one token more."""
+        if self.whole:
+            return [np.array(padded(tokens.tolist(), self.block_size), np.int32)]
         chunks = np.array_split(tokens, self.num_chunks(len(context), len(tokens)))
         return [self._padded(np.concatenate((context, chunk))) for chunk in chunks]
 

@@ -12,8 +12,8 @@ from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import KnowledgeError
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Manifest, Tokens
 
-MakeContext = Callable[[str | None], Tokens]
-"""Tokens before every document of a base with this preamble."""
+MakeContext = Callable[[BaseRecord], Tokens]
+"""Tokens before every document of a base."""
 
 
 def restore(
@@ -42,9 +42,9 @@ def _context_fault(base: CatalogueBase, record: DocumentRecord, shape: Shape) ->
     if not np.array_equal(begins, base.context):
         return "the model's first tokens, or its tokenizer, have changed: add it again"
     try:
-        shape.num_chunks(len(record.context), 1)
+        shape.num_chunks(len(record.context), max(1, len(record.tokens)))
     except KnowledgeError:
-        return "prompts are too short for what it was computed behind: add it again"
+        return "prompts are too short now for how it was computed: add it again"
     return None
 
 
@@ -52,7 +52,7 @@ def _base(record: BaseRecord, shape: Shape, make_context: MakeContext) -> Catalo
     context = np.empty(0, np.int32)
     if record.fault is None:
         try:
-            context = make_context(record.preamble)
+            context = make_context(record)
             shape.num_chunks(len(context), 1)
         except KnowledgeError as error:
             record.fault = str(error)

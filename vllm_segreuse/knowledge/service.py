@@ -41,6 +41,7 @@ from vllm_segreuse.knowledge.errors import (
     NoRoomError,
     UnavailableError,
 )
+from vllm_segreuse.knowledge.isolated import IsolatedDocuments
 from vllm_segreuse.knowledge.restoring import restore
 from vllm_segreuse.knowledge.scheduler_state import SchedulerState, Uses
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
@@ -67,9 +68,19 @@ class KnowledgeService:
         store: the manifest; closed with the service.
         shape: how documents are cut.
         poll_s: how often the scheduler is asked what was used and what should return.
+        isolated: documents of a model that was trained on documents computed alone; None: of an
+            ordinary one.
     """
 
-    def __init__(self, engine: Engine, store: Store, shape: Shape, poll_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        shape: Shape,
+        poll_s: float = 2.0,
+        isolated: IsolatedDocuments | None = None,
+    ) -> None:
+        self._isolated = isolated
         self._engine = engine
         self._store = store
         self._shape = shape
@@ -146,15 +157,16 @@ class KnowledgeService:
 
         Raises:
             ConflictError: there is another base of this name.
-            InvalidError: the preamble leaves no room for documents.
+            InvalidError: the preamble leaves no room for documents, or the model's documents are
+                computed behind nothing.
             NoRoomError: all bases together would take too much of this process's memory.
         """
         extra_key = body.name if body.extra_key is None else body.extra_key
         record = BaseRecord(
             *(body.name, extra_key, body.preamble, body.metadata, time.time()),
-            body.context or "siblings",
+            body.context or ("siblings" if self._isolated is None else "none"),
         )
-        context = await self._in_thread(self._context, body.preamble)
+        context = await self._in_thread(self._context, record)
         self._shape.num_chunks(len(context), 1)
         async with self._turn:
             known = self._catalogue.bases.get(body.name)
@@ -349,20 +361,20 @@ class KnowledgeService:
 
     # Tokens and room.
 
-    def _context(self, preamble: str | None) -> Tokens:
-        start = self._engine.start_tokens()
-        return np.array(start + (self._engine.encode(preamble) if preamble else []), np.int32)
+    def _context(self, base: BaseRecord) -> Tokens:
+        """Tokens before every document of a base."""
+        if self._isolated is not None:
+            self._isolated.check(base)
+            return np.empty(0, np.int32)
+        preamble = self._engine.encode(base.preamble) if base.preamble else []
+        return np.array(self._engine.start_tokens() + preamble, np.int32)
 
     def _tokenise(
         self, base: CatalogueBase, documents: list[schemas.NewDocument]
     ) -> list[DocumentRecord]:
         records = []
         for i, document in enumerate(documents):
-            ids = document.token_ids
-            if ids is None:
-                ids = self._engine.encode(document.text or "")
-            if not ids:
-                raise InvalidError("the text has no tokens", f"documents.{i}.text")
+            ids = self._tokens(document, f"documents.{i}")
             if max(ids) >= self._engine.vocab_size:
                 raise InvalidError(
                     f"token {max(ids)} is none of this model's {self._engine.vocab_size}",
@@ -374,6 +386,18 @@ class KnowledgeService:
                 DocumentRecord(name, document.id, base.context, tokens, document.metadata, "")
             )
         return records
+
+    def _tokens(self, document: schemas.NewDocument, where: str) -> list[int]:
+        if self._isolated is not None:
+            tokens = self._isolated.tokens(document.text, document.token_ids, where)
+            self._shape.num_chunks(0, len(tokens))
+            return tokens
+        ids = document.token_ids
+        if ids is None:
+            ids = self._engine.encode(document.text or "")
+        if not ids:
+            raise InvalidError("the text has no tokens", f"{where}.text")
+        return ids
 
     def _check_room(self, base: CatalogueBase, documents: list[CatalogueDocument]) -> None:
         needed = self._catalogue.num_blocks_with(base, documents)
@@ -436,13 +460,15 @@ async def start_service(
     Raises:
         ManifestError: the manifest's file cannot be used.
     """
+    isolated = IsolatedDocuments.of(vllm_config.model_config, engine.encode)
     shape = Shape(
         block_size=vllm_config.cache_config.block_size,
         max_prompt_tokens=vllm_config.model_config.max_model_len - 1,
         chunk_tokens=config.knowledge_chunk_tokens,
+        whole=isolated is not None,
     )
     store = Store(config.knowledge_path or IN_MEMORY, fingerprint(vllm_config, engine))
-    service = KnowledgeService(engine, store, shape)
+    service = KnowledgeService(engine, store, shape, isolated=isolated)
     await service.start(in_background)
     return service
 

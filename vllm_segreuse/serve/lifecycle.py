@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from vllm.logger import init_logger
 
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.documents.model import names_of
 from vllm_segreuse.knowledge.engine import ServedEngine
 from vllm_segreuse.knowledge.origin import serving_clients
 from vllm_segreuse.knowledge.parallel import ParallelEngines
@@ -36,6 +37,7 @@ async def serving(app: FastAPI, admin: FastAPI | None) -> AsyncIterator[None]:
         client.vllm_config.kv_transfer_config.kv_connector_extra_config
     )
     app.state.segreuse_namespaces = config.namespaces
+    app.state.segreuse_documents = names_of(client.vllm_config.model_config)
     with serving_clients():
         if admin is None:
             yield

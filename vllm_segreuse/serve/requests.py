@@ -24,6 +24,7 @@ from vllm_segreuse.config import (
 )
 from vllm_segreuse.knowledge.origin import Origin, may_name, origin
 from vllm_segreuse.serve.callers import api_key
+from vllm_segreuse.serve.documents import check_body
 
 ENDPOINTS = frozenset(
     {
@@ -106,8 +107,11 @@ async def admit(connection: HTTPConnection) -> None:
     if not isinstance(body, dict):
         return
     rights = getattr(connection.app.state, "segreuse_namespaces", None)
+    names = getattr(connection.app.state, "segreuse_documents", None)
     try:
         admit_body(body)
+        if names is not None:
+            check_body(body, names)
         if rights is not None:
             _bind(body, connection, rights)
     except RequestError as error:

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with documents that the engine could not answer are refused before it gets them."""
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from vllm import SamplingParams
+
+import vllm_segreuse
+from tests.serve.vllm_app import MESSAGES, make_app
+from vllm_segreuse.compat import async_llm, input_processor
+from vllm_segreuse.config import FREEZE, RequestError
+from vllm_segreuse.documents.layout import Layout, Names, blocks_needed
+from vllm_segreuse.serve.documents import PromptRules, check_body, expected
+
+NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>")
+LAYOUT = Layout(100, 101, ((110,), (120,)))
+PROMPT = [1, 100, 5, 6, 101, 110, 100, 7, 101, 120, 2]
+RULES = PromptRules(LAYOUT, block_size=4, max_model_len=32, num_blocks=10)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_expected() -> Iterator[None]:
+    token = expected.set(None)
+    yield
+    expected.reset(token)
+
+
+BODIES: list[tuple[Any, str]] = [
+    ("a text", "must be a list of objects with a text, not str"),
+    ({"text": "a"}, "not dict"),
+    ([{"text": "a"}, "b"], r"documents\[1\] has no text"),
+    ([{}], r"documents\[0\] has no text"),
+    ([{"text": ""}], "no text"),
+    ([{"text": None}], "no text"),
+    ([{"text": ["a"]}], "no text"),
+    ([{"text": "a"}] * 3, "has 3, and the model was trained for at most 2"),
+    ([{"text": "a"}, {"text": "b</s>c"}], r"documents\[1\].text has '</s>'"),
+    ([{"text": "<s>"}], "special token"),
+    ([{"text": "see <2_1>"}], "'<2_1>'"),
+    ([{"text": "a", "extra_keys": "other"}], "extra_keys, and all documents of a request are in"),
+    ([{"text": "a", "cache_salt": "other"}], "cache_salt"),
+]
+
+
+@pytest.mark.parametrize(("documents", "reason"), BODIES, ids=[str(b)[:40] for b, _ in BODIES])
+def test_bad_documents_are_named(documents: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        check_body({"documents": documents}, NAMES)
+    assert caught.value.option == "documents"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_they_are_400_at_every_endpoint(path: str) -> None:
+    app = make_app()
+    client = TestClient(app)
+    body = {"messages": MESSAGES, "prompt": "a", "documents": [{}]}
+    assert "no text" not in client.post(path, json=body).text, "an ordinary model takes any"
+    app.state.segreuse_documents = NAMES
+    response = client.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "documents"
+    assert "documents[0] has no text" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("documents", "count"), [(None, None), ([], None), ([{"text": "a"}], 1)])
+def test_good_documents_are_counted(documents: Any, count: int | None) -> None:
+    expected.set(7)
+    check_body({"documents": documents}, NAMES)
+    assert expected.get() == count
+
+
+PROMPTS: list[tuple[list[int], dict[str, Any], str, str]] = [
+    ([1, 101, 2], {}, "documents", "an end token outside of a document"),
+    ([100, 5, 101], {}, "documents", "its 1 link tokens must follow"),
+    ([100, 5, 100, 6, 101, 110, 2], {}, "documents", "a start token inside document 1"),
+    ([*PROMPT[:-1], 100, 8, 101, 2], {}, "documents", "more than 2 documents"),
+    (PROMPT, {"prompt_logprobs": 0}, "prompt_logprobs", "not computed in their places"),
+    (PROMPT, {"skip_reading_prefix_cache": True}, "documents", "let the cache be read"),
+    ([100, *[5] * 27, 101, 110, 2], {}, "documents", "29 tokens takes 34 .* the model 32"),
+    ([1, 100, *[5] * 18, 101, 110, 2], {}, "documents", "take 11 KV blocks .* there are 9"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "options", "named", "reason"), PROMPTS)
+def test_prompts_that_cannot_be_answered(
+    tokens: list[int], options: dict[str, Any], named: str, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        RULES.check(tokens, SamplingParams(**options))
+    assert caught.value.option == named
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], PROMPT, [1, 100, *[5] * 13, 101, 110, 2]])
+def test_prompts_that_can(prompt: list[int]) -> None:
+    RULES.check(prompt, SamplingParams())
+
+
+def test_text_without_documents_may_ask_for_anything() -> None:
+    RULES.check([1, 2], SamplingParams(prompt_logprobs=1), is_unusual=True)
+
+
+def test_images_and_parts_do_not_go_with_documents() -> None:
+    with pytest.raises(RequestError, match="send no images"):
+        RULES.check(PROMPT, SamplingParams(), is_unusual=True)
+
+
+def test_embeddings_hide_documents() -> None:
+    with pytest.raises(RequestError, match="by their tokens") as caught:
+        RULES.check(None, SamplingParams())
+    assert caught.value.option == "prompt_embeds"
+
+
+def test_a_document_of_a_base_is_its_own_prompt() -> None:
+    RULES.check([100, 5, 101], SamplingParams(extra_args={FREEZE: "e:0:1:0"}))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_template_must_have_put_in_all(count: int) -> None:
+    expected.set(count)
+    with pytest.raises(RequestError, match=f"{count} were sent, and the prompt has 2"):
+        RULES.check(PROMPT, SamplingParams())
+    expected.set(2)
+    RULES.check(PROMPT, SamplingParams())
+
+
+def test_where_engines_share_the_number_of_blocks_none_is_known() -> None:
+    rules = PromptRules(LAYOUT, 4, 64, 0)
+    rules.check([1, 100, *[5] * 40, 101, 110, 2], SamplingParams())
+
+
+def test_equal_documents_and_one_at_the_start_take_blocks_once() -> None:
+    tokens = [100, 5, 101, 110, 100, 5, 101, 120, 1]
+    spans = LAYOUT.spans(tokens)
+    assert blocks_needed(tokens, spans, 2) == 5 + 1
+    assert blocks_needed(tokens, spans, 3) == 4
+    assert blocks_needed([1, *tokens], LAYOUT.spans([1, *tokens]), 2) == 6 + 2
+    assert blocks_needed(tokens, spans, 2, num_tokens=20) == 11 + 1
+
+
+class Processor:
+    """Of a vLLM whose model has a layout."""
+
+    vllm_config: Any = SimpleNamespace(kv_transfer_config=vllm_segreuse.kv_transfer_config())
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
+    monkeypatch.setattr(PromptRules, "of", lambda vllm_config: RULES)
+    return Processor()
+
+
+def processed(**changes: Any) -> Any:
+    request = {
+        "prompt_token_ids": PROMPT,
+        "prompt_embeds": None,
+        "mm_features": None,
+        "resumable": False,
+        "sampling_params": SamplingParams(),
+    }
+    return SimpleNamespace(**request | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": [1, 101, 2]},
+        {"prompt_embeds": "some"},
+        {"mm_features": ["an image"]},
+        {"resumable": True},
+        {"sampling_params": SamplingParams(prompt_logprobs=1)},
+    ],
+)
+def test_what_vllm_has_processed_is_checked(processor: Processor, changes: dict[str, Any]) -> None:
+    process = input_processor._process_inputs(lambda self, request: request)
+    assert process(processor, processed()).prompt_token_ids == PROMPT
+    with pytest.raises(ValueError, match="document"):
+        process(processor, processed(**changes))
+
+
+def test_without_segment_reuse_or_a_layout_nothing_is_checked(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = input_processor._process_inputs(lambda self, request: request)
+    plain: Any = Processor()
+    plain.vllm_config = SimpleNamespace(kv_transfer_config=None)
+    assert process(plain, processed(prompt_token_ids=[101]))
+    monkeypatch.setattr(PromptRules, "of", lambda vllm_config: None)
+    assert process(Processor(), processed(prompt_token_ids=[101]))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"type": "token", "prompt_token_ids": [1, 101, 2]},
+        {"type": "embeds", "prompt_embeds": "some", "prompt_token_ids": PROMPT},
+        {"type": "multimodal", "prompt_token_ids": PROMPT},
+    ],
+)
+def test_a_stream_does_not_begin(processor: Processor, prompt: dict[str, Any]) -> None:
+    engine = SimpleNamespace(input_processor=processor)
+    begun: list[Any] = []
+
+    async def outputs(*args: Any) -> Any:
+        begun.append(args)
+        yield args
+
+    generate = async_llm._generate(outputs)
+    with pytest.raises(ValueError, match="document"):
+        generate(engine, prompt, SamplingParams(), "one")
+
+    async def read(good: Any) -> None:
+        async for _ in generate(engine, good, SamplingParams(), "one"):
+            pass
+
+    for good in ({"type": "token", "prompt_token_ids": PROMPT}, {"prompt": "text"}, "text"):
+        asyncio.run(read(good))
+    assert len(begun) == 3

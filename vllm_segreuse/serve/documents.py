@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with documents, to a model that was trained on documents computed alone.
+
+For such a request the engine has no other way: without its documents it can only end it with an
+error. What rules a request out is found here, before the engine gets it: in the body, and once the
+prompt is tokenised, but before an answer begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from vllm_segreuse.config import EXTRA_KEYS, FREEZE, RequestError
+from vllm_segreuse.documents.layout import (
+    Layout,
+    LayoutError,
+    Names,
+    Span,
+    blocks_needed,
+)
+from vllm_segreuse.documents.model import layout_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+DOCUMENTS = "documents"
+"""Of a request's body: vLLM passes it on to the chat template."""
+
+NAMESPACE_KEYS = (EXTRA_KEYS, "cache_salt")
+"""What no document has of its own."""
+
+expected: ContextVar[int | None] = ContextVar("segreuse_documents", default=None)
+"""Documents in the body of the request that is being handled; None: it says nothing of them."""
+
+
+def check_body(body: Mapping[str, Any], names: Names) -> None:
+    """Checks `documents` of a body, and notes how many the prompt must have.
+
+    Raises:
+        RequestError: says which of them is wrong, and how.
+    """
+    documents = body.get(DOCUMENTS)
+    expected.set(None)
+    if documents is None:
+        return
+    if not isinstance(documents, list):
+        raise RequestError(
+            DOCUMENTS,
+            f"{DOCUMENTS} must be a list of objects with a text, not {type(documents).__name__}",
+        )
+    if len(documents) > names.max_documents:
+        raise RequestError(
+            DOCUMENTS,
+            f"{DOCUMENTS} has {len(documents)}, and the model was trained for at most "
+            f"{names.max_documents}: send fewer",
+        )
+    for number, document in enumerate(documents):
+        _check_document(f"{DOCUMENTS}[{number}]", document, names)
+    expected.set(len(documents) or None)
+
+
+def _check_document(which: str, document: Any, names: Names) -> None:
+    text = document.get("text") if isinstance(document, dict) else None
+    if not isinstance(text, str) or not text:
+        raise RequestError(DOCUMENTS, f'{which} has no text: send {{"text": "..."}}')
+    if wrong := next((key for key in NAMESPACE_KEYS if key in document), None):
+        raise RequestError(
+            DOCUMENTS,
+            f"{which} has {wrong}, and all documents of a request are in its namespace: set it "
+            "for the request",
+        )
+    held = next((token for token in names.texts if token in text), None)
+    if held is not None:
+        raise RequestError(
+            DOCUMENTS,
+            f"{which}.text has {held!r}, which is a special token of documents: remove it",
+        )
+
+
+@dataclass(frozen=True)
+class PromptRules:
+    """What a tokenised prompt must be like.
+
+    Attributes:
+        layout: of the model's prompts.
+        block_size: tokens per KV block.
+        max_model_len: longest prompt with its answer.
+        num_blocks: KV blocks of an engine; 0: not known here.
+    """
+
+    layout: Layout
+    block_size: int
+    max_model_len: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Self | None:
+        """Those of a running engine; None: an ordinary model."""
+        layout = layout_of(vllm_config.model_config)
+        if layout is None:
+            return None
+        cache = vllm_config.cache_config
+        engines = vllm_config.parallel_config.data_parallel_size
+        # vLLM adds up the blocks of several engines.
+        blocks = cache.num_gpu_blocks if engines == 1 else 0
+        return cls(layout, cache.block_size, vllm_config.model_config.max_model_len, blocks or 0)
+
+    def check(
+        self, tokens: Sequence[int] | None, params: Any, is_unusual: bool | None = False
+    ) -> None:
+        """Checks a prompt before it is submitted.
+
+        Args:
+            tokens: of the prompt; None: it consists of embeddings.
+            params: vLLM's sampling parameters, or others.
+            is_unusual: whether it comes with images, with embeddings, or in parts.
+
+        Raises:
+            RequestError: the engine could not answer it; says why.
+        """
+        extra_args = getattr(params, "extra_args", None)
+        if extra_args and FREEZE in extra_args:  # a document of a knowledge base
+            return
+        if tokens is None:
+            raise RequestError(
+                "prompt_embeds",
+                "prompt_embeds: this model finds documents by their tokens: send text or token ids",
+            )
+        try:
+            spans = self.layout.spans(tokens)
+        except LayoutError as error:
+            raise RequestError(DOCUMENTS, f"{DOCUMENTS}: {error}") from None
+        wanted = expected.get()
+        if wanted is not None and len(spans) != wanted:
+            raise RequestError(
+                DOCUMENTS,
+                f"{DOCUMENTS}: {wanted} were sent, and the prompt has {len(spans)}: this endpoint "
+                "or the chat template does not put each of them into the prompt",
+            )
+        if spans:
+            self._check_options(params, is_unusual)
+            self._check_room(tokens, spans)
+
+    def _check_options(self, params: Any, is_unusual: bool | None) -> None:
+        if getattr(params, "prompt_logprobs", None) is not None:
+            raise RequestError(
+                "prompt_logprobs",
+                "prompt_logprobs: documents are not computed in their places: leave it away",
+            )
+        if is_unusual or getattr(params, "skip_reading_prefix_cache", None):
+            raise RequestError(
+                DOCUMENTS,
+                f"{DOCUMENTS}: they are reused from the cache in a prompt of text only: send no "
+                "images, no embeddings, no input in parts, and let the cache be read",
+            )
+
+    def _check_room(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:
+        size = self.block_size
+        longest = max(stop - start for start, stop in spans)
+        alone = -(-longest // size) * size + 2  # padded, the token behind, and one of output
+        if alone > self.max_model_len:
+            raise RequestError(
+                DOCUMENTS,
+                f"{DOCUMENTS}: one of {longest} tokens takes {alone} where it is computed alone, "
+                f"and the model {self.max_model_len} at most: shorten it",
+            )
+        needed = blocks_needed(tokens, spans, size)
+        if self.num_blocks and needed > self.num_blocks - 1:  # vLLM keeps one for itself
+            raise RequestError(
+                DOCUMENTS,
+                f"{DOCUMENTS}: with the prompt they take {needed} KV blocks at a time, and there "
+                f"are {self.num_blocks - 1}: send fewer, or enlarge the KV cache",
+            )
