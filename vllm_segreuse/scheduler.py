@@ -417,8 +417,12 @@ class SchedulerSide:
     @_contained(otherwise=None)
     def _note_outcome(self, request: Request, outcome: PlanOutcome) -> None:
         tracked = self._planner.get(request.request_id)
-        if tracked is not None:
-            self._accounts.carried_out(tracked, request, outcome)
+        if tracked is None:
+            return
+        if self._isolated is not None and _is_wrong(tracked, outcome):
+            self._isolated.fail(request, "its plan failed, and was computed in full")
+            return
+        self._accounts.carried_out(tracked, request, outcome)
 
     @_contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:
@@ -626,6 +630,12 @@ class SchedulerSide:
             return False
         is_long = plan.layer_tokens(self._layers) > self._spread_above
         return is_long or plan.active_tokens > self._max_wave_tokens
+
+
+def _is_wrong(tracked: TrackedRequest, outcome: PlanOutcome) -> bool:
+    """Whether documents that are to be computed alone were computed behind each other."""
+    plan = tracked.awaited
+    return tracked.required and plan is not None and plan.num_chosen(outcome.computed) > 0
 
 
 def _halo(config: SegReuseConfig) -> Halo:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_segreuse.compat.scheduler import _reset_prefix_cache, _update_from_output
@@ -132,6 +133,29 @@ def stepped(paused: PauseState = PauseState.UNPAUSED, reference: Any = "referenc
 def test_a_reference_is_added_when_a_step_is_over() -> None:
     assert stepped() == ["outcomes", "audits", "updated", (3, 1), "reference"]
     assert stepped(reference=None)[-1] == (3, 1)
+
+
+def test_requests_that_failed_have_ended_before_their_tokens_count() -> None:
+    happened: list[Any] = []
+    failed = iter([["in the step"], ["behind it"]])
+
+    def finish(names: list[str], status: RequestStatus) -> list[Any]:
+        happened.append((names, status.name))
+        reason = SimpleNamespace(get_finished_reason=lambda: FinishReason.ERROR, client_index=2)
+        return [SimpleNamespace(request_id=name, **vars(reason)) for name in names]
+
+    side = {"note_outcomes": lambda *_: None, "take_failed": lambda: next(failed)}
+    scheduler = SimpleNamespace(
+        connector=connector(**side), requests={}, finish_requests=finish, **IDLE
+    )
+    wrapped = _update_from_output(lambda *_: happened.append("updated") or {})
+    (found,) = wrapped(scheduler, None, output({})).items()
+    ended = "FINISHED_ERROR"
+    assert happened == [(["in the step"], ended), "updated", (["behind it"], ended)]
+    client, outputs = found
+    assert client == 2
+    assert [one.request_id for one in outputs.outputs] == ["in the step", "behind it"]
+    assert {one.finish_reason for one in outputs.outputs} == {FinishReason.ERROR}
 
 
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])

@@ -5,17 +5,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
+from vllm_segreuse.cache.links import MAX_VIEWS
+from vllm_segreuse.prefill import executor
 
 BOUND = {"float32": 0.002, "bfloat16": BF16_NOISE}
 
 
 class Served:
-    def __init__(self, running: Engine, link_tokens: int, dtype: str) -> None:
+    def __init__(self, running: Engine, shape: str, link_tokens: int, dtype: str) -> None:
         self.engine = running
-        self.reference = Reference(make_isolated(link_tokens), dtype)
+        self.reference = Reference(make_isolated(link_tokens, shape), dtype)
         self.bound = BOUND[dtype]
         self.text = Prompts(8000, seed=link_tokens)
         self.documents = [self.text.tokens(n) for n in (70, 3 * BLOCK_SIZE - 2, 41, 5)]
@@ -40,13 +43,16 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[(0, "float32"), (1, "float32"), (5, "float32"), (5, "bfloat16")],
-    ids=lambda param: f"link{param[0]}-{param[1]}",
+    params=[
+        *[("qwen3", link_tokens, dtype) for dtype in BOUND for link_tokens in (0, 1, 5)],
+        *(("llama", 1, "float32"), ("llama", 5, "bfloat16")),
+    ],
+    ids=lambda param: f"{param[0]}-link{param[1]}-{param[2]}",
 )
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    link_tokens, dtype = request.param
-    with engine("qwen3", model=str(make_isolated(link_tokens)), dtype=dtype) as running:
-        yield Served(running, link_tokens, dtype)
+    shape, link_tokens, dtype = request.param
+    with engine(shape, model=str(make_isolated(link_tokens, shape)), dtype=dtype) as running:
+        yield Served(running, shape, link_tokens, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +95,40 @@ def test_a_request_without_extra_keys_shares_with_nobody(served: Served) -> None
         (answer,) = served.ask(prompt, options={})
         served.check(prompt, answer)
         assert answer.report["reused_tokens"] > 0
+
+
+def test_more_namespaces_than_the_index_takes_of_a_block(served: Served) -> None:
+    prompt = served.prompt(1)
+    keys = [{"extra_keys": [f"tenant {number}"]} for number in range(MAX_VIEWS + 2)]
+    answers = served.engine.ask(*[prompt] * len(keys), options=[*keys], max_tokens=1)
+    assert all(answer.report["policy"] == "link" for answer in answers)
+    (answer,) = served.ask(prompt, options=keys[-1])
+    served.check(prompt, answer)
+
+
+def test_a_plan_that_fails_is_no_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed in full, documents would see each other."""
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        raise ArithmeticError("on purpose")
+
+    prompt, options = served.prompt(0, 2), {"extra_keys": ["mine"]}
+    monkeypatch.setattr(executor, "token_copies", broken)
+    params = SamplingParams(max_tokens=1, extra_args=options)
+    (output,) = served.engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    assert (output.outputs[0].finish_reason, list(output.outputs[0].token_ids)) == ("error", [])
+    (answer,) = served.ask(prompt)
+    served.check(prompt, answer)
+
+
+def test_what_another_layout_has_is_refused_before_it_is_computed(served: Served) -> None:
+    layout = served.reference.layout
+    for wrong in ([5, layout.end, 6], [layout.start, 5, layout.end, *layout.links[0]]):
+        with pytest.raises(ValueError, match="documents: "):
+            served.ask(wrong)
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        served.engine.ask(served.prompt(0), prompt_logprobs=1)
 
 
 def test_the_mask_matters(served: Served) -> None:

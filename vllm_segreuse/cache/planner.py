@@ -306,7 +306,7 @@ class Planner:
             donor_depth=matches.max_depth,
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             max_drift=tracked.max_drift,
-            reports=recipe.program.reports or acceptance is not None,
+            reports=recipe.program.reports or acceptance is not None or tracked.required,
             lora_id=tracked.lora_id,
             trace_headers=tracked.trace_headers,
             explains=tracked.explains,

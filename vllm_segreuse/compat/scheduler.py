@@ -49,12 +49,14 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
             if output.finished_recving:
                 loaded = {i for i in output.finished_recving if _is_loading(self, i)}
                 output.finished_recving = loaded
+        # What the step has computed for them is no answer.
+        failed = [] if side is None else _finish(self, side.take_failed())
         outputs = original(self, scheduler_output, model_runner_output)
         if side is not None:
             _add_reference(self, side)
             for request in side.take_documents():
                 self.add_request(request)
-            _end_failed(self, side.take_failed(), outputs)
+            _report(failed + _finish(self, side.take_failed()), outputs)
         return outputs
 
     return update_from_output
@@ -70,14 +72,20 @@ def _add_reference(scheduler: Any, side: Any) -> None:
         scheduler.add_request(reference)
 
 
-def _end_failed(scheduler: Any, failed: list[str], outputs: dict[int, Any]) -> None:
+def _finish(scheduler: Any, failed: list[str]) -> list[Any]:
     """End requests that must not run as they are, as vLLM ends those of a failed load."""
     if not failed:
-        return
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+        return []
     from vllm.v1.request import RequestStatus
 
-    for request in scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR):
+    return list(scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR))
+
+
+def _report(ended: list[Any], outputs: dict[int, Any]) -> None:
+    """Add to a step's outputs, by client, that these requests have ended."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    for request in ended:
         found = outputs.setdefault(request.client_index, EngineCoreOutputs())
         reason = request.get_finished_reason()
         found.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=reason))
