@@ -81,6 +81,16 @@ def test_documents_are_computed_once_and_held_for_the_request() -> None:
     assert documents.held("one", (1, 2)) is None
 
 
+def test_who_waits_for_room_learns_that_others_hold_some() -> None:
+    world = World()
+    world.wait("one", (1,))
+    assert not world.documents.holds_for_others("two"), "nothing is computed yet"
+    (name,) = names(world.added())
+    world.documents.computed(name, [7])
+    assert world.documents.holds_for_others("two")
+    assert not world.documents.holds_for_others("one")
+
+
 def test_documents_that_are_there_are_held_while_others_are_computed() -> None:
     world = World()
     warm = IsolatedDocument(0, 0, (5,), lambda: np.array([4], np.int32))

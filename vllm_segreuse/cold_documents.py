@@ -86,6 +86,10 @@ class ColdDocuments(BlockListener, Generic[R]):
         turn = self._turns.get(request_id)
         return None if turn is None else turn.held.get(tokens)
 
+    def holds_for_others(self, request_id: str) -> bool:
+        """Whether blocks are held for others than this request, and become free once these run."""
+        return any(turn.held for asker, turn in self._turns.items() if asker != request_id)
+
     def wait_for(
         self,
         request_id: str,

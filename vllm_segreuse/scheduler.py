@@ -319,7 +319,9 @@ class SchedulerSide:
         assert tracked is not None
         if found[0] is None or tracked.plan is not None or self._planner.admission_closed:
             return found
-        anybody = compat_manager.is_anybody_admitted(self._manager)
+        anybody = compat_manager.is_anybody_admitted(
+            self._manager
+        ) or documents.cold.holds_for_others(request.request_id)
         if tracked.reason != "no_free_blocks" or not anybody:
             documents.fail(request, f"it cannot be planned ({tracked.reason})")
         return None, False
