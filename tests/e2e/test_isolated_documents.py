@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
 from vllm_segreuse.cache.links import MAX_VIEWS
+from vllm_segreuse.knowledge.offline import KnowledgeBase
 from vllm_segreuse.prefill import executor
 
 BOUND = {"float32": 0.002, "bfloat16": BF16_NOISE}
@@ -95,6 +96,24 @@ def test_a_request_without_extra_keys_shares_with_nobody(served: Served) -> None
         (answer,) = served.ask(prompt, options={})
         served.check(prompt, answer)
         assert answer.report["reused_tokens"] > 0
+
+
+def test_documents_of_a_knowledge_base_are_found(served: Served) -> None:
+    base = KnowledgeBase(served.engine.llm, "handbook")
+    try:
+        added = base.add({str(n): tokens for n, tokens in enumerate(served.documents)})
+        assert {document.status for document in added} == {"warm"}
+        cold = served.engine.scheduler.connector.scheduler_side._isolated.cold
+        before = cold._number
+        for numbers in [(2, 0), (3, 1, 2)]:
+            prompt = served.prompt(*numbers)
+            (answer,) = served.ask(prompt, options={"extra_keys": ["handbook"]})
+            served.check(prompt, answer)
+            assert answer.report["matches"] == len(numbers)
+        assert cold._number == before, "none was computed for a request"
+        assert [document.hits for document in base.documents()] == [1, 1, 2, 1]
+    finally:
+        base.delete()
 
 
 def test_more_namespaces_than_the_index_takes_of_a_block(served: Served) -> None:
