@@ -44,6 +44,8 @@ ROUTES |= {"/v1/completions/render", "/v1/chat/completions/render"}
 """What is fuzzed from the server's description."""
 MALFORMED = ROUTES | {"/invocations"}
 """What gets malformed bodies: it parses them itself."""
+LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+"""How bodies name the length of an answer."""
 NO_ANSWER = 0
 """Stands for the status where there was none."""
 NOT_OFFERED = 501
@@ -169,8 +171,8 @@ class Fuzz:
             each, modes = 1, modes[part % 2 :][:1]
 
         def send(case: Any) -> None:
-            body = _bounded(case.body) if isinstance(case.body, dict) else case.body
-            self._send_json(case.path, body)
+            body = case.body
+            self._send_json(case.path, bounded(case.path, body) if isinstance(body, dict) else body)
 
         for operation in operations[part::PARTS]:
             for mode in modes:
@@ -215,12 +217,19 @@ def ours_alone(failed: Sequence[Failed]) -> tuple[list[str], list[str]]:
     return ours, alone
 
 
-def _bounded(body: dict[str, Any]) -> dict[str, Any]:
-    """The model there is, and few tokens: else most requests would be 404, or take minutes."""
-    body = dict(body, model="m")
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        if isinstance(body.get(name), int):
-            body[name] = min(body[name], MOST_TOKENS)
+def bounded(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The model there is, and few tokens: else most requests would be 404, or take minutes.
+
+    Most routes let an answer fill the context where the body gives no limit.
+    """
+    body = {**body, "model": "m"}
+    for part in (body, body.get("sampling_params")):
+        if isinstance(part, dict):
+            for name in LIMITS & part.keys():
+                if isinstance(part[name], int):
+                    part[name] = min(part[name], MOST_TOKENS)
+    if path in SOUND and not any(isinstance(body.get(name), int) for name in LIMITS):
+        body |= {name: most for name, most in SOUND[path]("").items() if name in LIMITS}
     return body
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from bench import harness
-from tests.e2e import http_fuzz, http_load
+from tests.e2e import http_bodies, http_fuzz, http_load
 from tests.e2e.http_malformed import HUGE_BYTES, Sent
 from tests.e2e.server import Server
 
@@ -127,6 +127,15 @@ def test_what_vllm_alone_answers_as_badly_is_no_finding_of_ours(
     ours, alone = http_fuzz.ours_alone(failed)
     assert ["/ours" in one for one in ours] == [True]
     assert ["/both" in alone[0], "/gone" in alone[1]] == [True, True]
+
+
+@pytest.mark.parametrize("path", sorted(http_bodies.SOUND.keys() - {"/inference/v1/generate"}))
+@pytest.mark.parametrize("said", [{}, {"max_tokens": None}, {"max_completion_tokens": 10**6}])
+def test_no_body_asks_for_an_answer_that_fills_the_context(path: str, said: Any) -> None:
+    body = http_fuzz.bounded(path, {"model": "another", **said})
+    limits = [body.get(name) for name in http_fuzz.LIMITS]
+    assert http_bodies.MOST_TOKENS in limits
+    assert {*limits} <= {None, http_bodies.MOST_TOKENS}
 
 
 def test_growth_is_a_finding() -> None:
