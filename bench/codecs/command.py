@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.codecs import speed
+from bench.codecs import USUAL, speed
 from bench.english.tasks import TASKS
 
 SAMPLES = 8
 QUICK_SAMPLES = 1
-USUAL = ("needles", "one-hop", "pronoun", "contracts", "chat")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second tier: questions over a knowledge base that is five times larger than the KV memory.
 
-Five parts, each a function:
+Six parts, each a function; `--part NAME` runs one of them (questions, throughput, soak, speed,
+quality):
 
 - `questions`: time to the first token of the questions of `bench rag`, in four arms that take
   turns. `memory`: a server whose KV memory holds the whole base. `host`: KV memory for a fifth of
@@ -16,6 +17,9 @@ Five parts, each a function:
 - `soak`: the load of `bench soak`, with a tier of few rows. What a plan reads from a row is
   compared with what was stored there, and nothing may be left when it is over.
 - `speed.measure`: codecs beside a plain copy, as `bench codecs` does it.
+- `quality.measure`: what codecs change in the distribution of the first token, as `bench codecs
+  --model` measures it, here on the lab's model, which is at hand everywhere. It was not trained on
+  such text: what a codec costs a pretrained model, only `bench codecs --model DIR` says.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ import json
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import harness, shapes
+from bench import codecs, harness, shapes
 from bench.codecs import speed
 from bench.server import Server, ServerError
 from bench.suites import overhead, rag
@@ -60,10 +64,11 @@ class Load(NamedTuple):
     longest_document_chars: int
     overhead: overhead.Load
     soak_requests: int
+    codec_samples: int
 
 
-FULL = Load("bench28", False, "8192", 50, 2, 1 << 30, overhead.FULL, 10_000)
-QUICK = Load("bench8", True, "5120", 12, 1, 8_000, overhead.QUICK, 400)
+FULL = Load("bench28", False, "8192", 50, 2, 1 << 30, overhead.FULL, 10_000, 8)
+QUICK = Load("bench8", True, "5120", 12, 1, 8_000, overhead.QUICK, 400, 1)
 
 
 class Sizes(NamedTuple):
@@ -93,30 +98,55 @@ class Sizes(NamedTuple):
         return self.base_blocks // PRESSURE * self.block_bytes / (1 << 30)
 
 
-def run(quick: bool) -> harness.SuiteResult:
-    """All parts (`quick`: less of everything, on fewer layers)."""
-    load = QUICK if quick else FULL
+PARTS = ("questions", "throughput", "soak", "speed", "quality")
+
+
+def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
+    """The parts named, or all (`quick`: less of everything, on fewer layers)."""
     import openai
 
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            parts = [questions_and_restart(load, Path(folder)), throughput(load)]
-    except (ServerError, ClientError, openai.OpenAIError) as error:
-        raise harness.BenchError(str(error)) from error
-    parts += [soak(load.soak_requests), speed.measure(quick)]
     rows: list[harness.Row] = []
     summary: dict[str, Any] = {}
-    for part in parts:
-        rows += part["rows"]
-        summary |= part["summary"]
+    measures = _measures(quick)
+    try:
+        for part in parts or PARTS:
+            found = measures[part]()
+            rows += found["rows"]
+            summary |= found["summary"]
+    except (ServerError, ClientError, openai.OpenAIError) as error:
+        raise harness.BenchError(str(error)) from error
     return {"rows": rows, "summary": summary}
+
+
+def _measures(quick: bool) -> dict[str, Callable[[], harness.SuiteResult]]:
+    load = QUICK if quick else FULL
+    return {
+        "questions": partial(questions_and_restart, load),
+        "throughput": partial(throughput, load),
+        "soak": partial(soak, load.soak_requests),
+        "speed": partial(speed.measure, quick),
+        "quality": partial(codec_quality, load.codec_samples),
+    }
+
+
+def codec_quality(samples: int) -> harness.SuiteResult:
+    """So many examples of each task, by the lab's model."""
+    from bench.codecs import quality  # it loads vLLM
+    from bench.quality import engine as quality_engine
+
+    return quality.measure(quality_engine.MODEL, codecs.USUAL, samples)
 
 
 # Questions.
 
 
-def questions_and_restart(load: Load, folder: Path) -> harness.SuiteResult:
+def questions_and_restart(load: Load) -> harness.SuiteResult:
     """The first two parts: the second goes on with the server of an arm."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _questions_and_restart(load, Path(folder))
+
+
+def _questions_and_restart(load: Load, folder: Path) -> harness.SuiteResult:
     topics = library.python_topics().items()
     documents = {id_: text for id_, text in topics if len(text) <= load.longest_document_chars}
     model = shapes.make_model(load.shape)

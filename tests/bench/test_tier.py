@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of the arms of `bench tier`, and what it reads of a server's metrics."""
 
+import pytest
+
+from bench import harness
+from bench.server import ServerError
 from bench.suites import tier
 
 METRICS = """\
@@ -24,3 +28,27 @@ def test_the_base_is_five_times_larger_than_the_kv_memory() -> None:
     assert sizes.small_blocks - 1 == 600
     assert sizes.small_gib * (1 << 30) == 600 << 20
     assert sizes.all_gib * (1 << 30) >= 3000 << 20
+
+
+def test_parts_are_run_as_named_and_all_of_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measures(_: bool) -> dict[str, tier.Callable[[], harness.SuiteResult]]:
+        return {
+            name: lambda name=name: {"rows": [{"part": name}], "summary": {name: 1}}
+            for name in tier.PARTS
+        }
+
+    assert tier._measures(True).keys() == {*tier.PARTS}
+    monkeypatch.setattr(tier, "_measures", measures)
+    assert tier.run(True)["summary"].keys() == {*tier.PARTS}
+    some = tier.run(True, ["speed", "soak"])
+    assert [row["part"] for row in some["rows"]] == ["speed", "soak"]
+    assert some["summary"] == {"speed": 1, "soak": 1}
+
+
+def test_a_server_that_fails_is_an_error_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: tier.Load) -> harness.SuiteResult:
+        raise ServerError("it did not start")
+
+    monkeypatch.setattr(tier, "throughput", fails)
+    with pytest.raises(harness.BenchError, match="it did not start"):
+        tier.run(True, ["throughput"])
