@@ -103,16 +103,28 @@ _SIZED_DOCUMENT = 1000
 
 
 def tier_sizing() -> str:
-    """What a GiB of the second tier holds, raw, in bf16; all ranks together."""
+    """What a GiB of the second tier holds, of a bf16 cache; all ranks together.
+
+    A code takes a byte. Beside the codes there is a scale in float16 for each channel of a block's
+    keys, and for each token of its values.
+    """
     rows = []
     for name, (layers, kv_heads, channels) in SIZED.items():
-        token = 2 * 2 * layers * kv_heads * channels
-        block = token * _SIZED_BLOCK  # rows are padded; here there is nothing to pad
-        blocks = (1 << 30) // block
-        documents = blocks // -(-_SIZED_DOCUMENT // _SIZED_BLOCK)
-        numbers = (token / 1024, block / (1 << 20), blocks * _SIZED_BLOCK, documents)
+        numbers_a_token = 2 * layers * kv_heads * channels
+        block = 2 * numbers_a_token * _SIZED_BLOCK  # rows are padded; here there is nothing to pad
+        scales = 2 * layers * kv_heads * (channels + _SIZED_BLOCK)
+        encoded = numbers_a_token * _SIZED_BLOCK + scales
+        raw_blocks, encoded_blocks = ((1 << 30) // size for size in (block, encoded))
+        documents = raw_blocks // -(-_SIZED_DOCUMENT // _SIZED_BLOCK)
         rows.append(
-            [name, *(f"{number:,.{d}f}" for number, d in zip(numbers, (0, 2, 0, 0), strict=True))]
+            [
+                name,
+                f"{2 * numbers_a_token / 1024:,.0f}",
+                f"{block / (1 << 20):,.2f}",
+                f"{raw_blocks * _SIZED_BLOCK:,}",
+                f"{documents:,}",
+                f"{encoded_blocks * _SIZED_BLOCK:,}",
+            ]
         )
     head = (
         "model",
@@ -120,6 +132,7 @@ def tier_sizing() -> str:
         "MiB a block of 16",
         "tokens a GiB",
         "documents of 1,000 a GiB",
+        "tokens a GiB, int8 or fp8",
     )
     return _table(head, rows)
 
