@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
+from vllm_segreuse.cache.namespace import HeldNamespaces, NamespaceTable, namespace_key
 
 # Few, short strings, with digits and tags, so that careless joining would collide.
 text = st.text(alphabet="abKSLM\x00\x01", max_size=3)
@@ -125,4 +125,41 @@ def test_misuse_is_reported():
     with pytest.raises(ValueError, match=f"namespace {forgotten} is not in use"):
         table.acquire(forgotten)
     with pytest.raises(ValueError, match="released more often"):
+        table.release(namespace)
+
+
+def test_a_holder_gives_back_what_it_has_and_no_more():
+    table = NamespaceTable(lambda namespace: False)
+    first, second = table.intern(b"a"), table.intern(b"b")
+    held = HeldNamespaces(table)
+    for namespace in (first, first, second):
+        held.acquire(namespace)
+    held.release(second)
+    assert held.counts() == {first: 2}
+    with pytest.raises(ValueError, match=f"namespace {second} is not held"):
+        held.release(second)
+    held.release_all()
+    held.release_all()
+    assert (held.counts(), table.find(b"a"), table.find(b"b")) == ({}, first, second)
+    table.release(first)
+    table.release(second)
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_what_may_be_given_back_already_is_not_given_back_again(all_at_once):
+    def fail(namespace):
+        raise RuntimeError("broken")
+
+    table = NamespaceTable(fail)
+    held = HeldNamespaces(table)
+    namespace = table.intern(b"a")
+    held.acquire(namespace)
+    table.release(namespace)  # the other holder's
+    with pytest.raises(RuntimeError, match="broken"):
+        held.release_all() if all_at_once else held.release(namespace)
+    assert not held.counts()
+    assert table.intern(b"a") == namespace  # by somebody else, from whom nothing is taken
+    held.release_all()
+    with pytest.raises(RuntimeError, match="broken"):
         table.release(namespace)

@@ -37,12 +37,13 @@ def check_idle(world: World) -> None:
     assert free + frozen == pool.num_gpu_blocks - 1, "blocks are still held"
     assert not world.side._planner._requests, "requests that ended are still tracked"
     references = sum(world.side._namespaces._references) - world.frozen.namespaces().total()
-    assert references == world.lost_namespaces
+    assert references == world.lost_namespaces + _held_by_tier(world)
     assert not pool._awaited, f"names that nobody will report on: {pool._awaited}"
     tier = world.side._tier
     if tier is not None and tier.is_open:
         counts = tier.counts()
         assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
+        assert not _held_by_tier(world), "namespaces of records that are shown are still held"
 
 
 def _check_references(world: World) -> None:
@@ -80,12 +81,16 @@ def _check_planner(world: World) -> None:
 
 
 def _held_by_tier(world: World) -> int:
-    """References on namespaces, of records that are not shown yet."""
+    """References on namespaces that the tier holds: of records that are not shown yet."""
     tier = world.side._tier
     if tier is None:
         return 0
-    seen = [record.last_seen for record in tier._catalogue if record.last_seen is not None]
-    return sum(len(found.namespaces) for found in [*tier._evicted, *seen])
+    held = tier._catalogue.held.counts()
+    if not tier._health.broken:  # after an error, those that are left are held until a reset
+        seen = [record.last_seen for record in tier._catalogue if record.last_seen is not None]
+        wanted = Counter(n for found in [*tier._evicted, *seen] for n in found.namespaces)
+        assert held == wanted, f"the tier holds namespaces {held}, and needs {wanted}"
+    return held.total()
 
 
 def _check_exact_names(world: World) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -226,6 +227,46 @@ def test_an_error_ends_the_tier_and_nothing_else(monkeypatch: pytest.MonkeyPatch
     assert not world.tier.is_open
     assert world.step() is None
     world.reset()
+    stored(world)
+    assert world.match(DOCUMENT).num_tokens == len(DOCUMENT)
+    world.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("place", "calls", "method"),
+    [
+        ("namespaces", 0, "release"),  # of the first record
+        ("namespaces", 2, "release"),  # of the last
+        ("index", 0, "insert"),
+        ("manager", 0, "prepare_store"),
+        ("manager", 0, "complete_store"),
+        ("catalogue", 1, "add"),
+    ],
+)
+def test_a_reset_after_an_error_gives_back_each_namespace_once(
+    place: str, calls: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    running = world.namespaces.intern(NAMESPACE)  # of a request
+    blocks = world.compute(DOCUMENT)
+    world.step()
+    inner, before = getattr(getattr(world, place), method), iter(range(calls))
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        if next(before, None) is None:
+            raise RuntimeError("broken")
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(world, place), method, fail)
+        world.evict(blocks)
+        world.step()
+    assert not world.tier.is_open
+    world.reset()
+    assert world.tier.is_open
+    assert world.namespaces._references == [1], "the running request's"
+    world.namespaces.release(running)
     stored(world)
     assert world.match(DOCUMENT).num_tokens == len(DOCUMENT)
     world.check_idle()

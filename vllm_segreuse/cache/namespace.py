@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Callable
 
 _SECRET = secrets.token_bytes(32)
@@ -168,3 +169,45 @@ class NamespaceTable:
         del self._ids[key]
         self._keys[namespace] = None
         self._free.append(namespace)
+
+
+class HeldNamespaces:
+    """References of one holder, which can all be given back, also after an error in the middle of
+    its work.
+
+    Args:
+        table: where they are counted.
+    """
+
+    def __init__(self, table: NamespaceTable) -> None:
+        self._table = table
+        self._counts: Counter[int] = Counter()
+
+    def counts(self) -> Counter[int]:
+        """References by namespace, those above 0."""
+        return +self._counts
+
+    def acquire(self, namespace: int) -> None:
+        """See `NamespaceTable.acquire`."""
+        self._table.acquire(namespace)
+        self._counts[namespace] += 1
+
+    def release(self, namespace: int) -> None:
+        """Give one back.
+
+        Raises:
+            ValueError: the holder has none: another's would be given back.
+        """
+        if not self._counts[namespace]:
+            raise ValueError(f"namespace {namespace} is not held: it was released before")
+        # Counted first: after an error below, nobody knows whether the table has it still. One too
+        # many there is memory; one too few would give an id in use to another namespace.
+        self._counts[namespace] -= 1
+        self._table.release(namespace)
+
+    def release_all(self) -> None:
+        """Give all of them back."""
+        for namespace in self._counts:
+            while self._counts[namespace]:
+                self.release(namespace)
+        self._counts.clear()

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.links import NODE
-from vllm_segreuse.cache.namespace import NamespaceTable, has_lora
+from vllm_segreuse.cache.namespace import HeldNamespaces, NamespaceTable, has_lora
 from vllm_segreuse.plan import IntArray
 
 _FIELD = {name: place for place, name in enumerate(NODE.names or ())}
@@ -111,6 +111,7 @@ class Catalogue:
     Attributes:
         first_entry: lowest id of a record in the index.
         num_in_host, num_on_disk: records there.
+        held: references on namespaces, of what was seen and is not shown yet.
 
     Args:
         index: of blocks and records.
@@ -130,6 +131,7 @@ class Catalogue:
         self.block_size = index.block_size
         self._index = index
         self._namespaces = namespaces
+        self.held = HeldNamespaces(namespaces)
         self._key_of = key_of
         self._by_key: dict[bytes, Record] = {}
         self._by_entry: dict[int, Record] = {}
@@ -139,9 +141,8 @@ class Catalogue:
         self.num_in_host = self.num_on_disk = 0
 
     def clear(self) -> None:
-        """Forget all records; the index is cleared by its owner."""
-        for record in self:
-            self._settle(record)
+        """Forget all records, and what was seen; the index is cleared by its owner."""
+        self.held.release_all()
         for kept in (self._by_key, self._by_entry, self._children, self._free):
             kept.clear()
         self._next = self.first_entry
@@ -203,7 +204,7 @@ class Catalogue:
             namespaces.append(node[_NAMESPACE])
             parent = max(parent, node[_PARENT])
         for namespace in namespaces:
-            self._namespaces.acquire(namespace)
+            self.held.acquire(namespace)
         # Entries of further namespaces stand for a block, too; the first one is the block itself.
         parent_block = int(nodes[parent]["block"]) if parent >= self._index.num_blocks else parent
         return Seen(
@@ -217,7 +218,7 @@ class Catalogue:
     def done_with(self, seen: Seen) -> None:
         """Its namespaces need not be held any longer."""
         for namespace in seen.namespaces:
-            self._namespaces.release(namespace)
+            self.held.release(namespace)
 
     def _key_at(self, block: int) -> bytes | None:
         """Key of a block of the pool, or of a record, by its id in the index."""
@@ -262,9 +263,9 @@ class Catalogue:
                 del self._children[record.parent]
 
     def _settle(self, record: Record) -> None:
-        if record.last_seen is not None:
-            self.done_with(record.last_seen)
-            record.last_seen = None
+        seen, record.last_seen = record.last_seen, None
+        if seen is not None:
+            self.done_with(seen)
 
     # From records to the index.
 
@@ -362,7 +363,7 @@ class Catalogue:
             )
             record = self._by_key.get(stored.key)
             if record is None:
-                self._namespaces.acquire(namespace)
+                self.held.acquire(namespace)
                 record = self.add(seen)
                 new.append(record)
             elif record.shown:

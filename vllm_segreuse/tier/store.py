@@ -218,8 +218,6 @@ class TierStore(BlockListener):
         used again."""
         with self._health.contained("a reset"):
             self._health.recover()
-            for seen in self._evicted:
-                self._catalogue.done_with(seen)
             self._evicted = []
             self._stale |= self._steps
             self._steps = {}
