@@ -26,9 +26,11 @@ _silence = _Silence()
 SITES = (
     *("add", "search", "match", "recipe", "prefix", "pin"),
     *("insert", "listed", "missing", "count", "release"),
+    *("see", "store", "stored", "load"),
 )
 """Places in the scheduler's half: within `add`, `match`, `_account` and `finished`, and where
-blocks are named. "search" and "listed" are those of similar segments."""
+blocks are named. "search" and "listed" are those of similar segments; the last four those of the
+second tier: blocks are evicted, rows are reserved, they are written, plans read them."""
 
 OTHERS = ("allocation", "planned", "pass")
 """An allocation is refused, or that of a request with a plan; the worker's pass fails."""
@@ -55,6 +57,11 @@ class Faults:
         if side._by_similarity is not None:
             self._wrap(side._by_similarity.store, "slots", "search")
             self._wrap(side._by_similarity.store, "inserted", "listed")
+        if side._tier is not None:
+            self._wrap(side._tier._catalogue, "see", "see", before=False)
+            self._wrap(side._tier._manager, "prepare_store", "store", before=False)
+            self._wrap(side._tier._manager, "complete_store", "stored")
+            self._wrap(side._tier._manager, "prepare_load", "load")
         allocate = world.manager.allocate_slots
 
         def refusing(*args: Any, **kwargs: Any) -> Any:

@@ -166,6 +166,9 @@ class Worker:
         """How often each block was begun anew."""
         self.known_to: list[set[Identity]] = [set() for _ in range(num_blocks)]
         """Who had the block in a block table since it was begun."""
+        self.had: dict[int, set[Identity]] = {}
+        """Who ever had a block of exact KV in a block table, by the history of its last token. A
+        record with the same exact name as theirs is theirs, too, whose block ever it is made of."""
         self.histories = Histories()
         self.rows = Rows(num_rows, self)
         self.fail_next_pass = False
@@ -253,8 +256,18 @@ class Worker:
         Called twice: before the step's plans, which may read them, and when it is the request's
         turn, since a block of the hit may have been written by another request of the same step.
         """
-        for block in request.blocks[: computed // self.block_size if request.is_new else 0]:
+        found = request.blocks[: computed // self.block_size if request.is_new else 0]
+        for block in found:
             self.known_to[block].add(request.identity)
+        self._note_had(request, 0, len(found) * self.block_size)
+
+    def _note_had(self, request: Running, start: int, stop: int) -> None:
+        """Blocks that end in `[start, stop)` hold what they hold from now on."""
+        size = self.block_size
+        for end in range((start // size + 1) * size, stop + 1, size):
+            history = request.history[end - size : end]
+            if self.history[self.slots(request.blocks, end - size, end)].tolist() == history:
+                self.had.setdefault(history[-1], set()).add(request.identity)
 
     def _write(self, request: Running, start: int, stop: int) -> np.ndarray:
         """Tags of `[start, stop)` are about to be written; returns the slots."""
@@ -321,6 +334,7 @@ class Worker:
             assert restoration.token_ids.tolist() == ids, f"{name}: other tokens"
             self._write(request, begin, pieces.stop)
             self.rows.restore(pieces, request.blocks)
+            self._note_had(request, begin, pieces.stop)
 
     def _request_of(self, plan: ReusePlan) -> Running:
         name = plan.request_id
@@ -386,7 +400,8 @@ class Worker:
             assert name not in scheduled, f"{name} runs, though its plan takes several steps"
         else:
             assert starts[name] == plan.stop, f"{name}: where the plan ends"
-        if plan.num_tokens and not _is_exact(plan):
+        # What could not be restored is computed, though nothing is reused behind it.
+        if plan.reused.any() and not _is_exact(plan):
             assert plan.stop == len(request.tokens) - 1, f"{name}: where the plan ends"
             alone = plan.spread or scheduled.get(name) == 1
             assert alone, f"{name}: vLLM computes more than the last token"
@@ -440,6 +455,8 @@ class Worker:
                 assert destination == donor_position, f"{epoch}: moved, yet planned as exact"
             else:
                 who = request.identity
+                if tier == Tier.HOST and (held["history"] != APPROXIMATE).all():
+                    known = known | self.had[int(held["history"][-1])]
                 assert who in known, f"{epoch} is known to {known}, not {who}"
             self.exact_tokens += length if _is_exact(plan) else 0
             self.copied_tokens += length
@@ -513,6 +530,7 @@ class Worker:
         self.history[slots] = request.history[start:stop] if exact else APPROXIMATE
         self.depth[slots] = self.depth[context].max(initial=0)
         self.copied[slots] = False
+        self._note_had(request, start, stop)
         if stop < len(request.tokens):
             return []  # a chunk of a prompt
         request.tokens.append(self._sample(request))
