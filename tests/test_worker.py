@@ -163,12 +163,18 @@ def with_tier(backlog: Any, patch: Patch, **options: Any) -> tuple[WorkerSide, l
     backlog.prefill = SimpleNamespace(aligner=aligner)
     region = Region()
     patch.setattr(module, "open_region", lambda *given: (log.append(given[2:]), region)[1])
-    patch.setattr(module, "mover_for", lambda *given: (log.append(given), mover)[1])
+
+    def mover_for(*given: Any, zeroises: bool) -> Any:
+        log.append((*given, zeroises))
+        return mover
+
+    patch.setattr(module, "mover_for", mover_for)
     patch.setattr(module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=3))
     config = SegReuseConfig(tier={"host_gib": 2.5, **options})
+    assert config.tier is not None
     nothing: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     side = WorkerSide(nothing, config, nothing, SegReuseStats())
-    assert log == [(config.tier, 3), (region, "copy", "stored", "cpu")]
+    assert log == [(config.tier, 3), (region, "copy", "stored", "cpu", config.tier.zeroise)]
     assert aligner.codec == options.get("codec", "raw")
     assert aligner.host_rows is mover
     log.clear()
@@ -178,7 +184,7 @@ def with_tier(backlog: Any, patch: Patch, **options: Any) -> tuple[WorkerSide, l
 def test_what_a_step_evicts_is_stored_before_it_and_reported_once(
     backlog: Backlog, monkeypatch: Patch
 ) -> None:
-    side, stored = with_tier(backlog, monkeypatch)
+    side, stored = with_tier(backlog, monkeypatch, zeroise=True)
     side.begin_step(None)
     assert not side.end_step()
     side.begin_step(ORDERS)

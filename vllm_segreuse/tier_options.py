@@ -70,6 +70,10 @@ class TierOptions(BaseModel):
     """File with the key that records are encrypted with on disk, 32 bytes as hex or base64; None:
     the environment's `SEGREUSE_TIER_KEY`, or no encryption."""
 
+    zeroise: Annotated[bool, BeforeValidator(values.switch)] = False
+    """Whether memory is zeroed as soon as it holds no record any more: rows of host memory when
+    their record is replaced, deleted or cleared, and buffers on the way to rows and files."""
+
     @property
     def is_lossy(self) -> bool:
         """Whether what is read differs from what was stored."""

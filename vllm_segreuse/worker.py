@@ -76,7 +76,7 @@ class WorkerSide:
         rank = get_tp_group().rank_in_group
         self._region = open_region(vllm_config, kv_cache_config, options, rank)
         known = (aligner.copy_blocks, aligner.stored_pages(), aligner.device)
-        mover = mover_for(self._region, *known)
+        mover = mover_for(self._region, *known, zeroises=options.zeroise)
         unchanged = None if options.path is None else Weights(loaded_model()).are_unchanged
         self._tier, aligner.host_rows = TierWorker(mover, unchanged), mover
 

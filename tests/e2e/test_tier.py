@@ -38,7 +38,7 @@ def num_mapped() -> int:
 def tiered() -> Iterator[Engine]:
     """Host memory for some 60 blocks, which is about twice what the cache has."""
     before = regions()
-    options = {"tier": {"host_gib": 0.008, "min_run_tokens": 32}}
+    options = {"tier": {"host_gib": 0.008, "min_run_tokens": 32, "zeroise": True}}
     with engine("llama", segreuse=options, **ARGUMENTS) as started:
         assert regions() == before, "its name is gone as soon as everybody has opened it"
         assert num_mapped() == 2, "by the scheduler's side and the worker's"
@@ -142,8 +142,12 @@ def test_a_reset_forgets_the_host(running: Engine, text: Prompts) -> None:
     ask(running, text.around(document), SHIFT)
     evict(running, text)
     assert counts(running)["host"] > 0
+    cells = worker_side(running)._region.cells()
+    assert cells.any()
     running.reset()
     assert counts(running)["host"] == 0
+    assert not cells.any(), "with zeroise, not one byte"
+    del cells
     assert ask(running, text.around(document), SHIFT).report["reused_tokens"] == 0
 
 

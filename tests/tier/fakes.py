@@ -21,16 +21,25 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 ROW_BYTES = 16
 
 
+def mark(content: Any) -> int:
+    """What a cell holds of a content: never zero."""
+    return 1 + hash(content) % 100
+
+
 class Region:
-    """Of host memory, which nobody looks at."""
+    """Of host memory; a rank's cell of a row is a byte.
+
+    Attributes:
+        memory: int8 `[rows, ROW_BYTES]`.
+    """
 
     def __init__(self, rows: int) -> None:
         self.num_chunks = rows
         self.total_size_bytes = rows * ROW_BYTES
-        self._memory = np.zeros((rows, ROW_BYTES), np.int8)
+        self.memory = np.zeros((rows, ROW_BYTES), np.int8)
 
     def create_kv_memoryview(self) -> memoryview:
-        return memoryview(self._memory)
+        return memoryview(self.memory)
 
     def cleanup(self) -> None:
         pass
@@ -49,6 +58,7 @@ class Files(SecondaryTierManager):
     def __init__(self, region: Region, rows: list[dict[int, Any]], most: int = 10**6) -> None:
         super().__init__(None, region.create_kv_memoryview(), "fake files")  # type: ignore[arg-type]
         self.content: dict[OffloadKey, list[Any]] = {}
+        self.memory = region.memory
         self.rows = rows
         self.most = most
         self.hidden = False
@@ -74,10 +84,12 @@ class Files(SecondaryTierManager):
             if job.is_promotion and key in self.content and not fails:
                 for rank, held in enumerate(self.content[key]):
                     self.rows[rank][row] = held
+                    self.memory[row, rank] = mark(held)
                 done.append(key)
             elif job.is_promotion:
                 for held in self.rows:
                     held[row] = None
+                self.memory[row] = -1  # written by half
             elif not fails:
                 self.content[key] = [held.get(row) for held in self.rows]
                 self._event([key], removed=False)

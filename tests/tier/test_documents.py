@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of knowledge bases in the tier of an engine: stored as soon as they are computed."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from tests.tier.test_store import DOCUMENT, OTHER, stored
 from tests.tier.world import World
 from vllm_segreuse.plan import Tier
+from vllm_segreuse.tier.deleted import Deleted
 
 
 def kept(world: World, tokens: list[int] = DOCUMENT, name: str = "doc") -> list[int]:
@@ -150,3 +154,82 @@ def test_files_know_which_records_are_durable() -> None:
     durable = {tuple(r.tokens.tolist()) for r in described if r is not None and r.durable}
     assert durable == {tuple(DOCUMENT[i : i + 4]) for i in (0, 4, 8)}
     assert world.tier.describe(b"unknown") is None
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_what_is_left_of_a_deleted_document_in_gpu_memory_is_not_stored_again(files: bool) -> None:
+    world = World(rows=6, files=files, zeroise=True)
+    blocks = kept(world)
+    world.step()
+    world.tier.documents.release(["doc"])
+    for _ in range(2):
+        world.step()
+        if world.files is not None:
+            world.files.drain_jobs()
+    world.evict(blocks)
+    world.step()
+    assert world.match(DOCUMENT).num_tokens == 0
+    assert (world.tier.counts().host, world.tier.counts().disk) == (0, 0)
+    stored(world)
+    assert world.match(DOCUMENT).num_tokens == len(DOCUMENT), "computed again, it is new text"
+    if world.files is not None:
+        world.files.drain_jobs()
+        world.step()
+    world.check_idle()
+
+
+def test_what_is_evicted_and_deleted_in_one_step_is_not_stored() -> None:
+    world = World(rows=6)
+    world.evict(kept(world))
+    world.tier.documents.release(["doc"])
+    assert world.end_step() is None
+    world.work()
+    assert world.match(DOCUMENT).num_tokens == 0
+    world.check_idle()
+
+
+def test_a_deleted_document_that_is_kept_again_is_stored() -> None:
+    world = World(rows=6)
+    blocks = kept(world)
+    world.tier.documents.release(["doc"])
+    world.tier.documents.keep("doc", 0, 1, blocks)
+    world.step()
+    assert world.tier.documents.held() == {"doc": "host"}
+    world.check_idle()
+
+
+def test_a_deleted_document_that_is_kept_again_is_stored_when_it_is_evicted() -> None:
+    world = World(rows=3)
+    blocks = kept(world)
+    world.step()
+    world.tier.documents.release(["doc"])
+    world.tier.documents.keep("doc", 0, 1, blocks)
+    world.step()
+    stored(world, OTHER)
+    assert world.tier.documents.held() == {}, "host memory has lost it"
+    world.evict(blocks)
+    world.step()
+    assert world.tier.documents.held() == {"doc": "host"}
+    world.check_idle()
+
+
+def test_after_a_reset_the_text_of_a_deleted_document_is_stored_as_any_other() -> None:
+    world = World(rows=6)
+    kept(world)
+    world.step()
+    world.tier.documents.release(["doc"])
+    world.reset()
+    stored(world)
+    assert world.match(DOCUMENT).num_tokens == len(DOCUMENT)
+    world.check_idle()
+
+
+def test_of_many_deleted_records_the_oldest_are_forgotten() -> None:
+    deleted = Deleted(2)
+    deleted.add([b"a", b"b"])
+    deleted.add([b"a", b"c"])
+    assert len(deleted) == 2
+    seen: list[Any] = [SimpleNamespace(key=key) for key in (b"a", b"b", b"c")]
+    wanted, unwanted = deleted.split(seen, evicted=True)
+    assert ([found.key for found in wanted], len(unwanted)) == ([b"b"], 2)
+    assert not len(deleted)

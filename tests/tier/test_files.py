@@ -19,6 +19,7 @@ from tests.tier.records import FaultyDisk, Hang, folder, key_of, payload_of, rai
 from vllm_segreuse.tier import files
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.files import FileTier
+from vllm_segreuse.tier.sealing import Sealer
 from vllm_segreuse.tier.seats import Owner
 
 ROWS = 64
@@ -29,17 +30,25 @@ RECORD_BYTES = 12288
 class Engine:
     """What vLLM's manager does of a tier, with a clock of its own."""
 
-    def __init__(self, path: Path, slots: int = 100, owner: Owner | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        slots: int = 100,
+        owner: Owner | None = None,
+        sealer: Sealer | None = None,
+        zeroises: bool = False,
+    ) -> None:
         self.disk = FaultyDisk()
         self.region = np.zeros((ROWS, records.PAYLOAD_BYTES), dtype=np.int8)
         self.described: dict[bytes, StoredRecord] = {}
         self.now = 0.0
-        store = folder(path, disk=self.disk, owner=owner)
+        store = folder(path, sealer, self.disk, owner=owner)
         assert store.record_bytes == RECORD_BYTES
         self.tier = FileTier(
             *(memoryview(self.region), store, slots * RECORD_BYTES, self.described.get),
             io_threads=2,
             clock=lambda: self.now,
+            zeroises=zeroises,
         )
         self.results: dict[int, JobResult] = {}
         self.jobs = 0

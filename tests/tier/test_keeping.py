@@ -19,6 +19,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.on_host: set[bytes] = set()
+        self.erased: list[bytes] = []
         self.takes = True
 
     def write_through(self, block_ids: Sequence[int]) -> list[bytes]:
@@ -26,6 +27,9 @@ class Rows:
 
     def is_on_host(self, key: bytes) -> bool:
         return key in self.on_host
+
+    def erase(self, keys: Iterable[bytes]) -> None:
+        self.erased += keys
 
 
 class Files:

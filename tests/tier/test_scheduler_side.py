@@ -21,7 +21,8 @@ class Tiered(World):
 
     def __init__(self, files: dict[str, Any] | None = None, **options: Any) -> None:
         tier = {"host_gib": 1, "min_run_tokens": SIZE} | (files or {})
-        super().__init__(region=Region(ROWS), tier=tier, **options)
+        self.region = Region(ROWS)
+        super().__init__(region=self.region, tier=tier, **options)
 
     def end_step(self, runs_model: bool = True) -> tuple[list[ReusePlan], TierOrders | None]:
         """A step leaves."""

@@ -31,15 +31,28 @@ def document(number: int) -> list[int]:
 class Tiered(RuleBasedStateMachine):
     """Ranks carry out steps, and report them, whenever they do; files, too."""
 
-    @initialize(ranks=st.integers(1, 3), files=st.booleans(), rows=st.integers(2, 8))
-    def begin(self, ranks: int, files: bool, rows: int) -> None:
-        self.world = World(9, rows, ranks, files, most_files=rows, wait_ms=10)
+    @initialize(
+        ranks=st.integers(1, 3), files=st.booleans(), rows=st.integers(2, 8), zeroise=st.booleans()
+    )
+    def begin(self, ranks: int, files: bool, rows: int, zeroise: bool) -> None:
+        self.world = World(9, rows, ranks, files, most_files=rows, wait_ms=10, zeroise=zeroise)
         self.held: dict[str, list[int]] = {}  # requests of this step with a plan
         self.numbers = iter(range(10**6))
 
     @rule(number=st.integers(0, DOCUMENTS - 1), depth=st.integers(0, 1))
     def compute(self, number: int, depth: int) -> None:
         self.world.compute(document(number), depth=depth)
+
+    @rule(number=st.integers(0, DOCUMENTS - 1))
+    def keep(self, number: int) -> None:
+        """It is a document of a knowledge base."""
+        blocks = self.world.compute(document(number))
+        self.world.end_step()
+        self.world.tier.documents.keep(str(number), 0, 1, blocks)
+
+    @rule(number=st.integers(0, DOCUMENTS - 1))
+    def delete(self, number: int) -> None:
+        self.world.tier.documents.release([str(number)])
 
     @rule(seed=SEEDS)
     def evict(self, seed: int) -> None:

@@ -349,6 +349,32 @@ def test_nobody_waits_longer_for_files_than_allowed() -> None:
     world.check_idle()
 
 
+def test_two_plans_that_do_not_fit_together_never_hold_rows_while_they_wait() -> None:
+    """Each would otherwise have a part of the host tier, and wait for the other's."""
+    world = World(rows=4, files=True)
+    plans = {"a": DOCUMENT, "b": OTHER}
+    for tokens in plans.values():
+        stored(world, tokens)
+        on_disk(world)
+    stored(world, [*range(300, 316)])  # all four rows are others' now
+    on_disk(world)
+    waiting = dict(plans)
+    for _ in range(12):
+        for request, tokens in list(waiting.items()):
+            pieces = world.hold(request, tokens)
+            if pieces is None:
+                assert request not in world.tier._loads._held, "it waits and holds"
+                continue
+            assert pieces.num_tiered == len(tokens), "no time has passed"
+            world.send(request, tokens, pieces)
+            world.tier.left(request)
+            del waiting[request]
+        on_disk(world)
+    assert not waiting
+    assert world.ranks[0].read == 6
+    world.check_idle()
+
+
 def test_a_file_that_is_lost_is_not_waited_for() -> None:
     world = World(rows=3, files=True)
     stored(world)

@@ -50,6 +50,7 @@ def test_numbers_are_taken_within_their_range_only(option: str) -> None:
         ({"disk_gib": 1}, "needs both path and disk_gib"),
         ({"admission": "all"}, "must be evicted or knowledge"),
         ({"key_file": 1}, "must be a path, or null"),
+        ({"zeroise": 1}, "must be true or false"),
     ],
 )
 def test_what_makes_no_sense_is_refused(block: Any, why: str) -> None:

@@ -12,12 +12,9 @@ from collections import Counter, deque
 from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.v1.kv_offload.tiering.manager import (
-    CPUPrimaryTierOffloadingManager,
-    TieringOffloadingManager,
-)
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
-from tests.tier.fakes import Files, Region
+from tests.tier.fakes import Files, Region, mark
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
@@ -27,6 +24,7 @@ from vllm_segreuse.cache.second_tier import by_tier, on_rows
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import IntArray, Pieces, Tier, TierDone, TierOrders
 from vllm_segreuse.tier.catalogue import Catalogue
+from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.naming import record_keys
 from vllm_segreuse.tier.store import TierStore
 from vllm_segreuse.tier_options import TierOptions
@@ -54,10 +52,11 @@ class Step(NamedTuple):
 
 
 class Rank:
-    """A worker."""
+    """A worker; its cell of a row of the region is a byte."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, region: Region) -> None:
         self.number = number
+        self.cells = region.memory[:, number]
         self.blocks: dict[int, Content] = {}
         self.rows: dict[int, Any] = {}
         self.steps: deque[Step] = deque()
@@ -72,6 +71,7 @@ class Rank:
         if step.orders is not None:
             for block, row in zip(step.orders.blocks, step.orders.rows, strict=True):
                 self.rows[int(row)] = None if fails else self.blocks[int(block)]
+                self.cells[row] = mark(self.blocks[int(block)])
             failed = {step.orders.sequence} if fails and len(step.orders.rows) else set()
             report = TierDone(Counter({step.orders.sequence: 1}), failed)
             self.done = self.done.merged(report)
@@ -79,6 +79,7 @@ class Rank:
             tokens, position = self.rows[read.row]
             assert tokens[read.offset : read.offset + len(read.tokens)] == read.tokens
             assert position + read.offset == read.position
+            assert self.cells[read.row] == mark(self.rows[read.row]), "zeroed while it is read"
             self.read += 1
         self.blocks |= step.writes
 
@@ -111,18 +112,18 @@ class World:
         self.index = SegmentIndex(blocks + rows + (4 * rows if files else 0), SIZE)
         self.namespaces = NamespaceTable(lambda namespace: self.index.population(namespace) > 0)
         self.names: dict[int, tuple[bytes, bool]] = {}
-        self.ranks = [Rank(number) for number in range(ranks)]
-        region = Region(rows)
-        primary = CPUPrimaryTierOffloadingManager(rows, region, enable_events=True)  # type: ignore[arg-type]
+        self.region = Region(rows)
+        self.ranks = [Rank(number, self.region) for number in range(ranks)]
+        given = TierOptions(**{"min_run_tokens": 1} | options)
+        self.rows = HostRows(self.region, given.zeroise)  # type: ignore[arg-type]
         held = [rank.rows for rank in self.ranks]
-        self.files = Files(region, held, most_files) if files else None
-        self.manager = TieringOffloadingManager(primary, [self.files] if self.files else [])
+        self.files = Files(self.region, held, most_files) if files else None
+        self.manager = TieringOffloadingManager(self.rows, [self.files] if self.files else [])
         self.key_of = record_keys(b"model", self.names.get)
         self.catalogue = Catalogue(self.index, self.namespaces, blocks, self.key_of)
         self.health, self.stats = Health(), SegReuseStats()
-        given = TierOptions(**{"min_run_tokens": 1} | options)
         self.tier = TierStore(
-            *(self.manager, self.catalogue, ranks, given, self.health, self.stats),
+            *(self.manager, self.rows, self.catalogue, ranks, given, self.health, self.stats),
             clock=lambda: self.now_s,
             files=self.files,
         )
@@ -245,6 +246,8 @@ class World:
         ready = {key for key, chunk in self.chunks.items() if chunk.is_ready}
         if self.tier.is_open:
             assert in_host == ready, "the catalogue and vLLM disagree on what is in host memory"
+            if self.rows.zeroises:
+                assert not self.left_over(), "rows that are free hold something"
         for record in self.catalogue:
             if record.shown:
                 assert record.entry in self.index
@@ -256,11 +259,18 @@ class World:
         assert counts.host == len(in_host)
         assert counts.disk == sum(record.on_disk for record in self.catalogue)
 
+    def left_over(self) -> list[int]:
+        """Rows that are free and hold something."""
+        taken = {chunk.chunk_id for chunk in self.chunks.values()}
+        filled = self.region.memory.any(axis=1).nonzero()[0].tolist()
+        return [row for row in filled if row not in taken]
+
     def check_idle(self) -> None:
         """Nothing is held once everything is over."""
         self.check()
         counts = self.tier.counts()
         assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
         assert all(chunk.ref_cnt == 0 for chunk in self.chunks.values()), "a row is still held"
+        assert self.rows._num_evictable_cache_chunks == len(self.chunks)
         assert all(record.last_seen is None for record in self.catalogue)
         assert not any(self.namespaces._references)

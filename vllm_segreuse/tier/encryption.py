@@ -21,7 +21,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vllm_segreuse.tier.sealing import CorruptError
 
@@ -53,23 +56,29 @@ class Aes256Gcm:
         nonce = os.urandom(_NONCE_BYTES)
         return nonce + self._master.encrypt(nonce, os.urandom(_KEY_BYTES), None)
 
-    def _cipher(self, secret: bytes) -> AESGCM:
+    def _key(self, secret: bytes) -> bytes:
         nonce, wrapped = secret[:_NONCE_BYTES], secret[_NONCE_BYTES:]
-        return AESGCM(self._master.decrypt(nonce, wrapped, None))
+        return self._master.decrypt(nonce, wrapped, None)
 
     def seal(self, secret: bytes, context: bytes, data: Buffer) -> tuple[Buffer, bytes]:
         """The ciphertext, and nonce and tag."""
         nonce = os.urandom(_NONCE_BYTES)
-        sealed = memoryview(self._cipher(secret).encrypt(nonce, memoryview(data), context))
+        sealed = memoryview(AESGCM(self._key(secret)).encrypt(nonce, memoryview(data), context))
         return sealed[:-_TAG_BYTES], nonce + bytes(sealed[-_TAG_BYTES:])
 
     def open(self, secret: bytes, context: bytes, sealed: Buffer, proof: Buffer) -> Buffer:
-        """The plain bytes."""
+        """The plain bytes, in memory that can be written: whoever gets them can zero it."""
         nonce, tag = bytes(proof)[:_NONCE_BYTES], bytes(proof)[_NONCE_BYTES:]
+        plain = bytearray(memoryview(sealed).nbytes)
         try:
-            return self._cipher(secret).decrypt(nonce, b"".join((sealed, tag)), context)
+            decryptor = Cipher(AES(self._key(secret)), GCM(nonce, tag)).decryptor()
+            decryptor.authenticate_additional_data(context)
+            decryptor.update_into(memoryview(sealed), plain)
+            decryptor.finalize()
         except (InvalidTag, ValueError) as error:  # ValueError: too short for either
+            plain[:] = bytes(len(plain))
             raise CorruptError("the bytes are not those that were encrypted") from error
+        return plain
 
 
 def _derived(master_key: bytes, purpose: bytes) -> bytes:

@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -45,6 +45,9 @@ from vllm_segreuse.tier.sealing import Checksum, Sealer
 from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.watching import Watcher
 from vllm_segreuse.tier_options import TierOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -90,6 +93,7 @@ class FileTier(SecondaryTierManager):
         describe: Describe,
         io_threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
+        zeroises: bool = False,
     ) -> None:
         """Take over an open store.
 
@@ -100,6 +104,7 @@ class FileTier(SecondaryTierManager):
             describe: what is known of a key that is to be stored; None: it is not stored.
             io_threads: threads that read and write.
             clock: seconds.
+            zeroises: whether copies of rows are zeroed.
 
         Raises:
             OSError: what is above the budget could not be removed.
@@ -109,6 +114,7 @@ class FileTier(SecondaryTierManager):
         self._folder = folder
         self._describe = describe
         self._clock = clock
+        self._zeroises = zeroises
         self._slots = budget_bytes // folder.record_bytes
         folder.trim(self._slots)
         self._residents = Residents(folder.at_start)
@@ -285,10 +291,10 @@ class FileTier(SecondaryTierManager):
         return "busy" if len(self._coming) >= self._most_coming and not durable else None
 
     def _store(self, batch: Sequence[_Coming], job: Job) -> Settle:
-        payloads: list[bytes] = []
+        payloads: list[bytearray] = []
 
         def copy() -> None:
-            payloads.extend(self._rows[coming.row].tobytes() for coming in batch)
+            payloads.extend(bytearray(self._rows[coming.row]) for coming in batch)
 
         try:
             if not job.use_rows(copy):
@@ -299,7 +305,14 @@ class FileTier(SecondaryTierManager):
             with contextlib.suppress(OSError):
                 self.watcher.look()  # what was to make room may be gone
             return partial(self._not_stored, batch, error, job)
+        finally:
+            self._done_with(*payloads)
         return partial(self._stored, batch, written)
+
+    def _done_with(self, *payloads: Buffer) -> None:
+        """Copies of rows are not needed any more."""
+        for payload in payloads if self._zeroises else ():
+            np.asarray(memoryview(payload))[:] = 0
 
     def _stored(self, batch: Sequence[_Coming], written: Written) -> None:
         self._gone(written.removed)
@@ -375,6 +388,7 @@ class FileTier(SecondaryTierManager):
         def copy() -> None:
             self._rows[row] = np.frombuffer(memoryview(payload), dtype=self._rows.dtype)
 
+        payload: Buffer = bytearray()
         try:
             payload = self._folder.read(kept)
             return None if job.use_rows(copy) else "stalled"
@@ -385,6 +399,8 @@ class FileTier(SecondaryTierManager):
                 "segment reuse: a record could not be read from %s: %s", self._folder.path, error
             )
             return "unreadable"
+        finally:
+            self._done_with(payload)
 
     def _settle_load(self, outcomes: Sequence[tuple[Kept, str | None]], job: Job) -> None:
         for kept, reason in outcomes:
@@ -528,7 +544,9 @@ def open_file_tier(
         known = (fingerprint, primary_kv_view.strides[0], sealer)
         store = RecordFolder(options.path, *known, codec=options.codec, owner=owner)
         tier = FileTier(
-            *(primary_kv_view, store, options.disk_bytes, describe), io_threads=options.io_threads
+            *(primary_kv_view, store, options.disk_bytes, describe),
+            io_threads=options.io_threads,
+            zeroises=options.zeroise,
         )
     except (OSError, ValueError) as error:
         raise RefusedError(

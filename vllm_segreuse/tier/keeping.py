@@ -2,7 +2,8 @@
 """Documents of knowledge bases in the second tier: written through, durable, removed by name.
 
 keep ────► records are stored with the next step ────► moved: in host memory, on disk, or lost
-release ─► files are erased; rows in host memory are replaced in their turn
+release ─► files are erased; rows in host memory are replaced in their turn, or with
+           `tier.zeroise` zeroed as soon as nobody uses them
 restart ─► what the journal names and the files still have
 """
 
@@ -28,6 +29,9 @@ class WritingStore(Protocol):
 
     def is_on_host(self, key: bytes) -> bool:
         """Whether a record is in host memory."""
+
+    def erase(self, keys: Iterable[bytes]) -> None:
+        """Records are not to stay in host memory, if it is zeroised."""
 
 
 class DurableFiles(Protocol):
@@ -88,7 +92,7 @@ class Keeping:
         self._files = files
         self._kept = KeptEntries(journal)
         if files is not None and journal is not None:
-            self._erase(self._kept.restore(journal.at_start(), files.has))
+            files.erase(self._kept.restore(journal.at_start(), files.has))
             durable = (record.key for record in files.records() if record.durable)
             files.erase([key for key in durable if key not in self._kept])
 
@@ -134,8 +138,11 @@ class Keeping:
         return uses
 
     def _erase(self, keys: list[bytes]) -> None:
-        if keys and self._files is not None:
+        if not keys:
+            return
+        if self._files is not None:
             self._files.erase(keys)
+        self._store.erase(keys)
 
     # The tier.
 

@@ -88,6 +88,7 @@ class Staged:
         cells: int8 `[rows, cell_bytes]`, this rank's part of the host region.
         streams: of the device.
         staging_bytes: of both halves.
+        zeroises: whether staging is zeroed behind each use.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Staged:
         cells: torch.Tensor,
         streams: Streams,
         staging_bytes: int = STAGING_BYTES,
+        zeroises: bool = False,
     ) -> None:
         self._copy, self._cells, self._streams = copy, cells, streams
         self._slots = min(max(1, staging_bytes // 2 // cells.shape[1]), len(cells))
@@ -105,6 +107,7 @@ class Staged:
         halves = [torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2)]
         self._halves = [_Half(half, views(half, stored)) for half in halves]
         self._is_gpu = device.type != "cpu"
+        self._zeroises = zeroises
         self._uses = 0
 
     def _next(self) -> _Half:
@@ -130,7 +133,7 @@ class Staged:
                 self._streams.wait(copied)
                 for slot, row in enumerate(chunk):
                     self._cells[row].copy_(half.cells[slot], non_blocking=True)
-                half.free = self._streams.record()
+                self._used(half, len(chunk))
         return encoded
 
     def load(self, rows: IntArray) -> Iterator[LoadedRows]:
@@ -147,13 +150,19 @@ class Staged:
             try:
                 yield LoadedRows(first, first + len(chunk), half.pages, np.arange(len(chunk)))
             finally:
-                half.free = self._streams.record()
+                self._used(half, len(chunk))
 
     def mark(self) -> Mark:
         """See `Mover`."""
         with self._streams.on_side():
             event: Mark = self._streams.record()
         return event
+
+    def _used(self, half: _Half, slots: int) -> None:
+        """All of a use is queued on the current stream."""
+        if self._zeroises:
+            half.cells[:slots].zero_()
+        half.free = self._streams.record()
 
     def _wait_until_free(self, half: _Half) -> None:
         if half.free is not None:

@@ -8,10 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_offload.tiering.manager import (
-    CPUPrimaryTierOffloadingManager,
-    TieringOffloadingManager,
-)
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
@@ -20,6 +17,7 @@ from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.tier.catalogue import Catalogue
 from vllm_segreuse.tier.files import open_file_tier
+from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.naming import exact_key, record_keys
 from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.store import TierStore
@@ -65,18 +63,18 @@ def start_tier(
     Raises:
         RefusedError: files cannot be kept where the options say.
     """
-    primary = CPUPrimaryTierOffloadingManager(region.num_chunks, region, enable_events=True)
+    rows = HostRows(region, options.zeroise)
     files, journal = None, None
     if options.path is not None:
         assert fingerprint is not None, "what is on disk is a model's"
-        view = primary.get_kv_memoryview()
+        view = rows.get_kv_memoryview()
         files = open_file_tier(options, view, fingerprint, lambda key: store.describe(key), owner)
         journal = files.journal()
-    manager = TieringOffloadingManager(primary, [] if files is None else [files])
+    manager = TieringOffloadingManager(rows, [] if files is None else [files])
     domain = fingerprint or os.urandom(32)
     key_of = record_keys(domain, pool.name_of)
     catalogue = Catalogue(index, namespaces, pool.num_gpu_blocks, key_of)
-    known = (manager, catalogue, ranks, options, health, stats, time.monotonic)
+    known = (manager, rows, catalogue, ranks, options, health, stats, time.monotonic)
     looked_up = None if options.is_lossy else partial(exact_key, domain)
     store = TierStore(*known, files, journal, looked_up)
     return store

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen, StoredRecord
 from vllm_segreuse.tier.contexts import Contexts
 from vllm_segreuse.tier.decoded import Decoded
+from vllm_segreuse.tier.deleted import Deleted
+from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.keeping import DurableFiles, Keeping
 from vllm_segreuse.tier.loads import Held, Loads
@@ -95,7 +97,8 @@ class TierStore(BlockListener):
     """One per engine; a `SecondTier`. Lives in the scheduler's thread.
 
     Args:
-        manager: vLLM's, with events.
+        manager: vLLM's, above `rows`.
+        rows: of host memory.
         catalogue: of the records.
         ranks: that report orders.
         options: of the tier.
@@ -115,6 +118,7 @@ class TierStore(BlockListener):
     def __init__(
         self,
         manager: TieringOffloadingManager,
+        rows: HostRows,
         catalogue: Catalogue,
         ranks: int,
         options: TierOptions,
@@ -128,10 +132,11 @@ class TierStore(BlockListener):
         self.first_entry = catalogue.first_entry
         self.min_run_tokens = options.min_run_tokens
         self._manager = manager
+        self._rows = rows
         self._catalogue = catalogue
         self._ranks = ranks
         self._block_size = catalogue.block_size
-        view = manager.primary_tier.get_kv_memoryview()
+        view = rows.get_kv_memoryview()
         self._row_bytes = view.nbytes // len(view)
         self._stores_evicted = options.admission == "evicted"
         self._stats = stats
@@ -148,6 +153,7 @@ class TierStore(BlockListener):
             lambda records: stats.count_tier_tokens("loaded", records * catalogue.block_size),
         )
         self._evicted: list[Seen] = []
+        self._deleted = Deleted(catalogue.first_entry + capacity)
         self._rounds = options.is_lossy
         self._decoded = Decoded()
         self._noted = 0, 0
@@ -179,8 +185,9 @@ class TierStore(BlockListener):
         if self._stores_evicted and self.is_open:
             with self._health.contained("an eviction"):
                 seen, decoded = self._decoded.split(self._catalogue.see(block_ids))
-                self._evicted += seen
-                for found in decoded:
+                wanted, deleted = self._deleted.split(seen, evicted=True)
+                self._evicted += wanted
+                for found in (*decoded, *deleted):
                     self._catalogue.done_with(found)
                 if decoded:
                     self._stats.count_tier_dropped("decoded", len(decoded))
@@ -195,7 +202,21 @@ class TierStore(BlockListener):
                 self._catalogue.done_with(found)
             return []
         self._evicted += seen
-        return [found.key for found in seen]
+        keys = [found.key for found in seen]
+        self._rows.keep(keys)
+        self._deleted.kept(keys)
+        return keys
+
+    def erase(self, keys: Iterable[bytes]) -> None:
+        """See `WritingStore`."""
+        if self.is_open:
+            deleted = list(keys)
+            self._deleted.add(deleted)
+            self._evicted, unwanted = self._deleted.split(self._evicted, evicted=False)
+            for found in unwanted:
+                self._catalogue.done_with(found)
+            self._rows.erase(deleted)
+            self._follow()
 
     def is_on_host(self, key: bytes) -> bool:
         """See `WritingStore`."""
@@ -204,6 +225,8 @@ class TierStore(BlockListener):
 
     def describe(self, key: bytes) -> StoredRecord | None:
         """What files need to know of a record; None: it must not be written to any."""
+        if self._rows.is_erased(key):
+            return None
         described = self._catalogue.describe(key)
         durable = self.documents.is_durable(key)
         return None if described is None else described._replace(durable=durable)
@@ -219,6 +242,7 @@ class TierStore(BlockListener):
         with self._health.contained("a reset"):
             self._health.recover()
             self._evicted = []
+            self._deleted.clear()
             self._stale |= self._steps
             self._steps = {}
             self._loads.clear()
@@ -231,6 +255,7 @@ class TierStore(BlockListener):
                 self._is_verified = False
             for _ in self._manager.take_events():
                 pass
+            self._wipe_unless_in_use()
 
     def recall(self, namespace: int, key: bytes) -> None:
         """A request names a namespace: what files hold of it is found, from before the start or of
@@ -304,6 +329,7 @@ class TierStore(BlockListener):
             evicted, self._evicted = self._evicted, []
             context, records, blocks, rows = self._place(evicted)
             self._manager.on_schedule_end(_STEP)
+            self._rows.sweep()
             self._follow()
             reads = self._loads.take_sent()
             for held in reads:
@@ -320,8 +346,10 @@ class TierStore(BlockListener):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether another step is needed: blocks wait to be copied, or ranks have to report."""
-        return (self.is_open and bool(self._evicted or self._steps)) or bool(self._stale)
+        """Whether another step is needed: blocks wait to be copied, ranks have to report, or rows
+        of erased records are in use."""
+        waits = bool(self._evicted or self._steps) or self._rows.has_erased
+        return (self.is_open and waits) or bool(self._stale)
 
     def note(self, done: TierDone) -> None:
         """Workers have reported orders."""
@@ -339,6 +367,13 @@ class TierStore(BlockListener):
                     del steps[sequence]
                     if steps is self._steps:
                         self._finish(step)
+                    else:
+                        self._wipe_unless_in_use()
+
+    def _wipe_unless_in_use(self) -> None:
+        """Zero what a reset has freed, once all ranks are done with it."""
+        if not self._stale:
+            self._rows.wipe()
 
     def _note_sizes(self) -> None:
         counts = {} if self._files is None else self._files.take_counts()
@@ -365,7 +400,7 @@ class TierStore(BlockListener):
             self.documents.dropped(keys)
         if stored:
             # The manager takes one report of a job; what it never got is the host tier's affair.
-            self._manager.primary_tier.complete_store(keys, step.context, success=False)
+            self._rows.complete_store(keys, step.context, success=False)
             keys = [OffloadKey(record.key) for record in stored]
             self._stats.count_tier_tokens("stored", len(keys) * self._block_size)
             self._catalogue.show([record for record in stored if not record.shown])

@@ -97,7 +97,11 @@ class TierWorker:
 
 
 def mover_for(
-    region: HostRegion, copy: CopyBlocks, stored: Sequence[StoredPage], device: torch.device
+    region: HostRegion,
+    copy: CopyBlocks,
+    stored: Sequence[StoredPage],
+    device: torch.device,
+    zeroises: bool = False,
 ) -> Mover:
     """Between the pages of a KV cache and this rank's part of the region.
 
@@ -106,6 +110,7 @@ def mover_for(
         copy: from the cache.
         stored: how pages of each layer are stored, in order.
         device: that has the cache.
+        zeroises: whether buffers on the way are zeroed.
 
     Raises:
         RefusedError: pages do not fit into the region's cells.
@@ -114,7 +119,8 @@ def mover_for(
     if device.type == "cpu":
         return InPlace(copy, rows)
     pin_mmap_region(region)
-    return Staged(copy, stored, device, region.cells(), GpuStreams(device))
+    known = stored, device, region.cells(), GpuStreams(device)
+    return Staged(copy, *known, zeroises=zeroises)
 
 
 def _is_over(mark: Mark | None) -> bool:
