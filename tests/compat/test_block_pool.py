@@ -2,7 +2,7 @@
 """vLLM's block pool with two names per block: what is exact keeps vLLM's, all else has one that
 nobody can ask for; the index knows what is computed, and forgets what is gone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from tests.compat.managed import OPTIONS, SIZE, Managed, ids, plan_of
+from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
@@ -487,3 +488,18 @@ def test_approximate_names_are_no_hashes_of_tokens(managed: Managed) -> None:
     names = [get_block_hash(block.block_hash) for block in managed.named(request)]
     assert all(name.startswith(b"segreuse:approximate:") for name in names)
     assert {len(name) for name in names}.isdisjoint(map(len, request.block_hashes))
+
+
+def test_without_a_second_tier_allocations_do_not_look_at_what_they_evict(
+    managed: Managed,
+) -> None:
+    told: list[int] = []
+
+    class Listener(BlockListener):
+        def evicting(self, block_ids: Sequence[int]) -> None:
+            told.extend(block_ids)
+
+    managed.pool.listen(Listener())
+    managed.pool.free_blocks(managed.named(managed.request(DOCUMENT)))
+    managed.pool.get_new_blocks(managed.pool.get_num_free_blocks())
+    assert told == []

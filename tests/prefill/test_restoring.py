@@ -14,6 +14,7 @@ from tests.prefill.test_executor import DONOR, NAN, RECIPES, assert_equal, pages
 from tests.prefill.tiny import SIZE, World
 from vllm_segreuse.plan import IntArray, Pieces, PlanOutcome, Recipe, Restoration, ReusePlan, Tier
 from vllm_segreuse.prefill import contained
+from vllm_segreuse.prefill.align import block_copies
 from vllm_segreuse.prefill.waves import finish
 from vllm_segreuse.tier.mover import LoadedRows
 
@@ -94,6 +95,25 @@ def test_two_plans_may_restore_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     for each in plans:
         for cache, held in zip(world.caches, wanted, strict=True):
             assert torch.equal(cache[each.block_ids[:2].tolist()], held)
+
+
+def test_what_follows_a_prefix_hit_is_restored_behind_it() -> None:
+    first = alone()
+    assert first.restoration is not None
+    pieces = first.restoration.pieces
+    moved = replace(
+        pieces, destination=pieces.destination + 2 * SIZE, position=pieces.position + 2 * SIZE
+    )
+    behind = replace(
+        first,
+        start=first.start + 2 * SIZE,
+        stop=first.stop + 2 * SIZE,
+        block_ids=np.concatenate(([90, 91], first.block_ids)),
+        restoration=replace(first.restoration, pieces=moved),
+    )
+    copies = block_copies([behind, plan("other", 30), first], SIZE)
+    assert copies.targets.tolist() == [*first.block_ids[:2], *first.block_ids[:2]]
+    assert copies.sources.tolist() == [*SOURCES, *SOURCES]
 
 
 def alone() -> ReusePlan:

@@ -66,6 +66,24 @@ def test_a_document_is_reused_after_a_restart(
     world.side.close()
 
 
+def test_a_document_of_a_knowledge_base_is_held_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = engine(tmp_path, monkeypatch)
+    world.run(world.add(DOCUMENT))
+    world.end_step()
+    blocks = [block for block in range(world.pool.num_gpu_blocks) if block in world.index]
+    assert world.side._tier is not None
+    world.side._tier.documents.keep("doc", 0, 1, blocks)
+    wait_for(world, 8)
+    world.side.close()
+    again = engine(tmp_path, monkeypatch)
+    assert again.side._tier is not None
+    assert again.side._tier.documents.held() == {"doc": "disk"}
+    again.side._tier.documents.release(["doc"])
+    again.side.close()
+
+
 def test_what_is_computed_again_is_not_stored_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
