@@ -62,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a rough answer, sooner")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
-    parser.add_argument("--part", action="append", help="gpu, tier: this part only; may be repeated")
+    parser.add_argument(
+        "--part", action="append", help="gpu, tier: this part only; may be repeated"
+    )
     args = parser.parse_args(argv)
 
     suite = cast(harness.Suite, importlib.import_module(f"bench.suites.{args.suite}"))
