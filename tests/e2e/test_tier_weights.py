@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a reset, and after sleep, files are read again; with other weights they are not."""
+"""After a reset, and after sleep, files are read again; with other weights they are not: one that
+changed in place, and those that an update has brought."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.e2e.engine import Answer, Engine, Prompts
 from tests.e2e.test_tier import SHIFT, ask, counts, evict
@@ -22,6 +24,20 @@ def asked_anew(running: Engine, text: Prompts, question: list[int]) -> Answer:
     return ask(running, question, SHIFT)
 
 
+def checkpoint(running: Engine) -> dict[str, torch.Tensor]:
+    """The weights in the model's files."""
+    folder = Path(running.llm.llm_engine.model_config.model)
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def update(running: Engine, weights: dict[str, torch.Tensor]) -> None:
+    """As a trainer does it."""
+    running.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+
+
 def test_files_are_read_with_the_weights_that_they_are_of(tmp_path: Path) -> None:
     with started(tmp_path / "tier") as running:
         text = Prompts(running.vocab_size, seed=6)
@@ -33,9 +49,13 @@ def test_files_are_read_with_the_weights_that_they_are_of(tmp_path: Path) -> Non
 
         first = asked_anew(running, text, question)
         assert first.report["tiered_tokens"] == first.report["reused_tokens"] > 150
-        running.llm.sleep(level=1)
-        running.llm.wake_up()
-        assert asked_anew(running, text, question).logprobs == first.logprobs
+        for level in (1, 2):
+            running.llm.sleep(level=level)
+            assert counts(running) | {"host": 0, "disk": 0} == counts(running)
+            running.llm.wake_up()
+            if level == 2:  # it drops the weights; their owner loads them again
+                running.llm.collective_rpc("reload_weights")
+            assert asked_anew(running, text, question).logprobs == first.logprobs
 
         weights = next(loaded_model().parameters()).view(-1)
         kept = weights[7].clone()
@@ -48,3 +68,10 @@ def test_files_are_read_with_the_weights_that_they_are_of(tmp_path: Path) -> Non
         again = asked_anew(running, text, question)
         assert again.report["tiered_tokens"] == first.report["tiered_tokens"]
         assert again.logprobs == first.logprobs
+
+        update(running, {name: weight + 0.01 for name, weight in checkpoint(running).items()})
+        updated = asked_anew(running, text, question)
+        assert updated.report["reused_tokens"] == 0
+        assert updated.logprobs != first.logprobs
+        update(running, checkpoint(running))
+        assert asked_anew(running, text, question).logprobs == first.logprobs

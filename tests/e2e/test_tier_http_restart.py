@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that is started again has its documents in files: it says so, and computes nothing of
+them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.shapes import make_model
+from bench.suites.tier import prompt_tokens
+from tests.e2e.server import ADMIN_TOKEN, Server
+from vllm_segreuse.knowledge import cli
+from vllm_segreuse.knowledge.client import KnowledgeClient
+from vllm_segreuse.knowledge.schemas import Document, NewDocument
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+CONFIG = """
+policy: shift
+min_reused_tokens: 32
+knowledge_path: {folder}/manifest.sqlite
+tier: {{host_gib: 0.05, path: {folder}/tier, disk_gib: 0.2, wait_ms: 60000, min_run_tokens: 32}}
+"""
+TOKENS = {"first": [*range(300, 620)], "second": [*range(1000, 1320)]}  # whole blocks
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("restart")
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
+    args = ["--max-model-len", "1024", "--segreuse-config", str(folder / "config.yaml")]
+    with Server(make_model("qwen3"), args, {"VLLM_SEGREUSE_ADMIN_TOKEN": ADMIN_TOKEN}) as server:
+        yield server
+
+
+def ask(server: Server) -> dict[str, Any]:
+    """The report on a question over both documents, in another order."""
+    prompt = [7, 8, *TOKENS["second"], 9, *TOKENS["first"], 10, 11, 12]
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1, "extra_keys": "base"}
+    answer = server.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()["kv_transfer_params"]["segreuse"]
+    return report
+
+
+def listed(bases: KnowledgeClient) -> dict[str, Document]:
+    return {document.id: document for document in bases.documents("base")}
+
+
+def test_the_first_answer_after_a_restart_computes_nothing_of_the_documents(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KnowledgeClient(server.url, ADMIN_TOKEN) as bases:
+        bases.create("base")
+        new = [NewDocument(id=name, token_ids=tokens) for name, tokens in TOKENS.items()]
+        bases.add("base", new, wait=True)
+        before = ask(server)
+        assert before["reused_tokens"] == sum(map(len, TOKENS.values()))
+        assert before["tiered_tokens"] == 0
+        server.interrupt()
+        server.start()
+        for state in bases.watch("base"):
+            if not state.documents.warming:
+                break
+        places = {name: (found.status, found.tier) for name, found in listed(bases).items()}
+    assert places == dict.fromkeys(TOKENS, ("stored", "disk"))
+    monkeypatch.setenv(cli.URL_ENV, server.url)
+    monkeypatch.setenv(cli.TOKEN_ENV, ADMIN_TOKEN)
+    shown = CliRunner().invoke(cli.app, ["ls", "base", "--json"])
+    assert {row["tier"] for row in json.loads(shown.output)} == {"disk"}
+    assert "stored (disk)" in CliRunner().invoke(cli.app, ["ls", "base"]).output
+    assert prompt_tokens(server.get("/metrics").text) == 0, "the start has computed something"
+    after = ask(server)
+    assert after["tiered_tokens"] == after["reused_tokens"] == before["reused_tokens"]
+    assert after["recomputed_tokens"] == before["recomputed_tokens"]
