@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines and two API servers behind one address: each engine reuses what it has computed
-itself, and the API servers share the flag, the switch and sessions of administrators."""
+itself, and what the other has written to files; the API servers share the flag, the switch and
+sessions of administrators."""
 
 import re
 from collections.abc import Iterator
@@ -19,13 +20,23 @@ pytestmark = data_parallel.MARKS
 
 DOCUMENT = DOCUMENTS[0]
 RAG = Path(__file__).parents[2] / "configs" / "rag.yaml"
+BLOCKS = 160  # of an engine: one long prompt fills most of them
 CLOSE = {"Connection": "close"}
 """The next request opens a connection of its own, and meets either of the API servers."""
 
 
+TIER = """
+tier: {{host_gib: 0.1, path: {path}, disk_gib: 0.5, wait_ms: 60000}}
+"""
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    flags = ["--segreuse", "--segreuse-config", str(RAG), "--api-server-count", "2"]
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("parallel")
+    config = folder / "config.yaml"
+    config.write_text(RAG.read_text() + TIER.format(path=folder / "tier"))
+    flags = ["--segreuse", "--segreuse-config", str(config), "--api-server-count", "2"]
+    flags += ["--num-gpu-blocks-override", str(BLOCKS)]
     with Server(make_model("qwen3"), [*data_parallel.FLAGS, *flags], ENVIRONMENT) as running:
         yield running
 
@@ -88,6 +99,32 @@ def test_an_engine_reuses_what_it_has_computed(server: Server) -> None:
         line = f'vllm:segreuse_tokens_total{{engine="{engine}",kind="reused",model_name="m"}}'
         [counted] = [text.split()[-1] for text in shown.splitlines() if text.startswith(line)]
         assert float(counted) > 0
+
+
+def counted(server: Server, engine: int, event: str) -> float:
+    """Records of the files, by what an engine has counted of them."""
+    shown = server.get("/metrics").text
+    pattern = rf'^vllm:segreuse_tier_files_total{{engine="{engine}",event="{event}".*}} (\S+)$'
+    return sum(map(float, re.findall(pattern, shown, re.M)))
+
+
+def test_an_engine_reuses_what_the_other_has_written_to_files(server: Server) -> None:
+    namespace = "a namespace of both engines"
+    ask(server, "Six. " + DOCUMENT, 0, namespace)
+    filler = {"model": "m", "max_tokens": 1}
+    for number in range(100):
+        prompt = [300 + number, *range(400, 3400)]  # it is nobody's, and evicts the document
+        where = {"X-data-parallel-rank": "0", "Connection": "close"}
+        server.post("/v1/completions", filler | {"prompt": prompt}, headers=where)
+        ask(server, f"Short {number}.", 1)
+        written = counted(server, 0, "stored")
+        if number >= 3 and 0 < written <= counted(server, 1, "found"):
+            break  # nothing is left of the document in the first engine's GPU memory
+    else:
+        raise AssertionError(server.log_tail())
+    found = ask(server, "Seven. " + DOCUMENT, 1, namespace)
+    assert found["tiered_tokens"] == found["reused_tokens"] > 128
+    assert counted(server, 1, "shared") > 0
 
 
 def test_the_kill_switch_reaches_every_engine(server: Server) -> None:
