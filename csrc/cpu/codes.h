@@ -43,17 +43,35 @@ struct Int8 {
 
   // Decoded, times `kFactor`: a code is converted where it lies, in the upper byte of a word.
   static constexpr float kFactor = 0x1p24f;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static Halves decode(Shorts codes) {
+    // One shuffle each, in place of shifts, for which older machines have one unit.
+    const __m256i both = _mm256_broadcastsi128_si256(load_as<__m128i>(&codes));
+    return {_mm256_cvtepi32_ps(_mm256_shuffle_epi8(both, upper_bytes(0))),
+            _mm256_cvtepi32_ps(_mm256_shuffle_epi8(both, upper_bytes(1)))};
+  }
+#else
   static Halves decode(Shorts codes) {
     const Words pairs = __builtin_convertvector(codes, Words);
     const Ints even = (Ints)(pairs << 24), odd = (Ints)((pairs & 0xff00u) << 16);
     return {__builtin_convertvector(even, Floats), __builtin_convertvector(odd, Floats)};
   }
+#endif
 
   // In the low byte.
   static Words encode(Floats value) { return as_words(value + kUnit) & 0xffu; }
 
  private:
   static constexpr float kUnit = 12582912.0f;  // beside it, one step of float32 is 1
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Takes the code at place 2 i + `odd` to the upper byte of word i.
+  static __m256i upper_bytes(int odd) {
+    constexpr int kZero = 0x808080;
+    const auto word = [odd](int i) { return (2 * i + odd) << 24 | kZero; };
+    return _mm256_setr_epi32(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7));
+  }
+#endif
 };
 
 struct Fp8 {
@@ -122,11 +140,22 @@ inline Halves widened(Words pairs) {
 // Rounded to nearest even, in the upper half of each word. No NaN.
 inline Words rounded(Floats value) {
   const Words bits = as_words(value);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // The lowest bit that stays, by a product: older machines have one unit for shifts.
+  const Words lowest = bits & 0x10000u, ones = Words{} + 0x10000u;
+  return (bits + 0x7fffu) + (Words)_mm256_madd_epi16((__m256i)lowest, (__m256i)ones);
+#else
   return bits + 0x7fffu + ((bits >> 16) & 1u);
+#endif
 }
 
 inline Words joined(const Halves& value) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (Words)_mm256_blend_epi16((__m256i)(rounded(value.even) >> 16),
+                                   (__m256i)rounded(value.odd), 0xaa);
+#else
   return rounded(value.even) >> 16 | (rounded(value.odd) & 0xffff0000u);
+#endif
 }
 
 }  // namespace segreuse::cpu
