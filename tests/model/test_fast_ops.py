@@ -83,6 +83,18 @@ def test_they_compute_what_the_native_ones_compute(dtype: torch.dtype) -> None:
     torch.testing.assert_close(summed, added.to(dtype), **tolerance)
 
 
+def test_norms_are_rounded_to_the_nearest() -> None:
+    """vLLM's CPU kernels truncate in bf16 where there is no instruction for it."""
+    x, residual = torch.randn(2, 20, 256).bfloat16()
+    weight = torch.ones(256).bfloat16()
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    with FastOps(nn.Identity()).preferred():
+        found = ir.ops.rms_norm(x, weight, 1e-5)
+        _, summed = ir.ops.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert (found == exact.bfloat16()).double().mean() > 0.9
+    assert torch.equal(summed, (x.double() + residual.double()).bfloat16())
+
+
 def test_what_they_do_not_take_is_left_to_the_native_ones() -> None:
     """The kernels read rows one after the other, and weights of the same dtype."""
     FastOps(nn.Identity())

@@ -7,12 +7,15 @@ path computes as before.
 
 Norms go through `vllm.ir`, whose priorities can be set for a while. On GPUs `vllm_c` is there.
 vLLM's CPU build has the fused kernels but does not offer them (`kernels/vllm_c.py` is for GPUs):
-they are registered here under a name of their own.
+they are registered here under a name of their own. Without AVX-512 BF16 they truncate what they
+write in bf16 (`csrc/cpu/cpu_types_x86.hpp`), which makes each norm and the residual stream smaller
+by half a step: there the native ones run, as on vLLM's own path.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -26,12 +29,24 @@ _PROVIDER = "segreuse_cpu"
 _KERNEL = "forward_cuda"
 
 
+@functools.cache
+def _rounds(dtype: torch.dtype) -> bool:
+    """Whether the CPU kernels round what they write in this dtype to the nearest."""
+    wide = torch.linspace(-2.0, 2.0, 512).to(dtype).float().view(1, -1)
+    exact, found = torch.empty_like(wide), torch.empty_like(wide, dtype=dtype)
+    torch.ops._C.rms_norm(exact, wide, torch.ones(512), 1e-6)
+    torch.ops._C.rms_norm(found, wide.to(dtype), torch.ones(512, dtype=dtype), 1e-6)
+    # Sums in another order may turn a few.
+    return bool((found == exact.to(dtype)).float().mean() > 0.9)
+
+
 def _plain(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
     return (
         variance_size is None
         and weight is not None
         and weight.dtype == x.dtype
         and x.stride(-1) == 1
+        and _rounds(x.dtype)
     )
 
 
