@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.e2e.engine import BLOCK_SIZE, Answer, Engine, Prompts, engine
+from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
 from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 from vllm_segreuse.prefill import executor
 
-BOUND = {"float32": 0.002, "bfloat16": 0.0625}
+BOUND = {"float32": 0.002, "bfloat16": BF16_NOISE}
 
 
 class Served:
