@@ -5,6 +5,7 @@ import errno
 import os
 import sqlite3
 import stat
+import time
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,19 @@ def test_records_outlive_a_restart(tmp_path: Path) -> None:
         )
         np.testing.assert_array_equal(found.tokens, expected.tokens)
         assert found.namespaces == (store.digest(b"alice"),)
+
+
+def test_records_of_a_batch_keep_their_order_though_the_clock_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = folder(tmp_path)
+    order = (2, 0, 1)
+    batch = [(store.new(record(number)), payload_of(number)) for number in order]
+    now_s = time.time()
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: now_s)
+        store.write(batch, SLOTS)
+    assert list(reopened(store, tmp_path)) == [key_of(number) for number in order]
 
 
 def test_digests_of_namespaces_are_those_of_one_store(tmp_path: Path) -> None:
