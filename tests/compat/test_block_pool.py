@@ -490,8 +490,9 @@ def test_approximate_names_are_no_hashes_of_tokens(managed: Managed) -> None:
     assert {len(name) for name in names}.isdisjoint(map(len, request.block_hashes))
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 def test_without_a_second_tier_allocations_do_not_look_at_what_they_evict(
-    managed: Managed,
+    keeps: bool, managed: Managed
 ) -> None:
     told: list[int] = []
 
@@ -500,6 +501,9 @@ def test_without_a_second_tier_allocations_do_not_look_at_what_they_evict(
             told.extend(block_ids)
 
     managed.pool.listen(Listener())
-    managed.pool.free_blocks(managed.named(managed.request(DOCUMENT)))
-    managed.pool.get_new_blocks(managed.pool.get_num_free_blocks())
-    assert told == []
+    if keeps:
+        managed.pool._keeps_evicted = True
+    blocks = managed.computed(DOCUMENT)
+    managed.hold_all_but(0)
+    assert all(block.block_hash is None for block in blocks), "they were evicted"
+    assert sorted(told) == (sorted(ids(blocks)) if keeps else [])
