@@ -53,11 +53,13 @@ def test_any_bit_of_any_weight_counts(name: str) -> None:
     assert kept.are_unchanged(), "they are as before"
 
 
-def test_exchanged_weights_are_others() -> None:
+@pytest.mark.parametrize("count", [2, 8], ids=["words of a chunk", "chunks"])
+def test_exchanged_weights_are_others(count: int) -> None:
     model = Model()
     kept = Weights(model)
     third = model.third.view(-1)
-    third[:8], third[8:16] = third[8:16].clone(), third[:8].clone()
+    first, second = third[:count].clone(), third[count : 2 * count].clone()
+    third[:count], third[count : 2 * count] = second, first
     assert not kept.are_unchanged()
 
 
