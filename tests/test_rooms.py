@@ -13,7 +13,8 @@ ORDER = (
     *("kv_group", "policies", "audit_options", "tier_options", "config"),
     *("metrics", "memory", "launch", "cache", "audit"),
     *("knowledge", "explain", "viewer", "serve", "compat", "model", "tier", "prefill"),
-    *("accounts", "arrival", "cold_documents", "isolated_options", "isolated"),
+    *("accounts", "arrival", "cold_documents", "compression"),
+    *("isolated_options", "isolated"),
     *("similarity", "tracing", "scheduler", "worker"),
     *("connector", "plugin", "calibrate", "doctor", "estimate", "cli"),
 )

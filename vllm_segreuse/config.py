@@ -51,8 +51,14 @@ EXTRA_KEYS = "extra_keys"
 OPTION_PREFIX = "segreuse_"
 """Prefix that sets our per-request options apart from those of others in `extra_args`."""
 
-FREEZE = OPTION_PREFIX + "freeze"
+ORDERS = FREEZE, SCORE, COPY = tuple(OPTION_PREFIX + it for it in ("freeze", "score", "copy"))
 """Set by the server itself while it ingests documents; clients may not."""
+
+DOCUMENTS = OPTION_PREFIX + "documents"
+"""Compressed documents that a request names."""
+
+MAX_NAMED, MAX_NAME_BYTES = 64, 1024
+"""Of one request, and of each name."""
 
 # Begins the extra keys that are bound to a caller. Clients cannot write it: no control characters.
 _BOUND = "\x01"
@@ -484,11 +490,16 @@ class ParsedRequest(NamedTuple):
         extra_keys: the request's namespace, or None: it neither reuses nor donates.
         options: resolved options of the request.
         freeze: the server's own order to freeze its blocks (`plan.FreezeOrder.encode`).
+        score, copy: its orders to compress a document (`plan/compression.py`), encoded.
+        documents: compressed documents that the request names, in the order of its prompt.
     """
 
     extra_keys: tuple[str, ...] | None
     options: RequestOptions
     freeze: str | None = None
+    score: object = None
+    copy: object = None
+    documents: tuple[str, ...] = ()
 
 
 def parse_request(
@@ -509,10 +520,11 @@ def parse_request(
     if not extra_args:
         return ParsedRequest(None, config.request_defaults())
     own = {key: value for key, value in extra_args.items() if str(key).startswith(OPTION_PREFIX)}
-    freeze = own.pop(FREEZE, None) if trusted else None
+    freeze, score, copy = (own.pop(key, None) if trusted else None for key in ORDERS)
+    documents = parse_documents(own.pop(DOCUMENTS, None))
     extra_keys = parse_extra_keys(extra_args.get(EXTRA_KEYS), trusted=trusted)
     if not own:
-        return ParsedRequest(extra_keys, config.request_defaults(), freeze)
+        return ParsedRequest(extra_keys, config.request_defaults(), freeze, score, copy, documents)
     fields = config._request_values()
     for key, value in own.items():
         name = key.removeprefix(OPTION_PREFIX)
@@ -530,7 +542,29 @@ def parse_request(
             OPTION_PREFIX + "similarity",
             f"{OPTION_PREFIX}similarity=True must be false: the server has no option `similarity`",
         )
-    return ParsedRequest(extra_keys, options, freeze)
+    return ParsedRequest(extra_keys, options, freeze, score, copy, documents)
+
+
+def parse_documents(value: object) -> tuple[str, ...]:
+    """Checks the compressed documents that a request names.
+
+    Raises:
+        RequestError: wrong type, too many, or a name that is empty, too long or not text.
+    """
+    if value is None:
+        return ()
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not 1 <= len(names) <= MAX_NAMED:
+        held = f" ({len(names)} names)" if isinstance(names, list | tuple) else ""
+        raise RequestError(
+            DOCUMENTS,
+            f"{DOCUMENTS}={short_repr(value)}{held} must be a list of 1 to {MAX_NAMED} strings",
+        )
+    for name in names:
+        fault = key_fault(name, MAX_NAME_BYTES)
+        if fault:
+            raise RequestError(DOCUMENTS, f"{DOCUMENTS}: the name {short_repr(name)} {fault}")
+    return tuple(names)
 
 
 def bind_extra_keys(

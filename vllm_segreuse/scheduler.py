@@ -45,6 +45,7 @@ from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
+from vllm_segreuse.compression import Compression
 from vllm_segreuse.config import (
     OBSERVE,
     STEP_TOKENS,
@@ -212,6 +213,7 @@ class SchedulerSide:
         )
         documents = None if self._tier is None else self._tier.documents
         self._freezing = Freezing(entries, index, pool.is_exact, health, documents)
+        self._compression = Compression(pool, entries, group.block_size)
         self._planner = Planner(
             requests,
             pool,
@@ -310,12 +312,17 @@ class SchedulerSide:
             tracked.required, tracked.restores = True, False
         if self._isolated is not None and isolated.is_private(extra_keys):
             tracked.donates = False
+        if parsed.score is not None or parsed.copy is not None:
+            self._compression.order(tracked, request, parsed.score, parsed.copy)
+        elif parsed.documents:
+            self._compression.name(tracked, parsed.documents)
+            self._freezing.asked_for(prompt, parsed.documents)
         self._adapters.note(request)
         if options.explain:
             tracked.other_adapters = self._adapters.others(request, extra_keys)
         self._planner.add(tracked)
         if bypass is None:
-            self._freezing.notice(prompt)
+            self._freezing.notice(tracked.prompt)
 
     def _restores(self, bypass: str | None) -> bool:
         """Whether a request may get its own exact prefix from the second tier.
@@ -396,8 +403,12 @@ class SchedulerSide:
             self._audit(tracked, tracked.plan, request)
 
     def _audit(self, tracked: TrackedRequest, plan: ReusePlan, request: Request) -> None:
-        """Perhaps. What a grammar rules out is no part of the comparison, so there is none."""
+        """Perhaps. What a grammar rules out is no part of the comparison, so there is none. Nor is
+        there one of what compresses documents, or names compressed ones: their kept tokens,
+        computed as a text, are no truth."""
         if request.use_structured_output:
+            return
+        if tracked.required or tracked.names_documents:
             return
         policy, report = tracked.policy, tracked.report
         assert report is not None
@@ -455,6 +466,8 @@ class SchedulerSide:
     @_contained(otherwise=None)
     def _note_outcome(self, request: Request, outcome: PlanOutcome) -> None:
         tracked = self._planner.get(request.request_id)
+        if self._compression.carried_out(request.request_id, outcome):
+            return  # it says nothing about anybody's requests
         if tracked is None:
             return
         if self._isolated is not None and _is_wrong(tracked, outcome):
@@ -578,6 +591,7 @@ class SchedulerSide:
 
     def _finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
         tracked = self._planner.remove(request.request_id)
+        chosen = self._compression.ended(request.request_id)
         if tracked is None:
             return None
         if self._by_similarity is not None:
@@ -598,6 +612,8 @@ class SchedulerSide:
             report["fallback"] = True
         if tracked.explanation is not None:
             report["explain"] = tracked.explanation
+        if chosen is not None:
+            report["chosen"] = chosen
         return report if tracked.freeze is None else report | {"frozen": frozen}
 
     def take_layers(self, layers: ModelLayers) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cache.test_planner import MAX_DEPTH, SIZE, World, new_only
-from vllm_segreuse.cache.contexts import NOTHING, UNKNOWN, compared, contexts_of
+from vllm_segreuse.cache.contexts import NOTHING, UNKNOWN, compared, contexts_of, known_until
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.listener import NamedBlocks
@@ -64,6 +64,15 @@ def test_the_first_block_stands_behind_nothing_and_others_behind_a_chain_of_hash
     assert len(set(contexts.tolist())) == 5
     other = contexts_of(hashes_of([99, *range(1, 3 * SIZE)]), np.array([1, 2], np.int32))
     assert not set(other.tolist()) & set(contexts.tolist()), "the first token is part of all"
+
+
+@pytest.mark.parametrize(("stop", "known"), [(0, 1), (SIZE - 1, 1), (SIZE, 2), (9 * SIZE, 4)])
+def test_a_context_that_reaches_behind_a_document_is_not_known(stop: int, known: int) -> None:
+    prompt, blocks = prompt_of([*range(4 * SIZE)]), np.arange(4, dtype=np.int32)
+    found = known_until(prompt.contexts, stop, SIZE)(blocks)
+    assert found.dtype == np.uint64
+    assert found[:known].tolist() == prompt.contexts(blocks)[:known].tolist()
+    assert (found[known:] == UNKNOWN).all()
 
 
 @given(

@@ -41,7 +41,8 @@ class World:
         tokens = np.arange(blocks * SIZE, dtype=np.int32) + 1000 * sum(entry.encode()) + 100 * part
         self.index.insert(self.namespace, np.array(ids, np.int32), tokens, 0)
         prompt = Prompt(self.namespace, tokens)
-        tracked: Any = SimpleNamespace(freeze=FreezeOrder(entry, part, parts, 0), prompt=prompt)
+        order = FreezeOrder(entry, part, parts, 0)
+        tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, kept_tokens=None)
         return self.freezing.finish(tracked, ids)
 
     def ask(self, entry: str, blocks: int = 3) -> None:

@@ -47,7 +47,8 @@ def test_who_enables_gets_all_and_tells_its_children(
     compat.enable()
     assert compat.enabled_by_parent()
     assert installed == ["envs", *compat.FRONT_END, *compat.ENGINE]
-    assert {"input_processor", "api_server", "async_llm", "openai_streams"} == set(compat.FRONT_END)
+    front_end = {"input_processor", "renderer", "api_server", "async_llm", "openai_streams"}
+    assert front_end == set(compat.FRONT_END)
 
 
 @pytest.mark.parametrize("install", [compat.enable, compat.install_engine])

@@ -356,3 +356,45 @@ def test_a_restart_brings_documents_back_but_not_torn_ones(files: Path, client: 
     assert client.ask([*tokens(7), *text, *tokens(3)], keys="base")["reused_tokens"] == 100
     client.add("base", torn=tokens(50))
     assert client.admin("GET", "base/documents/torn")["status"] == "warm"
+
+
+def test_compressed_documents_are_named(client: Client) -> None:
+    """By `vllm_xargs` with a marker in the text, or by token ids; and never by their text."""
+    client.create("pressed", context="none")
+    text = tokens(96)
+    sent = {"documents": [{"id": "a b", "token_ids": text, "keep": 0.5}], "wait": True}
+    [added] = client.admin("POST", "pressed/documents", sent)["data"]
+    assert (added["status"], added["blocks"]) == ("warm", 2)
+    assert (added["keep"], added["scorer"]) == (0.5, "attention")
+    client.add("pressed", plain=tokens(40))
+
+    def ask(prompt: Any, *names: str, keys: Any = "pressed", status: int = 200) -> Any:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+        body |= {"extra_keys": keys, "vllm_xargs": {"segreuse_documents": list(names)}}
+        headers = {"Authorization": f"Bearer {USER}"}
+        answer = client.server.post("/v1/completions", body, headers=headers)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    found = ask("Hello [[pressed/a b]] and so on", "pressed/a b")
+    assert found["kv_transfer_params"]["segreuse"]["reused_tokens"] == 48
+    plain = client.ask("Hello  and so on")
+    assert found["usage"]["prompt_tokens"] >= 48 + plain.get("prompt_tokens", 0)
+    for prompt, names, keys, status, reason in (
+        ("Hello [[pressed/b]]", ["pressed/b"], "pressed", 404, "no document 'pressed/b'"),
+        ("Hello [[pressed/a b]]", ["pressed/a b"], "another", 404, "no document"),
+        ("Hello [[pressed/plain]]", ["pressed/plain"], "pressed", 400, "not compressed"),
+        ("Hello", ["pressed/a b"], "pressed", 400, "does not stand in the prompt"),
+        (text, ["pressed/a b"], "pressed", 400, "does not stand in the prompt"),
+    ):
+        refused = ask(prompt, *names, keys=keys, status=status)
+        assert reason in refused["error"]["message"]
+    for keep in (0, 1.5, -1, "half", True):
+        bad = {"documents": [{"id": "c", "text": "x", "keep": keep}]}
+        refused = client.admin("POST", "pressed/documents", bad, 400)
+        assert refused["error"]["param"] == "documents.0.keep"
+    bad = {"documents": [{"id": "c", "text": "x", "scorer": "uniform"}]}
+    assert "no keep" in client.admin("POST", "pressed/documents", bad, 400)["error"]["message"]
+    client.admin("DELETE", "pressed/documents/a b", None, 204)
+    ask("Hello [[pressed/a b]]", "pressed/a b", status=404)
+    client.admin("DELETE", "pressed", None, 204)

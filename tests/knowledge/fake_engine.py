@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from vllm_segreuse.cache.freezing import Freezing
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.kept import KeepingTier
 from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.config import COPY, EXTRA_KEYS, FREEZE, SCORE
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.database import IN_MEMORY
+from vllm_segreuse.knowledge.engine import Answer
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.store import Store
-from vllm_segreuse.plan import FreezeOrder
+from vllm_segreuse.plan import CopyOrder, FreezeOrder, ScoreOrder
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 100
@@ -33,6 +37,9 @@ class _Freezing(Freezing):
     def part(self, prompt: Any, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
         return FrozenPart(prompt, block_ids, None)
 
+    def compressed_part(self, tracked: Any, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
+        return FrozenPart(tracked.prompt, block_ids, None, tracked.kept_tokens)
+
 
 class FakeEngine:
     """Computes at once, or when told to.
@@ -42,6 +49,8 @@ class FakeEngine:
         gate: nothing is computed while it is not set.
         others: requests of users.
         answer: what `compute` says: None: what the frozen pool says; an error is raised.
+        asked: tokens, extra arguments and sampling parameters of requests that compress.
+        is_dumb: whether scores choose nothing.
     """
 
     vocab_size = 1000
@@ -52,6 +61,8 @@ class FakeEngine:
         self.at_once = self.most_at_once = 0
         self.others = 0
         self.answer: bool | Exception | None = None
+        self.asked: list[tuple[list[int], dict[str, Any], dict[str, Any]]] = []
+        self.is_dumb = False
         self.gate = asyncio.Event()
         self.gate.set()
         self.start = [1]
@@ -106,8 +117,38 @@ class FakeEngine:
         self.computed.append((order.entry, order.part))
         blocks = len(tokens) // BLOCK_SIZE - order.first_token // BLOCK_SIZE
         namespace = self._table.intern(extra_key.encode())
-        tracked: Any = SimpleNamespace(freeze=order, prompt=namespace)
+        tracked: Any = SimpleNamespace(freeze=order, prompt=namespace, kept_tokens=None)
         return self.freezing.finish(tracked, [next(self._next_block) for _ in range(blocks)])
+
+    async def answers(
+        self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
+    ) -> list[Answer]:
+        """A score chooses the largest token ids; the larger one is, the less it was expected."""
+        await asyncio.sleep(0)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        self.asked.append((tokens, dict(extra_args), sampling))
+        if SCORE in extra_args:
+            first, stop, keep = ScoreOrder.parse(extra_args[SCORE])
+            assert tokens[stop:-1] == tokens[first:stop], "the chunk does not probe itself"
+            largest = sorted(range(first, stop), key=lambda i: -tokens[i])[:keep]
+            return [Answer({"chosen": None if self.is_dumb else sorted(largest)})]
+        if COPY not in extra_args:
+            asks = sampling["prompt_logprobs"] is not None
+            return [Answer({}, [-float(token) for token in tokens] if asks else None)]
+        source, kept = CopyOrder.parse(extra_args[COPY])
+        copied = [source[i] for i in kept]
+        assert tokens[: len(kept)] == copied
+        assert len(tokens) % BLOCK_SIZE == 1, "a full block has no name before it is computed"
+        assert len(tokens) > len(kept) + 1, "nothing would be left to be computed"
+        order = FreezeOrder.parse(extra_args[FREEZE])
+        namespace = self._table.intern(extra_args[EXTRA_KEYS][0].encode())
+        blocks = [next(self._next_block) for _ in range(-(-len(kept) // BLOCK_SIZE))]
+        what = {"freeze": order, "prompt": namespace, "kept_tokens": np.array(copied, np.int32)}
+        tracked: Any = SimpleNamespace(**what)
+        if self.answer is not None:
+            return [Answer({"frozen": self.answer})]
+        return [Answer({"frozen": self.freezing.finish(tracked, blocks)})]
 
     async def frozen(self) -> dict[str, Any]:
         return self.freezing.state()

@@ -397,7 +397,7 @@ def test_a_version_that_is_no_number_is_mended(path: Path, version: str) -> None
     change(path, f"UPDATE about SET value = {version}")
     assert told(path)[1].keys() == CONTENT.keys()
     with contextlib.closing(sqlite3.connect(path)) as sql:
-        assert set(sql.execute("SELECT value FROM about")) == {("2",)}
+        assert set(sql.execute("SELECT value FROM about")) == {("3",)}
 
 
 def test_pages_that_are_damaged_are_a_sentence(path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.knowledge import service as service_module
 from vllm_segreuse.knowledge import store
 from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.compressing import Work
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
@@ -561,9 +562,12 @@ def test_what_is_asked_for_comes_before_the_background() -> None:
 
         async def prompts(entry: str) -> Any:
             order.append(entry)
-            return "key", 0, [np.arange(4, dtype=np.int32)]
+            return Work("key", 0, [np.arange(4, dtype=np.int32)], [4])
 
-        warming = Warming(engine, prompts, lambda entry: True)
+        async def chosen(entry: str, kept: Any) -> None:
+            raise AssertionError(f"{entry} is not compressed")
+
+        warming = Warming(engine, prompts, lambda entry: True, chosen)
         for entry in "abcdefgh":
             warming.add(entry, Urgency.BACKGROUND)
         await asyncio.sleep(0.01)

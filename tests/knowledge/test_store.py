@@ -4,6 +4,7 @@
 import os
 import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,17 @@ def test_what_is_no_manifest_is_refused_with_a_sentence(tmp_path: Path) -> None:
     assert path.read_text().startswith("no database"), "left as it was"
     with pytest.raises(ManifestError, match="No such file"):
         Store(str(tmp_path / "missing" / "manifest.sqlite"), "model")
+
+
+def test_documents_of_earlier_versions_are_whole(path: str) -> None:
+    """Versions 1 and 2 had no compressed documents; their digests fit as they are."""
+    with closing(sqlite3.connect(path)) as sql, sql:
+        sql.execute("ALTER TABLE documents DROP COLUMN compression")
+        sql.execute("ALTER TABLE documents DROP COLUMN kept")
+        sql.execute("UPDATE about SET value = '2' WHERE name = 'version'")
+    with closing(Store(path, "model")) as store:
+        [record] = store.load().documents
+        assert (record.fault, record.compression, record.kept) == (None, None, None)
 
 
 def test_a_manifest_of_another_version_is_refused(path: str) -> None:

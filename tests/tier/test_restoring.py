@@ -7,13 +7,23 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request, RequestStatus
 
 from tests.test_scheduler import DOCUMENT, LORA, OPTIONS, SIZE
 from tests.tier.test_scheduler_side import Tiered
-from vllm_segreuse.plan import FreezeOrder, PlanOutcome, ReusePlan, Tier, TierDone
+from vllm_segreuse.cache.frozen import FrozenPart
+from vllm_segreuse.plan import (
+    CopyOrder,
+    FreezeOrder,
+    PlanOutcome,
+    ReusePlan,
+    ScoreOrder,
+    Tier,
+    TierDone,
+)
 
 PROMPT = [*DOCUMENT, 9]
 BLOCKS = len(DOCUMENT) // SIZE
@@ -348,3 +358,75 @@ def test_rows_are_held_until_the_workers_have_read_them(world: Restoring) -> Non
     assert world.side.status()["tier"]["holds"] == 1
     world.side.note_tier(TierDone(Counter({orders.sequence: 1})))
     assert world.side.status()["tier"]["holds"] == 0
+
+
+# Compressed documents.
+
+FIRST = 2 * SIZE + 1
+KEPT = DOCUMENT[FIRST : FIRST + 3]
+
+
+def compress(world: Restoring) -> Any:
+    """Three tokens of the document are those of a compressed one. Options that name it."""
+    freezing, request = world.side._freezing, world.add(PROMPT)
+    tracked = world.side._planner.get(request.request_id)
+    assert tracked is not None
+    blocks = world.pool.get_new_blocks(1)
+    tokens, held = np.array(KEPT, np.int32), [block.block_id for block in blocks]
+    part = FrozenPart(tracked.prompt.namespace, held, None, tokens)
+    assert freezing.entries.add(FreezeOrder("a", 0, 1, 0), part)
+    world.pool.free_blocks(blocks)
+    world.side.finished(request, [])
+    return OPTIONS | {"segreuse_documents": ["a"], "segreuse_min_reused_tokens": 1}
+
+
+def test_nothing_behind_a_named_document_is_restored(world: Restoring) -> None:
+    """Its own tokens are the kept ones, and text behind it was computed behind others."""
+    options = compress(world)
+    admitted = world.admit(PROMPT, options)
+    plan = admitted.plan
+    assert plan is not None
+    assert (plan.begin, plan.start) == (0, 2 * SIZE), "whole blocks in front of it are"
+    assert plan.pieces.where(plan.pieces.destination == FIRST).source.tolist() == [Tier.GPU]
+    world.reported(admitted)
+    assert world.named(admitted.request) == [0, 1]
+
+
+def test_a_cold_document_may_be_anywhere(world: Restoring) -> None:
+    options = OPTIONS | {"segreuse_documents": ["a"]}
+    admitted = world.admit(PROMPT, options)
+    assert admitted.plan is not None
+    assert admitted.plan.num_restored == 0
+    assert world.named(admitted.request) == []
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"segreuse_score": ScoreOrder(0, SIZE, 2).encode()},
+        {"segreuse_copy": CopyOrder(DOCUMENT, [1, 2]).encode()},
+    ],
+    ids=["score", "copy"],
+)
+def test_orders_that_compress_are_not_restored(world: Restoring, order: Any) -> None:
+    """What an order says is not the prompt's own prefix."""
+    admitted = world.admit([*DOCUMENT, *DOCUMENT, 9], OPTIONS | order)
+    assert (admitted.plan, admitted.supplied) == (None, 0)
+
+
+def test_what_is_behind_a_named_document_has_no_exact_record() -> None:
+    """Also if all of it was computed, while the document was cold."""
+    world = Restoring()
+    named = OPTIONS | {"segreuse_documents": ["a"]}
+    admitted = world.admit(PROMPT, named)
+    assert admitted.plan is None
+    world.end(admitted)
+    world.report(world.evict_all())
+    tier = world.side._tier
+    assert tier is not None
+    assert world.side.status()["tier"]["host"] == BLOCKS, "they are stored, and donate"
+    names = [make_block_hash_with_group_id(h, 0) for h in admitted.request.block_hashes]
+    assert [tier.exact_entry(name) for name in names] == [-1] * BLOCKS
+    again = world.admit(PROMPT)
+    assert again.plan is not None
+    assert (again.plan.num_restored, again.plan.num_reused) == (0, len(DOCUMENT))

@@ -15,7 +15,7 @@ costs its new text, and what of it is moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,6 +46,26 @@ def contexts_of(hashes: Sequence[bytes], blocks: IntArray) -> ContextArray:
         elif block <= len(hashes):
             found[i] = max(int.from_bytes(hashes[block - 1][:8], "little"), NOTHING + 1)
     return found
+
+
+def known_until(
+    contexts: Callable[[IntArray], ContextArray], stop: int, block_size: int
+) -> Callable[[IntArray], ContextArray]:
+    """The same contexts, where they end at `stop` or in front of it; behind it, none is known.
+
+    The hashes of a request that names compressed documents are those of their kept tokens as a
+    text. What is computed behind a document was computed behind other KV.
+
+    Args:
+        contexts: of blocks, by their indices.
+        stop: position of the first document.
+        block_size: tokens per block.
+    """
+
+    def known(blocks: IntArray) -> ContextArray:
+        return np.where(blocks * block_size <= stop, contexts(blocks), np.uint64(UNKNOWN))
+
+    return known
 
 
 def compared(matches: Matches, index: SegmentIndex, prompt: Prompt) -> Matches:

@@ -57,6 +57,10 @@ class Freezing(BlockListener):
         """A prompt arrived: evicted entries whose text it contains may return."""
         self.entries.notice(prompt.namespace, lambda: prompt.hashes(self._index.block_size))
 
+    def asked_for(self, prompt: Prompt, names: Iterable[str]) -> None:
+        """A prompt arrived whose request names entries: those that were evicted may return."""
+        self.entries.named(prompt.namespace, names)
+
     def used(self, tracked: TrackedRequest, hit_blocks: list[int]) -> None:
         """A request was admitted: entries among its prefix and its donors are in use.
 
@@ -79,12 +83,15 @@ class Freezing(BlockListener):
         order = tracked.freeze
         if order is None:
             return False
+        is_compressed = tracked.kept_tokens is not None
         try:
-            part = self.part(tracked.prompt, order, block_ids)
+            part = (self.compressed_part if is_compressed else self._exact_part)(
+                tracked, order, block_ids
+            )
         except ValueError as reason:
             logger.warning("segment reuse: %s is not frozen: %s", order.entry, reason)
             return False
-        if self._tier is None:
+        if self._tier is None or is_compressed:  # the tier finds records by their text
             return self.entries.add(order, part)
         self._tier.keep(order.entry, order.part, order.parts, part.block_ids)
         if order.part == 0 or order.entry in self.entries:
@@ -115,6 +122,30 @@ class Freezing(BlockListener):
         if middle * size >= first_token:
             probe = int(window_hashes(np.ascontiguousarray(window), size)[0])
         return FrozenPart(prompt.namespace, blocks, probe)
+
+    def _exact_part(
+        self, tracked: TrackedRequest, order: FreezeOrder, block_ids: list[int]
+    ) -> FrozenPart:
+        return self.part(tracked.prompt, order, block_ids)
+
+    def compressed_part(
+        self, tracked: TrackedRequest, order: FreezeOrder, block_ids: list[int]
+    ) -> FrozenPart:
+        """What a request has copied: the blocks that hold the kept tokens, which come first.
+
+        Raises:
+            ValueError: the tokens were not copied, all of them; or one of the blocks is exact.
+        """
+        count, plan = tracked.kept_tokens, tracked.plan
+        assert count is not None
+        if plan is None or plan.start or plan.num_reused != count:
+            raise ValueError(f"its {count} kept tokens were not copied ({tracked.reason})")
+        blocks = block_ids[: -(-count // self._index.block_size)]
+        exact = [block for block in blocks if self._is_exact(block)]
+        if exact:
+            raise ValueError(f"block {exact[0]} is exact")
+        tokens = tracked.prompt.tokens[:count].copy()
+        return FrozenPart(tracked.prompt.namespace, blocks, None, tokens)
 
     # The block pool.
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.plan import FreezeOrder
+from vllm_segreuse.plan import FreezeOrder, IntArray
 
 if TYPE_CHECKING:  # API servers do without numba, which it loads
     from vllm_segreuse.cache.rolling_hash import HashArray
@@ -51,12 +51,15 @@ class FrozenPart(NamedTuple):
         namespace: id in the `NamespaceTable`; the pool holds a reference on it.
         block_ids: blocks with tokens of the part, in order.
         probe: hash of a window of one block's length in the middle of the part; a prompt that has
-            it contains the entry's text. None: the part is too short for one.
+            it contains the entry's text. None: the part is too short for one, or compressed.
+        tokens: int32, of a compressed part (`compressed.py`), from its first block on; None: the
+            blocks hold the text itself.
     """
 
     namespace: int
     block_ids: list[int]
     probe: int | None
+    tokens: IntArray | None = None
 
 
 class Use(NamedTuple):
@@ -100,10 +103,10 @@ class _Entry:
 
 @dataclass
 class _Watched:
-    """An entry that was evicted."""
+    """An entry that was evicted. One without a probe is wanted when a request names it."""
 
     namespace: int
-    probe: int
+    probe: int | None
     num_blocks: int
     is_wanted: bool = False
 
@@ -277,12 +280,30 @@ class FrozenPool:
         Args:
             make_hashes: hashes of all windows of the prompt; called only if anything is watched.
         """
-        watched = [w for w in self._watched.values() if w.namespace == namespace]
+        here = (w for w in self._watched.values() if w.namespace == namespace)
+        watched = [(w.probe, w) for w in here if w.probe is not None]
         if not watched:
             return
-        probes = np.fromiter((w.probe for w in watched), np.uint64, len(watched))
-        for found, entry in zip(np.isin(probes, make_hashes()), watched, strict=True):
+        probes = np.fromiter((probe for probe, _ in watched), np.uint64, len(watched))
+        for found, (_, entry) in zip(np.isin(probes, make_hashes()), watched, strict=True):
             entry.is_wanted |= bool(found)
+
+    def named(self, namespace: int, names: Iterable[str]) -> None:
+        """A request names entries: those of its namespace that were evicted are wanted."""
+        for name in names:
+            watched = self._watched.get(name)
+            if watched is not None and watched.namespace == namespace:
+                watched.is_wanted = True
+
+    def compressed(self, name: str, namespace: int) -> list[FrozenPart] | None:
+        """The parts of a compressed entry; None unless all of them are frozen in this namespace."""
+        entry = self._entries.get(name)
+        parts = [] if entry is None else [part for part in entry.parts if part is not None]
+        if entry is None or not entry.is_whole:
+            return None
+        if any(part.tokens is None or part.namespace != namespace for part in parts):
+            return None
+        return parts
 
     def wanted(self) -> list[str]:
         """Entries to be computed again: wanted, and returning without any pressure."""
@@ -327,12 +348,12 @@ class FrozenPool:
 
     def _evict(self, name: str) -> None:
         entry = self._entries[name]
-        whole = entry.is_whole
-        probed = next((p for p in entry.parts if p is not None and p.probe is not None), None)
+        known = [part for part in entry.parts if part is not None]
+        probed = [p for p in known if p.probe is not None or p.tokens is not None]
         num_blocks = len(entry.block_ids)
-        if self._returns and whole and probed is not None and probed.probe is not None:
-            self._namespaces.acquire(probed.namespace)
-            self._watched[name] = _Watched(probed.namespace, probed.probe, num_blocks)
+        if self._returns and entry.is_whole and probed:
+            self._namespaces.acquire(probed[0].namespace)
+            self._watched[name] = _Watched(probed[0].namespace, probed[0].probe, num_blocks)
         self._drop(name)
         self.num_evicted += 1
 

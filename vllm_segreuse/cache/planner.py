@@ -232,7 +232,8 @@ class Planner:
         """What the request's prefix hit can be continued with; None: too little."""
         restored = NOTHING
         if tracked.restores:
-            exact = restorable(tracked.prompt, start, stop, self._block_size)
+            last = min(stop, tracked.exact_stop)
+            exact = restorable(tracked.prompt, start, last, self._block_size)
             restored = by_tier(exact, self._tier, whole=True)
             self._budget.lookups += exact.num_tokens > 0
         until, others = restored.pieces.stop or start, NOTHING

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import BoolArray, FreezeOrder, Recipe, ReusePlan, Segments
+from vllm_segreuse.plan import (
+    TO_THE_END,
+    BoolArray,
+    FreezeOrder,
+    Recipe,
+    ReusePlan,
+    Segments,
+)
 
 
 class Report(NamedTuple):
@@ -70,6 +77,11 @@ class TrackedRequest:
             are those of the fallback.
         namespace_class: of its namespace, in metrics of audits.
         freeze: what is to become of its blocks when it ends; None: nothing.
+        kept_tokens: of a request that copies a part of a compressed document, how many of its first
+            tokens are the part; None: any other request.
+        exact_stop: behind this position its tokens stand for other KV than that of its own text
+            (`compressed.py`): no block that ends there gets an exact name, is part of its prefix
+            hit, or is restored.
         trace_headers: see `ReusePlan`.
         plan: the plan in force for its current blocks; what is exact of them is `plan.exact_until`.
         observed: the plan that would have been carried out.
@@ -100,6 +112,8 @@ class TrackedRequest:
     donates: bool = True
     lora_id: int = 0
     freeze: FreezeOrder | None = None
+    kept_tokens: int | None = None
+    exact_stop: int = TO_THE_END
     trace_headers: Mapping[str, str] | None = None
     falls_back: bool = False
     namespace_class: str = ""
@@ -118,3 +132,17 @@ class TrackedRequest:
     def num_tokens(self) -> int:
         """Tokens known so far."""
         return len(self.prompt.tokens)
+
+    @property
+    def names_documents(self) -> bool:
+        """Whether some of its tokens may stand for compressed documents."""
+        return self.exact_stop < TO_THE_END
+
+    @property
+    def exact_ends(self) -> tuple[int, int]:
+        """Up to here full blocks are exact: by what the workers have reported so far, and if what
+        is restored is in place."""
+        stop, plan = self.exact_stop, self.plan
+        if plan is None:
+            return stop, stop
+        return min(plan.known_exact_until, stop), min(plan.exact_until, stop)

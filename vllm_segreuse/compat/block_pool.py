@@ -35,7 +35,7 @@ from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
 from vllm_segreuse.cache.planner import PrefixState
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.kv_group import KvGroup
-from vllm_segreuse.plan import IntArray
+from vllm_segreuse.plan import TO_THE_END, IntArray
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -142,6 +142,11 @@ class SegmentBlockPool(BlockPool):
         in_queue = sum(self.blocks[i].ref_cnt == 0 for i in block_ids)
         return self.get_num_free_blocks() - in_queue
 
+    def exact_stop(self, request_id: str) -> int:
+        """Behind this position a request takes no exact blocks; see `TrackedRequest`."""
+        tracked = self._requests.get(request_id)
+        return TO_THE_END if tracked is None else tracked.exact_stop
+
     def is_exact(self, block_id: int) -> bool:
         """Whether a block has an exact name."""
         named = self.name_of(block_id)
@@ -238,13 +243,10 @@ class SegmentBlockPool(BlockPool):
         if num_cached_blocks >= num_full_blocks or not request.block_hashes:
             return
         tracked = self._requests.get(request.request_id)
-        plan = None if tracked is None else tracked.plan
-        known_end = exact_end = num_full_blocks
-        if plan is not None:
-            known_end, exact_end = (
-                max(num_cached_blocks, min(num_full_blocks, until // block_size))
-                for until in (plan.known_exact_until, plan.exact_until)
-            )
+        ends = (TO_THE_END, TO_THE_END) if tracked is None else tracked.exact_ends
+        known_end, exact_end = (
+            max(num_cached_blocks, min(num_full_blocks, until // block_size)) for until in ends
+        )
         super().cache_full_blocks(
             request,
             blocks,
@@ -262,9 +264,10 @@ class SegmentBlockPool(BlockPool):
         if known_end == exact_end:
             self._report_named(request, blocks, num_cached_blocks, num_full_blocks)
             return
-        assert plan is not None
-        assert plan.restoration is not None
-        self._awaited.setdefault(plan.restoration.number, []).append(
+        assert tracked is not None
+        assert tracked.plan is not None
+        assert tracked.plan.restoration is not None
+        self._awaited.setdefault(tracked.plan.restoration.number, []).append(
             _Awaited(request, blocks[:exact_end], known_end, names[: exact_end - known_end])
         )
         self._report_named(request, blocks, num_cached_blocks, known_end)

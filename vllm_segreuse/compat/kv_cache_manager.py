@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.v1.core.kv_cache_manager.KVCacheManager`: frozen blocks go before a request has to wait.
+"""`vllm.v1.core.kv_cache_manager.KVCacheManager`: frozen blocks go before a request has to wait,
+and a prefix hit ends in front of compressed documents.
 
 vLLM preempts or holds requests back where `allocate_slots` finds too few free blocks, and has no
 hook to evict blocks that a connector holds. A failed allocation changes nothing, so it is repeated.
 
-Obsolete when blocks can be kept with a priority below running requests: vllm-project/vllm#37003 and
-vllm-project/vllm#38514 propose retention by token range.
+A request skips vLLM's prefix lookup or takes all of what it finds. Where it names compressed
+documents, the KV of their kept tokens as a text is not what it asks for.
+
+Obsolete when blocks can be kept with a priority below running requests, and a connector can bound a
+request's prefix hit: vllm-project/vllm#37003 and vllm-project/vllm#38514 propose retention by token
+range.
 """
 
 from __future__ import annotations
@@ -23,8 +28,9 @@ CHECKED = ("0.32", "0.33")
 
 
 def install() -> None:
-    """Wrap the allocation, once."""
+    """Wrap the allocation and the prefix lookup, once."""
     wrap(KVCacheManager, "allocate_slots", _allocate_slots)
+    wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
 
 
 def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +52,21 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
         return allocated
 
     return allocate_slots
+
+
+def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_computed_blocks(self: Any, request: Any) -> Any:
+        found, num_tokens, boundary = original(self, request)
+        pool = self.block_pool
+        if not isinstance(pool, SegmentBlockPool):
+            return found, num_tokens, boundary
+        count = pool.exact_stop(request.request_id) // pool.group.block_size
+        if num_tokens <= count * pool.group.block_size:
+            return found, num_tokens, boundary
+        kept = tuple(blocks[:count] for blocks in found.blocks)
+        return self.create_kv_cache_blocks(kept), count * pool.group.block_size, boundary
+
+    return get_computed_blocks
 
 
 def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dict[str, Any]) -> int:

@@ -62,6 +62,8 @@ class Answers:
             error=document.fault
             or (self._warming.error(document.entry) if status == "failed" else None),
             metadata=json.loads(document.metadata),
+            keep=document.compression and document.compression.keep,
+            scorer=document.compression and document.compression.scorer,
         )
 
     def documents(

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.chunks import Shape, num_blocks
+from vllm_segreuse.knowledge.compression import Compression
 from vllm_segreuse.knowledge.errors import NotFoundError
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Tokens, digest_of
 
@@ -33,6 +34,7 @@ class CatalogueDocument:
         num_context: how many these are.
         metadata: as JSON, which takes the least room.
         fault: why it cannot be computed.
+        compression: None: all of its KV is kept.
     """
 
     id: str
@@ -43,6 +45,7 @@ class CatalogueDocument:
     num_context: int
     metadata: str
     fault: str | None = None
+    compression: Compression | None = None
 
     @classmethod
     def of(cls, record: DocumentRecord, fault: str | None = None) -> Self:
@@ -50,6 +53,7 @@ class CatalogueDocument:
         return cls(
             *(record.id, record.entry, len(record.tokens), digest_of(record.tokens)),
             *(digest_of(record.context), len(record.context), json.dumps(record.metadata), fault),
+            record.compression,
         )
 
     @property
@@ -218,7 +222,8 @@ class Catalogue:
         return known
 
     def _num_blocks(self, document: CatalogueDocument) -> int:
-        return self._shape.num_blocks(document.num_context, document.num_tokens)
+        context, tokens = document.num_context, document.num_tokens
+        return num_blocks(self._shape, document.compression, context, tokens)
 
 
 def place(documents: dict[str, CatalogueDocument], document: CatalogueDocument) -> None:

@@ -143,4 +143,5 @@ class Changes:
 
 def _behind(record: DocumentRecord, extra_key: str, contexts: Contexts) -> DocumentRecord:
     context = contexts.of(digest_of(record.tokens)).tokens
-    return replace(record, context=context, entry=entry_name(extra_key, context, record.tokens))
+    entry = entry_name(extra_key, context, record.tokens, record.compression)
+    return replace(record, context=context, entry=entry)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_segreuse.documents.layout import padded
+from vllm_segreuse.knowledge.compression import Compression
 from vllm_segreuse.knowledge.errors import InvalidError
 from vllm_segreuse.knowledge.store import Tokens
 
@@ -83,3 +84,30 @@ class Shape(NamedTuple):
 
     def _padded(self, prompt: Tokens) -> Tokens:
         return np.concatenate((prompt, np.repeat(prompt[-1:], -len(prompt) % self.block_size)))
+
+
+def shape_for(shape: Shape, compression: Compression | None, num_context: int) -> Shape:
+    """How a document is cut: its chunks fit into a prompt twice where they are compressed."""
+    if compression is None:
+        return shape
+    whole = shape.max_prompt_tokens // shape.block_size * shape.block_size
+    twice = (whole - num_context - 1) // 2
+    return shape._replace(chunk_tokens=min(shape.chunk_tokens, twice))
+
+
+def lengths_of(shape: Shape, num_context: int, num_tokens: int) -> list[int]:
+    """Tokens of each chunk of a document."""
+    chunks = shape.num_chunks(num_context, num_tokens)
+    small, larger = divmod(num_tokens, chunks)
+    return [small + 1] * larger + [small] * (chunks - larger)
+
+
+def num_blocks(
+    shape: Shape, compression: Compression | None, num_context: int, num_tokens: int
+) -> int:
+    """Blocks that a document takes when it is warm."""
+    if compression is None:
+        return shape.num_blocks(num_context, num_tokens)
+    cut = shape_for(shape, compression, num_context)
+    kept = (compression.count(length) for length in lengths_of(cut, num_context, num_tokens))
+    return sum(-(-count // shape.block_size) for count in kept)

@@ -27,7 +27,7 @@ from vllm_segreuse.knowledge.client import (
     UnreachableError,
     batches,
 )
-from vllm_segreuse.knowledge.schemas import Context, NewDocument
+from vllm_segreuse.knowledge.schemas import Context, NewDocument, Scorer
 
 URL_ENV = "VLLM_SEGREUSE_URL"
 
@@ -104,6 +104,18 @@ def add(
     max_memory: Annotated[
         int, typer.Option(min=2**20, help="Most bytes of memory that parsing a file may take.")
     ] = LIMITS.max_memory_bytes,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Keep the KV of this share of the tokens; requests then name "
+            "the documents. [default: all, found by their text]",
+        ),
+    ] = None,
+    scorer: Annotated[
+        Scorer | None, typer.Option(help="What says which tokens are kept. [default: attention]")
+    ] = None,
     url: Url = LOCAL,
     as_json: Json = False,
 ) -> None:
@@ -115,6 +127,10 @@ def add(
 
     Links out of a folder, special files, and files above a limit are left out, with a sentence.
     """
+    if keep == 0 or (scorer is not None and keep is None):
+        raise typer.BadParameter(
+            "--keep must be above 0 and at most 1" if keep == 0 else "--scorer needs --keep"
+        )
     problems: list[str] = []
     limits = extract.Limits(max_bytes, max_pages, max_seconds, max_memory)
     with (
@@ -126,7 +142,9 @@ def add(
         sources = extract.find_sources(paths)
         sent = progress.add_task("sending", total=len(sources))
         ids: set[str] = set()
-        documents = _documents(sources, extractor, problems, lambda: progress.advance(sent))
+        found = _documents(sources, extractor, problems, lambda: progress.advance(sent))
+        kept = {"keep": keep, "scorer": scorer}
+        documents = (document.model_copy(update=kept) for document in found)
         for batch in batches(documents):
             ids |= _send(client, name, batch, problems)
         if wait:

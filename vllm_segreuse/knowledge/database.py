@@ -20,8 +20,8 @@ from vllm_segreuse.knowledge.rows import text, to_text
 logger = logging.getLogger("vllm.segreuse")
 
 IN_MEMORY = ":memory:"
-_VERSION = "2"
-_READABLE = ("1", _VERSION)
+_VERSION = "3"
+_READABLE = ("1", "2", _VERSION)
 _PRIVATE = 0o600
 _JOURNALS = ("-journal", "-wal", "-shm")
 
@@ -33,7 +33,8 @@ CREATE TABLE IF NOT EXISTS bases (
     digest BLOB NOT NULL DEFAULT x'');
 CREATE TABLE IF NOT EXISTS documents (
     base TEXT NOT NULL, id TEXT NOT NULL, entry TEXT NOT NULL, context BLOB NOT NULL,
-    tokens BLOB NOT NULL, metadata TEXT NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (base, id));
+    tokens BLOB NOT NULL, metadata TEXT NOT NULL, digest BLOB NOT NULL,
+    compression TEXT NOT NULL DEFAULT '', kept BLOB, PRIMARY KEY (base, id));
 CREATE INDEX IF NOT EXISTS documents_of_entry ON documents (entry);
 CREATE TABLE IF NOT EXISTS uses (entry TEXT PRIMARY KEY, hits INTEGER NOT NULL, last_used REAL);
 CREATE TABLE IF NOT EXISTS deleted (base TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY (base, id));
@@ -119,7 +120,8 @@ def _check_version(sql: sqlite3.Connection) -> None:
 
 
 def _migrate(sql: sqlite3.Connection) -> None:
-    """Version 1 had no contexts: documents were computed alone, and stay so.
+    """Version 1 had no contexts: documents were computed alone, and stay so. Versions 1 and 2 had
+    no compressed documents.
 
     The table says which version it is, since the version's own row may be damaged.
     """
@@ -127,3 +129,7 @@ def _migrate(sql: sqlite3.Connection) -> None:
     if "context" not in columns:
         sql.execute("ALTER TABLE bases ADD COLUMN context TEXT NOT NULL DEFAULT 'none'")
         sql.execute("ALTER TABLE bases ADD COLUMN digest BLOB NOT NULL DEFAULT x''")
+    columns = {column for _, column, *_ in sql.execute("PRAGMA table_info(documents)")}
+    if "compression" not in columns:
+        sql.execute("ALTER TABLE documents ADD COLUMN compression TEXT NOT NULL DEFAULT ''")
+        sql.execute("ALTER TABLE documents ADD COLUMN kept BLOB")

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 from vllm_segreuse.config import EXTRA_KEYS, FREEZE
 from vllm_segreuse.knowledge.errors import UnavailableError
@@ -16,6 +16,18 @@ from vllm_segreuse.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.plan import FreezeOrder
 
 _LAST = 2**31 - 1  # vLLM serves smaller priorities first
+
+
+class Answer(NamedTuple):
+    """What is known of a request of our own that has ended.
+
+    Attributes:
+        report: of segment reuse.
+        logprobs: log-probability of each token of its prompt, 0 for the first; None: not asked for.
+    """
+
+    report: Mapping[str, Any]
+    logprobs: Sequence[float] | None = None
 
 
 class Engine(Protocol):
@@ -37,6 +49,16 @@ class Engine(Protocol):
 
     async def compute(self, tokens: list[int], extra_key: str, order: FreezeOrder) -> bool:
         """Compute a prompt and freeze what the order says; whether that was done."""
+
+    async def answers(
+        self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
+    ) -> list[Answer]:
+        """Compute a prompt as one request of one token on every engine; what each answers.
+
+        Args:
+            extra_args: of the request.
+            sampling: other sampling parameters of it.
+        """
 
     async def frozen(self) -> dict[str, Any]:
         """`SchedulerSide.frozen`."""
@@ -84,9 +106,14 @@ def fingerprint(vllm_config: Any, engine: Engine) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@contextmanager
-def ingesting(extra_key: str, order: FreezeOrder) -> Iterator[Any]:
+def ingesting(extra_key: str, order: FreezeOrder) -> AbstractContextManager[Any]:
     """Sampling parameters of a request that freezes what it computes; valid in this context."""
+    return own_parameters({EXTRA_KEYS: [extra_key], FREEZE: order.encode()})
+
+
+@contextmanager
+def own_parameters(extra_args: Mapping[str, Any], **sampling: Any) -> Iterator[Any]:
+    """Sampling parameters of a request of ours of one token; valid in this context."""
     from vllm import SamplingParams
 
     with own_requests():
@@ -94,8 +121,19 @@ def ingesting(extra_key: str, order: FreezeOrder) -> Iterator[Any]:
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            extra_args={EXTRA_KEYS: [extra_key], FREEZE: order.encode()},
+            extra_args=dict(extra_args) or None,
+            **sampling,
         )
+
+
+def answer_of(output: Any, tokens: Sequence[int]) -> Answer:
+    """What a finished request's output says."""
+    report = (output.kv_transfer_params or {}).get("segreuse") or {}
+    given = output.prompt_logprobs
+    if given is None:
+        return Answer(report)
+    pairs = zip(given, tokens, strict=True)
+    return Answer(report, [of[token].logprob if of else 0.0 for of, token in pairs])
 
 
 def was_frozen(output: Any) -> bool:
@@ -130,17 +168,35 @@ class ServedEngine(Tokenizer):
         Args:
             rank: of the engine, where there are several.
         """
-        frozen = False
         with ingesting(extra_key, order) as params:
-            async for output in self._client.generate(
-                {"type": "token", "prompt_token_ids": tokens},
-                params,
-                f"segreuse-{uuid.uuid4().hex}",
-                priority=self._priority,
-                data_parallel_rank=rank,
-            ):
-                frozen = was_frozen(output)
-        return frozen
+            output = await self._last_output(rank, tokens, params)
+        return output is not None and was_frozen(output)
+
+    async def answers(
+        self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
+    ) -> list[Answer]:
+        """Of the only engine."""
+        return [await self.answer_on(None, tokens, extra_args, **sampling)]
+
+    async def answer_on(
+        self, rank: int | None, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
+    ) -> Answer:
+        """As `compute_on`, of any request of ours."""
+        with own_parameters(extra_args, **sampling) as params:
+            output = await self._last_output(rank, tokens, params)
+        return answer_of(output, tokens)
+
+    async def _last_output(self, rank: int | None, tokens: list[int], params: Any) -> Any:
+        last = None
+        async for output in self._client.generate(
+            {"type": "token", "prompt_token_ids": tokens},
+            params,
+            f"segreuse-{uuid.uuid4().hex}",
+            priority=self._priority,
+            data_parallel_rank=rank,
+        ):
+            last = output
+        return last
 
     async def frozen(self) -> dict[str, Any]:
         """Asked between two steps."""

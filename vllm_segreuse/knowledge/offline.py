@@ -19,7 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.knowledge.engine import Tokenizer, ingesting, was_frozen
+from vllm_segreuse.knowledge.engine import (
+    Answer,
+    Tokenizer,
+    answer_of,
+    ingesting,
+    own_parameters,
+    was_frozen,
+)
+from vllm_segreuse.knowledge.naming import NamedDocument
 from vllm_segreuse.knowledge.schemas import (
     MAX_DOCUMENTS,
     AddDocuments,
@@ -55,6 +63,14 @@ class OfflineEngine(Tokenizer):
         with ingesting(extra_key, order) as params:
             (output,) = self._llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
         return was_frozen(output)
+
+    async def answers(
+        self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
+    ) -> list[Answer]:
+        """One request of one token."""
+        with own_parameters(extra_args, **sampling) as params:
+            (output,) = self._llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        return [answer_of(output, tokens)]
 
     async def frozen(self) -> dict[str, Any]:
         """`SchedulerSide.frozen`."""
@@ -183,6 +199,16 @@ class KnowledgeBase:
             after = page.next
             if after is None:
                 return found
+
+    def named(self, document_id: str) -> NamedDocument:
+        """A compressed document: its `tokens` stand in a prompt of token ids, whose request has its
+        `entry` among the `segreuse_documents` of its `extra_args`.
+
+        Raises:
+            KnowledgeError: there is none of this id, or it is not compressed.
+        """
+        name = f"{self.name}/{document_id}"
+        return self._run(self._service.named([name], [self.extra_key]))[0]
 
     def remove(self, *ids: str) -> None:
         """Forget documents; those that were removed already are no error."""

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_segreuse.knowledge.engine import ServedEngine
+from vllm_segreuse.knowledge.engine import Answer, ServedEngine
 from vllm_segreuse.knowledge.scheduler_calls import call_schedulers
 from vllm_segreuse.plan import FreezeOrder
 
@@ -44,6 +44,14 @@ class ParallelEngines(ServedEngine):
         ranks = range(self._number)
         computing = (self.compute_on(rank, tokens, extra_key, order) for rank in ranks)
         return all(await asyncio.gather(*computing))
+
+    async def answers(
+        self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
+    ) -> list[Answer]:
+        """Of every engine."""
+        ranks = range(self._number)
+        asked = (self.answer_on(rank, tokens, extra_args, **sampling) for rank in ranks)
+        return list(await asyncio.gather(*asked))
 
     async def frozen(self) -> dict[str, Any]:
         """Of all engines (`merged`)."""

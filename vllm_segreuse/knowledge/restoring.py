@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
-from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.chunks import Shape, shape_for
 from vllm_segreuse.knowledge.errors import KnowledgeError
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Manifest, Tokens
 
@@ -42,7 +42,8 @@ def _context_fault(base: CatalogueBase, record: DocumentRecord, shape: Shape) ->
     if not np.array_equal(begins, base.context):
         return "the model's first tokens, or its tokenizer, have changed: add it again"
     try:
-        shape.num_chunks(len(record.context), max(1, len(record.tokens)))
+        cut = shape_for(shape, record.compression, len(record.context))
+        cut.num_chunks(len(record.context), max(1, len(record.tokens)))
     except KnowledgeError:
         return "prompts are too short now for how it was computed: add it again"
     return None

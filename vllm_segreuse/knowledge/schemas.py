@@ -38,6 +38,9 @@ Context = Literal["siblings", "none"]
 """What a document is computed behind, after the preamble: the beginnings of two other documents of
 its base, or nothing."""
 
+Scorer = Literal["attention", "surprise", "uniform"]
+"""What says which tokens of a compressed document are kept (`compressing.py`)."""
+
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 
 
@@ -90,6 +93,7 @@ ExtraKey = Annotated[str, _key()]
 Metadata = Annotated[dict[str, JsonValue], AfterValidator(_small)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Keep = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 class _Request(BaseModel):
@@ -117,11 +121,18 @@ class NewDocument(_Request):
     text: Text | None = None
     token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     metadata: Metadata = {}
+    keep: Keep | None = None
+    """Share of its tokens whose KV is kept; requests then have to name it. None: all of it is
+    kept, and found by its text."""
+    scorer: Scorer | None = None
+    """Says which tokens are kept; None: `attention`."""
 
     @model_validator(mode="after")
     def _one_content(self) -> Self:
         if (self.text is None) == (self.token_ids is None):
             raise ValueError("needs either text or token_ids")
+        if self.scorer is not None and self.keep is None:
+            raise ValueError("has a scorer and no keep: add the share of tokens to keep")
         return self
 
 
@@ -198,6 +209,9 @@ class Document(BaseModel):
     last_used: datetime | None
     error: str | None
     metadata: dict[str, Any]
+    keep: float | None = None
+    scorer: Scorer | None = None
+    """Both None: it is not compressed."""
 
 
 class BlockCounts(BaseModel):

@@ -17,13 +17,14 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config import DOCUMENTS, SegReuseConfig
 from vllm_segreuse.knowledge import schemas
 from vllm_segreuse.knowledge.answers import Answers
 from vllm_segreuse.knowledge.catalogue import (
@@ -31,17 +32,21 @@ from vllm_segreuse.knowledge.catalogue import (
     CatalogueBase,
     CatalogueDocument,
 )
-from vllm_segreuse.knowledge.changes import Change, Changes
+from vllm_segreuse.knowledge.changes import UNREADABLE, Change, Changes
 from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.compressing import Work, work_for
+from vllm_segreuse.knowledge.compression import Compression
 from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.engine import Engine, fingerprint
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
     NoRoomError,
+    NotFoundError,
     UnavailableError,
 )
 from vllm_segreuse.knowledge.isolated import IsolatedDocuments
+from vllm_segreuse.knowledge.naming import NamedDocument
 from vllm_segreuse.knowledge.restoring import restore
 from vllm_segreuse.knowledge.scheduler_state import SchedulerState, Uses
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
@@ -89,7 +94,7 @@ class KnowledgeService:
         self._changing: set[tuple[str, str]] = set()
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="segreuse-knowledge")
-        self._warming = Warming(engine, self._prompts, self._is_wanted)
+        self._warming = Warming(engine, self._work_of, self._is_wanted, self._write_kept)
         self._answers = Answers(self._catalogue, self._warming)
         self._scheduler = SchedulerState(
             engine, self._catalogue, self._warming, self._write_uses, poll_s
@@ -230,6 +235,7 @@ class KnowledgeService:
                 change = await self._in_store(self._changes.plan, base, records)
                 self._check_room(base, change.documents)
                 self._check_memory(self._catalogue.num_more_bytes(base, change.documents))
+                change = await self._in_store(self._with_choices, change)
                 await self._carry_out(base, change)
         return await self._warm(base, [r.id for r in records], body.wait, change=change)
 
@@ -345,8 +351,8 @@ class KnowledgeService:
     def _is_wanted(self, entry: str) -> bool:
         return entry in self._catalogue.entries
 
-    async def _prompts(self, entry: str) -> tuple[str, int, list[Tokens]] | None:
-        """(extra key, tokens of context, prompts) of an entry; None if it has gone."""
+    async def _work_of(self, entry: str) -> Work | None:
+        """What is to be computed for an entry; None if it has gone."""
         found = self._catalogue.entries.get(entry)
         if found is None:
             return None
@@ -356,8 +362,57 @@ class KnowledgeService:
         record = await self._in_store(self._store.document, extra_key, name, document_id)
         if record is None or record.fault or record.entry != entry:
             return None
-        prompts = self._shape.prompts(record.context, record.tokens)
-        return extra_key, len(record.context), prompts
+        tokens = (record.context, record.tokens)
+        return work_for(self._shape, extra_key, *tokens, record.compression, record.kept)
+
+    async def _write_kept(self, entry: str, kept: Tokens) -> None:
+        """Which tokens of a compressed entry are kept, for all documents that have it."""
+        async with self._turn:
+            found = self._catalogue.entries.get(entry)
+            for name, document_id in sorted(found.owners) if found is not None else ():
+                extra_key = self._catalogue.bases[name].record.extra_key
+                await self._in_store(self._store.keep, extra_key, name, document_id, entry, kept)
+
+    # Requests that name documents.
+
+    async def named(self, names: Sequence[str], extra_keys: Sequence[str]) -> list[NamedDocument]:
+        """The compressed documents that a request names.
+
+        Args:
+            names: `BASE/ID` of each.
+            extra_keys: of the request.
+
+        Raises:
+            NotFoundError: there is no such document in the request's namespace.
+            InvalidError: it is not compressed.
+            ConflictError: it cannot be served, or is not compressed yet.
+        """
+        return [await self._named(name, tuple(extra_keys)) for name in names]
+
+    async def _named(self, name: str, extra_keys: tuple[str, ...]) -> NamedDocument:
+        base_name, _, document_id = name.partition("/")
+        base = self._catalogue.bases.get(base_name)
+        document = None if base is None else base.documents.get(document_id)
+        if base is None or document is None or (base.record.extra_key,) != extra_keys:
+            raise NotFoundError(
+                f"{DOCUMENTS}: there is no document {name!r} (BASE/ID) in the namespace of this "
+                "request: add it, or name its base's extra key in extra_keys",
+                DOCUMENTS,
+            )
+        if document.compression is None:
+            raise InvalidError(
+                f"{DOCUMENTS}: the document {name!r} is not compressed: send its text", DOCUMENTS
+            )
+        record = await self._in_store(
+            self._store.document, base.record.extra_key, base_name, document_id
+        )
+        if document.fault or record is None or record.fault:
+            fault = document.fault or (UNREADABLE if record is None else record.fault)
+            raise ConflictError(f"{DOCUMENTS}: the document {name!r} failed: {fault}", DOCUMENTS)
+        if record.kept is None:
+            error = self._warming.error(record.entry) or "it is still being compressed: try again"
+            raise ConflictError(f"{DOCUMENTS}: the document {name!r}: {error}", DOCUMENTS)
+        return NamedDocument(name, record.entry, record.tokens[record.kept])
 
     # Tokens and room.
 
@@ -382,9 +437,19 @@ class KnowledgeService:
                 )
             tokens = np.array(ids, np.int32)
             name = base.record.name
-            records.append(
-                DocumentRecord(name, document.id, base.context, tokens, document.metadata, "")
+            how = None
+            if document.keep is not None:
+                if self._isolated is not None:
+                    raise InvalidError(
+                        "this model was trained on documents computed alone (segreuse in its "
+                        "config.json), and cannot read a part of one: add it without keep",
+                        f"documents.{i}.keep",
+                    )
+                how = Compression(document.keep, document.scorer or "attention")
+            record = DocumentRecord(
+                *(name, document.id, base.context, tokens, document.metadata, ""), compression=how
             )
+            records.append(record)
         return records
 
     def _tokens(self, document: schemas.NewDocument, where: str) -> list[int]:
@@ -398,6 +463,20 @@ class KnowledgeService:
         if not ids:
             raise InvalidError("the text has no tokens", f"{where}.text")
         return ids
+
+    def _with_choices(self, change: Change) -> Change:
+        """Where the tokens of a compressed entry were chosen, another document of it has them."""
+        return change._replace(records=[self._with_choice(record) for record in change.records])
+
+    def _with_choice(self, record: DocumentRecord) -> DocumentRecord:
+        entry = self._catalogue.entries.get(record.entry)
+        if record.compression is None or entry is None:
+            return record
+        name, document_id = min(entry.owners)
+        extra_key = self._catalogue.bases[name].record.extra_key
+        other = self._store.document(extra_key, name, document_id)
+        known = None if other is None or other.fault else other.kept
+        return record if known is None else replace(record, kept=known)
 
     def _check_room(self, base: CatalogueBase, documents: list[CatalogueDocument]) -> None:
         needed = self._catalogue.num_blocks_with(base, documents)

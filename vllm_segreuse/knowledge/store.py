@@ -12,13 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_segreuse.knowledge.compression import Compression
 from vllm_segreuse.knowledge.database import connect, usable
 from vllm_segreuse.knowledge.rows import (
     are_texts,
@@ -38,6 +40,8 @@ logger = logging.getLogger("vllm.segreuse")
 
 Tokens = npt.NDArray[np.int32]
 
+_ENTRY = re.compile(r"[0-9a-f]{32}")
+
 MAX_DELETED = 10_000
 """Deletions that are remembered, so that the same again is no error."""
 
@@ -48,14 +52,16 @@ _SELECT_BASES = (
 )
 _SELECT_DOCUMENT = (
     f"SELECT {are_texts('base', 'id', 'entry')}, {text('base')}, {text('id')}, {text('entry')}, "
-    f"{blob('context')}, {blob('tokens')}, {json_text('metadata')}, {blob('digest', 32)} "
-    "FROM documents"
+    f"{blob('context')}, {blob('tokens')}, {json_text('metadata')}, {blob('digest', 32)}, "
+    f"{text('compression')}, {blob('kept')} FROM documents"
 )
 # In the order in which they were added: a row keeps its place while its text is the same.
 _SELECT_DOCUMENTS = f"{_SELECT_DOCUMENT} ORDER BY rowid"
+_COLUMNS = "base, id, entry, context, tokens, metadata, digest, compression, kept"
 _OF_KEY = "WHERE base = ? AND id = ?"
 _UPDATE_DOCUMENT = (
-    "UPDATE documents SET entry = ?, context = ?, tokens = ?, metadata = ?, digest = ? " + _OF_KEY
+    "UPDATE documents SET entry = ?, context = ?, tokens = ?, metadata = ?, digest = ?, "
+    "compression = ?, kept = ? " + _OF_KEY
 )
 _SELECT_USES = (
     f"SELECT {text('entry')}, {number('hits')}, {number('last_used')} FROM uses "
@@ -88,6 +94,8 @@ class DocumentRecord:
     Attributes:
         context: tokens before it while it is computed.
         fault: why it must not be computed, or None.
+        compression: None: all of its KV is kept.
+        kept: positions of the tokens that are kept, ascending; None: they are not chosen yet.
     """
 
     base: str
@@ -97,6 +105,8 @@ class DocumentRecord:
     metadata: dict[str, Any]
     entry: str
     fault: str | None = None
+    compression: Compression | None = None
+    kept: Tokens | None = None
 
 
 class Manifest(NamedTuple):
@@ -112,9 +122,18 @@ class Manifest(NamedTuple):
     uses: dict[str, tuple[int, float | None]]
 
 
-def entry_name(extra_key: str, context: Tokens, tokens: Tokens) -> str:
-    """What names equal KV: the same text behind the same context in the same namespace."""
-    return _digest(extra_key.encode(), context.tobytes(), tokens.tobytes()).hex()[:32]
+def entry_name(
+    extra_key: str, context: Tokens, tokens: Tokens, compression: Compression | None = None
+) -> str:
+    """What names equal KV: the same text behind the same context in the same namespace, compressed
+    in the same way."""
+    how = [] if compression is None else [compression.encode().encode()]
+    return _digest(extra_key.encode(), context.tobytes(), tokens.tobytes(), *how).hex()[:32]
+
+
+def is_entry(name: str) -> bool:
+    """Whether a name is one that `entry_name` may have made."""
+    return bool(_ENTRY.fullmatch(name))
 
 
 def digest_of(tokens: Tokens) -> bytes:
@@ -193,10 +212,12 @@ class Store:
             )
 
     def _document(self, row: tuple[Any, ...], extra_key: str) -> DocumentRecord:
-        are_texts, base, document_id, entry, context, tokens, metadata, digest = row
+        are_texts, base, document_id, entry, context, tokens, metadata, digest, how, kept = row
         record = DocumentRecord(
             *(to_text(base), to_text(document_id), to_tokens(context), to_tokens(tokens)),
             *(to_metadata(metadata), to_text(entry)),
+            compression=Compression.decode(to_text(how)),
+            kept=None if kept is None else to_tokens(kept),
         )
         if not are_texts or not len(record.tokens) or digest != self._digest(extra_key, record):
             record.fault = (
@@ -211,6 +232,14 @@ class Store:
         key = (base, document_id)
         row = self._sql.execute(f"{_SELECT_DOCUMENT} {_OF_KEY}", key).fetchone()
         return None if row is None else self._document(row, extra_key)
+
+    def keep(self, extra_key: str, base: str, document_id: str, entry: str, kept: Tokens) -> None:
+        """Remember which tokens of a compressed document are kept, unless it has changed."""
+        record = self.document(extra_key, base, document_id)
+        if record is None or record.fault is not None or record.entry != entry:
+            return
+        if record.kept is None or not np.array_equal(record.kept, kept):
+            self.put(extra_key, [replace(record, kept=kept)])
 
     def add_base(self, base: BaseRecord) -> None:
         """Remember a new base."""
@@ -267,11 +296,14 @@ class Store:
             values = (
                 *(document.entry, document.context.tobytes(), tokens),
                 *(json.dumps(document.metadata), self._digest(extra_key, document)),
+                "" if document.compression is None else document.compression.encode(),
+                None if document.kept is None else document.kept.tobytes(),
             )
             self._sql.execute(f"DELETE FROM documents {_OF_KEY} AND tokens != ?", (*key, tokens))
             if not self._sql.execute(_UPDATE_DOCUMENT, (*values, *key)).rowcount:
                 self._sql.execute(
-                    "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", (*key, *values)
+                    f"INSERT INTO documents ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (*key, *values),
                 )
             self._sql.execute(f"DELETE FROM deleted {_OF_KEY}", key)
 
@@ -322,11 +354,14 @@ class Store:
         )
 
     def _digest(self, extra_key: str, document: DocumentRecord) -> bytes:
+        how = document.compression
         return _digest(
             *(self._model.encode(), extra_key.encode(), document.base.encode()),
             *(document.id.encode(), document.entry.encode()),
             *(document.context.tobytes(), document.tokens.tobytes()),
             json.dumps(document.metadata).encode(),
+            *([] if how is None else [how.encode().encode()]),
+            *([] if document.kept is None else [b"kept", document.kept.tobytes()]),
         )
 
 

@@ -15,6 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 from vllm_segreuse.knowledge.changes import UNREADABLE
+from vllm_segreuse.knowledge.compressing import Work, compress, joined
 from vllm_segreuse.knowledge.engine import Engine
 from vllm_segreuse.knowledge.store import Tokens
 from vllm_segreuse.plan import FreezeOrder
@@ -43,19 +44,22 @@ class Warming:
 
     Args:
         engine: computes and freezes.
-        prompts: (extra key, tokens of context, prompts) of an entry, or None if it has gone.
+        work_of: what is to be computed for an entry, or None if it has gone.
         is_wanted: whether an entry still belongs to a document.
+        chosen: is told which tokens of a compressed entry were chosen, by their position.
     """
 
     def __init__(
         self,
         engine: Engine,
-        prompts: Callable[[str], Awaitable[tuple[str, int, list[Tokens]] | None]],
+        work_of: Callable[[str], Awaitable[Work | None]],
         is_wanted: Callable[[str], bool],
+        chosen: Callable[[str, Tokens], Awaitable[None]],
     ) -> None:
         self._engine = engine
-        self._prompts = prompts
+        self._work_of = work_of
         self._is_wanted = is_wanted
+        self._chosen = chosen
         self._queue: list[_Job] = []
         self._done: dict[str, asyncio.Future[None]] = {}
         self._errors: dict[str, str] = {}
@@ -166,23 +170,34 @@ class Warming:
             await self.let_go([entry])
 
     async def _compute(self, entry: str) -> None:
-        found = await self._prompts(entry)
-        if found is None:
+        work = await self._work_of(entry)
+        if work is None:
             if self._is_wanted(entry):
                 self._errors[entry] = UNREADABLE
             return
-        extra_key, num_context, prompts = found
-        for part, prompt in enumerate(prompts):
+        kept: list[Tokens] = []
+        for part in range(len(work.prompts)):
             while self._computing and self._engine.num_others(self._computing):
                 await asyncio.sleep(_LOOK_AGAIN_S)
             if not self._is_wanted(entry):
                 return
-            order = FreezeOrder(entry, part, len(prompts), num_context)
+            order = FreezeOrder(entry, part, len(work.prompts), work.num_context)
             self._computing += 1
             try:
-                frozen = await self._engine.compute(prompt.tolist(), extra_key, order)
+                frozen = await self._part(work, order, kept)
             finally:
                 self._computing -= 1
             if not frozen:
                 self._errors[entry] = "the frozen pool had no room for it: warm it again later"
                 return
+        if work.compression is not None:
+            await self._chosen(entry, joined(work, kept))
+
+    async def _part(self, work: Work, order: FreezeOrder, kept: list[Tokens]) -> bool:
+        """Compute and freeze a part; of a compressed one, note in `kept` what was chosen."""
+        if work.compression is None:
+            prompt = work.prompts[order.part].tolist()
+            return await self._engine.compute(prompt, work.extra_key, order)
+        chosen, frozen = await compress(self._engine, work, order)
+        kept.append(chosen)
+        return frozen

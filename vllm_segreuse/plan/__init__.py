@@ -7,6 +7,7 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
+from vllm_segreuse.plan.compression import CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.pieces import ALL_LAYERS, Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
@@ -22,6 +23,7 @@ from vllm_segreuse.plan.programs import (
     Stock,
 )
 from vllm_segreuse.plan.reuse import (
+    TO_THE_END,
     AcceptanceOutcome,
     PlanOutcome,
     Recipe,
@@ -33,12 +35,14 @@ from vllm_segreuse.plan.tiering import TierDone, TierOrders
 __all__ = [
     "ALL_LAYERS",
     "NO_HALO",
+    "TO_THE_END",
     "Acceptance",
     "AcceptanceOutcome",
     "AuditOrders",
     "AuditResult",
     "BoolArray",
     "Boundary",
+    "CopyOrder",
     "Counts",
     "Deviation",
     "Fixed",
@@ -56,6 +60,7 @@ __all__ = [
     "Reference",
     "Restoration",
     "ReusePlan",
+    "ScoreOrder",
     "Segments",
     "Staged",
     "Stock",

@@ -52,6 +52,7 @@ async def _administered(admin: FastAPI, client: Any, config: SegReuseConfig) -> 
     admin.state.engine_client = client
     admin.state.max_body_bytes = config.knowledge_body_bytes
     admin.state.service = service = await _start_service(client, config)
+    admin.state.server.state.segreuse_service = service
     admin.state.recent = Recent(config.viewer_requests, config.viewer_text)
     try:
         with watching(admin.state.recent):

@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection, Request
 from vllm.exceptions import VLLMValidationError
 
 from vllm_segreuse.config import (
+    DOCUMENTS,
     EXTRA_KEYS,
     RequestError,
     SegReuseConfig,
@@ -23,8 +24,11 @@ from vllm_segreuse.config import (
     parse_request,
 )
 from vllm_segreuse.knowledge.origin import Origin, may_name, origin
+from vllm_segreuse.knowledge.store import is_entry
 from vllm_segreuse.serve.callers import api_key
 from vllm_segreuse.serve.documents import check_body
+from vllm_segreuse.serve.named import XARGS, name_documents
+from vllm_segreuse.values import short_repr
 
 ENDPOINTS = frozenset(
     {
@@ -37,8 +41,6 @@ ENDPOINTS = frozenset(
     }
 )
 """Paths whose bodies may hold `extra_keys` and `vllm_xargs`."""
-
-XARGS = "vllm_xargs"
 
 # Whether a request's options are allowed depends on one of the server's own only: `similarity`.
 _PLAIN_SERVER = SegReuseConfig()
@@ -53,6 +55,13 @@ class BadOptionError(VLLMValidationError, ValueError):
 
     def __init__(self, error: RequestError) -> None:
         VLLMValidationError.__init__(self, str(error), parameter=error.option)
+
+
+class PromptError(VLLMValidationError, ValueError):
+    """A prompt is not what the request says it is: HTTP 400 at the server."""
+
+    def __init__(self, message: str) -> None:
+        VLLMValidationError.__init__(self, message, parameter=DOCUMENTS)
 
 
 def check_extra_args(
@@ -84,6 +93,12 @@ def check_extra_args(
                 "not tell the caller's: use a checked endpoint such as /v1/completions, leave them "
                 "away, or set namespaces_trust_programs in a program that runs the engine itself",
             )
+        if wrong := [name for name in parsed.documents if not is_entry(name)]:
+            raise RequestError(
+                DOCUMENTS,
+                f"{DOCUMENTS}: {short_repr(wrong[0])} is no entry of a knowledge base: names of "
+                "documents are looked up at endpoints such as /v1/completions only",
+            )
     except RequestError as error:
         raise BadOptionError(error) from None
 
@@ -114,6 +129,8 @@ async def admit(connection: HTTPConnection) -> None:
             check_body(body, names)
         if rights is not None:
             _bind(body, connection, rights)
+        service = getattr(connection.app.state, "segreuse_service", None)
+        await name_documents(body, service)
     except RequestError as error:
         raise BadOptionError(error) from None
     origin.set(Origin.CHECKED if rights is None else Origin.BOUND)

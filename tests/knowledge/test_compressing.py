@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of which a share is kept: which tokens, in how many blocks, over a restart."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.knowledge import fake_engine
+from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.config import COPY, SCORE
+from vllm_segreuse.knowledge.chunks import Shape, lengths_of, num_blocks, shape_for
+from vllm_segreuse.knowledge.compressing import joined, work_for
+from vllm_segreuse.knowledge.compression import Compression
+from vllm_segreuse.knowledge.errors import (
+    ConflictError,
+    InvalidError,
+    NoRoomError,
+    NotFoundError,
+)
+from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
+from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.plan import CopyOrder
+
+SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
+HALF = Compression(0.5, "attention")
+TOKENS = [10, 40, 20, 30, 60, 50, 15]
+
+serving = partial(fake_engine.serving, shape=SHAPE)
+
+
+def run(test: Callable[[KnowledgeService, FakeEngine], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        engine = FakeEngine(**options)
+        async with serving(engine) as service:
+            await service.create_base(CreateBase(name="base", context="none"))
+            await test(service, engine)
+            engine.pool.check_integrity()
+
+    asyncio.run(main())
+
+
+def body(wait: bool = True, keep: float | None = 0.5, scorer: Any = None, **content: Any) -> Any:
+    more = {} if keep is None else {"keep": keep, "scorer": scorer}
+    each = [{"id": i, "token_ids": ids, **more} for i, ids in content.items()]
+    return AddDocuments(documents=each, wait=wait)  # type: ignore[arg-type]
+
+
+async def kept(service: KnowledgeService, name: str) -> list[int]:
+    [found] = await service.named([f"base/{name}"], ["base"])
+    return found.tokens.tolist()
+
+
+# How many.
+
+
+@pytest.mark.parametrize(
+    ("keep", "tokens", "count"),
+    [(0.5, 7, 4), (0.1, 30, 3), (1.0, 7, 7), (0.001, 7, 1), (0.25, 100, 25), (0.7, 10, 7)],
+)
+def test_a_share_is_rounded_up(keep: float, tokens: int, count: int) -> None:
+    assert Compression(keep, "uniform").count(tokens) == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[0.5]",
+        '["a", "uniform"]',
+        '[0, "uniform"]',
+        '[0.5, "x"]',
+        "[" * 10_000,
+        "[1.5, 2]",
+    ],
+)
+def test_what_is_no_compression_is_none(text: str) -> None:
+    assert Compression.decode(text) is None
+
+
+def test_a_compression_is_read_as_it_was_written() -> None:
+    assert Compression.decode(HALF.encode()) == HALF
+
+
+@given(st.integers(0, 20), st.integers(1, 90), st.floats(0.01, 1.0))
+def test_promised_blocks_are_those_that_are_taken(context: int, tokens: int, keep: float) -> None:
+    how = Compression(keep, "uniform")
+    work = work_for(
+        *(SHAPE, "key", np.arange(context, dtype=np.int32), np.arange(tokens, dtype=np.int32)),
+        *(how, None),
+    )
+    taken = sum(-(-how.count(length) // BLOCK_SIZE) for length in work.lengths)
+    assert num_blocks(SHAPE, how, context, tokens) == taken
+    assert sum(work.lengths) == tokens
+    for prompt, length in zip(work.prompts, work.lengths, strict=True):
+        assert context + 2 * length + 1 <= SHAPE.max_prompt_tokens, "it does not fit twice"
+        assert len(prompt) % BLOCK_SIZE == 0
+
+
+def test_chunks_are_cut_as_prompts_are() -> None:
+    cut = shape_for(SHAPE, HALF, 3)
+    prompts = cut.prompts(np.zeros(3, np.int32), np.arange(1, 90, dtype=np.int32))
+    found = [len(np.unique(prompt)) - 1 for prompt in prompts]
+    assert found == lengths_of(cut, 3, 89)
+
+
+def test_choices_of_other_chunks_are_not_used() -> None:
+    tokens = np.arange(40, dtype=np.int32)
+    arguments = (SHAPE, "key", np.zeros(3, np.int32), tokens, HALF)
+    fits = work_for(*arguments, np.arange(0, 40, 2, dtype=np.int32))
+    assert fits.kept is not None
+    assert [part.tolist() for part in fits.kept] == [[*range(0, 20, 2)]] * 2
+    assert joined(fits, fits.kept).tolist() == [*range(0, 40, 2)]
+    assert work_for(*arguments, np.arange(20, dtype=np.int32)).kept is None
+
+
+# Which.
+
+
+@pytest.mark.parametrize(
+    ("scorer", "wanted"),
+    [
+        ("attention", [40, 30, 60, 50]),
+        (None, [40, 30, 60, 50]),
+        ("surprise", [40, 30, 60, 50]),
+        ("uniform", [10, 20, 60, 15]),
+    ],
+)
+def test_scorers_choose(scorer: Any, wanted: list[int]) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        [added] = await service.add("base", body(scorer=scorer, a=TOKENS))
+        assert (added.status, added.blocks, added.keep) == ("warm", 1, 0.5)
+        assert added.scorer == (scorer or "attention")
+        assert await kept(service, "a") == wanted
+        assert any(SCORE in asked for _, asked, _ in engine.asked) == (
+            scorer in (None, "attention")
+        )
+        for _, asked, sampling in engine.asked:
+            if SCORE in asked or COPY in asked:
+                assert sampling == {"skip_reading_prefix_cache": True}
+
+    run(test)
+
+
+def test_all_of_a_document_needs_no_scores() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", body(keep=1, a=TOKENS))
+        assert await kept(service, "a") == TOKENS
+        assert not any(SCORE in asked for _, asked, _ in engine.asked)
+
+    run(test)
+
+
+def test_each_chunk_keeps_its_share() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        tokens = [*range(100, 150)]
+        [added] = await service.add("base", body(keep=0.25, a=tokens))
+        assert added.blocks == 5, "three chunks, of which 5, 5 and 4 tokens are kept"
+        last = [*range(112, 117), *range(129, 134), *range(146, 150)]
+        assert await kept(service, "a") == last
+
+    run(test)
+
+
+def test_what_is_computed_is_the_text_in_its_context() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", body(a=TOKENS))
+        (computed, none, _), *_ = engine.asked
+        assert computed == [1, *TOKENS]
+        assert none == {}, "what is dropped is found by nobody"
+        source, _ = CopyOrder.parse(engine.asked[-1][1][COPY])
+        assert source == [1, *TOKENS]
+
+    run(test)
+
+
+def test_without_scores_it_has_failed_and_says_so() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.is_dumb = True
+        [added] = await service.add("base", body(a=TOKENS))
+        assert added.status == "failed"
+        assert "gave its tokens no scores" in (added.error or "")
+        with pytest.raises(ConflictError, match="no scores"):
+            await kept(service, "a")
+
+    run(test)
+
+
+def test_a_copy_that_failed_is_tried_again() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.answer = False
+        [added] = await service.add("base", body(a=TOKENS))
+        assert added.status == "failed"
+        assert sum(COPY in asked for _, asked, _ in engine.asked) == 2
+        assert sum(SCORE in asked for _, asked, _ in engine.asked) == 1
+
+    run(test)
+
+
+def test_a_model_that_reads_whole_documents_only_says_so() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        whole: Any = Mock(tokens=lambda text, token_ids, where: token_ids)
+        service._isolated = whole
+        with pytest.raises(InvalidError, match="computed alone") as refused:
+            await service.add("base", body(a=TOKENS))
+        assert refused.value.param == "documents.0.keep"
+        await service.add("base", body(keep=None, a=TOKENS))
+
+    run(test)
+
+
+# Entries.
+
+
+def test_how_a_document_is_compressed_is_part_of_its_entry() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", body(a=TOKENS))
+        await service.add("base", body(keep=0.25, b=TOKENS))
+        await service.add("base", body(scorer="uniform", c=TOKENS))
+        await service.add("base", body(keep=None, d=TOKENS))
+        await service.add("base", body(e=TOKENS))
+        found = await service.named([f"base/{i}" for i in "abce"], ["base"])
+        assert len({document.entry for document in found}) == 3
+        assert found[0].entry == found[3].entry
+        assert len(engine.pool.warm()) == 4
+
+    run(test)
+
+
+def test_room_is_that_of_what_is_kept() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        tokens = [*range(100, 116)]
+        await service.add("base", body(a=tokens))
+        with pytest.raises(NoRoomError):
+            await service.add("base", body(keep=0.75, b=[*range(200, 216)]))
+
+    run(test, limit=4)
+
+
+def test_the_choice_survives_eviction_and_restart(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "manifest"
+        async with serving(FakeEngine(), path=path) as service:
+            await service.create_base(CreateBase(name="base"))
+            await service.add("base", body(a=TOKENS))
+            before = await service.named(["base/a"], ["base"])
+        engine = FakeEngine()
+        async with serving(engine, path=path) as service:
+            await service.finish()
+            after = await service.named(["base/a"], ["base"])
+            assert (after[0].entry, after[0].tokens.tolist()) == (
+                before[0].entry,
+                before[0].tokens.tolist(),
+            )
+            assert not any(SCORE in asked for _, asked, _ in engine.asked)
+            engine.pool.release([after[0].entry])
+            [warmed] = await service.warm("base", WarmDocuments(wait=True))
+            assert warmed.status == "warm"
+            assert not any(SCORE in asked for _, asked, _ in engine.asked)
+
+    asyncio.run(main())
+
+
+def test_prompts_that_have_become_too_short_are_a_fault(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "manifest"
+        async with serving(FakeEngine(), path=path) as service:
+            await service.create_base(CreateBase(name="base", preamble="ab"))
+            await service.add("base", body(a=TOKENS))
+        short = SHAPE._replace(max_prompt_tokens=4)
+        async with fake_engine.serving(FakeEngine(), short, path) as service:
+            found = await service.document("base", "a")
+            assert found.status == "failed"
+            assert "prompts are too short" in (found.error or "")
+
+    asyncio.run(main())
+
+
+def test_a_torn_choice_is_a_fault(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "manifest"
+        async with serving(FakeEngine(), path=path) as service:
+            await service.create_base(CreateBase(name="base"))
+            await service.add("base", body(a=TOKENS))
+        with sqlite3.connect(path) as sql:
+            sql.execute("UPDATE documents SET kept = ?", (np.array([0, 1], np.int32).tobytes(),))
+        async with serving(FakeEngine(), path=path) as service:
+            with pytest.raises(ConflictError, match="torn"):
+                await kept(service, "a")
+
+    asyncio.run(main())
+
+
+def test_the_same_again_keeps_its_choice() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", body(a=TOKENS))
+        count = len(engine.asked)
+        await service.add("base", body(a=TOKENS))
+        assert len(engine.asked) == count
+        assert await kept(service, "a") == [40, 30, 60, 50]
+        await service.add("base", body(a=[*TOKENS[:-1], 99]))
+        assert 99 in await kept(service, "a")
+
+    run(test)
+
+
+# Names.
+
+
+def test_names_that_cannot_be_served_are_refused() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", body(a=TOKENS))
+        await service.add("base", body(keep=None, text=TOKENS))
+        await service.create_base(CreateBase(name="other"))
+        for name, keys in (
+            ("base/b", ["base"]),
+            ("nobase/a", ["base"]),
+            ("a", ["base"]),
+            ("base/a", ["other"]),
+            ("base/a", ["base", "more"]),
+            ("base/a", []),
+        ):
+            with pytest.raises(NotFoundError, match="there is no document"):
+                await service.named([name], keys)
+        with pytest.raises(InvalidError, match="not compressed"):
+            await service.named(["base/text"], ["base"])
+        await service.delete("base", "a")
+        with pytest.raises(NotFoundError, match="there is no document"):
+            await service.named(["base/a"], ["base"])
+        assert json.dumps(sorted(engine.pool.warm())) != "[]", "the text is still warm"
+        assert len(engine.pool.warm()) == 1
+
+    run(test)
+
+
+def test_a_document_that_is_being_compressed_cannot_be_named_yet() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.others = 1
+        await service.add("base", body(wait=False, a=TOKENS))
+        with pytest.raises(ConflictError, match="still being compressed"):
+            await service.named(["base/a"], ["base"])
+        engine.others = 0
+        await service.finish()
+        assert await kept(service, "a")
+
+    run(test)

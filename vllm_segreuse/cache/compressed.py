@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed documents: some of a document's tokens, with the KV that they had among all of them.
+
+    document         a b c d e f g h i j          computed behind its context
+    kept               b     e f     i            moved to positions 0, 1, 2, ... : a frozen entry
+    prompt           x x x b e f i y y            the request names the document
+    pieces                 -------                from the entry of this document, and no other
+
+Nothing finds a compressed document by its text. Its blocks are in no index and have no exact names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.frozen import FrozenPart
+from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.documents.places import places
+from vllm_segreuse.plan import IntArray, Pieces
+
+Held = Callable[[str], Sequence[FrozenPart] | None]
+"""Parts of an entry in the request's namespace; None: not all of it is there."""
+
+
+class CopyFinder:
+    """Tokens of another sequence become the first ones of a prompt.
+
+    Args:
+        resident: blocks of that sequence, int32, in order; -1 for one that is not there.
+        positions: int32, of the tokens in that sequence, ascending.
+        block_size: tokens per block.
+    """
+
+    is_exact = False
+
+    def __init__(
+        self, resident: Callable[[], IntArray], positions: IntArray, block_size: int
+    ) -> None:
+        self._resident = resident
+        self._positions = positions
+        self._block_size = block_size
+
+    def prepare(self, prompt: Prompt) -> None:
+        pass
+
+    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
+        return None
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        """All of the tokens, or none."""
+        blocks = self._resident()
+        needed = np.unique(self._positions // self._block_size)
+        if start or needed[-1] >= len(blocks) or (blocks[needed] < 0).any():
+            return _matches([])
+        return _matches([rows(blocks, self._positions, 0, self._block_size)])
+
+    def plan_stop(self, matches: Matches, stop: int) -> int:
+        return stop
+
+
+class NamedFinder:
+    """The documents that a request names, and around them what another finder finds.
+
+    Args:
+        others: finds the rest.
+        names: entries, in the order in which they stand in the prompt.
+        held: looks an entry up.
+        block_size: tokens per block.
+    """
+
+    is_exact = False
+
+    def __init__(self, others: Finder, names: Sequence[str], held: Held, block_size: int) -> None:
+        self._others = others
+        self._names = names
+        self._held = held
+        self._block_size = block_size
+
+    def prepare(self, prompt: Prompt) -> None:
+        self._others.prepare(prompt)
+
+    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
+        found = self._others.remembered(prompt, start, stop)
+        return None if found is None else self._with_documents(found, prompt, start, stop)
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        found = self._others.find(prompt, start, stop)
+        return self._with_documents(found, prompt, start, stop)
+
+    def plan_stop(self, matches: Matches, stop: int) -> int:
+        return self._others.plan_stop(matches, stop)
+
+    def first_place(self, prompt: Prompt) -> int:
+        """Where the first document begins; 0 where one is not there, and may be anywhere."""
+        return min((place for place, _ in self._documents(prompt)), default=0)
+
+    def _documents(self, prompt: Prompt) -> list[tuple[int, Sequence[FrozenPart]]]:
+        """Where each of them begins, and its parts; none at all unless every one is there."""
+        found = [self._held(name) for name in self._names]
+        warm = [parts for parts in found if parts is not None]
+        if len(warm) < len(found):
+            return []
+        where = places(prompt.tokens, (_tokens(parts) for parts in warm))
+        if None in where:
+            return []
+        return [
+            (place, parts) for place, parts in zip(where, warm, strict=True) if place is not None
+        ]
+
+    def _with_documents(self, found: Matches, prompt: Prompt, start: int, stop: int) -> Matches:
+        documents = self._documents(prompt)
+        if not documents:
+            return found
+        spans = [(place, place + len(_tokens(parts))) for place, parts in documents]
+        own = [
+            row
+            for place, parts in documents
+            for row in _document_rows(place, parts, self._block_size)
+        ]
+        table = within(np.concatenate(own), start, stop)
+        around = outside(found.pieces, spans)
+        pieces = around.merged(Pieces.from_table(table)) if len(table) else around
+        num_segments = len(pieces.segments(start).first)
+        return Matches(pieces, pieces.num_tokens, num_segments, found.max_depth)
+
+
+def rows(blocks: IntArray, positions: IntArray, destination: int, block_size: int) -> IntArray:
+    """Pieces that copy tokens of a sequence behind each other, int32 `[n, 5]`.
+
+    Args:
+        blocks: of that sequence.
+        positions: of the tokens there, ascending, at least one.
+        destination: of the first of them.
+    """
+    block = positions // block_size
+    begins = np.ones(len(positions), np.bool_)
+    begins[1:] = (np.diff(positions) != 1) | (np.diff(block) != 0)
+    first = np.flatnonzero(begins)
+    length = np.diff(np.append(first, len(positions)))
+    position = positions[first]
+    columns = (
+        *(destination + first, length, blocks[position // block_size]),
+        *(position % block_size, position),
+    )
+    return np.stack(columns, axis=1).astype(np.int32)
+
+
+def within(table: IntArray, start: int, stop: int) -> IntArray:
+    """What of pieces, int32 `[n, 5]`, goes to `[start, stop)`."""
+    destination, length = table[:, 0], table[:, 1]
+    before = np.clip(start - destination, 0, length)
+    behind = np.clip(destination + length - stop, 0, length - before)
+    cut = table + np.stack((before, -before - behind, 0 * before, before, before), axis=1)
+    return np.asarray(cut[cut[:, 1] > 0], np.int32)
+
+
+def outside(pieces: Pieces, spans: Sequence[tuple[int, int]]) -> Pieces:
+    """The pieces that go to none of these spans; one that does in part is left out as a whole."""
+    free = np.ones(len(pieces), np.bool_)
+    for start, stop in spans:
+        free &= (pieces.destination + pieces.length <= start) | (pieces.destination >= stop)
+    return pieces.where(free)
+
+
+def _document_rows(place: int, parts: Sequence[FrozenPart], block_size: int) -> list[IntArray]:
+    found = []
+    for part in parts:
+        assert part.tokens is not None
+        blocks = np.asarray(part.block_ids, np.int32)
+        found.append(rows(blocks, np.arange(len(part.tokens)), place, block_size))
+        place += len(part.tokens)
+    return found
+
+
+def _tokens(parts: Sequence[FrozenPart]) -> IntArray:
+    return np.concatenate([part.tokens for part in parts if part.tokens is not None])
+
+
+def _matches(tables: list[IntArray]) -> Matches:
+    pieces = Pieces.from_table(np.concatenate(tables) if tables else np.zeros((0, 5), np.int32))
+    return Matches(pieces, pieces.num_tokens, len(pieces.segments(0).first), max_depth=0)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that name compressed documents, and the tokens that stand in their place.
+
+    text     "... [[handbook/travel.md]] How much is the allowance?"
+    tokens   of the text before, the document's kept tokens, of the text behind
+
+Only the documents that the request lists are looked for. What else looks like a marker is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from vllm_segreuse.config import DOCUMENTS
+from vllm_segreuse.documents.places import places
+from vllm_segreuse.knowledge.store import Tokens
+
+
+class NamedDocument(NamedTuple):
+    """A compressed document that a request names.
+
+    Attributes:
+        name: `BASE/ID`.
+        entry: its frozen entry.
+        tokens: int32, those that are kept.
+    """
+
+    name: str
+    entry: str
+    tokens: Tokens
+
+
+named: ContextVar[tuple[NamedDocument, ...]] = ContextVar("segreuse_named", default=())
+"""Of the request that is being handled."""
+
+
+class PlaceError(ValueError):
+    """The documents that a request names do not stand in its prompt."""
+
+
+def marker(name: str) -> str:
+    """What a text has in the place of a document."""
+    return f"[[{name}]]"
+
+
+def cut(text: str, documents: Sequence[NamedDocument]) -> list[str | Tokens]:
+    """A text as its parts and the tokens of the documents between them; no part is empty."""
+    by_marker = {marker(document.name): document.tokens for document in documents}
+    pattern = "|".join(map(re.escape, by_marker))
+    parts = re.split(f"({pattern})", text)
+    return [by_marker.get(part, part) for part in parts if part]
+
+
+def check_places(prompt: Sequence[int], documents: Sequence[NamedDocument]) -> None:
+    """Each document stands in the prompt, in the order in which the request names them.
+
+    Raises:
+        PlaceError: it does not.
+    """
+    found = places(prompt, (document.tokens for document in documents))
+    for document, place in zip(documents, found, strict=True):
+        if place is None:
+            raise PlaceError(
+                f"{DOCUMENTS}: the document {document.name!r} does not stand in the prompt, or not "
+                f"behind the ones that are named before it: put {marker(document.name)} there"
+            )
