@@ -70,6 +70,16 @@ def test_a_request_that_names_nothing_asks_nobody() -> None:
         assert sent == before
 
 
+def test_documents_of_an_earlier_request_are_forgotten() -> None:
+    async def main() -> None:
+        await name_documents(body("handbook/a"), Service())
+        assert named.get()
+        await name_documents({}, Service())
+        assert named.get() == ()
+
+    asyncio.run(main())
+
+
 def test_one_extra_key_may_be_a_string() -> None:
     service = Service()
     assert resolve(body("handbook/a", keys="handbook"), service)
