@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.cache.keeping import FakeTier
 from tests.cache.test_frozen import TOTAL, Blocks
@@ -30,7 +31,10 @@ class World:
         self.pool = FrozenPool(Blocks(), table, TOTAL, limit, 0.9, True, lambda: float(next(ticks)))
         self.index = SegmentIndex(TOTAL, SIZE)
         self.tier = tier
-        self.freezing = Freezing(self.pool, self.index, lambda block: True, Health(), tier)
+        self.has_exact_names = True
+        self.freezing = Freezing(
+            *(self.pool, self.index, lambda block: self.has_exact_names, Health(), tier)
+        )
         self._next = 0
 
     def compute(self, entry: str, part: int = 0, parts: int = 1, blocks: int = 3) -> bool:
@@ -44,6 +48,18 @@ class World:
         order = FreezeOrder(entry, part, parts, 0)
         tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, kept_tokens=None)
         return self.freezing.finish(tracked, ids)
+
+    def copy(self, entry: str, kept: int = SIZE + 1, **plan: Any) -> bool:
+        """A request that copies kept tokens ends; whether its report says so.
+
+        Args:
+            plan: what of its plan is not as it should be.
+        """
+        prompt = Prompt(self.namespace, np.arange(3 * SIZE, dtype=np.int32))
+        made = SimpleNamespace(**{"start": 0, "num_reused": kept, **plan})
+        order, about = FreezeOrder(entry, 0, 1, 0), {"kept_tokens": kept, "reason": None}
+        tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, plan=made, **about)
+        return self.freezing.finish(tracked, [0, 1, 2])
 
     def ask(self, entry: str, blocks: int = 3) -> None:
         """A prompt with the text of an entry arrives."""
@@ -72,6 +88,34 @@ def test_each_part_that_is_frozen_is_written_through() -> None:
     assert tier.calls == [("doc", 0, 2, 3), ("doc", 1, 2, 2)]
     assert world.state()["stored"] == {"doc": "host"}
     assert list(world.state()["warm"]) == ["doc"]
+
+
+def test_a_compressed_document_is_in_gpu_memory_only() -> None:
+    """The tier finds records by their text, which its kept tokens are not."""
+    world = World(tier=(tier := FakeTier()))
+    world.has_exact_names = False
+    assert world.copy("doc")
+    state = world.state()
+    assert (tier.calls, [*state["warm"]], state["stored"]) == ([], ["doc"], {})
+    [part] = world.pool.compressed("doc", world.namespace) or []
+    assert part.block_ids == [0, 1], "without the block of the filler"
+    assert part.tokens is not None
+    assert part.tokens.tolist() == [*range(SIZE + 1)]
+    world.pool.make_free(1)
+    world.freezing.asked_for(Prompt(world.namespace, np.zeros(9, np.int32)), ["doc"])
+    assert world.state()["wanted"] == ["doc"], "it is computed again"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "exact"),
+    [({"start": SIZE}, False), ({"num_reused": SIZE}, False), ({}, True)],
+    ids=["behind a prefix", "too few", "exact names"],
+)
+def test_what_is_no_copy_is_not_frozen(wrong: dict[str, int], exact: bool) -> None:
+    world = World()
+    world.has_exact_names = exact
+    assert not world.copy("doc", **wrong)
+    assert world.state()["warm"] == {}
 
 
 def test_what_is_deleted_leaves_the_tier_too() -> None:

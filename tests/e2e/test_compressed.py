@@ -176,6 +176,8 @@ def test_nobody_else_gets_a_document(running: Engine, base: KnowledgeBase) -> No
     assert not is_read(other, one), "other tokens"
     assert not is_read(prompt, one, keys="others"), "another namespace"
     assert not is_read(prompt)
+    assert ask(running, prompt).report["prefix_tokens"] == 3 * BLOCK_SIZE, "it is in the cache"
+    assert is_read(prompt, one), "a prefix hit of its kept tokens as a text"
     assert is_read(prompt[:50] + prompt, one)
     base.remove("a")
     assert not is_read(prompt, one), "deleted"
