@@ -181,8 +181,20 @@ def test_a_reset_ends_what_is_awaited(world: Restoring) -> None:
     admitted = world.admit(PROMPT)
     world.pool.free_blocks(reversed(admitted.blocks))
     assert world.pool.reset_prefix_cache()
+    assert not world.pool._awaited
     world.reported(admitted)
     assert world.named(admitted.request) == []
+
+
+def test_blocks_that_a_request_has_lost_are_not_indexed_as_its_own(world: Restoring) -> None:
+    first = world.admit(PROMPT)
+    world.pool.free_blocks(reversed(first.blocks))  # preempted
+    second = world.schedule(first.request)
+    lost = {block.block_id for block in first.blocks[:BLOCKS]}
+    assert lost.isdisjoint(block.block_id for block in second.blocks)
+    world.reported(first)
+    assert world.named(first.request) == [*range(BLOCKS)], "they hold what their names say"
+    assert not any(block_id in world.index for block_id in lost)
 
 
 def test_segments_behind_it_are_in_the_same_plan(world: Restoring) -> None:
