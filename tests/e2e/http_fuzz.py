@@ -228,9 +228,8 @@ def bounded(path: str, body: dict[str, Any]) -> dict[str, Any]:
             for name in LIMITS & part.keys():
                 if isinstance(part[name], int):
                     part[name] = min(part[name], MOST_TOKENS)
-    if path in SOUND and not any(isinstance(body.get(name), int) for name in LIMITS):
-        body |= {name: most for name, most in SOUND[path]("").items() if name in LIMITS}
-    return body
+    own = SOUND[path]("") if path in SOUND else {}  # a limit by another route's name is none
+    return body | {name: own[name] for name in LIMITS & own.keys() if body.get(name) is None}
 
 
 def _generate(
