@@ -220,16 +220,22 @@ def ours_alone(failed: Sequence[Failed]) -> tuple[list[str], list[str]]:
 def bounded(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The model there is, and few tokens: else most requests would be 404, or take minutes.
 
-    Most routes let an answer fill the context where the body gives no limit.
+    Most routes let an answer fill the context where the body gives no limit, and each reads its
+    own name for it in its own place: that of its sound body.
     """
-    body = {**body, "model": "m"}
-    for part in (body, body.get("sampling_params")):
-        if isinstance(part, dict):
-            for name in LIMITS & part.keys():
-                if isinstance(part[name], int):
-                    part[name] = min(part[name], MOST_TOKENS)
-    own = SOUND[path]("") if path in SOUND else {}  # a limit by another route's name is none
-    return body | {name: own[name] for name in LIMITS & own.keys() if body.get(name) is None}
+    return _limited({**body, "model": "m"}, SOUND[path]("") if path in SOUND else {})
+
+
+def _limited(body: dict[str, Any], sound: dict[str, Any]) -> dict[str, Any]:
+    limited = {name: sound[name] for name in LIMITS & sound.keys()}
+    for name, value in body.items():
+        if name in LIMITS and isinstance(value, int | float):
+            limited[name] = min(value, MOST_TOKENS)
+        elif name == "sampling_params" and isinstance(value, dict):
+            limited[name] = _limited(value, sound.get(name, {}))
+        elif value is not None or name not in limited:
+            limited[name] = value
+    return limited
 
 
 def _generate(

@@ -129,16 +129,34 @@ def test_what_vllm_alone_answers_as_badly_is_no_finding_of_ours(
     assert ["/both" in alone[0], "/gone" in alone[1]] == [True, True]
 
 
-@pytest.mark.parametrize("path", sorted(http_bodies.SOUND.keys() - {"/inference/v1/generate"}))
+@pytest.mark.parametrize("path", sorted(http_bodies.SOUND))
 @pytest.mark.parametrize(
     "said",
-    [{}, {"max_tokens": None}, {"max_completion_tokens": 10**6}, {"max_output_tokens": 1}],
+    [
+        {},
+        {"max_tokens": None},
+        {"max_tokens": 1e6},
+        {"max_completion_tokens": 10**6},
+        {"max_output_tokens": 1},
+    ],
 )
 def test_no_body_asks_for_an_answer_that_fills_the_context(path: str, said: Any) -> None:
-    body = http_fuzz.bounded(path, {"model": "another", **said})
-    own = http_fuzz.LIMITS & http_bodies.SOUND[path]("").keys()
+    nested = "sampling_params" in http_bodies.SOUND[path]("")
+    body = http_fuzz.bounded(path, {"sampling_params": said} if nested else said)
+    assert body["model"] == "m"
+    read, sound = body, http_bodies.SOUND[path]("")
+    if nested:
+        read, sound = read["sampling_params"], sound["sampling_params"]
+    own = http_fuzz.LIMITS & sound.keys()
     assert own
-    assert all(0 < body[name] <= http_bodies.MOST_TOKENS for name in own)
+    assert all(0 < read[name] <= http_bodies.MOST_TOKENS for name in own)
+
+
+@pytest.mark.parametrize("wrong", ["many", [], -1, False])
+def test_a_limit_that_is_none_stays_as_wrong_as_it_was(wrong: Any) -> None:
+    assert http_fuzz.bounded("/v1/completions", {"max_tokens": wrong})["max_tokens"] is wrong
+    params = {"sampling_params": wrong}
+    assert http_fuzz.bounded("/inference/v1/generate", params) == {**params, "model": "m"}
 
 
 def test_growth_is_a_finding() -> None:
