@@ -8,6 +8,7 @@ they import; docstrings and error texts are read from the sources.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.abc
 import importlib.machinery
@@ -442,4 +443,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(REPOSITORY))
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Write the tables that come from the code.")
+    parser.add_argument("folder", type=Path, help="where they are written, as NAME.md")
+    main(parser.parse_args().folder)

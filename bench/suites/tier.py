@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second tier: questions over a knowledge base that is five times larger than the KV memory.
 
-Six parts, each a function; `--part NAME` runs one of them (questions, throughput, soak, speed,
-quality):
+`--part NAME` runs one of five parts (questions, throughput, soak, speed, quality):
 
 - `questions`: time to the first token of the questions of `bench rag`, in four arms that take
   turns. `memory`: a server whose KV memory holds the whole base. `host`: KV memory for a fifth of
   it, the rest in host memory. `file`: the same, with host memory for a fifth, too, and files for
   all. `recompute`: the server of the arm `host`, requests that name no key, with a `cache_salt` of
   their own.
-- `restart`: the server of the arm `file` is stopped and started. How many tokens are prefilled
-  until it says that all documents can be reused, and how many of the passages' tokens the first
-  question computes?
+  Then the server of the arm `file` is stopped and started. How many tokens are prefilled until it
+  says that all documents can be reused, and how many of the passages' tokens the first question
+  computes?
 - `throughput`: requests without keys, on a server with the tier against one without, as `bench
   overhead` measures it.
 - `soak`: the load of `bench soak`, with a tier of few rows. What a plan reads from a row is
@@ -141,7 +140,7 @@ def codec_quality(samples: int) -> harness.SuiteResult:
 
 
 def questions_and_restart(load: Load) -> harness.SuiteResult:
-    """The first two parts: the second goes on with the server of an arm."""
+    """All arms, then the server of `file` once more, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         return _questions_and_restart(load, Path(folder))
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cache.test_frozen import make, order
-from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder, outside, rows, within
+from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder
+from vllm_segreuse.cache.copies import outside, rows, within
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt

@@ -37,6 +37,14 @@ def filled(world: World) -> list[int]:
     return found
 
 
+def sent(world: World) -> None:
+    """A document is stored, and a plan that reads it is with the ranks."""
+    stored(world)
+    pieces = world.hold("a", DOCUMENT)
+    assert pieces is not None
+    world.send("a", DOCUMENT, pieces)
+
+
 # Rows.
 
 
@@ -194,10 +202,7 @@ def test_a_reset_zeroes_all(zeroise: bool) -> None:
 
 def test_a_reset_zeroes_what_is_in_flight_once_all_ranks_are_done() -> None:
     world = World(rows=6, ranks=2, zeroise=True)
-    stored(world)
-    pieces = world.hold("a", DOCUMENT)
-    assert pieces is not None
-    world.send("a", DOCUMENT, pieces)
+    sent(world)
     world.evict(world.compute(OTHER))
     world.end_step()
     world.reset()
@@ -216,10 +221,7 @@ def test_a_reset_zeroes_what_is_in_flight_once_all_ranks_are_done() -> None:
 
 def test_two_resets_in_a_row_zero_what_the_first_has_left() -> None:
     world = World(rows=6, ranks=2, zeroise=True)
-    stored(world)
-    pieces = world.hold("a", DOCUMENT)
-    assert pieces is not None
-    world.send("a", DOCUMENT, pieces)
+    sent(world)
     world.end_step()
     world.reset()
     world.reset()

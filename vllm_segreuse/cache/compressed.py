@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vllm_segreuse.cache.copies import outside, rows, within
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.frozen import FrozenPart
-from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.documents.places import places
 from vllm_segreuse.plan import IntArray, Pieces
@@ -26,7 +27,7 @@ Held = Callable[[str], Sequence[FrozenPart] | None]
 """Parts of an entry in the request's namespace; None: not all of it is there."""
 
 
-class CopyFinder:
+class CopyFinder(Finder):
     """Tokens of another sequence become the first ones of a prompt.
 
     Args:
@@ -44,25 +45,17 @@ class CopyFinder:
         self._positions = positions
         self._block_size = block_size
 
-    def prepare(self, prompt: Prompt) -> None:
-        pass
-
-    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
-        return None
-
     def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
         """All of the tokens, or none."""
         blocks = self._resident()
         needed = np.unique(self._positions // self._block_size)
         if start or needed[-1] >= len(blocks) or (blocks[needed] < 0).any():
-            return _matches([])
-        return _matches([rows(blocks, self._positions, 0, self._block_size)])
-
-    def plan_stop(self, matches: Matches, stop: int) -> int:
-        return stop
+            return NOTHING
+        table = rows(blocks, self._positions, 0, self._block_size)
+        return Matches.of(Pieces.from_table(table))
 
 
-class NamedFinder:
+class NamedFinder(Finder):
     """The documents that a request names, and around them what another finder finds.
 
     Args:
@@ -124,46 +117,7 @@ class NamedFinder:
         table = within(np.concatenate(own), start, stop)
         around = outside(found.pieces, spans)
         pieces = around.merged(Pieces.from_table(table)) if len(table) else around
-        num_segments = len(pieces.segments(start).first)
-        return Matches(pieces, pieces.num_tokens, num_segments, found.max_depth)
-
-
-def rows(blocks: IntArray, positions: IntArray, destination: int, block_size: int) -> IntArray:
-    """Pieces that copy tokens of a sequence behind each other, int32 `[n, 5]`.
-
-    Args:
-        blocks: of that sequence.
-        positions: of the tokens there, ascending, at least one.
-        destination: of the first of them.
-    """
-    block = positions // block_size
-    begins = np.ones(len(positions), np.bool_)
-    begins[1:] = (np.diff(positions) != 1) | (np.diff(block) != 0)
-    first = np.flatnonzero(begins)
-    length = np.diff(np.append(first, len(positions)))
-    position = positions[first]
-    columns = (
-        *(destination + first, length, blocks[position // block_size]),
-        *(position % block_size, position),
-    )
-    return np.stack(columns, axis=1).astype(np.int32)
-
-
-def within(table: IntArray, start: int, stop: int) -> IntArray:
-    """What of pieces, int32 `[n, 5]`, goes to `[start, stop)`."""
-    destination, length = table[:, 0], table[:, 1]
-    before = np.clip(start - destination, 0, length)
-    behind = np.clip(destination + length - stop, 0, length - before)
-    cut = table + np.stack((before, -before - behind, 0 * before, before, before), axis=1)
-    return np.asarray(cut[cut[:, 1] > 0], np.int32)
-
-
-def outside(pieces: Pieces, spans: Sequence[tuple[int, int]]) -> Pieces:
-    """The pieces that go to none of these spans; one that does in part is left out as a whole."""
-    free = np.ones(len(pieces), np.bool_)
-    for start, stop in spans:
-        free &= (pieces.destination + pieces.length <= start) | (pieces.destination >= stop)
-    return pieces.where(free)
+        return Matches.of(pieces, found.max_depth)
 
 
 def _document_rows(place: int, parts: Sequence[FrozenPart], block_size: int) -> list[IntArray]:
@@ -178,8 +132,3 @@ def _document_rows(place: int, parts: Sequence[FrozenPart], block_size: int) -> 
 
 def _tokens(parts: Sequence[FrozenPart]) -> IntArray:
     return np.concatenate([part.tokens for part in parts if part.tokens is not None])
-
-
-def _matches(tables: list[IntArray]) -> Matches:
-    pieces = Pieces.from_table(np.concatenate(tables) if tables else np.zeros((0, 5), np.int32))
-    return Matches(pieces, pieces.num_tokens, len(pieces.segments(0).first), max_depth=0)

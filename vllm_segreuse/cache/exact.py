@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import IntArray, Pieces
-
-NOTHING = Matches(Pieces.from_table([]), 0, 0, max_depth=0)
 
 _FIRST_LOOK_BLOCKS = 8
 """As a rule the very first block behind a prefix hit is nowhere."""
 
 
-class ResidentFinder:
+class ResidentFinder(Finder):
     """Whole blocks of the prompt's own prefix, by vLLM's names for them.
 
     Nothing is prepared and nothing remembered: a search is as quick as vLLM's own prefix lookup.
@@ -41,12 +40,6 @@ class ResidentFinder:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-
-    def prepare(self, prompt: Prompt) -> None:
-        pass
-
-    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
-        return None
 
     def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
         first = -(-start // self._block_size)

@@ -12,7 +12,10 @@ from vllm_segreuse.cache.prompt import Memo, Prompt
 
 
 class Finder(Protocol):
-    """One per engine and way of searching; requests choose one by their policy."""
+    """One per engine and way of searching; requests choose one by their policy.
+
+    Unless it says otherwise, a finder prepares and remembers nothing, and plans end at `stop`.
+    """
 
     @property
     def is_exact(self) -> bool:
@@ -20,9 +23,11 @@ class Finder(Protocol):
 
     def prepare(self, prompt: Prompt) -> None:
         """A request arrived. Runs outside of `schedule()`, so what takes time belongs here."""
+        return  # the method is no abstract one
 
     def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
         """What `find` would return, if that is known without another search."""
+        return None
 
     def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
         """Search for KV of the positions `[start, stop)`. Runs within `schedule()`.
@@ -34,9 +39,10 @@ class Finder(Protocol):
 
     def plan_stop(self, matches: Matches, stop: int) -> int:
         """Where a plan of these matches ends, at most at `stop`; the rest is vLLM's own work."""
+        return stop
 
 
-class ContentFinder:
+class ContentFinder(Finder):
     """Segments at any offset, by their tokens; see `matcher.py`.
 
     Args:
@@ -65,9 +71,6 @@ class ContentFinder:
         matches = compared(matches, self._index, prompt)
         prompt.memo = Memo(self._key(start, stop), matches)
         return matches
-
-    def plan_stop(self, matches: Matches, stop: int) -> int:
-        return stop
 
     def _key(self, start: int, stop: int) -> tuple[int, int, int]:
         return start, stop, self._index.version

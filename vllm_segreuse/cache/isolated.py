@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.copies import rows, within
+from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import IntArray, Pieces
 
@@ -37,7 +39,7 @@ class IsolatedDocument(NamedTuple):
     resident: Callable[[], IntArray | None]
 
 
-class IsolatedFinder:
+class IsolatedFinder(Finder):
     """The documents of one request; nothing is remembered, since blocks come and go.
 
     Args:
@@ -51,12 +53,6 @@ class IsolatedFinder:
         self._documents = documents
         self._block_size = block_size
 
-    def prepare(self, prompt: Prompt) -> None:
-        pass
-
-    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
-        return None
-
     def behind(self, start: int) -> list[IsolatedDocument]:
         """Documents that end behind `start`."""
         return [document for document in self._documents if document.stop > start]
@@ -66,25 +62,14 @@ class IsolatedFinder:
         return [document for document in self.behind(start) if document.resident() is None]
 
     def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
-        rows: list[IntArray] = []
-        for document in self._documents:
-            blocks = document.resident() if document.stop > start else None
+        found: list[IntArray] = []
+        for document in self.behind(start):
+            blocks = document.resident()
             if blocks is not None:
-                rows.append(self._rows(document, blocks, start))
-        table = np.concatenate(rows) if rows else np.zeros((0, 5), np.int32)
-        return Matches(Pieces.from_table(table), int(table[:, 1].sum()), len(rows), max_depth=0)
-
-    def plan_stop(self, matches: Matches, stop: int) -> int:
-        return stop
-
-    def _rows(self, document: IsolatedDocument, blocks: IntArray, start: int) -> IntArray:
-        """Pieces of a document from `start` on, one for each block."""
-        size = self._block_size
-        length = document.stop - document.start
-        first = max(0, start - document.start)
-        begins = np.arange(first // size, -(-length // size)) * size
-        position = np.maximum(begins, first)
-        count = np.minimum(begins + size, length) - position
-        block = blocks[begins // size]
-        columns = (document.start + position, count, block, position - begins, position)
-        return np.stack(columns, axis=1).astype(np.int32)
+                positions = np.arange(document.stop - document.start, dtype=np.int32)
+                table = rows(blocks, positions, document.start, self._block_size)
+                found.append(within(table, start, document.stop))
+        if not found:
+            return NOTHING
+        pieces = Pieces.from_table(np.concatenate(found))
+        return Matches(pieces, pieces.num_tokens, len(found), max_depth=0)

@@ -45,6 +45,14 @@ class Matches(NamedTuple):
     num_segments: int
     max_depth: int
 
+    @classmethod
+    def of(cls, pieces: Pieces, max_depth: int = 0) -> Matches:
+        """All of these pieces."""
+        return cls(pieces, pieces.num_tokens, len(pieces.segments(0).first), max_depth)
+
+
+NOTHING = Matches.of(Pieces.from_table([]))
+
 
 def find_matches(
     index: SegmentIndex,

@@ -28,9 +28,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from vllm_segreuse.cache.budget import StepBudget
-from vllm_segreuse.cache.exact import NOTHING, end_without_hole, restorable
+from vllm_segreuse.cache.exact import end_without_hole, restorable
 from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, keeping, on_rows
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.plan import NO_HALO, BoolArray, Halo, Pieces, Recipe, Restoration, ReusePlan

@@ -115,5 +115,4 @@ def keeping(matches: Matches, kept: BoolArray) -> Matches:
     """Some of the pieces; `max_depth` stays, as a bound."""
     if kept.all():
         return matches
-    pieces = matches.pieces.where(kept)
-    return Matches(pieces, pieces.num_tokens, len(pieces.segments(0).first), matches.max_depth)
+    return Matches.of(matches.pieces.where(kept), matches.max_depth)
