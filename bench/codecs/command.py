@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.model is not None:
             samples = args.samples or (QUICK_SAMPLES if args.quick else SAMPLES)
-            result = _joined(result, _quality(args.model, tasks, samples))
+            result = _joined(result, _quality(args.model, tasks, samples, args.dtype))
     except harness.BenchError as error:
         print(f"bench codecs: {error}", file=sys.stderr)
         return 1
@@ -47,10 +47,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _quality(model: Path, tasks: tuple[str, ...], samples: int) -> harness.SuiteResult:
+def _quality(model: Path, tasks: tuple[str, ...], samples: int, dtype: str) -> harness.SuiteResult:
     from bench.codecs import quality  # it loads vLLM
 
-    return quality.measure(model, tasks, samples)
+    return quality.measure(model, tasks, samples, dtype)
 
 
 def _joined(one: harness.SuiteResult, other: harness.SuiteResult) -> harness.SuiteResult:
@@ -63,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench codecs", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of Hugging Face")
+    parser.add_argument(
+        "--dtype", default="auto", metavar="NAME", help="vLLM's option for the model (auto)"
+    )
     parser.add_argument("--quick", action="store_true", help="a rough answer, sooner")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     parser.add_argument("--tasks", metavar="NAMES", help=f"some of {', '.join(TASKS)}")

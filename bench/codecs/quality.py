@@ -85,8 +85,16 @@ class Copies:
         self.codec = self._aligner.codec = codec
 
 
-def measure(model: Path, tasks: Sequence[str], samples: int) -> harness.SuiteResult:
+def measure(
+    model: Path, tasks: Sequence[str], samples: int, dtype: str = "auto"
+) -> harness.SuiteResult:
     """So many examples of each task; an interrupt (Ctrl-C) ends it early.
+
+    Args:
+        model: its folder.
+        tasks: of `bench english`.
+        samples: examples of each.
+        dtype: vLLM's option.
 
     Raises:
         BenchError: the model cannot be loaded, or documents did not come from the tier.
@@ -96,8 +104,9 @@ def measure(model: Path, tasks: Sequence[str], samples: int) -> harness.SuiteRes
     # A record of a block at least, and no runs that are too short for one.
     tier = {"host_gib": HOST_GIB, "min_run_tokens": engine.BLOCK_TOKENS}
     rows: list[harness.Row] = []
-    with english_engine(model, 1, segreuse={**EXACT_DONORS, "tier": tier}) as lab:
+    with english_engine(model, 1, segreuse={**EXACT_DONORS, "tier": tier}, dtype=dtype) as lab:
         subject = _Subject(lab)
+        used = str(lab.llm.model_config.dtype).removeprefix("torch.")
         steps = [(number, task) for number in range(samples) for task in tasks]
         try:
             for number, task in harness.progress(steps, "codecs"):
@@ -110,7 +119,7 @@ def measure(model: Path, tasks: Sequence[str], samples: int) -> harness.SuiteRes
             print(f"interrupted: {len(rows)} of {len(steps)} examples", file=sys.stderr)
     if len(rows) < LEAST:
         raise harness.BenchError(f"{len(rows)} examples are too few: take {LEAST} or more")
-    return {"rows": rows, "summary": summary(rows, model.resolve().name)}
+    return {"rows": rows, "summary": {**summary(rows, model.resolve().name), "dtype": used}}
 
 
 def summary(rows: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:

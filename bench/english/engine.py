@@ -56,13 +56,14 @@ def english_engine(
     kv_space_gib: int = KV_SPACE_GIB,
     kv_cache_dtype: str = "auto",
     segreuse: Mapping[str, Any] = EXACT_DONORS,
+    dtype: str = "auto",
 ) -> Iterator[Lab]:
     """A model, served with segment reuse in this process.
 
     Args:
         model: its folder.
         kv_space_gib: memory for KV.
-        kv_cache_dtype: vLLM's option.
+        kv_cache_dtype, dtype: vLLM's options.
         segreuse: options of the server.
 
     Raises:
@@ -78,6 +79,7 @@ def english_engine(
         max_num_batched_tokens=MAX_TOKENS,
         enforce_eager=True,
         kv_cache_dtype=kv_cache_dtype,
+        dtype=dtype,
         logits_processors=[Recorder],
     ) as llm:
         lab = Lab(llm)
