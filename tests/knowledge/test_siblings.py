@@ -15,7 +15,7 @@ import pytest
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.knowledge import siblings
+from vllm_segreuse.knowledge import siblings, warming
 from vllm_segreuse.knowledge.catalogue import CatalogueDocument
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import ConflictError, NoRoomError, UnavailableError
@@ -185,12 +185,15 @@ def test_the_first_documents_are_computed_again_behind_those_that_follow() -> No
     run(test)
 
 
-def test_waiting_covers_the_requests_own_and_the_lead_documents() -> None:
+def test_waiting_covers_the_requests_own_and_the_lead_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warming, "AT_ONCE", 1)  # several are read at once, and come in any order
+
     async def test(service: KnowledgeService, engine: Engine) -> None:
         await add(service, a=A, tiny=SHORT)
         assert behind(service, engine) == {"a": [], "tiny": A}
         engine.computed.clear()
-        engine.others = 1  # one at a time
         await add(service, b=B, c=C)
         entries = {i: d.entry for i, d in service._catalogue.bases["base"].documents.items()}
         assert [entry for entry, _ in engine.computed] == [entries[i] for i in "bca"]
