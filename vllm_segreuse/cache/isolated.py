@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_segreuse.cache.copies import rows, within
+from vllm_segreuse.cache.copies import rows
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
@@ -66,9 +66,9 @@ class IsolatedFinder(Finder):
         for document in self.behind(start):
             blocks = document.resident()
             if blocks is not None:
-                positions = np.arange(document.stop - document.start, dtype=np.int32)
-                table = rows(blocks, positions, document.start, self._block_size)
-                found.append(within(table, start, document.stop))
+                first = max(0, start - document.start)
+                positions = np.arange(first, document.stop - document.start, dtype=np.int32)
+                found.append(rows(blocks, positions, document.start + first, self._block_size))
         if not found:
             return NOTHING
         pieces = Pieces.from_table(np.concatenate(found))
