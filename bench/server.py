@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -176,6 +176,19 @@ class Server:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(60)
         self.stop()
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """Meanwhile none of its processes runs.
+
+        A process of vLLM that waits for work spins for some seconds before it sleeps, which takes
+        a core from others on the machine.
+        """
+        os.killpg(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """Ask the server to end, and end what is left of its process group. Idempotent."""

@@ -3,8 +3,10 @@
 
 Two servers on the same cores: vLLM alone (no plugin is even loaded), and vLLM with segment reuse
 enabled. Both get the same batches of requests without extra keys, taking turns: one works while the
-other sleeps. A ratio is the median over all batches of (time of vLLM alone) / (time with the
-plugin): 1.0 means that it costs nothing. Its interval of 95 % is that of the median.
+processes of the other are halted, which would spin for some seconds otherwise. Before each of its
+batches a server wakes up over a shorter one, which is not timed. A ratio is the median over all
+batches of (time of vLLM alone) / (time with the plugin): 1.0 means that it costs nothing. Its
+interval of 95 % is that of the median.
 
 - `throughput_ratio`: the servers bind their threads to cores as vLLM does by default. On CPU vLLM
   sets one more core aside where a connector is configured, if there are enough, so that the two do
@@ -36,6 +38,9 @@ NAMESPACE = ["bench-overhead"]
 
 _FIRST_TEXT_TOKEN = 300  # below are special tokens and single bytes
 _KNOWN_DOCUMENTS = 2
+WAKING_TOKENS = 8
+"""Of each answer of the batch that wakes a server."""
+
 _START_S = 900  # compiling takes a minute or two on a busy machine
 
 
@@ -156,7 +161,7 @@ async def measure(
     servers: Mapping[str, Server], load: Load, comparison: Comparison
 ) -> dict[str, list[float]]:
     """Seconds of each batch, by server."""
-    prompts = Prompts(load)
+    prompts, shorter = Prompts(load), load._replace(output_tokens=WAKING_TOKENS)
     seconds: dict[str, list[float]] = {name: [] for name in servers}
     clients = {
         name: openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)
@@ -167,9 +172,14 @@ async def measure(
         for document in prompts.documents:
             await _complete(client, model, document, 1, _extra(name))
     for turn in harness.progress(range(load.batches + 2), comparison.name):
-        batch = prompts.batch(comparison.beside)
+        waking, batch = prompts.batch(0), prompts.batch(comparison.beside)
         for name in harness.rotated(SERVERS, turn):
-            taken = await _batch(clients[name], servers[name].model_name, name, load, batch)
+            client, model = clients[name], servers[name].model_name
+            with ExitStack() as stack:
+                for other in servers.keys() - {name}:
+                    stack.enter_context(servers[other].halted())
+                await _batch(client, model, name, shorter, waking)
+                taken = await _batch(client, model, name, load, batch)
             if turn > 1:  # the first two batches warm up
                 seconds[name].append(taken)
     for client in clients.values():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,13 @@ class _Server:
         self.name, self.model_name, self.base_url = name, "m", name
         self.reused = reused
         self.asked: list[dict[str, Any]] = []
+        self.is_halted = False
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        self.is_halted = True
+        yield
+        self.is_halted = False
 
     def __enter__(self) -> "_Server":
         return self
@@ -32,11 +41,14 @@ class _Server:
 
 
 class _Client:
-    def __init__(self, server: _Server) -> None:
-        self._server = server
+    def __init__(self, server: _Server, others: list[_Server]) -> None:
+        self._server, self._others = server, others
         self.completions = SimpleNamespace(create=self._create)
 
     async def _create(self, **request: Any) -> Any:
+        if len(request["prompt"]) == LOAD.prompt_tokens:  # of a batch
+            assert [server.is_halted for server in self._others] == [True]
+        assert not self._server.is_halted
         self._server.asked.append(request)
         named = "extra_keys" in request["extra_body"]
         report = {"segreuse": {"reused_tokens": self._server.reused}} if named else None
@@ -49,9 +61,12 @@ class _Client:
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Server]:
     servers = {"plain": _Server("plain", 0), "segreuse": _Server("segreuse", 64)}
-    monkeypatch.setattr(
-        overhead.openai, "AsyncOpenAI", lambda base_url, **_: _Client(servers[base_url])
-    )
+
+    def client(base_url: str, **_: Any) -> _Client:
+        others = [server for name, server in servers.items() if name != base_url]
+        return _Client(servers[base_url], others)
+
+    monkeypatch.setattr(overhead.openai, "AsyncOpenAI", client)
     return servers
 
 
@@ -80,7 +95,10 @@ def test_both_servers_get_the_same_batches(servers: dict[str, _Server]) -> None:
     assert not any("extra_keys" in request["extra_body"] for request in plain)
     beside = [r for r in segreuse if "extra_keys" in r["extra_body"]]
     assert {r["max_tokens"] for r in beside} == {1}
-    assert {r["max_tokens"] for r in segreuse if r not in beside} == {LOAD.output_tokens}
+    lengths = [r["max_tokens"] for r in segreuse if r not in beside]
+    batch = LOAD.requests * [LOAD.output_tokens]
+    woken = LOAD.requests * [overhead.WAKING_TOKENS]
+    assert lengths == (LOAD.batches + 2) * [*woken, *batch]
 
 
 def test_traffic_that_reuses_nothing_is_refused(servers: dict[str, _Server]) -> None:
