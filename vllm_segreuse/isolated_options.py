@@ -42,7 +42,8 @@ def check_options(config: SegReuseConfig) -> None:
         "policy": "policy" in config.model_fields_set,
         "similarity": config.similarity is not None,
         "audit.share": config.audit.share > 0,
-        "tier": config.tier is not None,
+        # What was rounded is never restored, and nothing else of such a model comes from a record.
+        "tier.codec": config.tier is not None and config.tier.codec != "raw",
     }
     if wrong := [name for name, is_wrong in faults.items() if is_wrong]:
         raise RefusedError(

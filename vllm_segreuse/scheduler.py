@@ -98,7 +98,7 @@ FORGOTTEN_PER_BLOCK = 4
 SEARCHED = (None, "observed", "too_few_reused_tokens", "no_free_blocks")
 """Reasons for which a request runs as it does after its prompt was searched for."""
 
-EXACT_ONLY = ("knowledge_base", "fallback")
+EXACT_ONLY = ("knowledge_base", "fallback", "no_documents")
 """Reasons for which a request reuses no segments, and may still have its own prefix restored."""
 
 ResidentBlocks = Callable[[int, int], IntArray]
@@ -305,10 +305,12 @@ class SchedulerSide:
             falls_back=falls_back,
             namespace_class=self._config.audit.class_of(extra_keys),
         )
+        if self._isolated is not None:
+            tracked.min_reused_tokens = 1  # all that it reuses is exact
         if self._isolated is not None and has_documents:
             tracked.finder = self._isolated.finder(request, extra_keys, namespace)
             tracked.make_recipe, tracked.policy = isolated.recipe, LINK
-            tracked.min_reused_tokens, tracked.max_drift = 1, math.inf
+            tracked.max_drift = math.inf
             tracked.required, tracked.restores = True, False
         if self._isolated is not None and isolated.is_private(extra_keys):
             tracked.donates = False
@@ -327,11 +329,10 @@ class SchedulerSide:
     def _restores(self, bypass: str | None) -> bool:
         """Whether a request may get its own exact prefix from the second tier.
 
-        Documents of knowledge bases may, too, and who falls back: it is what they would compute.
+        Documents of knowledge bases may, too, and those that are computed alone, and who falls
+        back: it is what they would compute.
         """
-        if self._tier is None or self._isolated is not None:
-            return False
-        return bypass is None or bypass in EXACT_ONLY
+        return self._tier is not None and (bypass is None or bypass in EXACT_ONLY)
 
     def match(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
         """Tokens to supply behind vLLM's prefix hit, None to decide in a later step; and whether

@@ -66,6 +66,7 @@ def test_without_a_tokenizer_that_is_left_to_start_up(
         (1, {}, "", "promises the token '<|link_4_2|>'"),
         (0, {"link_tokens": -1}, "", "segreuse.link_tokens=-1"),
         (0, {}, "policy: shift\n", "policy cannot be combined"),
+        (0, {}, "tier: {codec: int8}\n", "tier.codec cannot be combined"),
     ],
 )
 def test_what_start_up_refuses_is_refused(
