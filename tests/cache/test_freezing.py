@@ -16,6 +16,7 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.cache.tracked import Report
 from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4
@@ -49,15 +50,17 @@ class World:
         tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, kept_tokens=None)
         return self.freezing.finish(tracked, ids)
 
-    def copy(self, entry: str, kept: int = SIZE + 1, **plan: Any) -> bool:
+    def copy(self, entry: str, kept: int = SIZE + 1, recomputed: int = 0, **plan: Any) -> bool:
         """A request that copies kept tokens ends; whether its report says so.
 
         Args:
+            recomputed: tokens of it that the workers had to compute.
             plan: what of its plan is not as it should be.
         """
         prompt = Prompt(self.namespace, np.arange(3 * SIZE, dtype=np.int32))
         made = SimpleNamespace(**{"start": 0, "num_reused": kept, **plan})
-        order, about = FreezeOrder(entry, 0, 1, 0), {"kept_tokens": kept, "reason": None}
+        order, report = FreezeOrder(entry, 0, 1, 0), Report(0, kept, recomputed, 2, 1, None)
+        about = {"kept_tokens": kept, "reason": None, "report": report}
         tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, plan=made, **about)
         return self.freezing.finish(tracked, [0, 1, 2])
 
@@ -138,6 +141,14 @@ def test_what_the_tier_holds_need_not_return_and_what_it_lost_does() -> None:
     tier.lose("doc")
     state = world.state()
     assert (state["stored"], state["wanted"]) == ({}, ["doc"])
+
+
+def test_kept_tokens_that_were_computed_as_a_text_are_not_frozen() -> None:
+    world = World()
+    world.has_exact_names = False
+    assert not world.copy("doc", recomputed=1)
+    assert world.state()["frozen"] == 0
+    assert world.copy("doc")
 
 
 def test_what_the_frozen_pool_has_no_room_for_is_kept_whole() -> None:

@@ -11,6 +11,7 @@ from tests.e2e.engine import BLOCK_SIZE, Answer, Engine, Prompts, engine
 from vllm_segreuse.knowledge.naming import NamedDocument
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 from vllm_segreuse.knowledge.schemas import NewDocument
+from vllm_segreuse.prefill import executor
 
 pytestmark = pytest.mark.e2e
 
@@ -141,6 +142,30 @@ def test_answers_are_those_of_the_kept_kv(
     again = ask(running, prompt, b, a)
     assert (again.token_ids, again.report["reused_tokens"]) == (answer.token_ids, 56)
     assert again.report["prefix_tokens"] == 0, "what is behind a document has no exact name"
+
+
+def test_a_copy_that_failed_is_made_again(
+    running: Engine, reference: Reference, base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kept tokens were computed as a text, which is not their KV."""
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        raise ArithmeticError("on purpose")
+
+    document = Prompts(4000, seed=12).tokens(40)
+    monkeypatch.setattr(executor, "token_copies", broken)
+    add(base, 0.5, "uniform", a=document)
+    assert executor.token_copies is not broken, "it was the copy"
+    a = base.named("a")
+    text = Prompts(4000, seed=13)
+    head, question = text.tokens(9), text.tokens(12)
+    answer = ask(running, [*head, *a.tokens.tolist(), *question], a)
+    assert answer.report["reused_tokens"] == 20
+    kept = [document.index(token) for token in a.tokens.tolist()]
+    wanted = reference.logprobs([head, (document, kept), question], answer.token_ids)
+    found = [step[token] for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    assert max(abs(x - y) for x, y in zip(found, wanted, strict=True)) <= BOUND
 
 
 def test_attention_and_surprise_choose_by_the_model(running: Engine, base: KnowledgeBase) -> None:

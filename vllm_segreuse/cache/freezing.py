@@ -134,12 +134,15 @@ class Freezing(BlockListener):
         """What a request has copied: the blocks that hold the kept tokens, which come first.
 
         Raises:
-            ValueError: the tokens were not copied, all of them; or one of the blocks is exact.
+            ValueError: the tokens were not copied, all of them; the workers report that they had to
+                compute some; or one of the blocks is exact.
         """
         count, plan = tracked.kept_tokens, tracked.plan
         assert count is not None
         if plan is None or plan.start or plan.num_reused != count:
             raise ValueError(f"its {count} kept tokens were not copied ({tracked.reason})")
+        if tracked.report is not None and tracked.report.recomputed_tokens:
+            raise ValueError("copying failed, and its kept tokens were computed as a text")
         blocks = block_ids[: -(-count // self._index.block_size)]
         exact = [block for block in blocks if self._is_exact(block)]
         if exact:
