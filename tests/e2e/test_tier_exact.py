@@ -113,6 +113,15 @@ def test_an_evicted_prefix_is_restored_to_the_last_bit(
     assert again.logprobs == hit.logprobs
 
 
+def test_who_skips_the_prefix_cache_computes_the_prefix(running: Engine, text: Prompts) -> None:
+    prompt = text.tokens(LENGTH)
+    donate(running, prompt)
+    evict(running, text)
+    [answer] = running.ask(prompt, options=SHIFT, skip_reading_prefix_cache=True)
+    assert answer.report["bypass_reason"] == "prefix_cache_skipped"
+    assert answer.report["reused_tokens"] == answer.report["tiered_tokens"] == 0
+
+
 def test_what_vllm_computes_behind_it_is_exact_as_well(running: Engine, text: Prompts) -> None:
     prompt, more = text.tokens(LENGTH), text.tokens(3 * BLOCK_SIZE)
     donate(running, prompt)
