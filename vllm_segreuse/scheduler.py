@@ -313,7 +313,7 @@ class SchedulerSide:
             tracked.max_drift = math.inf
             tracked.required, tracked.restores = True, False
         if self._isolated is not None and isolated.is_private(extra_keys):
-            tracked.donates = False
+            tracked.donates = tracked.restores = False
         if parsed.score is not None or parsed.copy is not None:
             self._compression.order(tracked, request, parsed.score, parsed.copy)
         elif parsed.documents:

@@ -19,7 +19,6 @@ from vllm_segreuse.cold_documents import PREFIX
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 
 LINK_TOKENS = 1
-MODEL = make_isolated(LINK_TOKENS)
 MINE = {"extra_keys": ["mine"]}
 LENGTHS = (70, 3 * BLOCK_SIZE - 2, 41)
 
@@ -30,7 +29,7 @@ class Asker:
     """Prompts about the same documents, and what computing these has cost."""
 
     def __init__(self) -> None:
-        self.reference = Reference(MODEL, "float32")
+        self.reference = Reference(make_isolated(LINK_TOKENS), "float32")
         self.text = Prompts(8000, seed=21)
         self.documents = [self.text.tokens(length) for length in LENGTHS]
         self.alone: list[Report] = []
@@ -64,7 +63,8 @@ def asker(monkeypatch: pytest.MonkeyPatch) -> Asker:
 @contextmanager
 def started(**tier: object) -> Iterator[Engine]:
     options = {"tier": {"host_gib": 0.008, **tier}}
-    with engine("qwen3", model=str(MODEL), segreuse=options, **ARGUMENTS) as running:
+    model = str(make_isolated(LINK_TOKENS))
+    with engine("qwen3", model=model, segreuse=options, **ARGUMENTS) as running:
         yield running
         drain(running)
         assert counts(running) | IDLE == counts(running), "rows are still held"
@@ -87,6 +87,9 @@ def test_evicted_documents_are_restored_from_host_memory(asker: Asker) -> None:
         evict(running, asker.text)
         asker.ask(running, 1, options={"extra_keys": ["others"]})
         assert [report.tiered_tokens for report in asker.alone] == [padded(1)], "whoever asks"
+        evict(running, asker.text)
+        asker.ask(running, 1, options={})
+        assert [report.tiered_tokens for report in asker.alone] == [0], "but not without keys"
         running.check_idle()
 
 
