@@ -16,6 +16,9 @@ from torch import Tensor
 NAME = "kvlink"
 """Of the attention implementation, for transformers."""
 
+SHORT = 1024
+"""Keys of a row, at most, for which scores of all its tokens are held at a time on a CPU."""
+
 
 def turned(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Keys `[rows, heads, length, head_dim]` turned by angles `[rows, length, rotary_dim]`.
@@ -28,6 +31,27 @@ def turned(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None].to(keys.dtype), sin[:, None].to(keys.dtype)
     part = part * cos + torch.cat((-b, a), -1) * sin
     return torch.cat((part, rest), -1)
+
+
+def products(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as products of whole matrices: for short rows on a CPU several times faster than
+    torch's blockwise kernel."""
+    rows, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    folded = query.reshape(-1, groups * length, size)
+    scores = folded @ key.flatten(0, 1).transpose(1, 2)
+    scores = scores.view(rows, heads, length, -1) * (scaling or size**-0.5)
+    weights = (scores.float() + attention_mask).softmax(-1).to(value.dtype)
+    found = weights.view(-1, groups * length, weights.shape[-1]) @ value.flatten(0, 1)
+    return found.view(rows, heads, length, size).transpose(1, 2), None
 
 
 def attend(
@@ -52,7 +76,8 @@ def attend(
     if moved is not None:
         key = torch.cat((key, turned(key, *moved)), -2)
         value = torch.cat((value, value), -2)
-    work = ALL_ATTENTION_FUNCTIONS[inner]
+    is_short = query.device.type == "cpu" and key.shape[-2] <= SHORT
+    work = products if is_short else ALL_ATTENTION_FUNCTIONS[inner]
     result: tuple[Tensor, Tensor | None] = work(
         module, query, key, value, attention_mask, **options
     )

@@ -12,19 +12,34 @@ from recipes.kvlink import attention, mask
 from recipes.kvlink.examples import Mixture
 from recipes.kvlink.rows import UNLEARNT, Row, Writer
 
+SORTED_STEPS = 16
+"""Rows of so many steps are sorted by their length."""
+
 
 class Rows(torch.utils.data.Dataset[Row]):
-    """Rows `start`, `start + 1`, .. of a mixture, `count` of all."""
+    """Rows `start`, `start + 1`, .. of a mixture, `count` of all; rows of a step are about equally
+    long, so that little of it is padding.
 
-    def __init__(self, mixture: Mixture, writer: Writer, start: int, count: int) -> None:
+    Args:
+        step: rows of a step.
+    """
+
+    def __init__(self, mixture: Mixture, writer: Writer, start: int, count: int, step: int) -> None:
         self._mixture, self._writer = mixture, writer
         self._start, self._count = start, count
+        self._sorted, self._window = step * SORTED_STEPS, -1
+        self._rows: list[Row] = []
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> Row:
-        return self._writer.row(self._mixture.draw(self._start + index))
+        window, place = divmod(self._start + index, self._sorted)
+        if window != self._window:
+            numbers = range(window * self._sorted, (window + 1) * self._sorted)
+            rows = (self._writer.row(self._mixture.draw(number)) for number in numbers)
+            self._rows, self._window = sorted(rows, key=len), window
+        return self._rows[place]
 
 
 class Collator:

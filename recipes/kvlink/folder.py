@@ -7,14 +7,16 @@ tokens, and the chat template lays prompts out.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipes.kvlink.rows import Anchors, Writer
+from recipes.kvlink.rows import Writer
+from vllm_segreuse.documents.anchors import AnchorNames
 from vllm_segreuse.documents.layout import KEY, LayoutError, Names
+from vllm_segreuse.documents.model import layout_with
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MESSAGES = "{%- for message in messages -%}"
@@ -31,45 +33,21 @@ class ModelError(ValueError):
     """A model that this recipe cannot train; says why."""
 
 
-@dataclass(frozen=True)
-class Compression:
-    """Of documents: `anchor_tokens` for each chunk of `chunk_tokens`."""
-
-    chunk_tokens: int
-    anchor_tokens: int
-    anchor_token: str = "<|anchor_{index}|>"
-
-    @property
-    def texts(self) -> list[str]:
-        """All anchor tokens."""
-        count = range(1, self.anchor_tokens + 1)
-        return [self.anchor_token.replace("{index}", str(index)) for index in count]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a folder says it is trained for."""
-
-    names: Names
-    compression: Compression | None
-
-    def block(self) -> dict[str, Any]:
-        """The key `segreuse` of config.json."""
-        block = {"isolated_documents": True, **asdict(self.names)}
-        block.pop("anchors", None)
-        if self.compression is not None:
-            block["anchors"] = asdict(self.compression)
-        return block
-
-
-def names_for(link_tokens: int, max_documents: int) -> Names:
+def names_for(
+    link_tokens: int, max_documents: int, chunk_tokens: int = 0, anchor_tokens: int = 0
+) -> Names:
     """The layout of a model that has none yet, with the usual names.
+
+    Args:
+        chunk_tokens, anchor_tokens: of compressed documents; no anchors: documents stay whole.
 
     Raises:
         LayoutError: a number is out of range.
     """
+    anchors = AnchorNames(chunk_tokens, anchor_tokens)._asdict() if anchor_tokens else None
     names = Names.of_config(
         {
+            "anchors": anchors,
             "isolated_documents": True,
             "link_tokens": link_tokens,
             "max_documents": max_documents,
@@ -82,41 +60,38 @@ def names_for(link_tokens: int, max_documents: int) -> Names:
     return names
 
 
-def known(config: Any) -> Trained | None:
+def known(config: Any) -> Names | None:
     """What the configuration of a loaded model says; None: it is an ordinary model.
 
     Raises:
         ModelError: it contradicts itself.
     """
-    block = getattr(config, KEY, None)
-    if block is None:
-        return None
-    given = dict(block)
-    anchors = given.pop("anchors", None)
     try:
-        names = Names.of_config(given)
-        assert names is not None
-        return Trained(names, Compression(**anchors) if anchors else None)
-    except (LayoutError, TypeError) as error:
+        return Names.of_config(getattr(config, KEY, None))
+    except LayoutError as error:
         raise ModelError(str(error)) from None
 
 
-def add_tokens(model: Any, tokenizer: Any, trained: Trained) -> None:
+def add_tokens(model: Any, tokenizer: Any, names: Names) -> None:
     """Give tokenizer and model the tokens of the layout that they lack."""
-    names = trained.names
-    texts = [names.document_start, names.document_end]
-    for document in range(1, names.max_documents + 1):
-        texts += [names.link(document, index) for index in range(1, names.link_tokens + 1)]
-    if trained.compression is not None:
-        texts += trained.compression.texts
-    have = tokenizer.get_vocab()
-    tokenizer.add_tokens([text for text in texts if text not in have], special_tokens=True)
+    have, known = tokenizer.get_vocab(), len(tokenizer)
+    tokenizer.add_tokens([text for text in names.texts if text not in have], special_tokens=True)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=EMBEDDING_MULTIPLE)
-    setattr(model.config, KEY, trained.block())
+    _tell_apart(model.get_input_embeddings().weight, known, len(tokenizer))
+    setattr(model.config, KEY, names.block())
 
 
-def template_of(tokenizer: Any, trained: Trained, file: Path | None) -> str:
+@torch.no_grad()
+def _tell_apart(rows: torch.Tensor, known: int, count: int) -> None:
+    """Begin each new row near that of some known token: near the mean of all, where transformers
+    puts them, the model cannot tell one from another."""
+    like = torch.randperm(known)[torch.arange(count - known) % known]
+    noise = torch.randn(count - known, rows.shape[1]) * rows[:known].std().cpu()
+    rows[known:count] = 0.7 * rows[like] + 0.5 * noise.to(rows)
+
+
+def template_of(tokenizer: Any, names: Names, file: Path | None) -> str:
     """The chat template: documents first, then messages as the model's own template has them.
 
     Args:
@@ -127,35 +102,24 @@ def template_of(tokenizer: Any, trained: Trained, file: Path | None) -> str:
     text = (file or TEMPLATE).read_text()
     if file is None and tokenizer.chat_template:
         text = text[: text.index(MESSAGES)] + tokenizer.chat_template
-    return text.replace("LINK_TOKENS", str(trained.names.link_tokens))
+    return text.replace("LINK_TOKENS", str(names.link_tokens))
 
 
 KEY_TEXT = "<|kv_start|>"
 
 
-def writer(tokenizer: Any, trained: Trained, max_tokens: int) -> Writer:
+def writer(tokenizer: Any, names: Names, max_tokens: int) -> Writer:
     """Lays out rows for the folder.
 
     Raises:
         ModelError: the tokenizer lacks a token of the layout.
     """
-
-    def token_id(text: str) -> int | None:
-        found: int | None = tokenizer.get_vocab().get(text)
-        is_single = tokenizer.encode(text, add_special_tokens=False) == [found]
-        return found if is_single else None
-
     try:
-        layout = trained.names.layout(token_id)
+        layout = layout_with(names, tokenizer)
     except LayoutError as error:
         raise ModelError(str(error)) from None
-    anchors = None
-    if trained.compression is not None:
-        ids = [token_id(text) for text in trained.compression.texts]
-        if None in ids:
-            raise ModelError("the tokenizer lacks an anchor token that config.json promises")
-        anchors = Anchors(trained.compression.chunk_tokens, tuple(i for i in ids if i is not None))
-    return Writer(tokenizer, layout, max_tokens, anchors)
+    # Rows are made of texts, which the writer itself cuts into chunks.
+    return Writer(tokenizer, replace(layout, anchors=None), max_tokens, layout.anchors)
 
 
 @torch.no_grad()

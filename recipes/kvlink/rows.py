@@ -14,24 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from recipes.kvlink.examples import DataError, Example
+from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.documents.layout import Layout, LayoutError
 
 UNLEARNT = -100
 """Label of a token that is not to be learnt, as in transformers."""
-
-
-class Anchors(NamedTuple):
-    """Of compressed documents: a chunk of `chunk_tokens` gets all of `tokens`, a shorter fewer."""
-
-    chunk_tokens: int
-    tokens: tuple[int, ...]
-
-    def behind(self, size: int) -> tuple[int, ...]:
-        """Those of a chunk of `size` tokens, in proportion, at least one."""
-        return self.tokens[: -(-size * len(self.tokens) // self.chunk_tokens)]
 
 
 @dataclass
@@ -139,13 +129,10 @@ class Writer:
         if self.anchors is None:
             return row.add(tokens, position, number)
         start, *text, end = tokens
-        size = self.anchors.chunk_tokens
         position = row.add([start], position, number)
-        for place in range(0, len(text), size):
-            part = text[place : place + size]
+        for part, anchors in self.anchors.chunks(text):
             chunk = max(row.chunk) + 1
             behind = row.add(part, position, number, chunk=chunk)
-            anchors = self.anchors.behind(len(part))
             row.add(anchors, behind, number, chunk=chunk, shift=-len(part))
             position += len(anchors)
         return row.add([end], position, number)

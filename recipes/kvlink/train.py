@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ import torch
 from recipes.kvlink import attention, folder, plot
 from recipes.kvlink.batch import Collator, Rows
 from recipes.kvlink.examples import SHARES, DataError, Mixture, read
+from recipes.kvlink.optimizer import MuonAndAdamW
 from recipes.kvlink.rows import UNLEARNT, Writer
-from vllm_segreuse.documents.layout import LayoutError
+from vllm_segreuse.documents.layout import LayoutError, Names
 
 
-def trainer_class() -> type:
-    """transformers' Trainer, which also logs the share of right tokens."""
+def trainer_class(matrix_rate: float) -> type:
+    """transformers' Trainer, which also logs the share of right tokens.
+
+    Args:
+        matrix_rate: of Muon; 0: there is AdamW only.
+    """
     from transformers import Trainer
 
     class LinkTrainer(Trainer):
@@ -41,6 +47,14 @@ def trainer_class() -> type:
             self.asked += int((wanted != UNLEARNT).sum())
             self.right += int((said == wanted).sum())
             return (loss, outputs) if return_outputs else loss
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            if matrix_rate and getattr(self, "optimizer", None) is None:
+                given = self.args
+                betas = (given.adam_beta1, given.adam_beta2)
+                rates = (matrix_rate, given.learning_rate, betas, given.weight_decay)
+                self.optimizer = MuonAndAdamW(model or self.model, *rates)
+            return super().create_optimizer(model)
 
         def log(self, logs: dict[str, float], *rest: Any, **options: Any) -> None:
             if "loss" in logs and self.asked:
@@ -73,11 +87,12 @@ def train(given: argparse.Namespace) -> None:
     settings = _settings(given, on_gpu)
     checkpoint = _last_checkpoint(given.out / "checkpoints")
     per_step = given.batch * given.accumulate * settings.world_size
-    trainer = trainer_class()(
+    trainer = trainer_class(given.muon)(
         model=model,
         args=settings,
         train_dataset=Rows(
-            mixture, writer, _steps_of(checkpoint) * per_step, given.steps * per_step
+            *(mixture, writer, _steps_of(checkpoint) * per_step, given.steps * per_step),
+            step=per_step,
         ),
         data_collator=Collator(
             model, tokenizer.pad_token_id or 0, writer.anchors is not None, on_gpu
@@ -101,14 +116,13 @@ def _load(given: argparse.Namespace, on_gpu: bool) -> tuple[Any, Any, Writer]:
     model = AutoModelForCausalLM.from_pretrained(
         given.model, dtype=torch.float32, attn_implementation="sdpa"
     )
-    trained = _trained(given, model)
+    names = _names(given, model)
     folder.require_rotary(model)
-    folder.add_tokens(model, tokenizer, trained)
-    tokenizer.chat_template = folder.template_of(tokenizer, trained, given.chat_template)
-    writer = folder.writer(tokenizer, trained, given.max_tokens)
-    inner = "flex_attention" if on_gpu else "sdpa"
-    attention.register(inner)
-    model.set_attn_implementation(inner if writer.anchors is None else attention.NAME)
+    folder.add_tokens(model, tokenizer, names)
+    tokenizer.chat_template = folder.template_of(tokenizer, names, given.chat_template)
+    writer = folder.writer(tokenizer, names, given.max_tokens)
+    attention.register("flex_attention" if on_gpu else "sdpa")
+    model.set_attn_implementation(attention.NAME)
     return model, tokenizer, writer
 
 
@@ -129,7 +143,7 @@ def _settings(given: argparse.Namespace, on_gpu: bool) -> Any:
         save_steps=given.save_every,
         save_total_limit=2,
         seed=given.seed,
-        bf16=on_gpu,
+        bf16=on_gpu or given.bf16,
         use_cpu=not on_gpu,
         train_sampling_strategy="sequential",
         ignore_data_skip=True,  # `Rows` begins where the checkpoint ends
@@ -155,16 +169,15 @@ def _files(given: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-def _trained(given: argparse.Namespace, model: Any) -> folder.Trained:
+def _names(given: argparse.Namespace, model: Any) -> Names:
     """What the folder says, or the options of a model that says nothing yet."""
+    made = folder.names_for(
+        *(given.link_tokens, given.max_documents, given.chunk_tokens, given.anchor_tokens)
+    )
     said = folder.known(model.config)
-    compression = None
-    if given.anchor_tokens:
-        compression = folder.Compression(given.chunk_tokens, given.anchor_tokens)
     if said is None:
-        names = folder.names_for(given.link_tokens, given.max_documents)
-        return folder.Trained(names, compression)
-    return folder.Trained(said.names, said.compression or compression)
+        return made
+    return said if made.anchors is None else replace(said, anchors=made.anchors)
 
 
 def _with_lora(model: Any, rank: int) -> Any:
@@ -235,12 +248,14 @@ def parser() -> argparse.ArgumentParser:
     add("--accumulate", type=int, default=8, help="such batches make a step")
     add("--max-tokens", type=int, default=4096, help="of a row")
     add("--rate", type=float, default=5e-6)
+    add("--muon", type=float, default=0.0, metavar="RATE", help="Muon for matrices of layers")
     add("--warm-up", type=int, default=100, help="steps")
     add("--weight-decay", type=float, default=0.0)
     add("--seed", type=int, default=0)
     add("--save-every", type=int, default=500, help="steps")
     add("--log-every", type=int, default=20, help="steps")
     add("--checked", type=int, default=1000, help="lines of each file laid out before training")
+    add("--bf16", action="store_true", help="products in bfloat16 on a CPU, too")
     add("--cpu", action="store_true", help="even if there is a GPU")
     return parser
 

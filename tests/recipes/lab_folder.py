@@ -42,8 +42,7 @@ def model_and_writer(
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
-    compression = folder.Compression(8, anchor_tokens) if anchor_tokens else None
-    trained = folder.Trained(folder.names_for(link_tokens, max_documents), compression)
-    folder.add_tokens(model, tokenizer, trained)
-    tokenizer.chat_template = folder.template_of(tokenizer, trained, Path(TEMPLATE))
-    return model, folder.writer(tokenizer, trained, max_tokens)
+    names = folder.names_for(link_tokens, max_documents, 8, anchor_tokens)
+    folder.add_tokens(model, tokenizer, names)
+    tokenizer.chat_template = folder.template_of(tokenizer, names, Path(TEMPLATE))
+    return model, folder.writer(tokenizer, names, max_tokens)

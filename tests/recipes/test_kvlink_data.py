@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recipes.kvlink import folder
+from recipes.kvlink.batch import SORTED_STEPS, Rows
 from recipes.kvlink.examples import SHARES, DataError, Example, Mixture, parse, read
 from recipes.kvlink.folder import ModelError
 from tests.recipes.lab_folder import DOCUMENTS, MODEL, example, line, model_and_writer
@@ -115,14 +116,14 @@ def test_layers_with_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_tokenizer_that_lacks_a_promised_token_is_refused() -> None:
     from transformers import AutoTokenizer
 
-    trained = folder.Trained(folder.names_for(1, 2), folder.Compression(8, 2))
+    names = folder.names_for(1, 2, 8, 2)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    with pytest.raises(ModelError, match="promises the token"):
-        folder.writer(tokenizer, trained, 100)
-    names = ["<|kv_start|>", "<|kv_end|>", "<|link_1_1|>", "<|link_2_1|>"]
-    tokenizer.add_tokens(names, special_tokens=True)
-    with pytest.raises(ModelError, match="lacks an anchor token"):
-        folder.writer(tokenizer, trained, 100)
+    with pytest.raises(ModelError, match=r"promises the token '<.kv_start.>'"):
+        folder.writer(tokenizer, names, 100)
+    tokens = ["<|kv_start|>", "<|kv_end|>", "<|link_1_1|>", "<|link_2_1|>"]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    with pytest.raises(ModelError, match=r"promises the token '<.anchor_1.>'"):
+        folder.writer(tokenizer, names, 100)
 
 
 def test_new_tokens_are_rows_of_the_embedding() -> None:
@@ -131,9 +132,7 @@ def test_new_tokens_are_rows_of_the_embedding() -> None:
     assert rows >= len(writer.tokenizer)
     assert rows % 64 == 0
     assert model.config.vocab_size == rows
-    assert folder.known(model.config) == folder.Trained(
-        folder.names_for(5, 8), folder.Compression(8, 4)
-    )
+    assert folder.known(model.config) == folder.names_for(5, 8, 8, 4)
 
 
 def test_a_contradicting_folder_is_refused() -> None:
@@ -180,8 +179,33 @@ def test_the_template_keeps_the_models_own_behind_the_documents() -> None:
     class Tokenizer:
         chat_template = "own"
 
-    trained = folder.Trained(folder.names_for(3, 2), None)
-    found = folder.template_of(Tokenizer(), trained, None)
+    found = folder.template_of(Tokenizer(), folder.names_for(3, 2), None)
     assert found.endswith("own")
     assert "set link_tokens = 3" in found
     assert "for message in" not in found
+
+
+def test_rows_of_a_step_are_about_equally_long() -> None:
+    _, writer = model_and_writer(1)
+    data = [example(documents=DOCUMENTS[: 1 + number % 3]) for number in range(7)]
+    mixture = Mixture({"qa": data}, {"qa": 1.0}, seed=0)
+    step, window = 4, 4 * SORTED_STEPS
+    given = Rows(mixture, writer, 0, 2 * window, step)
+    rows = [given[number] for number in range(len(given))]
+    lengths = [len(row) for row in rows]
+    assert lengths[:window] == sorted(lengths[:window])
+    assert lengths[window:] == sorted(lengths[window:])
+    drawn = [writer.row(mixture.draw(number)).token for number in range(window)]
+    assert sorted(row.token for row in rows[:window]) == sorted(drawn), "each is drawn once"
+    later = Rows(mixture, writer, window + 3, 5, step)
+    assert [later[i].token for i in range(5)] == [rows[window + 3 + i].token for i in range(5)]
+
+
+def test_new_tokens_can_be_told_apart() -> None:
+    model, writer = model_and_writer(2, 4, max_documents=3)
+    known = writer.tokenizer.get_vocab()["<|kv_start|>"]
+    rows = model.get_input_embeddings().weight.detach()
+    new = rows[known : len(writer.tokenizer)]
+    apart = torch.cdist(new, new) + torch.eye(len(new)) * 9
+    old = rows[20:known]
+    assert apart.min() > torch.cdist(old, old).median() / 2

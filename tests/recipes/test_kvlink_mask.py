@@ -188,3 +188,14 @@ def test_flex_attention_gets_the_same_mask() -> None:
         torch.tensor(0), torch.tensor(0), index[:, None], torch.arange(2 * length)[None]
     )
     assert torch.equal(of_blocks, mask.seen(places, True)[0, 0])
+
+
+def test_short_rows_are_computed_as_torch_computes_long_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, writer = model_and_writer(1, anchor_tokens=4)
+    rows = [writer.row(example())]
+    found = logits_of(model, rows, has_anchors=True)
+    monkeypatch.setattr(attention, "SHORT", 0)
+    monkeypatch.setattr(attention, "products", None)
+    assert (logits_of(model, rows, has_anchors=True) - found).abs().max() < CLOSE

@@ -88,7 +88,7 @@ def test_a_stopped_training_ends_with_the_same_weights_and_serves(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train.main(arguments(data, tmp_path / "whole"))
-    whole_class = train.trainer_class()
+    whole_class = train.trainer_class(0.0)
 
     class Stopping(whole_class):  # type: ignore[misc, valid-type]
         def training_step(self, *given: Any, **options: Any) -> Any:
@@ -97,7 +97,7 @@ def test_a_stopped_training_ends_with_the_same_weights_and_serves(
             return super().training_step(*given, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "trainer_class", lambda: Stopping)
+        patched.setattr(train, "trainer_class", lambda _: Stopping)
         with pytest.raises(_Stopped):
             train.main(arguments(data, tmp_path / "stopped"))
     train.main(arguments(data, tmp_path / "stopped"))
@@ -168,10 +168,10 @@ def test_the_picture_has_loss_and_accuracy(tmp_path: Path) -> None:
 
 
 def test_a_folder_says_what_it_was_trained_for() -> None:
-    trained = folder.Trained(folder.names_for(5, 8), folder.Compression(16, 4))
-    assert trained.block()["anchors"] == {
+    names = folder.names_for(5, 8, 16, 4)
+    assert names.block()["anchors"] == {
         "chunk_tokens": 16,
         "anchor_tokens": 4,
         "anchor_token": "<|anchor_{index}|>",
     }
-    assert "anchors" not in folder.Trained(trained.names, None).block()
+    assert "anchors" not in folder.names_for(5, 8).block()

@@ -5,7 +5,8 @@
 
 A document, with its start and end token, attends to itself only, from position 0 on. Everything
 else attends to all that stands in front of it. K may be 0 (Block-Attention). The layout is that of
-KVLink (Yang et al., 2025); the model's `config.json` says what the tokens are called.
+KVLink (Yang et al., 2025); the model's `config.json` says what the tokens are called. With anchors,
+every document is compressed: anchors stand in the place of its text (`anchors.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, Self
+
+from vllm_segreuse.documents.anchors import AnchorNames, Anchors
 
 KEY = "segreuse"
 """Of `config.json`."""
@@ -71,6 +74,7 @@ class Names:
         max_documents: of a prompt; there are link tokens for so many.
         document_start, document_end: special tokens around a document.
         link_token: of a link token, with `{document}` and `{index}`, both from 1.
+        anchors: of compressed documents; None: documents are whole.
     """
 
     link_tokens: int
@@ -78,6 +82,7 @@ class Names:
     document_start: str
     document_end: str
     link_token: str
+    anchors: AnchorNames | None = None
 
     @classmethod
     def of_config(cls, value: Any) -> Self | None:
@@ -90,11 +95,11 @@ class Names:
             return None
         if not isinstance(value, Mapping):
             raise LayoutError(f"{KEY} in config.json is {value!r}, and must be a mapping")
+        given = {"anchors": None, **value}
         known = {field.name for field in fields(cls)} | {"isolated_documents"}
-        if wrong := sorted(known ^ value.keys()):
+        if wrong := sorted(known ^ given.keys()):
             fault = "lacks" if wrong[0] in known else "has the unknown key"
             raise LayoutError(f"{KEY} in config.json {fault} {wrong[0]!r}")
-        given = dict(value)
         if given.pop("isolated_documents") is not True:
             raise LayoutError(f"{KEY}.isolated_documents in config.json must be true")
         for name in ("link_tokens", "max_documents"):
@@ -107,18 +112,31 @@ class Names:
         for name in ("document_start", "document_end", "link_token"):
             if not isinstance(given[name], str) or not given[name]:
                 raise LayoutError(f"{KEY}.{name}={given[name]!r} in config.json must be a text")
+        try:
+            if given["anchors"] is not None:
+                given["anchors"] = AnchorNames.parse(given["anchors"])
+        except ValueError as error:
+            raise LayoutError(f"{KEY}.anchors in config.json {error}") from None
         names = cls(**given)
         if names.link_tokens * names.max_documents > MOST_TOKENS:
             raise LayoutError(f"{KEY} in config.json wants more than {MOST_TOKENS} link tokens")
         return names
 
+    def block(self) -> dict[str, Any]:
+        """What `of_config` reads."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        block = {"isolated_documents": True, **said}
+        block["anchors"] = None if self.anchors is None else self.anchors._asdict()
+        return {key: value for key, value in block.items() if value is not None}
+
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """All of its tokens: start, end, then the links of each document."""
+        """All of its tokens: start, end, the links of each document, then the anchors."""
         indices = range(1, self.link_tokens + 1)
         numbers = range(1, self.max_documents + 1)
         links = (self.link(number, index) for number in numbers for index in indices)
-        return (self.document_start, self.document_end, *links)
+        anchors = () if self.anchors is None else self.anchors.texts
+        return (self.document_start, self.document_end, *links, *anchors)
 
     def link(self, document: int, index: int) -> str:
         """The link token of a document and index, both from 1."""
@@ -150,7 +168,11 @@ class Names:
             tuple(rest[d * self.link_tokens : (d + 1) * self.link_tokens])
             for d in range(self.max_documents)
         )
-        return Layout(start, end, per_document)
+        anchors = None
+        if self.anchors is not None:
+            of_chunk = tuple(rest[self.max_documents * self.link_tokens :])
+            anchors = Anchors(self.anchors.chunk_tokens, of_chunk)
+        return Layout(start, end, per_document, anchors)
 
 
 @dataclass(frozen=True)
@@ -160,16 +182,23 @@ class Layout:
     Attributes:
         start, end: around each document.
         links: behind the n-th document of a prompt, for each n.
+        anchors: what documents consist of; None: of text.
     """
 
     start: int
     end: int
     links: tuple[tuple[int, ...], ...]
+    anchors: Anchors | None = None
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """All of its tokens."""
-        return frozenset((self.start, self.end, *(link for links in self.links for link in links)))
+        """All of its tokens, which no text may hold."""
+        return self._around | frozenset(self.anchors.tokens if self.anchors else ())
+
+    @cached_property
+    def _around(self) -> frozenset[int]:
+        links = (link for links in self.links for link in links)
+        return frozenset((self.start, self.end, *links))
 
     def spans(self, tokens: Sequence[int]) -> tuple[Span, ...]:
         """The documents of a prompt, in order.
@@ -177,7 +206,7 @@ class Layout:
         Raises:
             LayoutError: the prompt is not laid out as the model was trained; says where.
         """
-        places = deque(i for i, token in enumerate(tokens) if token in self.special)
+        places = deque(i for i, token in enumerate(tokens) if token in self._around)
         spans: list[Span] = []
         while places:
             start = places.popleft()
@@ -205,10 +234,29 @@ class Layout:
             spans.append(Span(start, stop))
         if spans and spans[-1].stop == len(tokens):
             raise LayoutError("the prompt ends with a document: add a question")
+        if self.anchors is not None:
+            self._check_anchors(tokens, spans)
         return tuple(spans)
+
+    def _check_anchors(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:
+        """Documents consist of anchors, and nothing else has any."""
+        assert self.anchors is not None
+        anchors = frozenset(self.anchors.tokens)
+        inside = {place for start, stop in spans for place in range(start + 1, stop - 1)}
+        for number, (start, stop) in enumerate(spans, 1):
+            if not anchors.issuperset(tokens[start + 1 : stop - 1]):
+                raise LayoutError(
+                    f"document {number} is a text, and the model reads compressed documents only: "
+                    "add it to a knowledge base, and name its base and id"
+                )
+        for place, token in enumerate(tokens):
+            if token in anchors and place not in inside:
+                raise self._misplaced(token, place, "outside of a document")
 
     def _misplaced(self, token: int, place: int, where: str) -> LayoutError:
         kinds = {self.start: "a start token", self.end: "an end token"}
+        if self.anchors is not None:
+            kinds |= dict.fromkeys(self.anchors.tokens, "an anchor token")
         return LayoutError(
             f"token {place} of the prompt is {kinds.get(token, 'a link token')} {where}: texts "
             "must not contain the special tokens of documents"
