@@ -12,9 +12,10 @@ from vllm.v1.request import Request
 
 from tests.compat.managed import SIZE, Managed, ids
 from vllm_segreuse.cache.frozen import FrozenPart
-from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.cache.tracked import Kept, TrackedRequest
 from vllm_segreuse.compression import Compression
-from vllm_segreuse.plan import CopyOrder, Gather, PlanOutcome, Probed, ScoreOrder
+from vllm_segreuse.config import ParsedRequest
+from vllm_segreuse.plan import AnchorOrder, CopyOrder, Gather, PlanOutcome, Probed, ScoreOrder
 
 DOCUMENT = [*range(100, 100 + 3 * SIZE)]
 
@@ -26,14 +27,19 @@ class World:
         self.parts: dict[tuple[str, int], list[FrozenPart]] = {}
         self.compression = Compression(self.managed.pool, self.entries, SIZE)
 
-    def _compressed(self, name: str, namespace: int) -> list[FrozenPart] | None:
+    def _compressed(
+        self, name: str, namespace: int, so_far: bool = False
+    ) -> list[FrozenPart] | None:
         return self.parts.get((name, namespace))
 
-    def ordered(self, tokens: list[int], score: Any = None, copy: Any = None) -> TrackedRequest:
+    def ordered(
+        self, tokens: list[int], score: Any = None, copy: Any = None, anchors: Any = None
+    ) -> TrackedRequest:
         request = self.managed.request(tokens)
         tracked = self.managed.tracked(request)
         tracked.bypass = "knowledge_base"
-        self.compression.order(tracked, request, score, copy)
+        asked = ParsedRequest(None, Mock(), score=score, copy=copy, anchors=anchors)
+        self.compression.order(tracked, request, asked)
         return tracked
 
 
@@ -101,7 +107,7 @@ def test_a_copy_is_taken_from_the_blocks_of_its_source(world: World) -> None:
     found = tracked.finder.find(tracked.prompt, 0, 8)
     assert found.pieces.block.tolist() == [blocks[0], blocks[1], blocks[2]]
     assert found.pieces.position.tolist() == [1, SIZE + 1, 3 * SIZE - 1]
-    assert (tracked.kept_tokens, tracked.min_reused_tokens) == (4, 1)
+    assert (tracked.kept, tracked.min_reused_tokens) == (Kept(4, 4), 1)
     segments: Any = None
     assert tracked.make_recipe(np.array([True, False]), segments).always.tolist() == [False, True]
 
@@ -121,6 +127,20 @@ def test_another_text_is_no_source(world: World) -> None:
     other[0] += 1
     tracked = world.ordered([5] * 5, copy=CopyOrder(other, [SIZE]).encode())
     assert tracked.finder.find(tracked.prompt, 0, 4).num_tokens == 0
+
+
+def test_anchors_are_kept_behind_those_of_earlier_chunks(world: World) -> None:
+    kept = np.array([21, 22], np.int32)
+    prompt = [1, 21, 22, *DOCUMENT[:SIZE], 21, 22]
+    here = world.managed.tracked(world.managed.request(prompt)).prompt.namespace
+    world.parts["a-chunks", here] = [FrozenPart(here, [5], None, kept, 1)]
+    tracked = world.ordered(prompt, anchors=AnchorOrder("a-chunks", 2, 2).encode())
+    found = tracked.finder.find(tracked.prompt, 0, len(prompt) - 1)
+    assert found.pieces.rows() == [[1, 2, 5, 1, 1]]
+    assert (tracked.kept, tracked.exact_stop) == (Kept(2, 2), 0)
+    assert (tracked.bypass, tracked.donates, tracked.required) == (None, False, True)
+    segments: Any = None
+    assert tracked.make_recipe(np.array([True, False]), segments).always.tolist() == [False, True]
 
 
 def naming(world: World, request: Request) -> TrackedRequest:

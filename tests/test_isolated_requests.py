@@ -9,7 +9,10 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
+from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.isolated import IsolatedRequests, private_keys
 
@@ -21,14 +24,16 @@ PROMPT = [1, 2, 100, 5, 6, 101, 3]
 class World:
     """One document is resident as blocks 7 and 8, if they are known in the namespace."""
 
-    def __init__(self, max_tokens: int = 99) -> None:
+    def __init__(self, max_tokens: int = 99, layout: Layout = LAYOUT) -> None:
         self.resident, self.known = False, True
         self.pinned: list[int] = []
         index: Any = SimpleNamespace(
             block_size=SIZE, missing=lambda namespace, blocks: np.arange(0 if self.known else 1)
         )
         pool: Any = self
-        self.requests = IsolatedRequests(LAYOUT, pool, index, max_tokens, capacity=9)
+        self.entries: dict[tuple[str, int], list[FrozenPart]] = {}
+        entries: Any = SimpleNamespace(compressed=lambda *key: self.entries.get(key))
+        self.requests = IsolatedRequests(layout, pool, index, entries, max_tokens, capacity=9)
 
     def resident_blocks(self, request: Request, first: int, last: int) -> Any:
         return np.full(last - first, 7 if self.resident else -1, np.int32)
@@ -135,3 +140,61 @@ def test_text_without_documents_is_none_of_it() -> None:
 
 def test_private_keys_are_nobodys() -> None:
     assert private_keys() != private_keys()
+
+
+# Compressed documents.
+
+COMPRESSED = Layout(100, 101, ((), ()), Anchors(4, (140, 141)))
+ANCHORED = [1, 2, 100, 140, 141, 101, 100, 140, 101, 3]
+
+
+def name(world: World, *names: str, prompt: list[int] = ANCHORED) -> TrackedRequest:
+    request = Request("mine", prompt, SamplingParams(), None)
+    assert world.requests.arrived(request)
+    assert world.requests.has_documents("mine")
+    no_contexts = np.zeros((0, 2), np.uint64)
+    tracked: Any = SimpleNamespace(
+        prompt=Prompt(3, np.array(prompt, np.int32), contexts=lambda blocks: no_contexts)
+    )
+    world.requests.name(tracked, request, names)
+    tracked.request = request
+    return tracked  # type: ignore[no-any-return]
+
+
+def frozen(world: World) -> None:
+    for entry, block, tokens in (("a", 5, [100, 140, 141, 101]), ("b", 6, [100, 140, 101])):
+        world.entries[entry, 3] = [FrozenPart(3, [block], None, np.array(tokens, np.int32))]
+
+
+def test_documents_that_are_named_are_those_of_their_entries() -> None:
+    world = World(layout=COMPRESSED)
+    frozen(world)
+    assert world.requests.compressed
+    tracked: Any = name(world, "a", "b")
+    assert not world.requests.waits(tracked.request, 0, None)
+    found = tracked.finder.find(tracked.prompt, 0, 9)
+    assert found.pieces.rows() == [[2, 4, 5, 0, 0], [6, 3, 6, 0, 0]]
+    assert tracked.finder.is_exact
+    assert tracked.exact_stop == 2, "anchors of all documents look alike"
+    assert world.requests.take_failed() == []
+
+
+@pytest.mark.parametrize(
+    "names", [("a",), ("a", "b", "b"), ("b", "a"), ("a", "unknown"), ()], ids=str
+)
+def test_other_documents_than_those_of_the_prompt_end_the_request(names: tuple[str, ...]) -> None:
+    world = World(layout=COMPRESSED)
+    frozen(world)
+    tracked: Any = name(world, *names)
+    assert world.requests.waits(tracked.request, 0, None)
+    assert world.requests.take_failed() == ["mine"]
+    assert world.requests.cold.take() == [], "there is no text to compute"
+
+
+def test_a_named_document_of_another_namespace_is_not_there() -> None:
+    world = World(layout=COMPRESSED)
+    frozen(world)
+    world.entries["a", 4] = world.entries.pop(("a", 3))
+    tracked: Any = name(world, "a", "b")
+    assert world.requests.waits(tracked.request, 0, None)
+    assert world.requests.take_failed() == ["mine"]

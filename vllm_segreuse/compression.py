@@ -4,8 +4,9 @@
     compute   context and chunk as an ordinary prompt: exact blocks
     score     the same blocks, and the chunk once more, which probes them      (`ScoreOrder`)
     copy      the kept tokens of these blocks, as the first tokens of a prompt (`CopyOrder`)
+    anchors   a chunk behind the anchors of those before it, its own are kept (`AnchorOrder`)
 
-Both orders are plans as others are: the workers move KV, and choose tokens by the attention that
+All orders are plans as others are: the workers move KV, and choose tokens by the attention that
 probes pay, as they do for any policy.
 """
 
@@ -13,16 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder
+from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder, PartsFinder
 from vllm_segreuse.cache.contexts import known_until
 from vllm_segreuse.cache.frozen import FrozenPool
-from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.cache.tracked import Kept, TrackedRequest
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
+from vllm_segreuse.config import ParsedRequest
 from vllm_segreuse.plan import (
+    AnchorOrder,
     BoolArray,
     CopyOrder,
     Gather,
@@ -78,29 +82,38 @@ class Compression:
 
     # Requests that make them.
 
-    def order(self, tracked: TrackedRequest, request: Request, score: object, copy: object) -> None:
+    def order(self, tracked: TrackedRequest, request: Request, parsed: ParsedRequest) -> None:
         """A request of the server's own has arrived with an order.
 
         Raises:
             ValueError: it is none.
         """
-        tokens = tracked.prompt.tokens
-        if score is not None:
-            chosen = ScoreOrder.parse(score)
+        tracked.make_recipe = _copying
+        if parsed.score is not None:
+            chosen = ScoreOrder.parse(parsed.score)
             self._scores[tracked.request_id] = chosen
-            source, positions = tokens[: chosen.stop], np.arange(chosen.stop)
+            source = tracked.prompt.tokens[: chosen.stop]
+            tracked.finder = self._copies(request, source, np.arange(chosen.stop))
             tracked.make_recipe = _probing(chosen)
             tracked.explains = True
-        else:
-            copied = CopyOrder.parse(copy)
+        elif parsed.copy is not None:
+            copied = CopyOrder.parse(parsed.copy)
             source, positions = np.asarray(copied.source), np.asarray(copied.kept)
-            tracked.make_recipe = _copying
-            tracked.kept_tokens = len(copied.kept)
-        tracked.finder = CopyFinder(self._resident(request, source), positions, self._block_size)
+            tracked.finder = self._copies(request, source, positions)
+            tracked.kept = Kept(len(positions), len(positions))
+        else:
+            order, namespace = AnchorOrder.parse(parsed.anchors), tracked.prompt.namespace
+            parts = partial(self._entries.compressed, order.entry, namespace, so_far=True)
+            tracked.finder = PartsFinder(parts, order.copied, self._block_size)
+            tracked.kept = Kept(order.kept, order.copied)
+            tracked.exact_stop = 0  # no prefix hit, which would not be the parts
         tracked.policy = POLICY
         tracked.bypass, tracked.donates, tracked.required = None, False, True
         tracked.restores = False  # its own prefix is not what the order says
         tracked.min_reused_tokens = 1
+
+    def _copies(self, asker: Request, source: IntArray, positions: IntArray) -> CopyFinder:
+        return CopyFinder(self._resident(asker, source), positions, self._block_size)
 
     def _resident(self, asker: Request, source: IntArray) -> Callable[[], IntArray]:
         """Blocks of a prompt that was computed by the server itself, with its filler."""

@@ -51,7 +51,9 @@ EXTRA_KEYS = "extra_keys"
 OPTION_PREFIX = "segreuse_"
 """Prefix that sets our per-request options apart from those of others in `extra_args`."""
 
-ORDERS = FREEZE, SCORE, COPY = tuple(OPTION_PREFIX + it for it in ("freeze", "score", "copy"))
+ORDERS = FREEZE, SCORE, COPY, ANCHORS = tuple(
+    OPTION_PREFIX + it for it in ("freeze", "score", "copy", "anchors")
+)
 """Set by the server itself while it ingests documents; clients may not."""
 
 DOCUMENTS = OPTION_PREFIX + "documents"
@@ -490,7 +492,7 @@ class ParsedRequest(NamedTuple):
         extra_keys: the request's namespace, or None: it neither reuses nor donates.
         options: resolved options of the request.
         freeze: the server's own order to freeze its blocks (`plan.FreezeOrder.encode`).
-        score, copy: its orders to compress a document (`plan/compression.py`), encoded.
+        score, copy, anchors: its orders to compress a document (`plan/compression.py`), encoded.
         documents: compressed documents that the request names, in the order of its prompt.
     """
 
@@ -499,7 +501,13 @@ class ParsedRequest(NamedTuple):
     freeze: str | None = None
     score: object = None
     copy: object = None
+    anchors: object = None
     documents: tuple[str, ...] = ()
+
+    @property
+    def compresses(self) -> bool:
+        """Whether it is a request that compresses a document."""
+        return any(order is not None for order in (self.score, self.copy, self.anchors))
 
 
 def parse_request(
@@ -520,11 +528,12 @@ def parse_request(
     if not extra_args:
         return ParsedRequest(None, config.request_defaults())
     own = {key: value for key, value in extra_args.items() if str(key).startswith(OPTION_PREFIX)}
-    freeze, score, copy = (own.pop(key, None) if trusted else None for key in ORDERS)
+    freeze, score, copy, anchors = (own.pop(key, None) if trusted else None for key in ORDERS)
     documents = parse_documents(own.pop(DOCUMENTS, None))
     extra_keys = parse_extra_keys(extra_args.get(EXTRA_KEYS), trusted=trusted)
+    orders = (freeze, score, copy, anchors, documents)
     if not own:
-        return ParsedRequest(extra_keys, config.request_defaults(), freeze, score, copy, documents)
+        return ParsedRequest(extra_keys, config.request_defaults(), *orders)
     fields = config._request_values()
     for key, value in own.items():
         name = key.removeprefix(OPTION_PREFIX)
@@ -542,7 +551,7 @@ def parse_request(
             OPTION_PREFIX + "similarity",
             f"{OPTION_PREFIX}similarity=True must be false: the server has no option `similarity`",
         )
-    return ParsedRequest(extra_keys, options, freeze, score, copy, documents)
+    return ParsedRequest(extra_keys, options, *orders)
 
 
 def parse_documents(value: object) -> tuple[str, ...]:

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from vllm.logger import init_logger
 
+from vllm_segreuse.cache.contexts import known_until
+from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.isolated import IsolatedDocument, IsolatedFinder
+from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.cold_documents import ColdDocuments
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import EXTRA_KEYS
@@ -64,6 +68,7 @@ class IsolatedRequests:
         layout: of prompts.
         pool: vLLM's blocks.
         index: which blocks a namespace knows.
+        entries: compressed documents.
         max_tokens: longest prompt, its answer included.
         capacity: blocks that requests can have.
     """
@@ -73,15 +78,26 @@ class IsolatedRequests:
         layout: Layout,
         pool: SegmentBlockPool,
         index: SegmentIndex,
+        entries: FrozenPool,
         max_tokens: int,
         capacity: int,
     ) -> None:
         self._layout = layout
         self._pool = pool
         self._index = index
+        self._entries = entries
         self._max_tokens = max_tokens
         self._asked: dict[str, _Asked] = {}
         self.cold: ColdDocuments[Request] = ColdDocuments(pool, capacity, self._alone)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether all documents are: anchors stand for them, and knowledge bases make these."""
+        return self._layout.anchors is not None
+
+    def has_documents(self, request_id: str) -> bool:
+        """Whether a request that has not ended has documents."""
+        return request_id in self._asked
 
     def arrived(self, request: Request) -> bool:
         """Whether a request has documents."""
@@ -115,6 +131,34 @@ class IsolatedRequests:
             documents.append(IsolatedDocument(start, stop, alone, resident))
         asked.finder = IsolatedFinder(documents, size)
         return asked.finder
+
+    def name(self, tracked: TrackedRequest, request: Request, names: Sequence[str]) -> None:
+        """A request with compressed documents has arrived; it names their entries, in order."""
+        asked, size = self._asked[request.request_id], self._index.block_size
+        if len(names) != len(asked.spans):
+            self.fail(request, f"it has {len(asked.spans)} documents, and names {len(names)}")
+        documents = [
+            IsolatedDocument(start, stop, (), self._frozen(tracked, name, start, stop))
+            for name, (start, stop) in zip(names, asked.spans, strict=False)
+        ]
+        tracked.finder = asked.finder = IsolatedFinder(documents, size)
+        # Anchors of all documents look alike: what is behind them has no name.
+        tracked.exact_stop = stop = asked.spans[0].start
+        contexts = known_until(tracked.prompt.contexts, stop, size)
+        tracked.prompt = replace(tracked.prompt, contexts=contexts)
+
+    def _frozen(
+        self, tracked: TrackedRequest, name: str, start: int, stop: int
+    ) -> Callable[[], IntArray | None]:
+        tokens, namespace = tracked.prompt.tokens[start:stop], tracked.prompt.namespace
+
+        def resident() -> IntArray | None:
+            parts = self._entries.compressed(name, namespace) or ()
+            if len(parts) != 1 or tokens.tolist() != np.asarray(parts[0].tokens).tolist():
+                return None
+            return np.asarray(parts[0].block_ids, np.int32)
+
+        return resident
 
     def _resident(self, asked: _Asked, tokens: tuple[int, ...]) -> Callable[[], IntArray | None]:
         alone = self._alone("", asked.request, tokens)
@@ -151,6 +195,9 @@ class IsolatedRequests:
             return True
         if not finder.missing(start):
             return False
+        if self.compressed:
+            self.fail(request, "a compressed document that it names is not in the cache")
+            return True
         tokens, size = request.prompt_token_ids or (), self._index.block_size
         needed = blocks_needed(tokens, asked.spans, size, request.num_tokens)
         name, documents = request.request_id, finder.behind(start)

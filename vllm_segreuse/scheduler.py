@@ -232,7 +232,7 @@ class SchedulerSide:
         if layout is not None:
             longest = vllm_config.model_config.max_model_len
             capacity = num_blocks - kv_cache_manager.watermark_blocks
-            self._isolated = IsolatedRequests(layout, pool, index, longest, capacity)
+            self._isolated = IsolatedRequests(layout, pool, index, entries, longest, capacity)
         listeners = [self._donors, self._freezing, *([self._tier] if self._tier else [])]
         if self._isolated is not None:
             listeners.insert(0, self._isolated.cold)  # releases frozen blocks, too
@@ -308,16 +308,20 @@ class SchedulerSide:
         if self._isolated is not None:
             tracked.min_reused_tokens = 1  # all that it reuses is exact
         if self._isolated is not None and has_documents:
-            tracked.finder = self._isolated.finder(request, extra_keys, namespace)
+            if self._isolated.compressed:
+                self._isolated.name(tracked, request, parsed.documents)
+            else:
+                tracked.finder = self._isolated.finder(request, extra_keys, namespace)
             tracked.make_recipe, tracked.policy = isolated.recipe, LINK
             tracked.max_drift = math.inf
             tracked.required, tracked.restores = True, False
         if self._isolated is not None and isolated.is_private(extra_keys):
             tracked.donates = tracked.restores = False
-        if parsed.score is not None or parsed.copy is not None:
-            self._compression.order(tracked, request, parsed.score, parsed.copy)
+        if parsed.compresses:
+            self._compression.order(tracked, request, parsed)
         elif parsed.documents:
-            self._compression.name(tracked, parsed.documents)
+            if not has_documents:
+                self._compression.name(tracked, parsed.documents)
             self._freezing.asked_for(prompt, parsed.documents)
         self._adapters.note(request)
         if options.explain:
@@ -471,7 +475,8 @@ class SchedulerSide:
             return  # it says nothing about anybody's requests
         if tracked is None:
             return
-        if self._isolated is not None and _is_wrong(tracked, outcome):
+        asks = self._isolated is not None and self._isolated.has_documents(request.request_id)
+        if self._isolated is not None and asks and _is_wrong(tracked, outcome):
             self._isolated.fail(request, "its plan failed, and was computed in full")
             return
         self._accounts.carried_out(tracked, request, outcome)

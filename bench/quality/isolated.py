@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from bench import engine, harness
 from bench.quality import language
@@ -29,6 +29,9 @@ UNTRAINED = {
     "link_token": "<|link_{document}_{index}|>",
 }
 """The lab's model as if it had been trained so. Its documents begin with `<doc>` anyway."""
+
+
+A = TypeVar("A")
 
 
 class Asked(NamedTuple):
@@ -118,8 +121,16 @@ def outcome(example: Example, output: Any, ttft_ms: float | None, work: float) -
 
 
 @contextmanager
-def isolated_engine(model: Path, **arguments: Any) -> Iterator[Isolated]:
-    """A model with documents computed alone, served."""
+def isolated_engine(
+    model: Path, asker: Callable[[Any, Layout], A], **arguments: Any
+) -> Iterator[A]:
+    """A model with documents computed alone, served.
+
+    Args:
+        asker: asks it; `Isolated` as a rule.
+    """
+    if not (model / "model.safetensors").is_file():
+        raise harness.BenchError(f"no model at {model}: train one, see docs/trained-models.md")
     engine.prepare_environment(KV_SPACE_GIB)
     with engine.engine(
         model,
@@ -130,7 +141,7 @@ def isolated_engine(model: Path, **arguments: Any) -> Iterator[Isolated]:
         enforce_eager=True,
         **arguments,
     ) as llm:
-        yield Isolated(llm, layout_of(model))
+        yield asker(llm, layout_of(model))
 
 
 class Isolated:
@@ -150,22 +161,31 @@ class Isolated:
         Raises:
             BenchError: documents were not reused as they should have been.
         """
+        prompts, given = zip(*self.prepared(examples), strict=True)
+        words = [len(example.answer) for example in examples]
+        answers = generate_all(self.llm, prompts, words, given, timed)
+        found = []
+        for example, prompt, (output, ms) in zip(examples, prompts, answers, strict=True):
+            share = self._require_exact(output)["computed_share"]
+            found.append(outcome(example, output, ms, share * self.share_of(example, prompt)))
+        return found
+
+    def prepared(self, examples: Sequence[Example]) -> list[tuple[list[int], Mapping[str, Any]]]:
+        """Prompt of each example and what its request says, once its documents are computed."""
         names = [f"example {self._asked + number}" for number in range(len(examples))]
         self._asked += len(examples)
         keys = [{"extra_keys": [name]} for name in names]
-        others, prompts = [], []
+        others = []
         for example in examples:
             documents = [language.encode(document) for document in example.documents]
             tail = language.encode(example.suffix[-1:])
             others.append(prompt_of(self.layout, [], documents[::-1], tail))
-            prompts.append(self.prompt(example))
-        words = [len(example.answer) for example in examples]
         generate_all(self.llm, others, [1] * len(others), keys)
-        answers = generate_all(self.llm, prompts, words, keys, timed)
-        return [
-            outcome(example, output, ms, self._require_exact(output)["computed_share"])
-            for example, (output, ms) in zip(examples, answers, strict=True)
-        ]
+        return [(self.prompt(one), key) for one, key in zip(examples, keys, strict=True)]
+
+    def share_of(self, example: Example, prompt: Sequence[int]) -> float:
+        """Length of a prompt, as a share of that with whole documents."""
+        return 1.0
 
     def prompt(self, example: Example) -> list[int]:
         """The example's prompt, without new text between documents."""
@@ -175,16 +195,20 @@ class Isolated:
 
     def difference(self, example: Example, reference: Reference, words: int = 32) -> float:
         """How far log-probabilities of `words` served words are from the reference's, at most."""
-        prompt = self.prompt(example)
-        self._asked += 1
-        keys = {"extra_keys": [f"example {self._asked}"]}
-        [(output, _)] = generate_all(self.llm, [prompt], [words], [keys])
+        [(prompt, given)] = self.prepared([example])
+        [(output, _)] = generate_all(self.llm, [prompt], [words], [given])
         self._require_exact(output)
         [answer] = output.outputs
         tokens = list(answer.token_ids)
-        wanted = reference.logprobs(prompt, tokens)
+        wanted = self.wanted(example, prompt, tokens, reference)
         found = [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
         return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+
+    def wanted(
+        self, example: Example, prompt: Sequence[int], answer: Sequence[int], reference: Reference
+    ) -> list[float]:
+        """Log-probabilities of an answer by the reference."""
+        return reference.logprobs(prompt, answer)
 
     def _require_exact(self, output: Any) -> dict[str, Any]:
         report = (output.kv_transfer_params or {}).get("segreuse")

@@ -3,9 +3,11 @@
 
 The lab's model is asked in full and under policies, on documents that were computed in other
 prompts. The models trained from it (`models/link0`, `link1`, `link5`) are asked the same examples,
-documents computed alone; so is the lab's model itself, as `untrained`. All through the engine, in
-float32, on seeds that no training has seen. `max_logprob_difference` is how far 32 served words are
-from the same model in plain torch with the mask written out, at most.
+documents computed alone; so is the lab's model itself, as `untrained`. Of `anchors50` and
+`anchors75`, anchors stand for documents, half or a quarter as long; `keep50` and `keep25` are the
+lab's model with that share of each document's tokens. `NAME_kv` is what is held of their KV. All
+through the engine, in float32, on seeds that no training has seen. `max_logprob_difference` is how
+far 32 served words are from the same model in plain torch with the mask written out, at most.
 
 `ttft_saving_5k`: a prompt with ten documents of 500 tokens, known and in a new order, on the
 8-layer shape with random weights; 1 less the ratio of medians, standard decoding in the same
@@ -26,9 +28,11 @@ from typing import Any
 
 from bench import engine, harness, shapes
 from bench.quality import language, seeds
+from bench.quality.condensed import AnchorReference, Condensed, Dropped
 from bench.quality.engine import FULL, Arm, lab_engine
 from bench.quality.isolated import (
     Asked,
+    Isolated,
     Reference,
     generate_all,
     isolated_engine,
@@ -43,6 +47,10 @@ from vllm_segreuse.documents.layout import KEY, Names
 
 MODELS = harness.REPOSITORY / "models"
 TRAINED = ("link0", "link1", "link5")
+CONDENSED = ("anchors50", "anchors75")
+DROPPED = {"keep50": 0.5, "keep25": 0.25}
+"""Share of the tokens that is kept of each document, by arm."""
+
 ARMS = (
     FULL,
     Arm("shift", {"policy": "shift"}),
@@ -97,15 +105,28 @@ def run(quick: bool) -> harness.SuiteResult:
     answers = _of_policies(drawn, load.timed)
     with tempfile.TemporaryDirectory() as folder:
         models = {"untrained": untrained(Path(folder))}
-        models |= {name: MODELS / name for name in TRAINED}
-        worst = 0.0
+        models |= {name: MODELS / name for name in (*TRAINED, *CONDENSED)}
+        worst, held = 0.0, {}
         for name, model in models.items():
-            answers[name], difference = _of_model(model, name, drawn, load)
+            asks = Condensed if name in CONDENSED else Isolated
+            with isolated_engine(model, asks, dtype=DTYPE) as served:
+                answers[name], difference = _of_model(served, model, name, drawn, load)
+                if isinstance(served, Condensed):
+                    held[f"{name}_kv"] = round(served.documents.held_share, 4)
             worst = max(worst, difference)
+        for name, keep in DROPPED.items():
+            with lab_engine(dtype=DTYPE) as lab:
+                dropped = Dropped(lab.llm, keep)
+                answers[name] = [
+                    one
+                    for examples, is_timed in _batches(drawn, load.timed, name)
+                    for one in dropped.ask(examples, is_timed)
+                ]
+                held[f"{name}_kv"] = round(dropped.documents.held_share, 4)
         saving = first_token_saving(Path(folder), load.rounds)
     rows, summary = figures([(one.task, one.kind) for one in drawn], answers)
     rows += saving["rows"]
-    summary |= {**saving["summary"], "max_logprob_difference": worst, "seeds": which}
+    summary |= {**saving["summary"], **held, "max_logprob_difference": worst, "seeds": which}
     return {"rows": rows, "summary": summary}
 
 
@@ -174,18 +195,14 @@ def _of_arm(
 
 
 def _of_model(
-    model: Path, name: str, drawn: Sequence[Example], load: Load
+    served: Isolated, model: Path, name: str, drawn: Sequence[Example], load: Load
 ) -> tuple[list[Asked], float]:
     """Of a model with documents computed alone, and its distance from the reference."""
-    if not (model / "model.safetensors").is_file():
-        raise harness.BenchError(f"no model at {model}: train one, see docs/trained-models.md")
-    reference = Reference(model)
+    reference = (AnchorReference if isinstance(served, Condensed) else Reference)(model)
     found: list[Asked] = []
-    with isolated_engine(model, dtype=DTYPE) as served:
-        for examples, is_timed in _batches(drawn, load.timed, name):
-            found += served.ask(examples, is_timed)
-        worst = max(served.difference(one, reference) for one in drawn[: load.compared])
-    return found, worst
+    for examples, is_timed in _batches(drawn, load.timed, name):
+        found += served.ask(examples, is_timed)
+    return found, max(served.difference(one, reference) for one in drawn[: load.compared])
 
 
 def first_token_saving(folder: Path, rounds: int) -> harness.SuiteResult:

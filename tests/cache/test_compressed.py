@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cache.test_frozen import make, order
-from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder
+from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder, PartsFinder
 from vllm_segreuse.cache.copies import outside, rows, within
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import CopyOrder, Pieces, ScoreOrder
+from vllm_segreuse.plan import AnchorOrder, CopyOrder, Pieces, ScoreOrder
 
 SIZE = 4
 
@@ -253,3 +253,47 @@ def test_what_is_no_order_to_copy_is_refused(kept: list[int]) -> None:
 def test_an_order_survives_its_way(one: Any) -> None:
     parse: Callable[[Any], Any] = type(one).parse
     assert parse(one.encode()) == one
+
+
+# Parts so far.
+
+
+def test_what_was_kept_so_far_stands_behind_the_first_token() -> None:
+    parts = [
+        FrozenPart(0, [7], None, array(31, 32), 2),
+        FrozenPart(0, [8, 9], None, array(33, 34), 2 * SIZE - 1),
+    ]
+    prompt = Prompt(0, array(1, 31, 32, 33, 34, 5, 6, 7))
+    found = PartsFinder(lambda: parts, 4, SIZE).find(prompt, 0, 7)
+    assert copied(found.pieces.rows()) == {
+        1: (7, 2, 2),
+        2: (7, 3, 3),
+        3: (8, 3, 7),
+        4: (9, 0, 8),
+    }
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_of_what_was_kept_all_is_there_or_nothing(start: int, num_tokens: int) -> None:
+    parts = [FrozenPart(0, [7], None, array(31, 32))]
+    prompt = Prompt(0, array(1, 31, 32, 5, 6))
+    found = PartsFinder(lambda: parts, num_tokens, SIZE).find(prompt, start, 4)
+    assert found.num_tokens == (2 if (start, num_tokens) == (0, 2) else 0)
+    assert PartsFinder(lambda: None, 2, SIZE).find(prompt, 0, 4).num_tokens == 0
+
+
+def test_an_entry_that_is_not_whole_is_there_so_far() -> None:
+    pool = make()
+    pool.add(order("a", 0, 2), part(1, 2))
+    assert pool.compressed("a", 0) is None
+    assert len(pool.compressed("a", 0, so_far=True) or []) == 1
+    assert pool.compressed("a", 1, so_far=True) is None, "another namespace"
+    assert pool.compressed("b", 0, so_far=True) is None
+
+
+@pytest.mark.parametrize("value", [["", 0, 1], ["a", -1, 1], ["a", 0, 0], ["a", 0], 7])
+def test_an_order_to_keep_anchors_is_checked(value: Any) -> None:
+    assert AnchorOrder.parse(AnchorOrder("a", 0, 1).encode()) == AnchorOrder("a", 0, 1)
+    with pytest.raises((ValueError, TypeError)):
+        AnchorOrder.parse(value)

@@ -16,7 +16,7 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import Report
+from vllm_segreuse.cache.tracked import Kept, Report
 from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4
@@ -47,20 +47,31 @@ class World:
         self.index.insert(self.namespace, np.array(ids, np.int32), tokens, 0)
         prompt = Prompt(self.namespace, tokens)
         order = FreezeOrder(entry, part, parts, 0)
-        tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, kept_tokens=None)
+        tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, kept=None)
         return self.freezing.finish(tracked, ids)
 
-    def copy(self, entry: str, kept: int = SIZE + 1, recomputed: int = 0, **plan: Any) -> bool:
-        """A request that copies kept tokens ends; whether its report says so.
+    def copy(
+        self,
+        entry: str,
+        kept: int = SIZE + 1,
+        recomputed: int = 0,
+        first: int = 0,
+        copied: int | None = None,
+        **plan: Any,
+    ) -> bool:
+        """A request that keeps tokens ends; whether its report says so.
 
         Args:
             recomputed: tokens of it that the workers had to compute.
+            first: of the kept tokens.
+            copied: tokens that were to be copied; None: those that are kept.
             plan: what of its plan is not as it should be.
         """
         prompt = Prompt(self.namespace, np.arange(3 * SIZE, dtype=np.int32))
-        made = SimpleNamespace(**{"start": 0, "num_reused": kept, **plan})
-        order, report = FreezeOrder(entry, 0, 1, 0), Report(0, kept, recomputed, 2, 1, None)
-        about = {"kept_tokens": kept, "reason": None, "report": report}
+        copied = kept if copied is None else copied
+        made = SimpleNamespace(**{"start": 0, "num_reused": copied, **plan}) if copied else None
+        order, report = FreezeOrder(entry, 0, 1, first), Report(0, kept, recomputed, 2, 1, None)
+        about = {"kept": Kept(kept, copied), "reason": None, "report": report}
         tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, plan=made, **about)
         return self.freezing.finish(tracked, [0, 1, 2])
 
@@ -149,6 +160,20 @@ def test_kept_tokens_that_were_computed_as_a_text_are_not_frozen() -> None:
     assert not world.copy("doc", recomputed=1)
     assert world.state()["frozen"] == 0
     assert world.copy("doc")
+
+
+def test_kept_tokens_may_stand_behind_others() -> None:
+    """As anchors do behind their chunk; nothing is copied for those of the first one."""
+    world = World()
+    world.has_exact_names = False
+    assert world.copy("doc", kept=3, first=SIZE + 2, copied=2)
+    (part,) = world.pool.compressed("doc", world.namespace) or []
+    assert (part.block_ids, part.first) == ([1, 2], SIZE + 2)
+    assert np.asarray(part.tokens).tolist() == [SIZE + 2, SIZE + 3, SIZE + 4]
+    world.has_exact_names = True
+    assert not world.copy("other", copied=2), "an exact block holds no copies"
+    assert world.copy("other", kept=2, first=2, copied=0)
+    assert not world.copy("third", copied=2, num_reused=1)
 
 
 def test_what_the_frozen_pool_has_no_room_for_is_kept_whole() -> None:

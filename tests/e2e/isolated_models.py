@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import _write_tokenizer, make_model
+from vllm_segreuse.documents.anchors import AnchorNames
 from vllm_segreuse.documents.layout import Layout, Names
 
 MAX_DOCUMENTS = 4
 TEMPLATE = Path(__file__).parents[2] / "recipes/kvlink/chat_template.jinja"
 
 
-def names(link_tokens: int) -> dict[str, Any]:
-    return {
+def names(link_tokens: int, anchors: tuple[int, int] | None = None) -> dict[str, Any]:
+    """What config.json says.
+
+    Args:
+        anchors: tokens and anchors of a chunk; None: documents are not compressed.
+    """
+    found = {
         "isolated_documents": True,
         "link_tokens": link_tokens,
         "max_documents": MAX_DOCUMENTS,
@@ -26,20 +32,23 @@ def names(link_tokens: int) -> dict[str, Any]:
         "document_end": "<|kv_end|>",
         "link_token": "<|link_{document}_{index}|>",
     }
+    if anchors is not None:
+        found["anchors"] = AnchorNames(*anchors)._asdict()
+    return found
 
 
 @functools.cache
-def make_isolated(link_tokens: int, shape: str = "qwen3") -> Path:
+def make_isolated(
+    link_tokens: int, shape: str = "qwen3", anchors: tuple[int, int] | None = None
+) -> Path:
     """A copy of a test model whose last tokens are those of the layout."""
     folder = Path(tempfile.mkdtemp(prefix=f"isolated{link_tokens}-")) / "model"
     shutil.copytree(make_model(shape), folder)
-    said = Names.of_config(names(link_tokens))
+    block = names(link_tokens, anchors)
+    said = Names.of_config(block)
     assert said is not None
-    special = [said.document_start, said.document_end]
-    links = range(1, link_tokens + 1)
-    special += [said.link(d, i) for d in range(1, MAX_DOCUMENTS + 1) for i in links]
-    _write_tokenizer(folder, tuple(special))
-    config = json.loads((folder / "config.json").read_text()) | {"segreuse": names(link_tokens)}
+    _write_tokenizer(folder, said.texts)
+    config = json.loads((folder / "config.json").read_text()) | {"segreuse": block}
     (folder / "config.json").write_text(json.dumps(config))
     template = TEMPLATE.read_text().replace("LINK_TOKENS", str(link_tokens))
     (folder / "chat_template.jinja").write_text(template)

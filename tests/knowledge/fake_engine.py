@@ -38,7 +38,7 @@ class _Freezing(Freezing):
         return FrozenPart(prompt, block_ids, None)
 
     def compressed_part(self, tracked: Any, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
-        return FrozenPart(tracked.prompt, block_ids, None, tracked.kept_tokens)
+        return FrozenPart(tracked.prompt, block_ids, None, tracked.kept)
 
 
 class FakeEngine:
@@ -117,7 +117,7 @@ class FakeEngine:
         self.computed.append((order.entry, order.part))
         blocks = len(tokens) // BLOCK_SIZE - order.first_token // BLOCK_SIZE
         namespace = self._table.intern(extra_key.encode())
-        tracked: Any = SimpleNamespace(freeze=order, prompt=namespace, kept_tokens=None)
+        tracked: Any = SimpleNamespace(freeze=order, prompt=namespace, kept=None)
         return self.freezing.finish(tracked, [next(self._next_block) for _ in range(blocks)])
 
     async def answers(
@@ -144,7 +144,7 @@ class FakeEngine:
         order = FreezeOrder.parse(extra_args[FREEZE])
         namespace = self._table.intern(extra_args[EXTRA_KEYS][0].encode())
         blocks = [next(self._next_block) for _ in range(-(-len(kept) // BLOCK_SIZE))]
-        what = {"freeze": order, "prompt": namespace, "kept_tokens": np.array(copied, np.int32)}
+        what = {"freeze": order, "prompt": namespace, "kept": np.array(copied, np.int32)}
         tracked: Any = SimpleNamespace(**what)
         if self.answer is not None:
             return [Answer({"frozen": self.answer})]

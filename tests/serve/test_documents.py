@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import vllm_segreuse
 from tests.serve.vllm_app import MESSAGES, make_app
 from vllm_segreuse.compat import async_llm, input_processor
 from vllm_segreuse.config import FREEZE, RequestError
+from vllm_segreuse.documents.anchors import AnchorNames
 from vllm_segreuse.documents.layout import Layout, Names, blocks_needed
 from vllm_segreuse.serve.documents import PromptRules, check_body, expected
 
@@ -52,6 +54,19 @@ def test_bad_documents_are_named(documents: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
         check_body({"documents": documents}, NAMES)
     assert caught.value.option == "documents"
+
+
+COMPRESSED = replace(NAMES, anchors=AnchorNames(8, 4))
+
+
+@pytest.mark.parametrize(
+    "document", [{"text": "a"}, {"base": "a"}, {"base": "a", "id": "b", "text": "c"}, "a", None]
+)
+def test_a_model_with_anchors_reads_documents_of_knowledge_bases_only(document: Any) -> None:
+    with pytest.raises(RequestError, match=r"documents\[0\]: this model reads compressed docum"):
+        check_body({"documents": [document]}, COMPRESSED)
+    check_body({"documents": [{"base": "a", "id": "b"}]}, COMPRESSED)
+    assert expected.get() == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])

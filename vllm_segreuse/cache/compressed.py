@@ -6,7 +6,8 @@
     prompt           x x x b e f i y y            the request names the document
     pieces                 -------                from the entry of this document, and no other
 
-Nothing finds a compressed document by its text. Its blocks are in no index and have no exact names.
+Nothing finds a compressed document by its text. Its blocks are in no index, and as a rule have no
+exact names. Where a model was trained for it, anchors are what is kept (`documents/anchors.py`).
 """
 
 from __future__ import annotations
@@ -52,6 +53,34 @@ class CopyFinder(Finder):
         if start or needed[-1] >= len(blocks) or (blocks[needed] < 0).any():
             return NOTHING
         table = rows(blocks, self._positions, 0, self._block_size)
+        return Matches.of(Pieces.from_table(table))
+
+
+class PartsFinder(Finder):
+    """What was kept of a document so far stands behind a prompt's first token.
+
+    Args:
+        parts: of it; None: there are none.
+        num_tokens: of all parts.
+        block_size: tokens per block.
+    """
+
+    is_exact = False
+
+    def __init__(
+        self, parts: Callable[[], Sequence[FrozenPart] | None], num_tokens: int, block_size: int
+    ) -> None:
+        self._parts = parts
+        self._num_tokens = num_tokens
+        self._block_size = block_size
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        """All of them, or none."""
+        parts = self._parts() or ()
+        num_tokens = sum(len(part.tokens) for part in parts if part.tokens is not None)
+        if start or not parts or num_tokens != self._num_tokens:
+            return NOTHING
+        table = np.concatenate(_document_rows(1, parts, self._block_size))
         return Matches.of(Pieces.from_table(table))
 
 
@@ -124,8 +153,10 @@ def _document_rows(place: int, parts: Sequence[FrozenPart], block_size: int) -> 
     found = []
     for part in parts:
         assert part.tokens is not None
-        blocks = np.asarray(part.block_ids, np.int32)
-        found.append(rows(blocks, np.arange(len(part.tokens)), place, block_size))
+        before = [-1] * (part.first // block_size)
+        blocks = np.asarray(before + part.block_ids, np.int32)
+        positions = part.first + np.arange(len(part.tokens))
+        found.append(rows(blocks, positions, place, block_size))
         place += len(part.tokens)
     return found
 

@@ -83,7 +83,7 @@ class Freezing(BlockListener):
         order = tracked.freeze
         if order is None:
             return False
-        is_compressed = tracked.kept_tokens is not None
+        is_compressed = tracked.kept is not None
         try:
             part = (self.compressed_part if is_compressed else self._exact_part)(
                 tracked, order, block_ids
@@ -131,24 +131,26 @@ class Freezing(BlockListener):
     def compressed_part(
         self, tracked: TrackedRequest, order: FreezeOrder, block_ids: list[int]
     ) -> FrozenPart:
-        """What a request has copied: the blocks that hold the kept tokens, which come first.
+        """The kept tokens of a request that has copied what it was to copy.
 
         Raises:
-            ValueError: the tokens were not copied, all of them; the workers report that they had to
-                compute some; or one of the blocks is exact.
+            ValueError: it was not copied, all of it; the workers report that they had to compute
+                some; or one of the blocks is exact.
         """
-        count, plan = tracked.kept_tokens, tracked.plan
-        assert count is not None
-        if plan is None or plan.start or plan.num_reused != count:
-            raise ValueError(f"its {count} kept tokens were not copied ({tracked.reason})")
+        kept, plan = tracked.kept, tracked.plan
+        assert kept is not None
+        if kept.num_copied and (plan is None or plan.start or plan.num_reused != kept.num_copied):
+            raise ValueError(f"{kept.num_copied} tokens were not copied ({tracked.reason})")
         if tracked.report is not None and tracked.report.recomputed_tokens:
             raise ValueError("copying failed, and its kept tokens were computed as a text")
-        blocks = block_ids[: -(-count // self._index.block_size)]
+        size, first = self._index.block_size, order.first_token
+        stop = first + kept.num_tokens
+        blocks = block_ids[first // size : -(-stop // size)]
         exact = [block for block in blocks if self._is_exact(block)]
-        if exact:
+        if kept.num_copied and exact:
             raise ValueError(f"block {exact[0]} is exact")
-        tokens = tracked.prompt.tokens[:count].copy()
-        return FrozenPart(tracked.prompt.namespace, blocks, None, tokens)
+        tokens = tracked.prompt.tokens[first:stop].copy()
+        return FrozenPart(tracked.prompt.namespace, blocks, None, tokens, first)
 
     # The block pool.
 

@@ -52,14 +52,17 @@ class FrozenPart(NamedTuple):
         block_ids: blocks with tokens of the part, in order.
         probe: hash of a window of one block's length in the middle of the part; a prompt that has
             it contains the entry's text. None: the part is too short for one, or compressed.
-        tokens: int32, of a compressed part (`compressed.py`), from its first block on; None: the
-            blocks hold the text itself.
+        tokens: int32, of a compressed part (`compressed.py`); None: the blocks hold the text
+            itself.
+        first: of a compressed part, position of its first token where it was made, which is in the
+            first of the blocks.
     """
 
     namespace: int
     block_ids: list[int]
     probe: int | None
     tokens: IntArray | None = None
+    first: int = 0
 
 
 class Use(NamedTuple):
@@ -295,11 +298,17 @@ class FrozenPool:
             if watched is not None and watched.namespace == namespace:
                 watched.is_wanted = True
 
-    def compressed(self, name: str, namespace: int) -> list[FrozenPart] | None:
-        """The parts of a compressed entry; None unless all of them are frozen in this namespace."""
+    def compressed(
+        self, name: str, namespace: int, so_far: bool = False
+    ) -> list[FrozenPart] | None:
+        """The parts of a compressed entry; None unless all of them are frozen in this namespace.
+
+        Args:
+            so_far: those that there are.
+        """
         entry = self._entries.get(name)
         parts = [] if entry is None else [part for part in entry.parts if part is not None]
-        if entry is None or not entry.is_whole:
+        if entry is None or not (entry.is_whole or so_far):
             return None
         if any(part.tokens is None or part.namespace != namespace for part in parts):
             return None

@@ -20,6 +20,18 @@ from vllm_segreuse.plan import (
 )
 
 
+class Kept(NamedTuple):
+    """Of a request that makes a part of a compressed document.
+
+    Attributes:
+        num_tokens: of the part, from the first token of its order to freeze on.
+        num_copied: tokens of its prompt that were to be copied, and not computed.
+    """
+
+    num_tokens: int
+    num_copied: int
+
+
 class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
@@ -77,8 +89,7 @@ class TrackedRequest:
             are those of the fallback.
         namespace_class: of its namespace, in metrics of audits.
         freeze: what is to become of its blocks when it ends; None: nothing.
-        kept_tokens: of a request that copies a part of a compressed document, how many of its first
-            tokens are the part; None: any other request.
+        kept: of a request that makes a part of a compressed document; None: any other request.
         exact_stop: behind this position its tokens stand for other KV than that of its own text
             (`compressed.py`): no block that ends there gets an exact name, is part of its prefix
             hit, or is restored.
@@ -112,7 +123,7 @@ class TrackedRequest:
     donates: bool = True
     lora_id: int = 0
     freeze: FreezeOrder | None = None
-    kept_tokens: int | None = None
+    kept: Kept | None = None
     exact_stop: int = TO_THE_END
     trace_headers: Mapping[str, str] | None = None
     falls_back: bool = False

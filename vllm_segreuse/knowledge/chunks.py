@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.documents.layout import padded
 from vllm_segreuse.knowledge.compression import Compression
 from vllm_segreuse.knowledge.errors import InvalidError
@@ -32,12 +33,19 @@ class Shape(NamedTuple):
         max_prompt_tokens: longest prompt that leaves room for one token of output.
         chunk_tokens: longest chunk that is wanted.
         whole: whether documents are computed alone, and not cut.
+        anchors: what stands for documents; None: they stand for themselves.
     """
 
     block_size: int
     max_prompt_tokens: int
     chunk_tokens: int
     whole: bool = False
+    anchors: Anchors | None = None
+
+    def num_anchors(self, num_tokens: int) -> int:
+        """Tokens that stand for a document of so many, its start and end token included."""
+        assert self.anchors is not None
+        return len(self.anchors.standing_for(num_tokens - 2)) + 2
 
     def num_chunks(self, num_context: int, num_tokens: int) -> int:
         """Into how many chunks a document is cut.
@@ -46,6 +54,16 @@ class Shape(NamedTuple):
             InvalidError: the context leaves no room for a chunk, or the document is not to be cut
                 and is too long.
         """
+        if self.anchors is not None:
+            longest = self.num_anchors(num_tokens) + self.anchors.chunk_tokens
+            if longest > self.max_prompt_tokens:
+                raise InvalidError(
+                    f"a document of {num_tokens} tokens and its anchors take {longest} where it is "
+                    f"computed, and prompts have {self.max_prompt_tokens} at most: cut it into "
+                    "several",
+                    "documents",
+                )
+            return 1
         if self.whole:
             alone = len(padded(range(num_tokens), self.block_size))
             if alone > self.max_prompt_tokens:
@@ -67,6 +85,8 @@ class Shape(NamedTuple):
 
     def num_blocks(self, num_context: int, num_tokens: int) -> int:
         """Blocks that a document takes when it is warm."""
+        if self.anchors is not None:
+            return -(-self.num_anchors(num_tokens) // self.block_size)
         chunks = self.num_chunks(num_context, num_tokens)
         small, larger = divmod(num_tokens, chunks)
         first = num_context // self.block_size
@@ -76,7 +96,9 @@ class Shape(NamedTuple):
 
     def prompts(self, context: Tokens, tokens: Tokens) -> list[Tokens]:
         """The prompts, each a whole number of blocks long; chunks differ by one token at most. What
-        is not cut has one token more."""
+        is not cut has one token more; what anchors stand for is given as it is."""
+        if self.anchors is not None:
+            return [tokens]
         if self.whole:
             return [np.array(padded(tokens.tolist(), self.block_size), np.int32)]
         chunks = np.array_split(tokens, self.num_chunks(len(context), len(tokens)))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_segreuse.config import COPY, EXTRA_KEYS, FREEZE, SCORE
+from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.knowledge.chunks import Shape, lengths_of, shape_for
 from vllm_segreuse.knowledge.compression import Compression
 from vllm_segreuse.knowledge.engine import Engine
@@ -40,6 +41,7 @@ class Work(NamedTuple):
         lengths: tokens of each chunk.
         compression: None: the entry is all that is computed.
         kept: positions in each chunk that were chosen before; None: they are to be chosen.
+        anchors: what stands for the document; None: it stands for itself.
     """
 
     extra_key: str
@@ -48,6 +50,7 @@ class Work(NamedTuple):
     lengths: list[int]
     compression: Compression | None = None
     kept: list[Tokens] | None = None
+    anchors: Anchors | None = None
 
 
 def work_for(
@@ -66,7 +69,7 @@ def work_for(
     cut = shape_for(shape, compression, len(context))
     lengths = lengths_of(cut, len(context), len(tokens))
     prompts = cut.prompts(context, tokens)
-    work = Work(extra_key, len(context), prompts, lengths, compression)
+    work = Work(extra_key, len(context), prompts, lengths, compression, anchors=cut.anchors)
     if compression is None or kept is None:
         return work
     ends = np.cumsum(lengths)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.documents.layout import Layout, Names
 from vllm_segreuse.documents.model import layout_of, names_of
 from vllm_segreuse.knowledge.errors import InvalidError
@@ -36,6 +37,11 @@ class IsolatedDocuments:
         """Those of a model; None: an ordinary one."""
         names, layout = names_of(model_config), layout_of(model_config)
         return None if names is None or layout is None else cls(names, layout, encode)
+
+    @property
+    def anchors(self) -> Anchors | None:
+        """What stands for documents; None: they stand for themselves."""
+        return self._layout.anchors
 
     def check(self, base: BaseRecord) -> None:
         """A base puts nothing in front of its documents.

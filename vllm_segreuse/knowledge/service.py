@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from vllm_segreuse.config import DOCUMENTS, SegReuseConfig
+from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.knowledge import schemas
 from vllm_segreuse.knowledge.answers import Answers
 from vllm_segreuse.knowledge.catalogue import (
@@ -376,7 +377,7 @@ class KnowledgeService:
     # Requests that name documents.
 
     async def named(self, names: Sequence[str], extra_keys: Sequence[str]) -> list[NamedDocument]:
-        """The compressed documents that a request names.
+        """The compressed documents that a request names; those with anchors are warm then.
 
         Args:
             names: `BASE/ID` of each.
@@ -387,7 +388,24 @@ class KnowledgeService:
             InvalidError: it is not compressed.
             ConflictError: it cannot be served, or is not compressed yet.
         """
-        return [await self._named(name, tuple(extra_keys)) for name in names]
+        found = [await self._named(name, tuple(extra_keys)) for name in names]
+        if self._shape.anchors is not None:
+            await self._warm_named(found)
+        return found
+
+    async def _warm_named(self, documents: Sequence[NamedDocument]) -> None:
+        """Compute those that are cold: their request cannot be answered without them."""
+        state = await self._scheduler.read()
+        jobs = [
+            self._warming.add(document.entry, Urgency.ASKED_FOR)
+            for document in documents
+            if document.entry not in state["warm"]
+        ]
+        if jobs:
+            await asyncio.wait(jobs)
+        for document in documents:
+            if error := self._warming.error(document.entry):
+                raise ConflictError(f"{DOCUMENTS}: the document {document.name!r}: {error}")
 
     async def _named(self, name: str, extra_keys: tuple[str, ...]) -> NamedDocument:
         base_name, _, document_id = name.partition("/")
@@ -399,7 +417,8 @@ class KnowledgeService:
                 "request: add it, or name its base's extra key in extra_keys",
                 DOCUMENTS,
             )
-        if document.compression is None:
+        anchors = self._shape.anchors
+        if document.compression is None and anchors is None:
             raise InvalidError(
                 f"{DOCUMENTS}: the document {name!r} is not compressed: send its text", DOCUMENTS
             )
@@ -409,6 +428,8 @@ class KnowledgeService:
         if document.fault or record is None or record.fault:
             fault = document.fault or (UNREADABLE if record is None else record.fault)
             raise ConflictError(f"{DOCUMENTS}: the document {name!r} failed: {fault}", DOCUMENTS)
+        if anchors is not None:
+            return NamedDocument(name, record.entry, _standing_for(anchors, record.tokens))
         if record.kept is None:
             error = self._warming.error(record.entry) or "it is still being compressed: try again"
             raise ConflictError(f"{DOCUMENTS}: the document {name!r}: {error}", DOCUMENTS)
@@ -545,6 +566,7 @@ async def start_service(
         max_prompt_tokens=vllm_config.model_config.max_model_len - 1,
         chunk_tokens=config.knowledge_chunk_tokens,
         whole=isolated is not None,
+        anchors=None if isolated is None else isolated.anchors,
     )
     store = Store(config.knowledge_path or IN_MEMORY, fingerprint(vllm_config, engine))
     service = KnowledgeService(engine, store, shape, isolated=isolated)
@@ -564,6 +586,11 @@ def service_of(state: Any) -> KnowledgeService:
             "knowledge bases need one API server with all engines: start with --api-server-count 1"
         )
     return service
+
+
+def _standing_for(anchors: Anchors, document: Tokens) -> Tokens:
+    """What stands between start and end token of a document."""
+    return np.array(anchors.standing_for(len(document) - 2), np.int32)
 
 
 def _content(base: BaseRecord, body: schemas.CreateBase) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from itertools import count
 from typing import NamedTuple
 
+from vllm_segreuse.knowledge.anchoring import condense
 from vllm_segreuse.knowledge.changes import UNREADABLE
 from vllm_segreuse.knowledge.compressing import Work, compress, joined
 from vllm_segreuse.knowledge.engine import Engine
@@ -195,6 +196,9 @@ class Warming:
 
     async def _part(self, work: Work, order: FreezeOrder, kept: list[Tokens]) -> bool:
         """Compute and freeze a part; of a compressed one, note in `kept` what was chosen."""
+        if work.anchors is not None:
+            tokens = work.prompts[order.part]
+            return await condense(self._engine, work.anchors, work.extra_key, tokens, order)
         if work.compression is None:
             prompt = work.prompts[order.part].tolist()
             return await self._engine.compute(prompt, work.extra_key, order)

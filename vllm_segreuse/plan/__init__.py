@@ -7,7 +7,7 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
-from vllm_segreuse.plan.compression import CopyOrder, ScoreOrder
+from vllm_segreuse.plan.compression import AnchorOrder, CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.pieces import ALL_LAYERS, Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
@@ -38,6 +38,7 @@ __all__ = [
     "TO_THE_END",
     "Acceptance",
     "AcceptanceOutcome",
+    "AnchorOrder",
     "AuditOrders",
     "AuditResult",
     "BoolArray",

@@ -63,6 +63,14 @@ def check_body(body: Mapping[str, Any], names: Names) -> None:
 
 
 def _check_document(which: str, document: Any, names: Names) -> None:
+    if names.anchors is not None:
+        if not isinstance(document, dict) or document.keys() != {"base", "id"}:
+            raise RequestError(
+                DOCUMENTS,
+                f"{which}: this model reads compressed documents only: add it to a knowledge base, "
+                'and send {"base": "...", "id": "..."}',
+            )
+        return
     text = document.get("text") if isinstance(document, dict) else None
     if not isinstance(text, str) or not text:
         raise RequestError(DOCUMENTS, f'{which} has no text: send {{"text": "..."}}')

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of a model that reads anchors: which prompts make one, and what stays of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.cache.frozen import FrozenPart
+from vllm_segreuse.config import ANCHORS, EXTRA_KEYS, FREEZE
+from vllm_segreuse.documents.anchors import AnchorNames, Anchors
+from vllm_segreuse.documents.layout import Layout, Names
+from vllm_segreuse.knowledge.chunks import Shape
+from vllm_segreuse.knowledge.database import IN_MEMORY
+from vllm_segreuse.knowledge.engine import Answer
+from vllm_segreuse.knowledge.errors import ConflictError, InvalidError
+from vllm_segreuse.knowledge.isolated import IsolatedDocuments
+from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase
+from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.plan import AnchorOrder, FreezeOrder
+
+OF_CHUNK = Anchors(4, (905, 906))
+LAYOUT = Layout(901, 902, ((903,), (904,)), OF_CHUNK)
+NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>", AnchorNames(4, 2))
+SHAPE = Shape(BLOCK_SIZE, max_prompt_tokens=16, chunk_tokens=8, whole=True, anchors=OF_CHUNK)
+
+
+class Engine(FakeEngine):
+    """Freezes what the orders say, and checks what they copy.
+
+    Attributes:
+        prompts: of all requests.
+        refuses: so many of the next requests are not frozen.
+        warm_while: entries that were warm while each prompt was computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[list[int]] = []
+        self.refuses = 0
+
+    async def answers(
+        self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
+    ) -> list[Answer]:
+        await asyncio.sleep(0)
+        assert not sampling, "vLLM copies nothing for a request that skips the prefix cache"
+        self.prompts.append(tokens)
+        freeze = FreezeOrder.parse(extra_args[FREEZE])
+        order = AnchorOrder.parse(extra_args[ANCHORS])
+        namespace = self._table.intern(extra_args[EXTRA_KEYS][0].encode())
+        parts = self.pool.compressed(order.entry, namespace, so_far=True) or []
+        so_far = [token for part in parts for token in np.asarray(part.tokens).tolist()]
+        assert len(so_far) == order.copied
+        assert tokens[1 : 1 + order.copied] == so_far
+        if self.refuses:
+            self.refuses -= 1
+            return [Answer({"frozen": False})]
+        kept = tokens[freeze.first_token : freeze.first_token + order.kept]
+        what = np.array(kept, np.int32)
+        part = FrozenPart(namespace, [next(self._next_block)], None, what, freeze.first_token)
+        return [Answer({"frozen": self.pool.add(freeze, part)})]
+
+
+@asynccontextmanager
+async def serving(engine: Engine) -> AsyncIterator[KnowledgeService]:
+    isolated = IsolatedDocuments(NAMES, LAYOUT, engine.encode)
+    service = KnowledgeService(engine, Store(IN_MEMORY, "model"), SHAPE, 0.01, isolated)
+    await service.start()
+    try:
+        await service.create_base(CreateBase(name="kb", extra_key="key"))
+        yield service
+    finally:
+        await service.close()
+
+
+def added(engine: Engine, ids: list[int]) -> Any:
+    async def run() -> Any:
+        async with serving(engine) as service:
+            body = AddDocuments.model_validate(
+                {"documents": [{"id": "a", "token_ids": ids}], "wait": True}
+            )
+            (document,) = await service.add("kb", body)
+            (named,) = await service.named(["kb/a"], ["key"])
+            return document, named, dict(engine.pool.warm())
+
+    return asyncio.run(run())
+
+
+def test_each_chunk_stands_behind_the_anchors_of_those_before_it() -> None:
+    engine = Engine()
+    document, named, warm = added(engine, [10, 11, 12, 13, 14, 15, 16, 17, 18])
+    assert engine.prompts == [
+        [901, 10, 11, 12, 13, 905, 906],
+        [901, 905, 906, 14, 15, 16, 17, 905, 906],
+        [901, 905, 906, 905, 906, 18, 905],
+        [901, 905, 906, 905, 906, 905, 902],
+    ]
+    assert (document.status, document.tokens, document.blocks) == ("warm", 11, 1)
+    assert named.tokens.tolist() == [905, 906, 905, 906, 905]
+    assert [*warm] == [named.entry], "what was kept of the chunks is not"
+    (part,) = engine.pool.compressed(named.entry, 0) or []
+    assert np.asarray(part.tokens).tolist() == engine.prompts[-1]
+    assert part.first == 0
+
+
+def test_what_was_evicted_meanwhile_is_computed_once_more() -> None:
+    engine = Engine()
+    engine.refuses = 1
+    document, _, _ = added(engine, [10, 11])
+    assert document.status == "warm"
+    assert len(engine.prompts) == 3
+
+
+def test_what_cannot_be_frozen_is_told_to_who_names_it() -> None:
+    engine = Engine()
+    engine.refuses = 99
+    with pytest.raises(ConflictError, match="'kb/a': the frozen pool had no room"):
+        added(engine, [10, 11])
+    assert engine.pool.num_frozen == 0
+
+
+def test_a_cold_document_is_computed_for_who_names_it() -> None:
+    engine = Engine()
+
+    async def run() -> None:
+        async with serving(engine) as service:
+            body = AddDocuments.model_validate({"documents": [{"id": "a", "token_ids": [10]}]})
+            await service.add("kb", body)
+            await service.finish()
+            engine.pool.make_free(1)
+            assert not engine.pool.warm()
+            (named,) = await service.named(["kb/a"], ["key"])
+            assert [*engine.pool.warm()] == [named.entry]
+            before = len(engine.prompts)
+            await service.named(["kb/a"], ["key"])
+            assert len(engine.prompts) == before, "it is warm"
+
+    asyncio.run(run())
+
+
+def test_a_document_whose_prompts_would_be_too_long_is_refused() -> None:
+    engine = Engine()
+    # 20 tokens have ten anchors; with start, end and a chunk these take 16.
+    assert added(engine, [10] * 20)[0].status == "warm"
+    assert max(map(len, engine.prompts)) <= 16
+    with pytest.raises(InvalidError, match=r"23 tokens and its anchors take 17 .* 16 at most"):
+        added(Engine(), [10] * 21)
