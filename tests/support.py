@@ -2,9 +2,9 @@
 """What passing tests show of which family of models: `docs/support.json`, the table of models.
 
 A test says so by the marker `shows`: `@pytest.mark.shows("recompute")`. The family is its parameter
-`shape`, that which `by=` names, or `family=` of the marker. `--support record` adds what a run has
-shown to the file; `--support check` is for complete runs: it fails if the file has anything else
-for this device.
+`shape`, that which `by=` names (or the first value of it), or `family=` of the marker. `--support
+record` adds what a run has shown to the file; `--support check` is for complete runs: it fails if
+the file has anything else for this device.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ FEATURES = {
     "lora": "LoRA adapters",
     "tp": "tensor parallelism",
     "drafts": "speculative decoding",
+    "documents": "models trained on documents computed alone",
+    "anchors": "models trained on anchors of compressed documents",
 }
 """What `shows` may name, and the columns of the table."""
 
@@ -43,6 +45,8 @@ def note(item: pytest.Item) -> None:
     for marker in item.iter_markers("shows"):
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         family = marker.kwargs.get("family", parameters.get(marker.kwargs.get("by", "shape")))
+        if isinstance(family, tuple):
+            family = family[0]
         if family is None or not set(marker.args) <= FEATURES.keys():
             raise pytest.UsageError(
                 f"{item.nodeid}: shows{marker.args} needs a family, and features of "

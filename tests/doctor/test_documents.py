@@ -12,6 +12,7 @@ from bench.shapes import _write_tokenizer
 from tests.doctor.test_families import FAMILIES
 from tests.e2e.isolated_models import names
 from vllm_segreuse.doctor import cli
+from vllm_segreuse.documents.anchors import AnchorNames
 from vllm_segreuse.documents.layout import Names
 
 
@@ -48,6 +49,16 @@ def test_the_layout_and_the_policy_are_named(
     printed = capsys.readouterr().out
     assert f"documents {LAYOUT}\n" in printed
     assert "policy    link, no reused token is recomputed\n" in printed
+
+
+def test_anchors_are_named(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    said = AnchorNames(16, 8)._asdict()
+    folder = model(anchors=said)
+    assert cli.main([folder, "--block-size", "32"]) == 0
+    wanted = f"documents {LAYOUT}; 8 anchors stand for 16 tokens of its text; the folder has no tok"
+    assert wanted in capsys.readouterr().out
+    assert cli.main([folder, "--block-size", "32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"]["anchors"] == said
 
 
 def test_without_a_tokenizer_that_is_left_to_start_up(

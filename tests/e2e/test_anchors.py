@@ -75,6 +75,7 @@ def asker(running: Engine) -> Iterator[Asker]:
     running.check_idle()
 
 
+@pytest.mark.shows("anchors", family="qwen3")
 def test_answers_are_the_models_own_in_any_order(asker: Asker) -> None:
     added = asker.base.add(asker.texts)
     assert {document.status for document in added} == {"warm"}

@@ -63,6 +63,7 @@ def _clean(served: Served) -> Iterator[None]:
     served.engine.check_idle()
 
 
+@pytest.mark.shows("documents", by="served")
 def test_cold_and_warm_in_any_order(served: Served) -> None:
     for numbers in [(0, 1, 2), (2, 0, 1), (1, 3), (0,)]:
         prompt = served.prompt(*numbers)

@@ -24,13 +24,15 @@ class Documents:
     Attributes:
         link_tokens: behind each document.
         max_documents: of a prompt.
-        tokens: special tokens: start, end, then the links of each document.
+        tokens: special tokens: start, end, the links of each document, then the anchors.
+        anchors: what `config.json` says of compressed documents; None: they are whole.
         tokenizer: None: it has all of them; else why that is checked at start-up only.
     """
 
     link_tokens: int
     max_documents: int
     tokens: tuple[str, ...]
+    anchors: dict[str, Any] | None
     tokenizer: str | None
 
 
@@ -55,7 +57,8 @@ def documents_of(
             layout_with(names, tokenizer)
     except LayoutError as error:
         raise RefusedError(str(error)) from None
-    return Documents(names.link_tokens, names.max_documents, names.texts, unread)
+    anchors = None if names.anchors is None else names.anchors._asdict()
+    return Documents(names.link_tokens, names.max_documents, names.texts, anchors, unread)
 
 
 def _tokenizer(folder: Path) -> tuple[Any, str | None]:

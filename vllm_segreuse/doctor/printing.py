@@ -51,7 +51,12 @@ def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
 
 def _documents(documents: Documents) -> str:
     start, end, *links = documents.tokens
+    links = links[: documents.link_tokens * documents.max_documents]
     named = f", {links[0]} to {links[-1]}" if links else ""
+    anchors = documents.anchors
+    if anchors is not None:
+        count, of = anchors["anchor_tokens"], anchors["chunk_tokens"]
+        named += f"; {count} anchors stand for {of} tokens of its text"
     checked = "" if documents.tokenizer is None else f"; {documents.tokenizer}: start-up checks it"
     return (
         f"at most {documents.max_documents} in a prompt, each computed alone between {start} and "
