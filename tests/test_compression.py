@@ -30,7 +30,8 @@ class World:
     def _compressed(
         self, name: str, namespace: int, so_far: bool = False
     ) -> list[FrozenPart] | None:
-        return self.parts.get((name, namespace))
+        is_whole = not name.endswith("-chunks")
+        return self.parts.get((name, namespace)) if is_whole or so_far else None
 
     def ordered(
         self, tokens: list[int], score: Any = None, copy: Any = None, anchors: Any = None
