@@ -8,7 +8,7 @@ import pytest
 
 from bench.harness import BenchError
 from bench.quality import isolated, language, link_page, seeds
-from bench.quality.isolated import Asked, layout_of, prompt_of, untrained
+from bench.quality.isolated import Asked, Isolated, layout_of, prompt_of, untrained
 from bench.quality.link_figures import ALL, figures
 from bench.suites import link
 from vllm_segreuse.documents.layout import Layout
@@ -69,8 +69,11 @@ def test_a_model_that_says_no_layout_is_refused() -> None:
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"docs/trained-models\.md"):
-        link._of_model(tmp_path, "link5", [], link.QUICK_LOAD)
+    with (
+        pytest.raises(BenchError, match=r"docs/trained-models\.md"),
+        isolated.isolated_engine(tmp_path, Isolated),
+    ):
+        pass
 
 
 def test_examples_that_are_timed_come_first_one_by_one() -> None:

@@ -117,15 +117,12 @@ def test_a_request_without_its_documents_ends_with_an_error(asker: Asker) -> Non
     asker.base.add(asker.texts)
     a, d = asker.named("a", "d")
     _, prompt, _ = asker.prompt([a, d])
-    mine = {"extra_keys": ["handbook"]}
-    for options in (
-        mine,
-        mine | {"segreuse_documents": [a.entry]},
-        mine | {"segreuse_documents": [d.entry, a.entry]},
-        {"extra_keys": ["other"], "segreuse_documents": [a.entry, d.entry]},
-    ):
-        [answer] = asker.running.ask(prompt, options=options)
+    mine = {"extra_keys": ["handbook"], "segreuse_documents": [a.entry, d.entry]}
+    for wrong in ({"segreuse_documents": [d.entry, a.entry]}, {"extra_keys": ["other"]}):
+        [answer] = asker.running.ask(prompt, options=mine | wrong)
         assert answer.token_ids == []
+    with pytest.raises(ValueError, match="the prompt has 2, and the request names 1"):
+        asker.running.ask(prompt, options=mine | {"segreuse_documents": [a.entry]})
     asker.ask("a", "d")
 
 

@@ -96,6 +96,7 @@ def test_eight_clients_at_a_time(server: Server, reference: AnchorReference) -> 
         ([named("9.txt")], {}, 404, "no document 'kb/9.txt'"),
         ([named("0.txt")], {"extra_keys": "other"}, 404, "in the namespace of this"),
         ([named("0.txt")] * 5, {}, 400, "trained for at most 4"),
+        ([named("0.txt")], {"cache_salt": "salt"}, 400, "no adapter and no cache_salt"),
     ],
     ids=lambda value: str(value)[:30],
 )

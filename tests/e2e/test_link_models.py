@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's model with link tokens answers through the engine, and as plain torch does."""
+"""The lab's models trained for reuse answer through the engine, and as plain torch does."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from bench.quality.condensed import AnchorReference, Condensed, Dropped
+from bench.quality.engine import lab_engine
 from bench.quality.isolated import Isolated, Reference, isolated_engine
 from bench.suites import link
 
 
-@pytest.fixture(scope="module", params=["link5"])
+@pytest.fixture(scope="module", params=["link5", "anchors50"])
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Isolated, Reference]]:
     model = link.MODELS / request.param
-    with isolated_engine(model, dtype="float32") as running:
-        yield running, Reference(model)
+    condensed = request.param in link.CONDENSED
+    with isolated_engine(model, Condensed if condensed else Isolated, dtype="float32") as running:
+        yield running, (AnchorReference if condensed else Reference)(model)
 
 
 def test_answers_are_right_and_exact(served: tuple[Isolated, Reference]) -> None:
@@ -25,3 +28,14 @@ def test_answers_are_right_and_exact(served: tuple[Isolated, Reference]) -> None
     [timed] = running.ask(drawn[:1], timed=True)
     assert timed.ttft_ms is not None
     assert max(running.difference(one, reference) for one in drawn[:3]) <= 0.002
+    if isinstance(running, Condensed):
+        assert 0.5 < running.documents.held_share < 0.6
+
+
+def test_of_an_ordinary_model_half_of_each_document_is_kept() -> None:
+    drawn = link.draw_all("tuning", 1)
+    with lab_engine(dtype="float32") as lab:
+        dropped = Dropped(lab.llm, 0.5)
+        found = dropped.ask(drawn)
+    assert 0.5 <= dropped.documents.held_share < 0.53
+    assert all(one.work < 0.3 for one in found)

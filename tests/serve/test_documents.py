@@ -15,7 +15,7 @@ import vllm_segreuse
 from tests.serve.vllm_app import MESSAGES, make_app
 from vllm_segreuse.compat import async_llm, input_processor
 from vllm_segreuse.config import FREEZE, RequestError
-from vllm_segreuse.documents.anchors import AnchorNames
+from vllm_segreuse.documents.anchors import AnchorNames, Anchors
 from vllm_segreuse.documents.layout import Layout, Names, blocks_needed
 from vllm_segreuse.serve.documents import PromptRules, check_body, expected
 
@@ -67,6 +67,35 @@ def test_a_model_with_anchors_reads_documents_of_knowledge_bases_only(document: 
         check_body({"documents": [document]}, COMPRESSED)
     check_body({"documents": [{"base": "a", "id": "b"}]}, COMPRESSED)
     assert expected.get() == 1
+
+
+ANCHORED = PromptRules(replace(LAYOUT, anchors=Anchors(8, (130, 131))), 4, 64, 20)
+TWO = [1, 100, 130, 131, 101, 110, 100, 130, 101, 120, 2]
+OF_BOTH = {"extra_keys": ["key"], "segreuse_documents": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "is_apart", "reason"),
+    [
+        ({}, False, "the prompt has 2, and the request names 0"),
+        (
+            OF_BOTH | {"segreuse_documents": ["a"]},
+            False,
+            "names 1: name each of them in",
+        ),
+        (OF_BOTH | {"segreuse_documents": "a"}, False, "names 1"),
+        (OF_BOTH | {"extra_keys": None}, False, "with the extra_keys of their knowledge base"),
+        (OF_BOTH, True, "no adapter and no cache_salt"),
+    ],
+)
+def test_compressed_documents_are_named_in_their_namespace(
+    extra_args: Any, is_apart: bool, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        ANCHORED.check(TWO, SamplingParams(extra_args=extra_args), False, is_apart)
+    ANCHORED.check(TWO, SamplingParams(extra_args=OF_BOTH))
+    ANCHORED.check([1, 2, 3], SamplingParams(), False, is_apart)
+    RULES.check(PROMPT, SamplingParams(), False, is_apart)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
@@ -175,6 +204,8 @@ def processed(**changes: Any) -> Any:
         "prompt_embeds": None,
         "mm_features": None,
         "resumable": False,
+        "lora_request": None,
+        "cache_salt": None,
         "sampling_params": SamplingParams(),
     }
     return SimpleNamespace(**request | changes)

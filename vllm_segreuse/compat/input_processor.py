@@ -55,6 +55,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             None if embeds else request.prompt_token_ids,
             request.sampling_params,
             bool(request.mm_features) or request.resumable,
+            request.lora_request is not None or request.cache_salt is not None,
         )
         return request
 
@@ -65,7 +66,11 @@ _RULES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def check_prompt(
-    processor: Any, tokens: Sequence[int] | None, params: Any, is_unusual: bool
+    processor: Any,
+    tokens: Sequence[int] | None,
+    params: Any,
+    is_unusual: bool,
+    is_apart: bool = False,
 ) -> None:
     """Checks a prompt by the layout of the model; see `PromptRules.check`.
 
@@ -88,6 +93,6 @@ def check_prompt(
     if rules is None:
         return
     try:
-        rules.check(tokens, params, is_unusual)
+        rules.check(tokens, params, is_unusual, is_apart)
     except RequestError as error:
         raise BadOptionError(error) from None

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from vllm_segreuse.config import DOCUMENTS as NAMED
 from vllm_segreuse.config import EXTRA_KEYS, FREEZE, RequestError
 from vllm_segreuse.documents.layout import (
     Layout,
@@ -117,7 +118,11 @@ class PromptRules:
         return cls(layout, cache.block_size, vllm_config.model_config.max_model_len, blocks or 0)
 
     def check(
-        self, tokens: Sequence[int] | None, params: Any, is_unusual: bool | None = False
+        self,
+        tokens: Sequence[int] | None,
+        params: Any,
+        is_unusual: bool | None = False,
+        is_apart: bool = False,
     ) -> None:
         """Checks a prompt before it is submitted.
 
@@ -125,6 +130,7 @@ class PromptRules:
             tokens: of the prompt; None: it consists of embeddings.
             params: vLLM's sampling parameters, or others.
             is_unusual: whether it comes with images, with embeddings, or in parts.
+            is_apart: whether it has an adapter or a salt, and so a namespace of its own.
 
         Raises:
             RequestError: the engine could not answer it; says why.
@@ -151,6 +157,8 @@ class PromptRules:
         if spans:
             self._check_options(params, is_unusual)
             self._check_room(tokens, spans)
+        if spans and self.layout.anchors is not None:
+            _check_named(extra_args or {}, len(spans), is_apart)
 
     def _check_options(self, params: Any, is_unusual: bool | None) -> None:
         if getattr(params, "prompt_logprobs", None) is not None:
@@ -182,3 +190,21 @@ class PromptRules:
                 f"{DOCUMENTS}: with the prompt they take {needed} KV blocks at a time, and there "
                 f"are {self.num_blocks - 1}: send fewer, or enlarge the KV cache",
             )
+
+
+def _check_named(extra_args: Mapping[str, Any], count: int, is_apart: bool) -> None:
+    """Compressed documents are named, in the namespace of their knowledge base."""
+    named = extra_args.get(NAMED) or ()
+    num_named = 1 if isinstance(named, str) else len(named)
+    if num_named != count or not extra_args.get(EXTRA_KEYS):
+        raise RequestError(
+            DOCUMENTS,
+            f"{DOCUMENTS}: the prompt has {count}, and the request names {num_named}: name each of "
+            f"them in {NAMED}, in their order, with the {EXTRA_KEYS} of their knowledge base",
+        )
+    if is_apart:
+        raise RequestError(
+            DOCUMENTS,
+            f"{DOCUMENTS}: they are in the namespace of their knowledge base, which no adapter and "
+            "no cache_salt is part of: leave these away",
+        )
