@@ -21,7 +21,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Isolated, Reference
 
 def test_answers_are_right_and_exact(served: tuple[Isolated, Reference]) -> None:
     running, reference = served
-    drawn = [one for one in link.draw_all("tuning", 4) if one.task != "vt"]
+    learnt = ["mq-niah"] if isinstance(running, Condensed) else link.TASKS[1:]
+    drawn = [one for one in link.draw_all("tuning", 4) if one.task in learnt]
     found = running.ask(drawn)
     assert sum(one.score for one in found) / len(found) >= 0.8
     assert all(one.work < 0.5 and one.ttft_ms is None for one in found)
