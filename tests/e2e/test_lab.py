@@ -13,11 +13,12 @@ import pytest
 import yaml
 
 from bench.quality import page
+from bench.quality.condensed import Dropped
 from bench.quality.engine import FULL, MODEL, Arm, Lab, lab_engine
 from bench.quality.tasks import example
 from bench.quality.workers import Alone, Workers
 from bench.server import cpu_environment
-from bench.suites import quality
+from bench.suites import link, quality
 from vllm_segreuse.calibrate.search import divergence
 
 pytestmark = pytest.mark.e2e
@@ -88,6 +89,14 @@ def test_engines_side_by_side_answer_as_one_does(lab: Lab) -> None:
 
 
 @pytest.mark.slow
+def test_half_of_each_document_is_kept(lab: Lab) -> None:
+    drawn = link.draw_all("tuning", 1)
+    dropped = Dropped(lab.llm, 0.5)
+    found = dropped.ask(drawn)
+    assert 0.5 <= dropped.documents.held_share < 0.53
+    assert all(one.work < 0.3 for one in found)
+
+
 def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path) -> None:
     lines = []
     for seed in range(12):

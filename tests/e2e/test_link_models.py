@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.quality.condensed import AnchorReference, Condensed, Dropped
-from bench.quality.engine import lab_engine
+from bench.quality.condensed import AnchorReference, Condensed
 from bench.quality.isolated import Isolated, Reference, isolated_engine
 from bench.suites import link
 
@@ -31,12 +30,3 @@ def test_answers_are_right_and_exact(served: tuple[Isolated, Reference]) -> None
     assert max(running.difference(one, reference) for one in drawn[:3]) <= 0.002
     if isinstance(running, Condensed):
         assert 0.5 < running.documents.held_share < 0.6
-
-
-def test_of_an_ordinary_model_half_of_each_document_is_kept() -> None:
-    drawn = link.draw_all("tuning", 1)
-    with lab_engine(dtype="float32") as lab:
-        dropped = Dropped(lab.llm, 0.5)
-        found = dropped.ask(drawn)
-    assert 0.5 <= dropped.documents.held_share < 0.53
-    assert all(one.work < 0.3 for one in found)
