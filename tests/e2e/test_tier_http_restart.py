@@ -3,6 +3,8 @@
 them."""
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,8 @@ knowledge_path: {folder}/manifest.sqlite
 tier: {{host_gib: 0.05, path: {folder}/tier, disk_gib: 0.2, wait_ms: 60000, min_run_tokens: 32}}
 """
 TOKENS = {"first": [*range(300, 620)], "second": [*range(1000, 1320)]}  # whole blocks
+DOCUMENT_BLOCKS = 20
+RECORDS = r'^vllm:segreuse_tier_records\{.*tier="(\w+)".*\} (\S+)$'
 
 
 @pytest.fixture
@@ -46,6 +50,19 @@ def ask(server: Server) -> dict[str, Any]:
     return report
 
 
+def wait_for_files(server: Server) -> None:
+    """Until what is in host memory is on disk, too: who stops earlier loses the rest."""
+    records: dict[str, float] = {}
+    for _ in range(200):
+        server.post("/v1/completions", {"model": "m", "prompt": [5] * 40, "max_tokens": 1})
+        found = re.findall(RECORDS, server.get("/metrics").text, re.M)
+        records = {tier: float(count) for tier, count in found}
+        if records.get("disk", 0) >= records.get("host", 0) >= DOCUMENT_BLOCKS:
+            return
+        time.sleep(0.05)
+    raise AssertionError(records)
+
+
 def listed(bases: KnowledgeClient) -> dict[str, Document]:
     return {document.id: document for document in bases.documents("base")}
 
@@ -60,6 +77,7 @@ def test_the_first_answer_after_a_restart_computes_nothing_of_the_documents(
         before = ask(server)
         assert before["reused_tokens"] == sum(map(len, TOKENS.values()))
         assert before["tiered_tokens"] == 0
+        wait_for_files(server)
         server.interrupt()
         server.start()
         for state in bases.watch("base"):
