@@ -14,8 +14,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Both as one, so that a trainer schedules, steps and saves them together.
 
     Args:
-        model: to be trained.
-        matrix_rate: of Muon, for matrices that are no embedding.
+        model: of transformers, to be trained.
+        matrix_rate: of Muon, for matrices that neither embed tokens nor give logits.
         rate: of AdamW.
         betas: of AdamW.
         weight_decay: of both.
@@ -23,13 +23,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         matrix_rate: float,
         rate: float,
         betas: tuple[float, float],
         weight_decay: float,
     ) -> None:
-        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        embeddings = {id(module.weight) for module in (*ends, model.get_output_embeddings())}
         trained = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.dim() == 2 and id(p) not in embeddings]
         inside = {id(p) for p in matrices}

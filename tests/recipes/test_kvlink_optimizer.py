@@ -42,6 +42,16 @@ def test_each_has_its_rate() -> None:
     assert matrices | others == {name for name, _ in model.named_parameters()}
 
 
+def test_a_head_of_its_own_is_no_matrix_of_a_layer() -> None:
+    model, _ = model_and_writer()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    matrices, others = (
+        {id(p) for group in part.param_groups for p in group["params"]}
+        for part in made(model)._parts
+    )
+    assert id(model.lm_head.weight) in others - matrices
+
+
 def test_a_schedule_reaches_both() -> None:
     model, _ = model_and_writer()
     optimizer = made(model)
