@@ -153,9 +153,9 @@ def name(world: World, *names: str, prompt: list[int] = ANCHORED) -> TrackedRequ
     assert world.requests.arrived(request)
     assert world.requests.has_documents("mine")
     no_contexts = np.zeros((0, 2), np.uint64)
-    tracked: Any = SimpleNamespace(
-        prompt=Prompt(3, np.array(prompt, np.int32), contexts=lambda blocks: no_contexts)
-    )
+    searched = Prompt(3, np.array(prompt, np.int32), contexts=lambda blocks: no_contexts)
+    unused: Any = None
+    tracked: Any = TrackedRequest("mine", searched, unused, 1, unused)
     world.requests.name(tracked, request, names)
     tracked.request = request
     return tracked  # type: ignore[no-any-return]

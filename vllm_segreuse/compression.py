@@ -13,14 +13,12 @@ probes pay, as they do for any policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder, PartsFinder
-from vllm_segreuse.cache.contexts import known_until
 from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.tracked import Kept, TrackedRequest
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
@@ -75,10 +73,8 @@ class Compression:
             *(tracked.finder, names, lambda name: self._entries.compressed(name, namespace)),
             self._block_size,
         )
-        # Blocks behind them hold the KV of a text that nobody has written.
-        tracked.finder, stop = finder, finder.first_place(tracked.prompt)
-        contexts = known_until(tracked.prompt.contexts, stop, self._block_size)
-        tracked.exact_stop, tracked.prompt = stop, replace(tracked.prompt, contexts=contexts)
+        tracked.finder = finder
+        tracked.stands_for_others(finder.first_place(tracked.prompt), self._block_size)
 
     # Requests that make them.
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_segreuse.cache.contexts import known_until
 from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.isolated import IsolatedDocument, IsolatedFinder
@@ -143,9 +142,7 @@ class IsolatedRequests:
         ]
         tracked.finder = asked.finder = IsolatedFinder(documents, size)
         # Anchors of all documents look alike: what is behind them has no name.
-        tracked.exact_stop = stop = asked.spans[0].start
-        contexts = known_until(tracked.prompt.contexts, stop, size)
-        tracked.prompt = replace(tracked.prompt, contexts=contexts)
+        tracked.stands_for_others(asked.spans[0].start, size)
 
     def _frozen(
         self, tracked: TrackedRequest, name: str, start: int, stop: int

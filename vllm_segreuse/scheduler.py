@@ -475,9 +475,10 @@ class SchedulerSide:
             return  # it says nothing about anybody's requests
         if tracked is None:
             return
-        asks = self._isolated is not None and self._isolated.has_documents(request.request_id)
-        if self._isolated is not None and asks and _is_wrong(tracked, outcome):
-            self._isolated.fail(request, "its plan failed, and was computed in full")
+        documents = self._isolated
+        asks = documents is not None and documents.has_documents(request.request_id)
+        if documents is not None and asks and _is_wrong(tracked, outcome):
+            documents.fail(request, "its plan failed, and was computed in full")
             return
         self._accounts.carried_out(tracked, request, outcome)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench import harness
@@ -19,9 +18,7 @@ from bench.quality.isolated import (
     Isolated,
     Reference,
     generate_all,
-    layout_of,
     outcome,
-    prompt_of,
 )
 from bench.quality.tasks import Example
 from vllm_segreuse.documents.layout import Layout
@@ -88,17 +85,12 @@ class Condensed(Isolated):
 
     def prepared(self, examples: Sequence[Example]) -> list[tuple[list[int], Mapping[str, Any]]]:
         return [
-            (self._prompt(example, named), asking(named))
+            (self.prompt(example, [it.tokens.tolist() for it in named]), asking(named))
             for example, named in zip(examples, self.documents.named(examples), strict=True)
         ]
 
-    def _prompt(self, example: Example, named: Sequence[NamedDocument]) -> list[int]:
-        inside = [document.tokens.tolist() for document in named]
-        head, tail = language.encode(example.prefix), language.encode(example.suffix)
-        return prompt_of(self.layout, head, inside, tail)
-
     def share_of(self, example: Example, prompt: Sequence[int]) -> float:
-        return len(prompt) / len(super().prompt(example))
+        return len(prompt) / len(self.prompt(example))
 
     def wanted(
         self, example: Example, prompt: Sequence[int], answer: Sequence[int], reference: Reference
@@ -139,10 +131,6 @@ class Dropped:
 class AnchorReference(Reference):
     """The model in plain torch, chunk by chunk; what anchors stand for is seen by them alone."""
 
-    def __init__(self, model: Path) -> None:
-        super().__init__(model)
-        self._anchors = layout_of(model).anchors
-
     def of_documents(
         self,
         head: Sequence[int],
@@ -180,10 +168,10 @@ class AnchorReference(Reference):
         """KV of what stands for a document, from position 0 on."""
         from transformers import DynamicCache
 
-        assert self._anchors is not None
+        assert self._layout.anchors is not None
         kept, place = DynamicCache(), 1
         self._run(kept, [self._layout.start], 0)
-        for chunk, behind in self._anchors.chunks(text):
+        for chunk, behind in self._layout.anchors.chunks(text):
             whole, count = copy.deepcopy(kept), len(behind)
             self._run(whole, [*chunk, *behind], place)
             for layer, found in enumerate(whole.layers):

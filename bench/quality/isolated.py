@@ -187,9 +187,16 @@ class Isolated:
         """Length of a prompt, as a share of that with whole documents."""
         return 1.0
 
-    def prompt(self, example: Example) -> list[int]:
-        """The example's prompt, without new text between documents."""
-        documents = [language.encode(document) for document in example.documents]
+    def prompt(
+        self, example: Example, documents: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
+        """The example's prompt, without new text between documents.
+
+        Args:
+            documents: what stands for each; None: its text.
+        """
+        if documents is None:
+            documents = [language.encode(document) for document in example.documents]
         head, tail = language.encode(example.prefix), language.encode(example.suffix)
         return prompt_of(self.layout, head, documents, tail)
 

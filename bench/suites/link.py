@@ -258,22 +258,16 @@ def first_token_saving(folder: Path, rounds: int) -> harness.SuiteResult:
 def _speed_model(folder: Path) -> Path:
     """The 8-layer shape, its last tokens those of the layout."""
     shutil.copytree(shapes.make_model("bench8"), folder)
-    block = {
-        "isolated_documents": True,
-        "link_tokens": SPEED_LINKS,
-        "max_documents": SPEED_DOCUMENTS,
-        "document_start": "<|kv_start|>",
-        "document_end": "<|kv_end|>",
-        "link_token": "<|link_{document}_{index}|>",
-    }
-    names = Names.of_config(block)
-    assert names is not None
-    special = [names.document_start, names.document_end]
-    for document in range(1, SPEED_DOCUMENTS + 1):
-        special += [names.link(document, index) for index in range(1, SPEED_LINKS + 1)]
-    shapes._write_tokenizer(folder, tuple(special))
+    names = Names(
+        link_tokens=SPEED_LINKS,
+        max_documents=SPEED_DOCUMENTS,
+        document_start="<|kv_start|>",
+        document_end="<|kv_end|>",
+        link_token="<|link_{document}_{index}|>",
+    )
+    shapes._write_tokenizer(folder, names.texts)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {KEY: block}))
+    (folder / "config.json").write_text(json.dumps(config | {KEY: names.block()}))
     return folder
 
 

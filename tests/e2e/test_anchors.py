@@ -8,7 +8,7 @@ import pytest
 
 from bench.quality.condensed import AnchorReference
 from tests.e2e.engine import Answer, Engine, Prompts, engine
-from tests.e2e.isolated_models import layout_of, make_isolated
+from tests.e2e.isolated_models import layout_of, make_isolated, prompt_of
 from vllm_segreuse.knowledge.naming import NamedDocument
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 from vllm_segreuse.prefill import executor
@@ -44,10 +44,8 @@ class Asker:
     def prompt(self, documents: list[NamedDocument]) -> tuple[list[int], list[int], list[int]]:
         """Its text in front, the whole of it, and the question."""
         layout, head, question = self.layout, self.text.tokens(9), self.text.tokens(12)
-        prompt = [*head]
-        for number, document in enumerate(documents):
-            prompt += [layout.start, *document.tokens.tolist(), layout.end, *layout.links[number]]
-        return head, [*prompt, *question], question
+        prompt = prompt_of(layout, head, [it.tokens.tolist() for it in documents], question)
+        return head, prompt, question
 
     def ask(self, *names: str) -> Answer:
         """An answer whose log-probabilities are those of plain torch."""

@@ -77,8 +77,7 @@ class PartsFinder(Finder):
     def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
         """All of them, or none."""
         parts = self._parts() or ()
-        num_tokens = sum(len(part.tokens) for part in parts if part.tokens is not None)
-        if start or not parts or num_tokens != self._num_tokens:
+        if start or not parts or len(_tokens(parts)) != self._num_tokens:
             return NOTHING
         table = np.concatenate(_document_rows(1, parts, self._block_size))
         return Matches.of(Pieces.from_table(table))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from vllm_segreuse.cache.contexts import known_until
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import (
@@ -148,6 +149,15 @@ class TrackedRequest:
     def names_documents(self) -> bool:
         """Whether some of its tokens may stand for compressed documents."""
         return self.exact_stop < TO_THE_END
+
+    def stands_for_others(self, stop: int, block_size: int) -> None:
+        """Its tokens from `stop` on stand for other KV than that of its own text; see `exact_stop`.
+
+        Blocks behind it hold the KV of a text that nobody has written, so no context is known.
+        """
+        self.exact_stop = stop
+        contexts = known_until(self.prompt.contexts, stop, block_size)
+        self.prompt = replace(self.prompt, contexts=contexts)
 
     @property
     def exact_ends(self) -> tuple[int, int]:

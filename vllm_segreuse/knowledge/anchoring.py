@@ -69,4 +69,4 @@ async def _condensed(
         if not await frozen(prompt, FreezeOrder(chunks, part, len(cut), first), len(behind)):
             return False
         so_far += behind
-    return await frozen([start, *so_far, end], order._replace(first_token=0), len(so_far) + 2)
+    return await frozen([start, *so_far, end], order, len(so_far) + 2)

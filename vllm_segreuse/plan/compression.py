@@ -3,7 +3,7 @@
 
 prompt of a score     | context | chunk | chunk once more | filler    the copy probes the chunk
 prompt of a copy      | kept tokens of the chunk | filler             moved from the chunk's blocks
-prompt with anchors   | start | anchors so far | chunk | its anchors | filler
+prompt with anchors   | start | anchors so far | chunk | its anchors        the last are kept
 """
 
 from __future__ import annotations
