@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 NONE, PREFIX, CONTENT, SIMILAR = "none", "prefix", "content", "similar"
-CLOSE, TESTED = "similar-close", "similar-tested"
+CLOSE, TESTED, STATES = "similar-close", "similar-tested", "similar-states"
 SERVER: Mapping[str, Any] = MappingProxyType(
     # Histories are computed behind reused KV again and again, as `configs/agents.yaml` expects.
     {"min_reused_tokens": 64, "max_provenance_depth": 8, "similarity": {}}
@@ -71,18 +71,26 @@ def _named(*arms: Arm) -> Mapping[str, Arm]:
     return MappingProxyType({arm.name: arm for arm in arms})
 
 
+def _searched(name: str, policy: str | None = None, **similarity: Any) -> Arm:
+    """An arm whose server has other options of `similarity`."""
+    options = {"similarity": 1} if policy is None else {"similarity": 1, "policy": policy}
+    return Arm(name, options=options, server={"similarity": similarity})
+
+
+def _layered(name: str, table: Mapping[int | str, int | str], **similarity: Any) -> Arm:
+    """An arm of a policy whose tokens may enter between layers (`w_exact`)."""
+    w_exact = {str(layer): tokens for layer, tokens in table.items()}
+    return _searched(name, "shift", w_exact=w_exact, **similarity)
+
+
 ARMS = _named(
     Arm(NONE, prefix=False),
     Arm(PREFIX),
     Arm(CONTENT, options={"similarity": 0}),
     Arm(SIMILAR, options={"similarity": 1}),
+    _layered(STATES, {8: 16, 16: 64, "all": "full_prefix"}),
 )
-"""What is timed and compared over HTTP."""
-
-
-def _searched(name: str, **similarity: Any) -> Arm:
-    """An arm whose server has other options of `similarity`."""
-    return Arm(name, options={"similarity": 1}, server={"similarity": similarity})
+"""What is timed and compared over HTTP. One has a server of its own, and is timed later."""
 
 
 ABLATIONS = _named(
@@ -102,6 +110,11 @@ ABLATIONS = _named(
     _searched("similar-halo-8", halo_tokens=8),
     _searched("similar-halo-16", halo_tokens=16),
     _searched(TESTED, halo_tokens=8, max_boundary_drift=0.3),
+    # The lower layers only are moved, whatever is in front; then by what is in front.
+    _layered("similar-layers-8", {8: 0}),
+    _layered("similar-layers-16", {16: 0}),
+    _layered("similar-layers-16-halo-8", {16: 0}, halo_tokens=8),
+    _layered("similar-states-short", {8: 8, 16: 16, "all": 32}),
 )  # fmt: skip
 """Compared by their distance from full prefill and by their work only."""
 
