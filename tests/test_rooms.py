@@ -16,7 +16,7 @@ ORDER = (
     *("accounts", "arrival", "cold_documents", "compression"),
     *("isolated_options", "isolated"),
     *("similarity", "tracing", "scheduler", "worker"),
-    *("connector", "plugin", "calibrate", "doctor", "estimate", "cli"),
+    *("connector", "plugin", "doctor", "estimate", "calibrate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""
 

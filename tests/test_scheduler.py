@@ -25,6 +25,7 @@ from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
     ALL_LAYERS,
+    NO_HALO,
     AcceptanceOutcome,
     AuditResult,
     FreezeOrder,
@@ -727,6 +728,46 @@ def test_policies_that_find_the_same_are_known() -> None:
     assert not alike("shift", "focus", w_exact={1: 2})
     assert alike("shift", "epic", w_exact={1: 2})
     assert alike("focus", "sparsex", w_exact={1: 2})
+
+
+def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
+    world = World(similarity=SIMILARITY | {"w_exact": {1: 0}}, min_reused_tokens=4)
+    world.run(world.add(DOCUMENT))
+    wanted = OPTIONS | {"segreuse_policy": "shift"}
+    earlier = world.add([7, *CHANGED, 8], wanted)
+    world.side.set_similarity({"halo_tokens": 3, "w_exact": None})
+    later = world.add([9, *CHANGED, 8], wanted)
+    world.run(earlier)
+    [first] = world.plans
+    world.run(later)
+    [second] = world.plans
+    assert set(first.pieces.layers.tolist()) == {1}
+    assert not first.recipe.always[2:5].any()
+    assert set(second.pieces.layers.tolist()) == {ALL_LAYERS}
+    assert second.recipe.always[2:5].all(), "the halo of the first segment"
+    world.side.set_similarity({})
+    assert world.side._finder(RequestOptions(policy="shift", similarity=True)).halo == NO_HALO
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"w_exact": {2: 0}}, "has other layers than"),
+        ({"stride_tokens": 4}, "only by_default, threshold"),
+        ({"threshold": 0.05}, "threshold=0.05 must be at least 0.1"),
+        ({"halo": 3}, "halo"),
+    ],
+)
+def test_options_that_the_server_cannot_search_by_are_refused(
+    options: dict[str, Any], said: str
+) -> None:
+    world = World(similarity=SIMILARITY | {"w_exact": {1: 0}})
+    before = world.side._by_similarity
+    with pytest.raises(ValueError, match=said):
+        world.side.set_similarity(options)
+    assert world.side._by_similarity is before
+    with pytest.raises(ValueError, match="the server has no option `similarity`"):
+        World().side.set_similarity({})
 
 
 def test_runs_that_are_no_longer_than_the_halo_are_not_reused() -> None:

@@ -13,7 +13,7 @@ import sys
 
 _USAGE = """usage: vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [options of vllm serve]
        vllm-segreuse serve --help=all
-       vllm-segreuse calibrate MODEL --prompts FILE.jsonl [--help]
+       vllm-segreuse calibrate MODEL --prompts FILE.jsonl [--similarity] [--help]
        vllm-segreuse doctor MODEL [--json] [options of vllm serve]
        vllm-segreuse estimate REQUESTS.jsonl --model MODEL [--help]
        vllm-segreuse kb create|add|ls|rm|warm|stats [--help]

@@ -51,6 +51,7 @@ from vllm_segreuse.config import (
     STEP_TOKENS,
     RequestOptions,
     SegReuseConfig,
+    SimilarityOptions,
     Switch,
     parse_request,
 )
@@ -60,12 +61,10 @@ from vllm_segreuse.isolated_options import POLICY as LINK
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
-    NO_HALO,
     AuditOrders,
     AuditResult,
     BoolArray,
     FreezeOrder,
-    Halo,
     IntArray,
     ModelLayers,
     PlanOutcome,
@@ -224,7 +223,6 @@ class SchedulerSide:
             is_spread=self._is_spread,
             clock=time.perf_counter,
             on_match=functools.partial(stats.observe, "match"),
-            halo=_halo(config),
             tier=self._tier,
         )
         self.set_enabled(config.starts_enabled)
@@ -546,7 +544,25 @@ class SchedulerSide:
         """The plan of a request with other options, if these find the same; see `ReusePlan`."""
         reused, segments = plan.reused, plan.pieces.segments(plan.start)
         recipe = self._recipe(options, reused, segments)
-        return plan.computed_by(recipe, _halo(self._config), token_at_stop)
+        return plan.computed_by(recipe, self._finder(options).halo, token_at_stop)
+
+    def set_similarity(self, options: Mapping[str, Any]) -> None:
+        """Search under other options of `similarity` from the next request on: what
+        `vllm-segreuse calibrate --similarity` compares.
+
+        Args:
+            options: laid over the server's.
+
+        Raises:
+            ValueError: the server has no `similarity`, or one that these cannot be tried with.
+        """
+        of_server = self._config.similarity
+        if self._by_similarity is None or of_server is None:
+            raise ValueError("the server has no option `similarity`")
+        wanted = SimilarityOptions.model_validate({**of_server.model_dump(), **options})
+        if not set(wanted.cuts) <= set(of_server.cuts):
+            raise ValueError(f"w_exact={wanted.w_exact} has other layers than {of_server.cuts}")
+        self._by_similarity = self._by_similarity.under(wanted)
 
     def take_audit_orders(self) -> AuditOrders | None:
         """What the workers are to record from this step on; None for nothing new."""
@@ -704,11 +720,6 @@ def _is_wrong(tracked: TrackedRequest, outcome: PlanOutcome) -> bool:
     """Whether documents that are to be computed alone were computed behind each other."""
     plan = tracked.awaited
     return tracked.required and plan is not None and plan.num_chosen(outcome.computed) > 0
-
-
-def _halo(config: SegReuseConfig) -> Halo:
-    options = config.similarity
-    return NO_HALO if options is None else Halo(options.halo_tokens, options.max_boundary_drift)
 
 
 def _contexts(request: Request, blocks: IntArray) -> ContextArray:

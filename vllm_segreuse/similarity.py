@@ -51,7 +51,6 @@ def similar_segments(
     if options is None:
         return None
     # Imported here: datasketch loads scipy, which nobody else in this process needs.
-    from vllm_segreuse.cache.similar.depth import Depths
     from vllm_segreuse.cache.similar.finder import SimilarFinder, warm_up
     from vllm_segreuse.cache.similar.store import SimilarStore
 
@@ -61,10 +60,8 @@ def similar_segments(
         SimilarStore(index, namespaces, vocabulary(model_config, options), options),
         index,
         config.max_provenance_depth,
-        options.least_run_tokens,
         clock=time.perf_counter,
         on_search=partial(stats.observe, "similar"),
-        depths=None if options.w_exact is None else Depths.of(options.w_exact),
     )
 
 

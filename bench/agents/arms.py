@@ -73,7 +73,9 @@ def _named(*arms: Arm) -> Mapping[str, Arm]:
 
 def _searched(name: str, policy: str | None = None, **similarity: Any) -> Arm:
     """An arm whose server has other options of `similarity`."""
-    options = {"similarity": 1} if policy is None else {"similarity": 1, "policy": policy}
+    options: dict[str, Any] = {"similarity": 1}
+    if policy is not None:
+        options["policy"] = policy
     return Arm(name, options=options, server={"similarity": similarity})
 
 

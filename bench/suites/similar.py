@@ -85,7 +85,7 @@ class Cache:
         self.content = ContentFinder(self.index, 0)
         self.searches_s: list[float] = []
         self.finder = SimilarFinder(
-            *(self.content, self.store, self.index, 0, self.options.min_run_tokens),
+            *(self.content, self.store, self.index, 0),
             *(time.perf_counter, self.searches_s.append),
         )
         self._next = 0

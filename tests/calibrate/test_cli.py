@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_segreuse.calibrate import cli, measure
-from vllm_segreuse.calibrate.report import HEADER
+from vllm_segreuse.calibrate import by_policy, cli, measure
+from vllm_segreuse.calibrate.report import header
 from vllm_segreuse.calibrate.search import CANDIDATES
 from vllm_segreuse.config import SegReuseConfig
 
@@ -67,7 +67,7 @@ class Model:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     model = Model()
-    monkeypatch.setattr(cli, "_engine", lambda given, arguments: model)
+    monkeypatch.setattr(by_policy, "_start", lambda name, arguments: model)
     return model
 
 
@@ -90,7 +90,7 @@ def test_the_cheapest_setting_that_keeps_the_answers_is_written(
         "  0.110  0.0000   0.0000  0.0000  0.0000  1.000"
         f"     {0.05 ** (1 / COUNT):.3f}   1.000"
     ]
-    assert f"  {HEADER}" in shown
+    assert f"  {header()}" in shown
     assert f" {0.05 ** (2 / COUNT):.3f} " in out.read_text(), "of each half by itself"
 
 

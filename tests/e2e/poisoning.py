@@ -26,8 +26,6 @@ from bench import harness
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, submit
 from tests.e2e.test_equality import assert_same
-from vllm_segreuse.config import SimilarityOptions
-from vllm_segreuse.plan import Halo
 
 NUM_BLOCKS = 31  # one of them is vLLM's null block
 SPREAD_TOKENS = 40
@@ -139,10 +137,8 @@ def poison(
 def _test_similar(running: Engine, bound: float | None) -> None:
     """From here on; as with these options of the server."""
     halo_tokens = 0 if bound is None else HALO_TOKENS
-    options = SimilarityOptions(halo_tokens=halo_tokens, max_boundary_drift=bound)
     side = running.scheduler.connector.scheduler_side
-    side._planner._halo = Halo(halo_tokens, bound)
-    side._by_similarity._min_run = options.least_run_tokens
+    side.set_similarity({"halo_tokens": halo_tokens, "max_boundary_drift": bound})
 
 
 def _approximate(

@@ -14,7 +14,6 @@ from tests.e2e.test_equality import assert_same
 from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
 from vllm_segreuse.config import SimilarityOptions
 from vllm_segreuse.model.kv_format import typed_pages
-from vllm_segreuse.plan import Halo
 
 pytestmark = pytest.mark.e2e
 
@@ -115,8 +114,7 @@ def accepting(
     """As with these options of the server."""
     side = reusing.scheduler.connector.scheduler_side
     options = SimilarityOptions(halo_tokens=halo_tokens, max_boundary_drift=bound)
-    patch.setattr(side._planner, "_halo", Halo(halo_tokens, bound))
-    patch.setattr(side._by_similarity, "_min_run", options.least_run_tokens)
+    patch.setattr(side, "_by_similarity", side._by_similarity.under(options))
 
 
 FEW = {"segreuse_recompute_ratio": 0.05, "segreuse_overflow_tokens": 0}

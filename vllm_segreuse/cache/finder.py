@@ -9,6 +9,7 @@ from vllm_segreuse.cache.contexts import compared
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
 from vllm_segreuse.cache.prompt import Memo, Prompt
+from vllm_segreuse.plan import NO_HALO, Halo
 
 
 class Finder(Protocol):
@@ -20,6 +21,11 @@ class Finder(Protocol):
     @property
     def is_exact(self) -> bool:
         """Whether what is found is the KV of the prompt's own prefix, to the last bit."""
+
+    @property
+    def halo(self) -> Halo:
+        """What is asked of the similar segments that it finds."""
+        return NO_HALO
 
     def prepare(self, prompt: Prompt) -> None:
         """A request arrived. Runs outside of `schedule()`, so what takes time belongs here."""

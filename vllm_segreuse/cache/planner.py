@@ -33,7 +33,7 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, keeping, on_rows
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
-from vllm_segreuse.plan import NO_HALO, BoolArray, Halo, Pieces, Recipe, Restoration, ReusePlan
+from vllm_segreuse.plan import BoolArray, Pieces, Recipe, Restoration, ReusePlan
 
 
 class BlockPins(Protocol):
@@ -105,7 +105,6 @@ class Planner:
         is_spread: whether a plan is to be carried out over several steps.
         clock: seconds.
         on_match: called with the seconds each search took.
-        halo: of similar segments.
         tier: where evicted blocks are stored.
 
     Attributes:
@@ -124,7 +123,6 @@ class Planner:
         is_spread: Callable[[ReusePlan], bool],
         clock: Callable[[], float],
         on_match: Callable[[float], None],
-        halo: Halo = NO_HALO,
         tier: SecondTier | None = None,
     ) -> None:
         self.enabled, self.observes = True, False
@@ -137,7 +135,6 @@ class Planner:
         self._is_spread = is_spread
         self._clock = clock
         self._on_match = on_match
-        self._halo = halo
         self._tier: SecondTier = NoTier() if tier is None else tier
         self._restorations = itertools.count(1)
         self._pending: dict[str, TrackedRequest] = {}
@@ -375,7 +372,7 @@ class Planner:
         if len(pieces):
             stop = tracked.finder.plan_stop(matches, stop)
             recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
-            recipe, acceptance = recipe.tested(self._halo, pieces, start)
+            recipe, acceptance = recipe.tested(tracked.finder.halo, pieces, start)
             recipe = recipe.entering(pieces.enters(start, stop))
         else:
             stop = start

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: read prompts, try settings on the real engine, write the server's YAML file."""
+"""The command: try settings on the real engine, print what they do, write the server's file."""
 
 from __future__ import annotations
 
@@ -7,78 +7,84 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from vllm_segreuse.calibrate import drift
-from vllm_segreuse.calibrate.measure import LOGPROBS, try_all
-from vllm_segreuse.calibrate.prompts import Prompt, PromptError, read_prompts
-from vllm_segreuse.calibrate.report import HEADER, LEGEND, about_drift, name_of, row
-from vllm_segreuse.calibrate.search import (
-    CANDIDATES,
-    Setting,
-    Verdict,
-    choose,
-    halves,
-    judge,
-)
+from vllm_segreuse.calibrate import by_policy, by_similarity
+from vllm_segreuse.calibrate.prompts import PromptError
+from vllm_segreuse.calibrate.report import as_yaml, header, name_of, row, table
+from vllm_segreuse.calibrate.search import Found, choose, halves, judge
+from vllm_segreuse.config import ConfigError
+from vllm_segreuse.doctor.reading import InputError
+from vllm_segreuse.estimate.log import LogError
+from vllm_segreuse.supported import RefusedError
 
-_WAY_OUT = (
-    "more prompts narrow the bounds, --max-kl and --min-agreement move them, and --max-drift "
-    "computes in full what is far off"
-)
+DONE, NOTHING_FOUND, BAD_INPUT = 0, 1, 2
+_WAY_OUT = "more prompts narrow the bounds, --max-kl and --min-agreement move them"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `vllm-segreuse calibrate`; returns the exit status: 1 if no setting keeps the bounds."""
     given, engine_arguments = _parse(arguments)
     try:
-        llm = _engine(given, engine_arguments)
-        prompts = _prompts(given.prompts, llm)
-    except PromptError as error:
+        measure = by_similarity.measure if given.similarity else by_policy.measure
+        found = measure(given, engine_arguments)
+    except (PromptError, LogError, ConfigError, InputError, RefusedError) as error:
         print(f"vllm-segreuse calibrate: {error}", file=sys.stderr)
-        return 2
-    measured = list(map(Setting, CANDIDATES, try_all(llm, prompts)))
-    settings = measured
-    if given.max_drift:
-        settings = [drift.with_max_drift(setting, given.target_kl) for setting in measured]
-    chosen = choose(
-        [(index, judge(halves(setting.trials)[0])) for index, setting in enumerate(settings)],
-        given.max_kl,
-        given.min_agreement,
-    )
-    print(f"{LEGEND}\n  {HEADER}")
-    for index, setting in enumerate(settings):
-        mark = "*" if chosen is not None and index == chosen[0] else " "
-        print(f"{mark} {row(name_of(setting), judge(setting.trials))}")
-    if chosen is None:
+        return BAD_INPUT
+    judged = [judge(halves(setting.trials)[0]) for setting in found.settings]
+    chosen = choose(enumerate(judged), given.max_kl, given.min_agreement)
+    index = None if chosen is None else chosen[0]
+    rows = [(name_of(it.options), judge(it.trials)) for it in found.settings]
+    print("\n".join(table(rows, index)))
+    way_out = _WAY_OUT
+    if not given.similarity:
+        way_out += ", and --max-drift computes in full what is far off"
+    if index is None:
         print(
             f"no setting kept the divergence at most {given.max_kl} and the agreement at least "
-            f"{given.min_agreement} on {len(prompts) // 2} prompts; {_WAY_OUT}",
+            f"{given.min_agreement} on {len(halves(found.settings[0].trials)[0])} prompts; "
+            f"{way_out}",
             file=sys.stderr,
         )
-        return 1
-    index, by_half = chosen
-    unseen = judge(halves(settings[index].trials)[1])
+        return NOTHING_FOUND
+    options = found.settings[index].options
+    unseen = judge(halves(found.settings[index].trials)[1])
     print(f"  {row('on the prompts it was not chosen by', unseen)}")
-    print(about_drift(measured[index].trials, given.target_kl))
+    print(found.about(index))
+    if given.similarity and "similarity" not in options:
+        print(
+            "no setting with similar text keeps the bounds and does less work than without it: "
+            "nothing is written",
+            file=sys.stderr,
+        )
+        return NOTHING_FOUND
     if not unseen.keeps(given.max_kl, given.min_agreement):
         print(
             "the setting did not keep the bounds on the half that it was not chosen by, and is not "
-            f"written; {_WAY_OUT}",
+            f"written; {way_out}",
             file=sys.stderr,
         )
-        return 1
+        return NOTHING_FOUND
+    return _write(given, found, index)
+
+
+def _write(given: argparse.Namespace, found: Found, index: int) -> int:
+    setting = found.settings[index]
+    choosing, checking = halves(setting.trials)
+    about = (
+        f"By vllm-segreuse calibrate on {given.prompts} ({len(setting.trials)} prompts), model "
+        f"{given.model}.",
+        header(),
+        row("on the half it was chosen by", judge(choosing)),
+        row("on the other half", judge(checking)),
+    )
     try:
-        given.out.write_text(
-            _yaml(settings[index], by_half, unseen, given, len(prompts)), encoding="utf-8"
-        )
+        given.out.write_text(as_yaml(found.written(setting.options), about), encoding="utf-8")
     except OSError as error:
         print(f"vllm-segreuse calibrate: cannot write {given.out}: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     print(f"written to {given.out}: vllm-segreuse serve MODEL --segreuse-config {given.out}")
-    return 0
+    return DONE
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -86,11 +92,23 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="vllm-segreuse calibrate",
         description="Find the cheapest setting that keeps a model's answers to your prompts. "
         "Options that are not listed go to vLLM's engine, as for `vllm serve`.",
-        epilog='Lines of the file: {"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}.',
+        epilog='Lines of the file: {"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}; '
+        "with --similarity, a request log as for `vllm-segreuse estimate`.",
     )
     parser.add_argument("model", help="as for `vllm serve`")
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, default=Path("segreuse.yaml"), metavar="FILE.yaml")
+    parser.add_argument(
+        "--similarity",
+        action="store_true",
+        help="choose how similar segments are found and accepted, instead of a policy",
+    )
+    parser.add_argument(
+        *("--config", "--segreuse-config"),
+        type=Path,
+        metavar="FILE.yaml",
+        help="with --similarity: options that the chosen ones are added to",
+    )
     parser.add_argument(
         "--max-kl",
         type=_number(math.inf),
@@ -114,7 +132,12 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         default=0.1,
         help="what max_drift keeps nine in ten divergences below, in nats (%(default)s)",
     )
-    return parser.parse_known_args(arguments)
+    given, others = parser.parse_known_args(arguments)
+    if given.similarity and given.max_drift:
+        parser.error("--max-drift is chosen with a policy: calibrate without --similarity first")
+    if given.config and not given.similarity:
+        parser.error("--config needs --similarity: a policy is chosen without other options")
+    return given, others
 
 
 def _number(largest: float) -> Callable[[str], float]:
@@ -125,43 +148,3 @@ def _number(largest: float) -> Callable[[str], float]:
         return value
 
     return number
-
-
-def _engine(given: argparse.Namespace, arguments: list[str]) -> Any:
-    from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_segreuse import kv_transfer_config
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-segreuse calibrate"))
-    named = EngineArgs.from_cli_args(parser.parse_args(["--model", given.model, *arguments]))
-    options = {field.name: getattr(named, field.name) for field in fields(EngineArgs)}
-    options["max_logprobs"] = max(LOGPROBS, options["max_logprobs"])
-    # Only exact KV donates: what one setting leaves behind must not help the next.
-    options["kv_transfer_config"] = kv_transfer_config(max_provenance_depth=0, min_reused_tokens=1)
-    return LLM(**options)
-
-
-def _prompts(file: Path, llm: Any) -> list[Prompt]:
-    tokenizer = llm.get_tokenizer()
-    start = tokenizer("", add_special_tokens=True)["input_ids"][:1]
-    return read_prompts(
-        file,
-        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-        start[0] if start else None,
-    )
-
-
-def _yaml(
-    setting: Setting, chosen: Verdict, unseen: Verdict, given: argparse.Namespace, count: int
-) -> str:
-    import yaml
-
-    head = (
-        f"# By vllm-segreuse calibrate on {given.prompts} ({count} prompts), model {given.model}.\n"
-        f"# {HEADER}\n"
-        f"# {row('on the half it was chosen by', chosen)}\n"
-        f"# {row('on the other half', unseen)}\n"
-    )
-    return head + yaml.safe_dump(dict(setting.options), sort_keys=False)

@@ -37,9 +37,9 @@ def try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
     for index, prompt in enumerate(tqdm(prompts, desc="prompts", disable=None)):
         namespace = {"extra_keys": [f"calibration {index}"]}
         for context in contexts(prompts, index):
-            _answer(llm, context, namespace, max_tokens=1)
+            answer(llm, context, namespace, max_tokens=1)
         reusing = [
-            _answer(
+            answer(
                 llm,
                 prompt.token_ids,
                 namespace | {f"segreuse_{key}": value for key, value in options.items()},
@@ -47,14 +47,15 @@ def try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
             for options in CANDIDATES
         ]
         # In full last: its blocks are exact, and vLLM's own prefix cache would find them.
-        full = _answer(llm, prompt.token_ids, None)
+        full = answer(llm, prompt.token_ids, None)
         for made, other in zip(trials, reusing, strict=True):
-            made.append(_trial(full, other))
+            made.append(trial(full, other))
         llm.reset_prefix_cache()
     return trials
 
 
-def _trial(full: Answer, other: Answer) -> Trial:
+def trial(full: Answer, other: Answer) -> Trial:
+    """An answer beside that of full prefill."""
     return Trial(
         divergence=divergence(full.first, other.first),
         agreement=agreement(full.tokens, other.tokens),
@@ -63,12 +64,22 @@ def _trial(full: Answer, other: Answer) -> Trial:
     )
 
 
-def _answer(
+def answer(
     llm: Any,
     prompt: list[int],
     extra_args: Mapping[str, Any] | None,
     max_tokens: int = ANSWER_TOKENS,
+    salt: str | None = None,
 ) -> Answer:
+    """One request, alone.
+
+    Args:
+        llm: `vllm.LLM`.
+        prompt: token ids.
+        extra_args: extra keys and our options; None: it reuses nothing.
+        max_tokens: of the answer.
+        salt: vLLM's `cache_salt`.
+    """
     from vllm import SamplingParams
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
@@ -78,7 +89,8 @@ def _answer(
         logprobs=min(LOGPROBS, vocabulary),
         extra_args=dict(extra_args) if extra_args else None,
     )
-    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    asked = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+    [output] = llm.generate([asked], sampling, use_tqdm=False)
     [said] = output.outputs
     return Answer(
         first={token: entry.logprob for token, entry in said.logprobs[0].items()},

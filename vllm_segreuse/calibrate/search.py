@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import fmean, median
@@ -50,6 +50,20 @@ class Setting(NamedTuple):
 
     options: Options
     trials: Sequence[Trial]
+
+
+class Found(NamedTuple):
+    """What was tried.
+
+    Attributes:
+        settings: in the order of the table.
+        about: what else is said of one of them, by its number.
+        written: the server's options that stand for a setting.
+    """
+
+    settings: Sequence[Setting]
+    about: Callable[[int], str]
+    written: Callable[[Options], Options] = dict
 
 
 @dataclass(frozen=True)

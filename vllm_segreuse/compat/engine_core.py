@@ -26,6 +26,7 @@ def install() -> None:
     add_method(EngineCore, "segreuse_audits", segreuse_audits)
     add_method(EngineCore, "segreuse_frozen", segreuse_frozen)
     add_method(EngineCore, "segreuse_unfreeze", segreuse_unfreeze)
+    add_method(EngineCore, "segreuse_set_similarity", segreuse_set_similarity)
 
 
 def segreuse_set_enabled(self: Any, enabled: bool | str) -> Any:
@@ -51,6 +52,11 @@ def segreuse_frozen(self: Any) -> dict[str, Any]:
 def segreuse_unfreeze(self: Any, entries: list[str]) -> None:
     """Forget entries of the frozen pool; unknown ones are no error."""
     _side(self).unfreeze(entries)
+
+
+def segreuse_set_similarity(self: Any, options: dict[str, Any]) -> None:
+    """Search for similar segments under other options, for the requests to come."""
+    _side(self).set_similarity(options)
 
 
 def _side(core: Any) -> Any:

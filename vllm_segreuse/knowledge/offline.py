@@ -28,6 +28,7 @@ from vllm_segreuse.knowledge.engine import (
     was_frozen,
 )
 from vllm_segreuse.knowledge.naming import NamedDocument
+from vllm_segreuse.knowledge.scheduler_calls import call_scheduler_of
 from vllm_segreuse.knowledge.schemas import (
     MAX_DOCUMENTS,
     AddDocuments,
@@ -74,17 +75,11 @@ class OfflineEngine(Tokenizer):
 
     async def frozen(self) -> dict[str, Any]:
         """`SchedulerSide.frozen`."""
-        return dict(self._call("segreuse_frozen"))
+        return dict(call_scheduler_of(self._llm, "segreuse_frozen"))
 
     async def unfreeze(self, entries: list[str]) -> None:
         """`SchedulerSide.unfreeze`."""
-        self._call("segreuse_unfreeze", entries)
-
-    def _call(self, method: str, *args: Any) -> Any:
-        client = self._llm.llm_engine.engine_core
-        if hasattr(client, "call_utility"):  # the engine has a process of its own
-            return client.call_utility(method, *args)
-        return getattr(client.engine_core, method)(*args)
+        call_scheduler_of(self._llm, "segreuse_unfreeze", entries)
 
 
 class _Offline:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls from an API server into the scheduler's process."""
+"""Calls into the scheduler's process: from an API server, and from a program with `vllm.LLM`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Awaitable
 from typing import Any
 
 from vllm_segreuse.knowledge.errors import UnavailableError
+
+
+def call_scheduler_of(llm: Any, method: str, *args: Any) -> Any:
+    """As `call_scheduler`, of a `vllm.LLM`, whose engine may be in this very process."""
+    client = llm.llm_engine.engine_core
+    if hasattr(client, "call_utility"):  # the engine has a process of its own
+        return client.call_utility(method, *args)
+    return getattr(client.engine_core, method)(*args)
 
 
 async def call_scheduler(engine_client: Any, method: str, *args: Any) -> Any:

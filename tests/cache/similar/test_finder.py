@@ -12,6 +12,7 @@ from tests.cache.similar.worlds import FIRST_WORD, MAX_DEPTH, SIZE, VOCABULARY, 
 from vllm_segreuse.cache.explain import explain
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.similar.finder import SimilarFinder, warm_up
+from vllm_segreuse.plan import NO_HALO, Halo
 
 
 def wording(world: World, parts: int = 20, tokens: int = 12) -> list[list[int]]:
@@ -299,6 +300,61 @@ def test_explain_names_what_is_similar() -> None:
     similar = [stretch for stretch in stretches if stretch["source"] == "similar"]
     assert sum(stretch["tokens"] for stretch in similar) == found.pieces.num_similar
     assert all("position" in stretch for stretch in similar)
+
+
+def test_the_same_windows_are_searched_under_other_options() -> None:
+    world = World(threshold=0.4)
+    parts = wording(world)
+    world.cache(world.records(parts))
+    found = world.find(world.arrive(world.records(parts))).num_tokens
+    first = world.finder
+    longer = world.options.model_copy(update={"halo_tokens": 12, "max_boundary_drift": 0.5})
+    world.finder = first.under(longer)
+    assert world.finder.halo == Halo(12, 0.5)
+    assert world.find(world.arrive(world.records(parts))).num_tokens == 0 < found
+    # Back again, with what was listed meanwhile.
+    world.finder = world.finder.under(world.options)
+    assert world.finder.halo == NO_HALO == first.halo
+    assert world.finder.store.windows is first.store.windows
+    other = wording(world)
+    world.cache(world.records(other))
+    assert world.find(world.arrive(world.records(other))).num_tokens > 0
+
+
+def test_a_stricter_threshold_finds_less() -> None:
+    world = World(threshold=0.2)
+    parts = wording(world)
+    world.cache(world.records(parts))
+    half = [*parts[: len(parts) // 2], *wording(world)]
+    loose = world.find(world.arrive(world.records(half))).num_tokens
+    strict = world.options.model_copy(update={"threshold": 0.95})
+    world.finder = world.finder.under(strict)
+    assert world.find(world.arrive(world.records(half))).num_tokens < loose
+
+
+def test_tokens_enter_between_layers_under_other_options() -> None:
+    world = World()
+    parts = wording(world)
+    world.cache(world.records(parts))
+    table = world.options.model_copy(update={"w_exact": {"2": 0}})
+    world.finder = world.finder.under(table)
+    pieces = world.find(world.arrive(world.records(parts))).pieces
+    assert set(pieces.layers.tolist()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"window_tokens": 64}, "only by_default, threshold, min_run_tokens"),
+        ({"threshold": 0.3}, "threshold=0.3 must be at least 0.4"),
+    ],
+)
+def test_other_windows_are_refused(change: dict[str, Any], said: str) -> None:
+    world = World(threshold=0.4)
+    stricter = world.finder.under(world.options.model_copy(update={"threshold": 0.9}))
+    assert stricter.under(world.options).store.options == world.options, "as it began"
+    with pytest.raises(ValueError, match=said):
+        stricter.under(world.options.model_copy(update=change))
 
 
 def test_it_is_a_finder() -> None:

@@ -19,7 +19,6 @@ from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.similar.canonical import Vocabulary
-from vllm_segreuse.cache.similar.depth import Depths
 from vllm_segreuse.cache.similar.finder import SimilarFinder
 from vllm_segreuse.cache.similar.store import SimilarStore
 from vllm_segreuse.cache.tracked import TrackedRequest
@@ -51,10 +50,8 @@ class World:
             self.store,
             self.index,
             MAX_DEPTH,
-            self.options.min_run_tokens,
             lambda: float(next(ticks)),
             self.searches.append,
-            None if self.options.w_exact is None else Depths.of(self.options.w_exact),
         )
         self._requests: dict[str, TrackedRequest] = {}
         forgotten = Forgotten(self.index, self.names, 64)

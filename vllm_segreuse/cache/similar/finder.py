@@ -19,7 +19,7 @@ from vllm_segreuse.cache.similar.depth import Depths, left_contexts
 from vllm_segreuse.cache.similar.fill import fill
 from vllm_segreuse.cache.similar.store import SimilarStore
 from vllm_segreuse.config import SimilarityOptions
-from vllm_segreuse.plan import Pieces
+from vllm_segreuse.plan import Halo, Pieces
 from vllm_segreuse.values import ALL
 
 
@@ -31,13 +31,12 @@ class SimilarFinder:
         store: finds similar ones.
         index: of both.
         max_depth: deepest provenance of a donor.
-        min_run: fewer tokens in a row are not reused.
         clock: seconds.
         on_search: called with the seconds each search on arrival took.
-        depths: how far up tokens are moved; None: at all layers.
 
     Attributes:
         store: see above.
+        halo: as its options say.
     """
 
     is_exact = False
@@ -48,19 +47,32 @@ class SimilarFinder:
         store: SimilarStore,
         index: SegmentIndex,
         max_depth: int,
-        min_run: int,
         clock: Callable[[], float],
         on_search: Callable[[float], None],
-        depths: Depths | None = None,
     ) -> None:
-        self._depths = depths
         self._equal = equal
-        self.store = store
         self._index = index
         self._max_depth = max_depth
-        self._min_run = min_run
         self._clock = clock
         self._on_search = on_search
+        self._ask(store)
+
+    def _ask(self, store: SimilarStore) -> None:
+        options = store.options
+        self.store = store
+        self.halo = Halo(options.halo_tokens, options.max_boundary_drift)
+        self._min_run = options.least_run_tokens
+        self._depths = None if options.w_exact is None else Depths.of(options.w_exact)
+
+    def under(self, options: SimilarityOptions) -> SimilarFinder:
+        """The same windows under other options of the search.
+
+        Raises:
+            ValueError: see `SimilarStore.under`.
+        """
+        other = copy.copy(self)
+        other._ask(self.store.under(options))
+        return other
 
     def without_cuts(self) -> SimilarFinder:
         """For policies whose tokens do not enter between layers."""
@@ -128,7 +140,8 @@ class SimilarFinder:
 def warm_up(options: SimilarityOptions) -> None:
     """Compile, or load from the disk cache, everything a request will need."""
     index, namespaces = SegmentIndex(num_blocks=4, block_size=64), NamespaceTable()
-    tiny = options.model_copy(update={"max_windows": 4})
+    reached = {"min_run_tokens": 1, "halo_tokens": 0, "w_exact": {ALL: 0}}
+    tiny = options.model_copy(update={"max_windows": 4, **reached})
     store = SimilarStore(index, namespaces, Vocabulary.of_identity(), tiny)
     tokens = np.arange(4 * 64, dtype=np.int32)
     blocks = np.arange(4, dtype=np.int32)
@@ -137,14 +150,7 @@ def warm_up(options: SimilarityOptions) -> None:
     index.begin_step()
     store.inserted(namespace, blocks)
     finder = SimilarFinder(
-        ContentFinder(index, 0),
-        store,
-        index,
-        0,
-        1,
-        clock=lambda: 0.0,
-        on_search=lambda _: None,
-        depths=Depths.of({ALL: 0}),
+        ContentFinder(index, 0), store, index, 0, clock=lambda: 0.0, on_search=lambda _: None
     )
     prompt = Prompt(namespace, tokens[1:])
     finder.prepare(prompt)

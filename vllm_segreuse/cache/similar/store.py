@@ -6,6 +6,7 @@ Both take place outside of `schedule()`: what the segment index reports there is
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from typing import NamedTuple
 
@@ -30,6 +31,12 @@ PROBES_PER_STRIDE = 4
 ALIGNED = 2
 """Candidates that are aligned with each stretch of a stride's length."""
 
+SEARCHES = (
+    *("by_default", "threshold", "min_run_tokens", "min_context_tokens"),
+    *("halo_tokens", "max_boundary_drift", "w_exact"),
+)
+"""Options that windows do not depend on."""
+
 _LISTED = 4096
 _LONGEST = 2  # tokens of a window to one class that it is compared by
 
@@ -49,6 +56,10 @@ class SimilarStore:
         namespaces: of the ids in the index.
         vocabulary: what tokens are compared by.
         options: see there.
+
+    Attributes:
+        windows: that are indexed.
+        options: see above.
     """
 
     def __init__(
@@ -61,7 +72,7 @@ class SimilarStore:
         self._index = index
         self._namespaces = namespaces
         self._vocabulary = vocabulary
-        self._options = options
+        self.options = self._first_options = options
         self._permutations = Permutations(options.permutations)
         self._context = Permutations(CONTEXT_PLACES)
         self.windows = Windows(
@@ -72,6 +83,23 @@ class SimilarStore:
             bands_for(options.threshold, options.permutations),
         )
         self._listed: deque[tuple[int, IntArray]] = deque(maxlen=_LISTED)
+
+    def under(self, options: SimilarityOptions) -> SimilarStore:
+        """The same windows, searched under other options.
+
+        Raises:
+            ValueError: the windows would be others, or less similar ones be asked for than the
+                buckets are made for.
+        """
+        first = self._first_options
+        kept = {name: getattr(first, name) for name in SEARCHES}
+        if options.model_copy(update=kept) != first:
+            raise ValueError(f"only {', '.join(SEARCHES)} can change")
+        if options.threshold < first.threshold:
+            raise ValueError(f"threshold={options.threshold} must be at least {first.threshold}")
+        other = copy.copy(self)
+        other.options = options
+        return other
 
     # What the segment index reports.
 
@@ -117,7 +145,7 @@ class SimilarStore:
         A slot is a block's id times the tokens of a block, plus an offset; -1: nothing was found.
         Nothing is promised of a slot: who uses it compares the tokens.
         """
-        index, options = self._index, self._options
+        index, options = self._index, self.options
         tokens = np.require(prompt.tokens, np.int32, ("C", "W"))
         ids, first = self._vocabulary.canonical(tokens)
         stride = max(1, options.stride_tokens // PROBES_PER_STRIDE)
@@ -149,7 +177,7 @@ class SimilarStore:
 
     def _index_run(self, namespace: int, blocks: IntArray, entries: IntArray) -> None:
         """Windows that end in consecutive blocks of one sequence."""
-        index, options, size = self._index, self._options, self._index.block_size
+        index, options, size = self._index, self.options, self._index.block_size
         reach = _LONGEST * (options.window_tokens + options.context_tokens)
         before = index.ancestors(int(entries[0]), -(-reach // size))
         text = index.tokens[np.concatenate((before, blocks))].reshape(-1)
@@ -180,7 +208,7 @@ class SimilarStore:
             begin: segments count that end with an anchor at this token or behind it.
             first: positions of the classes; None: all segments count.
         """
-        window, width = self._options.window_tokens, self._options.shingle_tokens
+        window, width = self.options.window_tokens, self.options.shingle_tokens
         anchors = self._anchors(ids)
         before = np.concatenate(([-window], anchors[:-1])) if anchors.size else anchors
         if first is not None:
@@ -205,10 +233,10 @@ class SimilarStore:
 
     def _marks(self, ids: IntArray, units: Units) -> Marks:
         """Signatures of units, and of what is in front of each."""
-        width = self._options.shingle_tokens
+        width = self.options.shingle_tokens
         hashes = shingles(ids, width)
         text = self._permutations.signatures(hashes, units.begins, units.ends - width + 1)
-        fronts = np.maximum(units.begins - self._options.context_tokens, 0)
+        fronts = np.maximum(units.begins - self.options.context_tokens, 0)
         stops = np.maximum(units.begins - width + 1, fronts)
         return Marks(text, self._context.signatures(hashes, fronts, stops))
 
@@ -217,8 +245,8 @@ class SimilarStore:
 
         How similar text and left context are counts alike.
         """
-        rank = found[:, 2] / self._options.permutations + found[:, 3] / CONTEXT_PLACES
-        stretch = ends[found[:, 0]] // self._options.stride_tokens
+        rank = found[:, 2] / self.options.permutations + found[:, 3] / CONTEXT_PLACES
+        stretch = ends[found[:, 0]] // self.options.stride_tokens
         order = np.lexsort((-rank, stretch))
         pairs = stretch.astype(np.int64) * self.windows.block.size + found[:, 1]
         _, firsts = np.unique(pairs[order], return_index=True)

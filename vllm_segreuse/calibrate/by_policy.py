@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy and its settings, chosen by prompts that are divided into what is reused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_segreuse.calibrate import drift, engine
+from vllm_segreuse.calibrate.measure import try_all
+from vllm_segreuse.calibrate.prompts import Prompt, read_prompts
+from vllm_segreuse.calibrate.report import about_drift
+from vllm_segreuse.calibrate.search import CANDIDATES, Found, Setting
+
+
+def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found:
+    """Try every candidate.
+
+    Raises:
+        PromptError: the file holds no prompts.
+    """
+    llm = _start(given.model, engine_arguments)
+    prompts = _prompts(given.prompts, llm)
+    measured = list(map(Setting, CANDIDATES, try_all(llm, prompts)))
+    settings = measured
+    if given.max_drift:
+        settings = [drift.with_max_drift(setting, given.target_kl) for setting in measured]
+
+    def about(index: int) -> str:
+        return about_drift(measured[index].trials, given.target_kl)
+
+    return Found(settings, about)
+
+
+def _start(model: str, arguments: Sequence[str]) -> Any:
+    return engine.start(engine.arguments_of(model, arguments))
+
+
+def _prompts(file: Path, llm: Any) -> list[Prompt]:
+    tokenizer = llm.get_tokenizer()
+    start = tokenizer("", add_special_tokens=True)["input_ids"][:1]
+    return read_prompts(
+        file,
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        start[0] if start else None,
+    )
