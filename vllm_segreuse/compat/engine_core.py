@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.v1.engine.core.EngineCore`: kill switch, frozen pool, audits, in the scheduler's process.
+"""`vllm.v1.engine.core.EngineCore`: calls into the scheduler's process, between two steps.
 
 API servers call methods of `EngineCore` by name between two steps (`call_utility_async`,
 vllm-project/vllm#13060); plugins have no other way to the scheduler: `collective_rpc` reaches
