@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,15 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """One model to be made: its `model_type` in transformers, its config, why it is here, and the
-    engine arguments that it needs."""
+    """One model to be made: its `model_type` in transformers, its config, why it is here, engine
+    arguments that it needs, and whether its first layer does nearly all the work: a draft of one
+    layer can then tell what it will answer (`bench/drafts.py`)."""
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     why: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
+    predictable: bool = False
 
 
 _TINY: dict[str, Any] = {
@@ -216,6 +218,26 @@ VISION: dict[str, Shape] = {
 }
 """Supported, too: reuse for prompts of text. Serving them needs torchvision."""
 
+DRAFTED: dict[str, Shape] = {
+    "drafted": replace(
+        _tiny("llama", "a draft of one layer can tell its answers"), predictable=True
+    ),
+    "drafted_mtp": replace(
+        _tiny(
+            "glm4_moe",
+            "the same, with experts and a multi-token prediction layer (MTP)",
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            n_shared_experts=1,
+            first_k_dense_replace=0,
+            num_nextn_predict_layers=1,
+        ),
+        predictable=True,
+    ),
+}
+"""Targets of `bench/drafts.py`."""
+
 REFUSED: dict[str, Shape] = {
     "mistral_window": _tiny("mistral", "sliding window on every layer", sliding_window=1024),
     "gemma4_shared": _windowed(
@@ -272,7 +294,7 @@ BENCH: dict[str, Shape] = {
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
 attention, yet a run is over in minutes."""
 
-SHAPES: dict[str, Shape] = SUPPORTED | VISION | REFUSED | BENCH
+SHAPES: dict[str, Shape] = SUPPORTED | VISION | DRAFTED | REFUSED | BENCH
 
 
 def cache_root() -> Path:
@@ -323,6 +345,8 @@ def _recipe_hash(shape: Shape) -> str:
     # The tokenizer is trained on Python's own documentation, which changes with its version.
     python = platform.python_version_tuple()[:2]
     recipe = [RECIPE_VERSION, python, shape.model_type, shape.config]
+    if shape.predictable:
+        recipe.append("predictable")
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -344,8 +368,30 @@ def _write_weights(shape: Shape, directory: Path) -> None:
                 parameter.fill_(0.0 if from_one else 1.0)
             else:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * std)
+                parameter.copy_(noise * std * _loudness(shape, parameter_name))
     model.save_pretrained(directory)
+    if shape.config.get("num_nextn_predict_layers"):
+        _add_prediction_layer(directory, shape.config)
+
+
+def _add_prediction_layer(directory: Path, config: dict[str, Any]) -> None:
+    """transformers knows no multi-token prediction: its layer is written beside the others."""
+    from safetensors.torch import load_file, save_file
+
+    from bench.drafts import prediction_layer
+
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | prediction_layer(weights, config), path, {"format": "pt"})
+
+
+def _loudness(shape: Shape, name: str) -> float:
+    """How much of its usual size a weight has."""
+    if not shape.predictable or not name.endswith(
+        ("o_proj.weight", "down_proj.weight", "down_proj")
+    ):
+        return 1.0
+    return 3.0 if "layers.0.self_attn" in name else 0.05
 
 
 def _weight_std(name: str, size: tuple[int, ...]) -> float | None:

@@ -19,6 +19,7 @@ def config(
     max_model_len: int = 1000,
     wave: int = 100_000,
     lora: bool = False,
+    speculative: Any = None,
     **options: Any,
 ) -> Any:
     model = SimpleNamespace(
@@ -35,6 +36,7 @@ def config(
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=wave),
         lora_config=object() if lora else None,
+        speculative_config=speculative,
         attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=options),
     )
@@ -46,6 +48,17 @@ def test_states_of_the_longest_prompt_and_of_a_step_beside_it(
 ) -> None:
     hidden_states_and_residual = 2 * (1000 + 100_000) * 64 * element
     assert pass_bytes(config(dtype=dtype)) == hidden_states_and_residual + FIXED
+
+
+@pytest.mark.parametrize(
+    ("method", "named", "layers"),
+    [("eagle3", None, 3), ("eagle3", [1, 5], 2), ("eagle", [1, 5], 0), ("ngram", None, 0)],
+)
+def test_what_enters_layers_is_kept_for_eagle3(method: str, named: Any, layers: int) -> None:
+    hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=named)
+    draft = SimpleNamespace(hf_config=hf_config)
+    drafting = config(speculative=SimpleNamespace(method=method, draft_model_config=draft))
+    assert pass_bytes(drafting) - pass_bytes(config()) == layers * (1000 + 100_000) * 64 * 2
 
 
 def test_with_lora_a_long_prompt_may_be_computed_beside_one_that_is_under_way() -> None:

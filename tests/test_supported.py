@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from vllm.config import CacheConfig, LoRAConfig, ParallelConfig
+from vllm.config import CacheConfig, LoRAConfig, ParallelConfig, SpeculativeConfig
 from vllm.config.cache import CacheDType
 
 from tests.prefill.loaded import model_config, refused
@@ -38,14 +38,14 @@ def config(
     cache: dict[str, Any] | None = None,
     parallel: dict[str, Any] | None = None,
     text: dict[str, Any] | None = None,
-    speculative: str | None = None,
+    speculative: str | dict[str, Any] | None = None,
     lora: LoRAConfig | None = None,
 ) -> Any:
     """vLLM's defaults, and what differs from them."""
     model = dict(model or {})
     if text is not None:
         model["hf_text_config"] = SimpleNamespace(**text)
-    method = None if speculative is None else SimpleNamespace(method=speculative)
+    method = None if speculative is None else drafts_by(speculative)
     return SimpleNamespace(
         model_config=Changed(llama, model),
         cache_config=Changed(CacheConfig(), cache or {}),
@@ -53,6 +53,22 @@ def config(
         speculative_config=method,
         lora_config=lora,
     )
+
+
+def drafts_by(method: str | dict[str, Any]) -> Any:
+    """As vLLM's `SpeculativeConfig`, of a method or with more values."""
+    given = {"method": method} if isinstance(method, str) else dict(method)
+    kind = given.pop("kind", "llama")
+    real: Any = SpeculativeConfig.__new__(SpeculativeConfig)
+    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type=kind))
+    defaults = {
+        "draft_model_config": draft,
+        "parallel_drafting": False,
+        "use_heterogeneous_vocab": False,
+        "kv_cache_dtype": None,
+    }
+    real.__dict__.update(defaults | given)
+    return real
 
 
 def refusal(vllm_config: Any) -> str:
@@ -201,11 +217,56 @@ def test_micro_batching_is_known_by_both_of_its_options(option: str, llama: Any)
     assert "micro-batching is on" in refusal(given)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "draft_model", "dflash"])
-def test_drafts_from_hidden_states_are_refused(method: str, llama: Any) -> None:
-    assert refusal(config(llama, speculative=method)) == (
-        f"speculative decoding by {method} needs hidden states that reuse skips; use ngram, or none"
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("medusa", "medusa"), ("dflash", "qwen3"), ("mtp", "gemma4_mtp"), ("mtp", "step3p5_mtp")],
+)
+def test_drafts_of_other_kinds_are_refused(method: str, kind: str, llama: Any) -> None:
+    assert refusal(config(llama, speculative={"method": method, "kind": kind})) == (
+        f"speculative decoding by {method} ({kind}) keeps KV that is not known to move as the "
+        "model's does; use draft_model, eagle, eagle3, mtp, ngram, suffix, or none"
     )
+
+
+DRAFTS_WITH: list[tuple[dict[str, Any], str]] = [
+    (
+        {"speculative": {"method": "eagle3", "parallel_drafting": True}},
+        "by eagle3 drafts all tokens at once; remove parallel_drafting",
+    ),
+    (
+        {"speculative": {"method": "draft_model", "use_heterogeneous_vocab": True}},
+        "by draft_model has another vocabulary than the model; use a draft of the same one",
+    ),
+    (
+        {"speculative": "eagle", "lora": LoRAConfig()},
+        "by eagle beside LoRA adapters is not proven; remove --enable-lora, or use ngram",
+    ),
+    (
+        {"speculative": "mtp", "model": {"is_multimodal_model": True}},
+        "by mtp of a model that takes images is not proven; use ngram",
+    ),
+    (
+        {"speculative": "eagle", "cache": {"cache_dtype": "fp8_e4m3"}},
+        "by eagle with an fp8 KV cache is not proven; use --kv-cache-dtype auto, or ngram",
+    ),
+    (
+        {"speculative": {"method": "eagle", "kv_cache_dtype": "fp8"}},
+        "by eagle with an fp8 KV cache is not proven; use --kv-cache-dtype auto, or ngram",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), DRAFTS_WITH)
+def test_drafts_beside_what_is_not_proven_with_them_are_refused(
+    changes: dict[str, Any], why: str, llama: Any
+) -> None:
+    assert refusal(config(llama, **changes)) == f"speculative decoding {why}"
+
+
+def test_drafts_from_states_are_refused_beside_boundary_states(llama: Any) -> None:
+    with pytest.raises(RefusedError, match="w_exact beside speculative decoding by eagle"):
+        check_config(config(llama, speculative="eagle"), (1,))
+    check_config(config(llama, speculative="draft_model"), (1,))
 
 
 SUPPORTED: list[dict[str, Any]] = [
@@ -215,6 +276,10 @@ SUPPORTED: list[dict[str, Any]] = [
     {"parallel": {"tensor_parallel_size": 2}},
     {"speculative": "ngram"},
     {"speculative": "suffix"},
+    {"speculative": "draft_model"},
+    {"speculative": "eagle"},
+    {"speculative": "eagle3"},
+    {"speculative": "mtp"},
     {"lora": LoRAConfig()},
     {"model": {"is_multimodal_model": True, "uses_mrope": True}},
     {"text": {"sliding_window": 4096}},

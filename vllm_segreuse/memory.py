@@ -25,6 +25,7 @@ _BUILDER_BYTES = 16 << 20
 _FLOAT32_BYTES = 4
 _FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
 _POSITION_BYTES = 4
+_EAGLE3_LAYERS = 3  # vLLM's get_eagle3_default_aux_hidden_state_layers
 
 
 def state_bytes_per_token(vllm_config: VllmConfig, cuts: Sequence[int]) -> int:
@@ -56,7 +57,8 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     those of a step's plans while that one is under way; what halos of similar segments are compared
     with; the scratch of overlapping moves, and the buffers of the metadata builder. What is
     computed once more, because a drift was too large or segments were rejected, is so one plan
-    after the other. Where tokens enter at cuts, states are joined with others.
+    after the other. Where tokens enter at cuts, states are joined with others. EAGLE-3 drafts are
+    given what enters some of the layers.
     """
     model = vllm_config.model_config
     element = model.dtype.itemsize
@@ -64,7 +66,18 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     tokens += vllm_config.scheduler_config.max_num_batched_tokens
     config = _config(vllm_config)
     states = (6 if config.cuts else 2) * tokens * model.get_hidden_size() * element
+    states += _auxiliary_layers(vllm_config) * tokens * model.get_hidden_size() * element
     return states + _halo_bytes(vllm_config, config) + SCRATCH_BYTES + _builder_bytes(vllm_config)
+
+
+def _auxiliary_layers(vllm_config: VllmConfig) -> int:
+    """Layers whose inputs an EAGLE-3 draft is given, of all tokens of a plan."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "eagle3":
+        return 0
+    config = speculative.draft_model_config.hf_config
+    named = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    return len(named) if named else _EAGLE3_LAYERS
 
 
 def _config(vllm_config: VllmConfig) -> SegReuseConfig:

@@ -17,6 +17,12 @@ WITHOUT = "; serve this model without --segreuse"
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """What `--kv-cache-dtype` may be."""
 
+DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods of speculative decoding whose drafts have KV that is moved and computed, too."""
+
+NO_KV = ("ngram", "suffix")
+"""Methods that need none."""
+
 
 class RefusedError(RuntimeError):
     """Segment reuse cannot be proven right here; the text says why and what to do.
@@ -40,7 +46,13 @@ def check_config(vllm_config: VllmConfig, cuts: Sequence[int] = ()) -> None:
     Raises:
         RefusedError: naming the first of them and the way out.
     """
-    checked = (_layer_faults, _model_faults, _engine_faults, partial(_cut_faults, cuts))
+    checked = (
+        _layer_faults,
+        _model_faults,
+        _engine_faults,
+        partial(_draft_faults, cuts),
+        partial(_cut_faults, cuts),
+    )
     if reasons := [why for faults in checked for wrong, why in faults(vllm_config) if wrong]:
         raise RefusedError(*reasons)
 
@@ -109,7 +121,7 @@ def _cut_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool
 
 def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    speculative, lora = vllm_config.speculative_config, vllm_config.lora_config
+    lora = vllm_config.lora_config
     experts = vllm_config.model_config.is_moe
     return [
         (
@@ -145,9 +157,54 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (parallel.enable_eplb, "expert load balancing is on; remove --enable-eplb"),
         (parallel.use_ubatching, "micro-batching is on; remove --enable-dbo"),
+    ]
+
+
+def _draft_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    """Of drafts that have KV of their own."""
+    speculative, cache = vllm_config.speculative_config, vllm_config.cache_config
+    if speculative is None or speculative.method in NO_KV:
+        return []
+    method = speculative.method
+    by = f"speculative decoding by {method}"
+    if method not in DRAFTS or speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp():
+        of = getattr(speculative.draft_model_config, "hf_config", None)
+        kind = getattr(of, "model_type", method)
+        return [
+            (
+                True,
+                f"{by} ({kind}) keeps KV that is not known to move as the model's does; use "
+                f"{', '.join((*DRAFTS, *NO_KV))}, or none",
+            )
+        ]
+    state_cuts = bool(cuts) and method != "draft_model"
+    return [
         (
-            speculative is not None and speculative.method not in ("ngram", "suffix"),
-            f"speculative decoding by {getattr(speculative, 'method', None)} needs hidden states "
-            "that reuse skips; use ngram, or none",
+            speculative.parallel_drafting,
+            f"{by} drafts all tokens at once; remove parallel_drafting",
+        ),
+        (
+            speculative.use_heterogeneous_vocab,
+            f"{by} has another vocabulary than the model; use a draft of the same one",
+        ),
+        (
+            vllm_config.lora_config is not None,
+            f"{by} beside LoRA adapters is not proven; remove --enable-lora, or use ngram",
+        ),
+        (
+            vllm_config.model_config.is_multimodal_model,
+            f"{by} of a model that takes images is not proven; use ngram",
+        ),
+        (
+            any(
+                str(dtype).startswith("fp8")
+                for dtype in (cache.cache_dtype, speculative.kv_cache_dtype)
+            ),
+            f"{by} with an fp8 KV cache is not proven; use --kv-cache-dtype auto, or ngram",
+        ),
+        (
+            state_cuts,
+            f"similarity.w_exact beside {by} is not proven: both are given hidden states; remove "
+            "one of them",
         ),
     ]

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_segreuse.audit.recorder import Recorder
 from vllm_segreuse.compat import sampler
-from vllm_segreuse.compat.model_runner import loaded_model
+from vllm_segreuse.compat.model_runner import loaded_drafter, loaded_model
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.metrics import SegReuseStats
@@ -159,7 +159,9 @@ def _proven_backlog(
     codec = Codec.RAW if config.tier is None else Codec(config.tier.codec)
     if codec is not Codec.RAW:
         cell_content_bytes(kv_cache_config, codec)  # it refuses what the codec cannot store
-    runtime = prove(loaded_model(), vllm_config, kv_cache_config, config.cuts, codec)
+    runtime = prove(
+        *(loaded_model(), vllm_config, kv_cache_config, config.cuts, codec, loaded_drafter())
+    )
     step_work = config.spread_work(
         vllm_config.scheduler_config.max_num_batched_tokens,
         vllm_config.model_config.get_num_layers(vllm_config.parallel_config),

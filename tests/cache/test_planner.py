@@ -201,6 +201,7 @@ def test_an_admitted_plan_is_pinned_until_the_step_ends(world, document):
     assert (plan.start, plan.stop, plan.donor_blocks) == (0, 16, blocks)
     assert plan.block_ids.tolist() == [7, 8, 9, 10, 11]
     assert plan.token_ids.tolist() == tracked.prompt.tokens[:16].tolist()
+    assert plan.token_at_stop == tracked.prompt.tokens[16]
     assert world.end_step() == []
 
 

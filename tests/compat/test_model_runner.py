@@ -31,6 +31,7 @@ def config(backend: str | None = None, connector: bool = True) -> Any:
         parallel_config=None,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=100_000),
         lora_config=None,
+        speculative_config=None,
         attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
         kv_transfer_config=kv_transfer_config() if connector else None,
     )
@@ -79,6 +80,20 @@ def test_the_model_that_a_runner_has_loaded_is_at_hand(kind: Any) -> None:
     del runner, later
     with pytest.raises(RuntimeError, match="no handle on the loaded model"):
         model_runner.loaded_model()
+
+
+@pytest.mark.usefixtures("unwrapped")
+def test_only_a_draft_that_has_kv_is_at_hand() -> None:
+    model_runner.install()
+    runner = RUNNERS[0].__new__(RUNNERS[0])
+    runner.load_model()
+    assert model_runner.loaded_drafter() is None
+    runner.drafter = SimpleNamespace()  # n-grams
+    assert model_runner.loaded_drafter() is None
+    runner.drafter = SimpleNamespace(_draft_attn_layer_names=set())  # Gemma 4's MTP
+    assert model_runner.loaded_drafter() is None
+    runner.drafter = SimpleNamespace(_draft_attn_layer_names={"draft.layers.0"})
+    assert model_runner.loaded_drafter() is runner.drafter
 
 
 @pytest.mark.usefixtures("unwrapped")

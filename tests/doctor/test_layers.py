@@ -61,6 +61,18 @@ def test_weights_that_do_not_fit_are_noted(
         assert tuple(note[:48] for note in told.notes) == tuple(note[:48] for note in wanted)
 
 
+def test_a_draft_is_left_to_start_up(tmp_path: Path) -> None:
+    by = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    told = found(tmp_path, speculative_config=by)
+    assert (told.works, told.reasons) == (True, ())
+    assert told.notes == (
+        "layers of the draft (draft_model) are checked at start-up only, and their weights and KV "
+        "are not counted here",
+    )
+    refused = found(tmp_path, speculative_config=by, enable_lora=True)
+    assert "beside LoRA adapters is not proven" in refused.reasons[0]
+
+
 def test_engines_side_by_side_are_examined_as_one(tmp_path: Path) -> None:
     assert found(tmp_path, data_parallel_size=2).memory == found(tmp_path).memory is not None
 

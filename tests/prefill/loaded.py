@@ -60,6 +60,7 @@ class Loaded:
     model: nn.Module
     vllm_config: Any
     kv_cache_config: Any
+    draft: nn.Module | None = None
 
     @property
     def attention(self) -> dict[str, nn.Module]:
@@ -95,13 +96,18 @@ def model_config(folder: Path, dtype: str = "float32", **changes: Any) -> Any:
 
 @contextmanager
 def loaded(
-    folder: Path, dtype: str = "float32", kv_cache_dtype: Any = "auto", **changes: Any
+    folder: Path,
+    dtype: str = "float32",
+    kv_cache_dtype: Any = "auto",
+    draft: Callable[[Any], nn.Module] | None = None,
+    **changes: Any,
 ) -> Iterator[Loaded]:
     """Load the model; vLLM's configuration of it and its parallel groups are set meanwhile.
 
     Args:
         folder, dtype, changes: see `model_config`.
         kv_cache_dtype: as vLLM's option.
+        draft: makes a model beside it, of vLLM's configuration.
     """
     from vllm.config import CacheConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
 
@@ -120,7 +126,8 @@ def loaded(
         stack.enter_context(set_current_vllm_config(vllm_config))
         stack.enter_context(_alone(folder))
         model = _model(vllm_config)
-        yield Loaded(model, vllm_config, _bind_kv_cache(vllm_config))
+        beside = None if draft is None else _randomised(draft(vllm_config), vllm_config)
+        yield Loaded(model, vllm_config, _bind_kv_cache(vllm_config), beside)
 
 
 @contextmanager
@@ -143,21 +150,23 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _model(vllm_config: Any) -> nn.Module:
-    from vllm.model_executor.model_loader.utils import (
-        initialize_model,
-        process_weights_after_loading,
-    )
+    from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    of_model = vllm_config.model_config
-    with set_default_torch_dtype(of_model.dtype):
-        model = initialize_model(vllm_config=vllm_config).eval()
+    with set_default_torch_dtype(vllm_config.model_config.dtype):
+        model = initialize_model(vllm_config=vllm_config)
+    return _randomised(model, vllm_config)
+
+
+def _randomised(model: nn.Module, vllm_config: Any) -> nn.Module:
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         scale, middle = (0.2, 0.0) if parameter.dim() > 1 else (0.1, 1.0)  # norms are vectors
         parameter.data.copy_(middle + scale * torch.randn(parameter.shape, generator=generator))
-    process_weights_after_loading(model, of_model, torch.device("cpu"))
-    return model
+    process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
+    return model.eval()
 
 
 def _bind_kv_cache(vllm_config: Any) -> Any:

@@ -120,6 +120,26 @@ def test_a_model_has_the_same_fingerprint_wherever_it_lies(tmp_path: Path) -> No
     assert len(codecs - {first}) == 2
 
 
+def drafting(model: Path, draft: Path) -> VllmConfig:
+    """By another model."""
+    by = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    return config(model, speculative_config=by)
+
+
+def test_a_draft_counts_wherever_it_lies(tmp_path: Path) -> None:
+    model, other = make_model("qwen3"), tmp_path / "other"
+    shutil.copytree(model, tmp_path / "copy")
+    shutil.copytree(model, other)
+    weights(other, tensors())
+    first = fingerprint(drafting(model, model))
+    assert first != fingerprint(config(model))
+    assert first == fingerprint(drafting(model, tmp_path / "copy"))
+    assert first != fingerprint(drafting(model, other))
+    (other / "model.safetensors").unlink()
+    with pytest.raises(UnknownWeightsError, match="the weights of the draft"):
+        fingerprint(drafting(model, other))
+
+
 def test_weights_that_are_not_here_are_refused(tmp_path: Path) -> None:
     shutil.copytree(make_model("qwen3"), tmp_path / "copy")
     found = config(tmp_path / "copy")

@@ -386,6 +386,7 @@ class Planner:
             donor_blocks=found.matches.pieces.donor_blocks,
             donor_depth=matches.max_depth,
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
+            token_at_stop=int(tokens[stop]) if stop < len(tokens) else None,
             max_drift=tracked.max_drift,
             reports=recipe.program.reports
             or acceptance is not None

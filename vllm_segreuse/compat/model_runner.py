@@ -3,7 +3,7 @@
 
 vLLM gives connectors the KV caches but not the model (`register_kv_caches`,
 `v1/worker/gpu_model_runner.py`). Wrapping `load_model` of each runner class keeps a reference to
-the runner of this process.
+the runner of this process. So are proposers of drafts reached.
 
 Nor can connectors report how much memory they need. While vLLM measures what the model needs
 (`profile_run`), what the pass needs on top is held, so that the KV cache leaves room for it.
@@ -84,10 +84,25 @@ def loaded_model() -> Any:
     Raises:
         RuntimeError: no model was loaded since `install`.
     """
+    return _runner().get_model()
+
+
+def loaded_drafter() -> Any | None:
+    """vLLM's proposer of a draft with KV of its own (`v1/spec_decode/llm_base_proposer.py`), loaded
+    with that model; None: nothing drafts, or what does has none.
+
+    Raises:
+        RuntimeError: as `loaded_model`.
+    """
+    drafter = getattr(_runner(), "drafter", None)
+    return drafter if getattr(drafter, "_draft_attn_layer_names", None) else None
+
+
+def _runner() -> Any:
     runner = _latest() if _latest is not None else None
     if runner is None:
         raise RuntimeError(
             "segment reuse has no handle on the loaded model: the plugin was not registered in "
             "this worker process (does VLLM_PLUGINS leave out 'segreuse'?)"
         )
-    return runner.get_model()
+    return runner

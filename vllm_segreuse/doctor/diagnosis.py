@@ -16,7 +16,7 @@ from vllm_segreuse.doctor.reading import InputError, find_model, read_config
 from vllm_segreuse.isolated_options import POLICY as LINK
 from vllm_segreuse.launch import kv_transfer_config
 from vllm_segreuse.plugin import register
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.supported import NO_KV, RefusedError
 from vllm_segreuse.version import UnsupportedVersionError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         documents = documents_of(vllm_config.model_config, folder, options)
         examined = examine(of_one_rank(args, vllm_config))
         memory = memory_of(vllm_config, examined)
-        notes = _tight(memory.weight_bytes, machine, vllm_config)
+        notes = _tight(memory.weight_bytes, machine, vllm_config) + _drafted(vllm_config)
     except RefusedError as error:
         reasons = error.reasons
     except UnexaminedError as error:
@@ -197,6 +197,17 @@ def _tight(weight_bytes: int, machine: dict[str, Any], vllm_config: VllmConfig) 
     if needed < there:
         return ()
     return (f"weights of {needed:,.1f} GiB do not fit into the {there:,.1f} GiB that are here",)
+
+
+def _drafted(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """A note if a draft has layers of its own: only the model's were built."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in NO_KV:
+        return ()
+    return (
+        f"layers of the draft ({speculative.method}) are checked at start-up only, and their "
+        "weights and KV are not counted here",
+    )
 
 
 def _model(vllm_config: VllmConfig) -> dict[str, Any]:

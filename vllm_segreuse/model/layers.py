@@ -127,6 +127,7 @@ class DecoderStack:
         self._has_residual = "residual" in parameters
         self._attention_signature = inspect.signature(self.attention[0].forward)
         self._extras: dict[str, object] = {}
+        self._returns_tuple = False
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -196,14 +197,46 @@ class DecoderStack:
         Returns:
             The hidden states behind the last layer and norm.
         """
+        return self.forward_for_drafts(token_ids, positions)[0]
+
+    def forward_for_drafts(
+        self, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same, and what enters each of `auxiliary_layers`, which EAGLE-3 drafts are given."""
         if self._position_rows is not None:
             positions = positions.expand(self._position_rows, -1)
         hidden_states = self._model(
             input_ids=token_ids.to(torch.int32, copy=True),
             positions=positions.clone(),
         )
-        assert isinstance(hidden_states, torch.Tensor)
-        return hidden_states
+        return _with_auxiliary(hidden_states)
+
+    @property
+    def auxiliary_layers(self) -> tuple[int, ...]:
+        """Layers of which the model returns what enters them, beside its output; ascending."""
+        of_holder = (getattr(m, "aux_hidden_state_layers", None) for m in self._model.modules())
+        return next((tuple(found) for found in of_holder if found), ())
+
+    def output(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, state: LayerState
+    ) -> torch.Tensor:
+        """What the model makes of what leaves its last layer: as a rule, it is normalised.
+
+        It is the model's own forward, in which each layer hands that state on. The state is spent.
+        """
+
+        def hand_on(*_: object, **__: object) -> object:
+            if self._has_residual:
+                return state.hidden_states, state.residual
+            return (state.hidden_states,) if self._returns_tuple else state.hidden_states
+
+        for layer in self.layers:
+            layer.__dict__["forward"] = hand_on
+        try:
+            return _with_auxiliary(self._model(input_ids=token_ids, positions=positions))[0]
+        finally:
+            for layer in self.layers:
+                del layer.__dict__["forward"]
 
     def run(self, first: int, last: int, positions: torch.Tensor, state: LayerState) -> LayerState:
         """Run decoder layers `[first, last)` on tokens at `positions`, writing their KV.
@@ -221,7 +254,8 @@ class DecoderStack:
                 state = LayerState(hidden_states, residual)
             else:
                 out = layer(positions=positions, hidden_states=state.hidden_states, **self._extras)
-                state = LayerState(out[0] if isinstance(out, tuple) else out, None)
+                self._returns_tuple = isinstance(out, tuple)
+                state = LayerState(out[0] if self._returns_tuple else out, None)
         return state
 
     def write_kv(
@@ -262,6 +296,13 @@ class DecoderStack:
             handle.remove()
         key, value = caught
         return key, value
+
+
+def _with_auxiliary(output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What a model returns: hidden states, and those of other layers if it was asked for them."""
+    hidden_states, auxiliary = output if isinstance(output, tuple) else (output, [])
+    assert isinstance(hidden_states, torch.Tensor)
+    return hidden_states, auxiliary
 
 
 def _find_layers(

@@ -236,6 +236,8 @@ class ReusePlan:
             pass, but no query says more about what the answer will need. Whoever computes such a
             plan writes the KV of that token, too: what a spoilt pass left there would spoil the
             next one.
+        token_at_stop: the token at `stop`, whoever computes it; None: not known. Drafts are given
+            it with the hidden state of the token before.
         spread: carried out over several steps, while the request is set aside.
         max_drift: above it everything is computed after all, where drift is measured.
         reports: the workers report a `PlanOutcome`, also if they have to compute the plan in full.
@@ -255,6 +257,7 @@ class ReusePlan:
     donor_depth: int
     block_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     next_token: int | None = None
+    token_at_stop: int | None = None
     spread: bool = False
     max_drift: float = math.inf
     reports: bool = False

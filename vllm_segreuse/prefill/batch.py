@@ -38,6 +38,8 @@ class Batch:
         drift: float64 `[plans]`, on the device; NaN where it is not measured.
         boundary_drifts: float64 `[segments]`, on the device: of the similar segments of each plan
             that tests them (`acceptance.py`).
+        auxiliary: `[tokens, hidden]` of each layer whose input drafts are given; of tokens that
+            the layers before it were run on.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Batch:
         self.sound = torch.ones(len(plans), dtype=torch.bool, device=device)
         self.drift = torch.full((len(plans),), torch.nan, dtype=torch.float64, device=device)
         self.boundary_drifts = torch.zeros(0, dtype=torch.float64, device=device)
+        self.auxiliary: dict[int, torch.Tensor] = {}
 
     @property
     def everything(self) -> Index:
@@ -102,6 +105,28 @@ class Batch:
     def at_all_layers(self, active: torch.Tensor) -> torch.Tensor:
         """Those of some flat indices that were computed from the first layer on."""
         return self.always.device if self.program.cuts else active
+
+    def following(self) -> torch.Tensor:
+        """int64 `[tokens]`, on the device: the token behind each; -1 where it is not known, or
+        vLLM is to compute the token itself."""
+        behind = [
+            -1 if plan.token_at_stop is None or plan.next_token is not None else plan.token_at_stop
+            for plan in self.plans
+        ]
+        ids = self.tokens.token_ids
+        following = torch.cat([ids[1:], ids[:1]])
+        last = upload(self.bounds[1:] - 1, self._device)
+        following[last] = upload(np.asarray(behind, np.int64), self._device)
+        return following
+
+    def keep_auxiliary(self, layer: int, tokens: TokenTable, stream: torch.Tensor) -> None:
+        """What enters a layer, of some of the tokens; the latest counts."""
+        if layer not in self.auxiliary:
+            shape = len(self.tokens), stream.shape[-1]
+            self.auxiliary[layer] = stream.new_zeros(shape)
+        first = self.bounds[:-1] - [plan.start for plan in self.plans]
+        row = upload(first, self._device)[tokens.request] + tokens.positions
+        self.auxiliary[layer][row] = stream
 
     def counts(self, index: Index) -> list[int]:
         """How many tokens of each plan are in an index that the host knows."""

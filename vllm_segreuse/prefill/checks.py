@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from vllm.config import CompilationMode
@@ -21,6 +21,7 @@ from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kv_group import KvGroup, segment_group
 from vllm_segreuse.model.attention_kind import kind_of
+from vllm_segreuse.model.drafts import Draft
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import check_format, typed_pages
 from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
@@ -31,7 +32,7 @@ from vllm_segreuse.model.rope import RopeError
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import LONG_RUN, PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.layer_runner import NOTHING, LayerRunner
 from vllm_segreuse.prefill.proofs.attention import prove_attention
 from vllm_segreuse.prefill.proofs.causal import (
     check_attention,
@@ -40,6 +41,7 @@ from vllm_segreuse.prefill.proofs.causal import (
     check_split_keys,
 )
 from vllm_segreuse.prefill.proofs.codecs import prove_codec
+from vllm_segreuse.prefill.proofs.drafts import DraftProof
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
@@ -47,7 +49,7 @@ from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch
 from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.states import BoundaryStates
-from vllm_segreuse.supported import WITHOUT, RefusedError
+from vllm_segreuse.supported import DRAFTS, WITHOUT, RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,6 +81,7 @@ class Structure:
         stack: its decoder layers.
         layouts: how each layer's pages are laid out.
         kernels: what runs on pages of each layout.
+        draft: what drafts for it; None: nothing that has KV.
     """
 
     group: KvGroup
@@ -86,6 +89,7 @@ class Structure:
     stack: DecoderStack
     layouts: list[PageLayout]
     kernels: dict[PageLayout, dispatch.Kernels]
+    draft: Draft | None = None
 
     @property
     def description(self) -> str:
@@ -94,16 +98,26 @@ class Structure:
 
 
 def read_structure(
-    model: nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    drafter: Any | None = None,
 ) -> Structure:
     """Check the layers of a model, whose KV caches are bound. Its weights are not looked at.
+
+    Args:
+        model: as loaded.
+        vllm_config: the engine's.
+        kv_cache_config: vLLM's.
+        drafter: vLLM's proposer of a draft that has KV.
 
     Raises:
         RefusedError: naming the layer and what it does.
     """
     group = segment_group(kv_cache_config)
     by_name = vllm_config.compilation_config.static_forward_context
-    attention = {name: by_name[name] for name in group.layer_names}
+    of_draft = set() if drafter is None else set(drafter._draft_attn_layer_names)
+    attention = {name: by_name[name] for name in group.layer_names if name not in of_draft}
     try:
         check_sharing(by_name)
         check_attention(attention, group.block_size)
@@ -111,6 +125,7 @@ def read_structure(
         check_format(attention.values())
         stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
         layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]
+        draft = None if drafter is None else Draft(drafter, by_name, stack)
     except (LayoutError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
     first, queries = typed_pages(stack.attention[0]), vllm_config.model_config.dtype
@@ -118,7 +133,7 @@ def read_structure(
         layout: dispatch.choose(first.device, first.dtype, layout, queries)
         for layout in dict.fromkeys(layouts)
     }
-    return Structure(group, attention, stack, layouts, kernels)
+    return Structure(group, attention, stack, layouts, kernels, draft)
 
 
 def prove(
@@ -127,6 +142,7 @@ def prove(
     kv_cache_config: KVCacheConfig,
     cuts: Sequence[int] = (),
     codec: Codec = Codec.RAW,
+    drafter: Any | None = None,
 ) -> Runtime:
     """Build the sparse pass for a loaded model and prove it, on scratch blocks of the empty cache.
 
@@ -136,11 +152,13 @@ def prove(
         kv_cache_config: vLLM's; the caches are bound to their layers.
         cuts: layers whose inputs are kept from here on.
         codec: of the second tier.
+        drafter: vLLM's proposer of a draft that has KV; None: there is none.
 
     Raises:
         RefusedError: naming the layer or the property that could not be proven.
     """
-    structure = read_structure(model, vllm_config, kv_cache_config)
+    _check_drafter(vllm_config, drafter)
+    structure = read_structure(model, vllm_config, kv_cache_config, drafter)
     group, stack = structure.group, structure.stack
     layouts, kernels = structure.layouts, structure.kernels
     try:
@@ -169,7 +187,10 @@ def prove(
             LayerKv(layer, layout, rope, kernels[layout], kind_of(layer, max_model_len))
             for layer, layout, rope in zip(stack.attention, layouts, ropes, strict=True)
         ]
-        aligner = Aligner(known)
+        drafted = None
+        if structure.draft is not None:
+            drafted = DraftProof(structure.draft, scratch, group, adapters, vllm_config)
+        aligner = Aligner(known + ([] if drafted is None else drafted.layers))
         pass_attention = PassAttention(rows, known)
         layers = LayerRunner(
             stack,
@@ -179,19 +200,36 @@ def prove(
             adapters,
             vllm_config.scheduler_config.max_num_batched_tokens,
             states,
+            NOTHING if drafted is None else drafted.wanted,
         )
         check_scored(layers.model)
-        prefill = SparsePrefill(layers, aligner)
+        prefill = SparsePrefill(layers, aligner, None if drafted is None else drafted.runner)
         prove_moves(scratch, aligner, layouts, ropes)
         prove_codec(scratch, aligner, layouts, ropes, codec)
         prove_scores(scratch, known)
-        max_deviation = prove_passes(scratch, prefill)
+        if drafted is not None:
+            drafted.prove(aligner)
+        max_deviation = prove_passes(scratch, prefill, None if drafted is None else drafted.scratch)
         prove_attention(scratch, known, rows, pass_attention)
         warm_up(scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
         return Runtime(prefill, max_deviation, structure.description)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
+
+
+def _check_drafter(vllm_config: VllmConfig, drafter: Any | None) -> None:
+    """A draft must be at hand: its layers would be taken for the model's.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method in DRAFTS and drafter is None:
+        raise RefusedError(
+            f"the draft of speculative decoding by {speculative.method} is not where vLLM's Model "
+            "Runner V1 has it; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def _boundary_states(

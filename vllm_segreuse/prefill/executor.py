@@ -13,6 +13,7 @@ from vllm_segreuse.prefill import outcomes, programs
 from vllm_segreuse.prefill.acceptance import Halos
 from vllm_segreuse.prefill.align import Aligner, block_copies, token_copies
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.drafts import DraftRunner
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.outcomes import Computed
 from vllm_segreuse.prefill.states import BoundaryStates
@@ -59,15 +60,19 @@ class SparsePrefill:
 
     Args:
         layers: the model's decoder layers, run on a batch's tokens.
-        aligner: copies and rotates KV.
+        aligner: copies and rotates KV, that of drafts, too.
+        drafts: computes the KV of a draft; None: nothing drafts that has any.
 
     Attributes:
         aligner: as given.
     """
 
-    def __init__(self, layers: LayerRunner, aligner: Aligner) -> None:
+    def __init__(
+        self, layers: LayerRunner, aligner: Aligner, drafts: DraftRunner | None = None
+    ) -> None:
         self._layers = layers
         self.aligner = aligner
+        self._drafts = drafts
         self._block_size = layers.layouts[0].keys.shape[1]
         self._device = layers.stack.attention[0].kv_cache.device
 
@@ -159,6 +164,8 @@ class SparsePrefill:
         tests = any(plan.acceptance is not None for plan in batch.plans)
         halos = Halos(self._layers, batch) if tests else None
         active, state = yield from programs.run(self._layers, batch)
+        if self._drafts is not None:
+            yield from self._drafts.run(batch, active, state)
         if halos is not None:
             batch.boundary_drifts = halos.drifts()
         request = batch.tokens.request[active]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,22 @@ from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.tokens import Index, TokenTable, upload
 from vllm_segreuse.prefill.waves import Waves
+
+
+class ForDrafts(NamedTuple):
+    """What drafts are given of each token, beside its id.
+
+    Attributes:
+        output: whether that is what the model returns.
+        entering: layers, ascending, whose inputs it is.
+    """
+
+    output: bool = False
+    entering: tuple[int, ...] = ()
+
+
+NOTHING = ForDrafts()
+"""Of models that nothing drafts for, or a model of its own."""
 
 
 def model_layers(kinds: list[AttentionKind]) -> ModelLayers:
@@ -44,6 +61,7 @@ class LayerRunner:
         adapters: the model's LoRA adapters.
         max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
         states: see the attribute.
+        for_drafts: what drafts are given of each token.
 
     Attributes:
         model: the layers, as programs see them.
@@ -63,8 +81,10 @@ class LayerRunner:
         adapters: Adapters,
         max_wave_tokens: int,
         states: BoundaryStates | None = None,
+        for_drafts: ForDrafts = NOTHING,
     ) -> None:
         self.stack = stack
+        self._for_drafts = for_drafts
         self.states = states
         self.model = model_layers([layer.kind for layer in layers])
         self.layouts = [layer.layout for layer in layers]
@@ -89,11 +109,12 @@ class LayerRunner:
         """Run layers `[first, last)`, wave by wave in order of position.
 
         Of the model's last layer only keys and values are computed: its output is nobody's input.
-        What is returned then is what entered it.
+        What is returned then is what entered it. Where drafts are given the output, it is computed,
+        and returned.
         """
         if first == last and state is not None:
             return state
-        whole = min(last, len(self.stack) - 1)
+        whole = last if self._for_drafts.output else min(last, len(self.stack) - 1)
         outputs = Collected(len(tokens))
         for part, wave in self._waves(tokens, last - first, batch):
             attending = self._attention.forward_context(wave, batch.block_tables, queries=queries)
@@ -106,12 +127,26 @@ class LayerRunner:
                     inputs = self.stack.embed(wave.token_ids, wave.positions)
                 else:
                     inputs = state.take(part)
-                output = self.stack.run(first, whole, wave.positions, inputs)
+                output = self._through(first, whole, wave, inputs, batch)
                 if whole < last:
                     self.stack.write_kv(whole, wave.positions, wave.slots, output)
+                elif last == len(self.stack):
+                    made = self.stack.output(wave.token_ids, wave.positions, output)
+                    output = LayerState(made, None)
                 outputs.add(part, output)
             yield len(wave) * (last - first)
         return outputs.state
+
+    def _through(
+        self, first: int, last: int, wave: TokenTable, state: LayerState, batch: Batch
+    ) -> LayerState:
+        """Layers `[first, last)` on a wave; what drafts are given on the way is kept."""
+        stops = [layer for layer in self._for_drafts.entering if first <= layer <= last]
+        for layer in stops:
+            state = self.stack.run(first, layer, wave.positions, state)
+            batch.keep_auxiliary(layer, wave, state.stream)
+            first = layer
+        return self.stack.run(first, last, wave.positions, state)
 
     def enter(
         self, cut: int, active: Index, state: LayerState | None, batch: Batch
@@ -167,7 +202,11 @@ class LayerRunner:
         for part, wave in self._waves(tokens, len(self), batch):
             attending = context(wave, batch.block_tables, self.compiled)
             with attending, self._adapters.applied(batch.lora_id, len(wave)):
-                hidden_states = self.stack.forward(wave.token_ids, wave.positions)
+                hidden_states, entering = self.stack.forward_for_drafts(
+                    wave.token_ids, wave.positions
+                )
+            for layer, stream in zip(self._for_drafts.entering, entering, strict=True):
+                batch.keep_auxiliary(layer, wave, stream)
             outputs.add(part, LayerState(hidden_states, None))
             yield len(wave) * len(self)
         return outputs.state

@@ -4,7 +4,7 @@
 Records of another fingerprint are never read. It covers
 
 - what the KV of a token depends on: the model's effective configuration (RoPE, windows and
-  `--hf-overrides` included), dtype, quantisation, and the weights;
+  `--hf-overrides` included), dtype, quantisation, and the weights; those of a draft, too;
 - what makes token ids the same text: the tokenizer's files;
 - how KV lies in a row: the codec, layers, heads and block size, the dtype of the cache, the ranks,
   the attention backend and its layout, the platform and, of a CPU, its instruction set (vLLM's CPU
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from vllm_segreuse.kv_group import KvGroup
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.supported import NO_KV, RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +86,25 @@ def model_fingerprint(vllm_config: VllmConfig, group: KvGroup, codec: str = "raw
         "load_format": vllm_config.load_config.load_format,
         "files": [digest.hex() for digest in _file_digests(vllm_config)],
     }
+    if draft := _draft(vllm_config):
+        parts["draft"] = draft
     return digest_of(parts)
+
+
+def _draft(vllm_config: VllmConfig) -> list[str]:
+    """Of the draft, whose KV lies in the same rows; empty: nothing drafts that has any."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in NO_KV:
+        return []
+    model = speculative.draft_model_config
+    folder = _folder(model.model, model.revision, vllm_config.load_config.download_dir)
+    of_draft = None if folder is None else sampled_weights(folder)
+    if of_draft is None:
+        raise UnknownWeightsError(
+            f"the weights of the draft {model.model} are not files of this machine; load it from a "
+            "folder, or start without tier.path"
+        )
+    return [str(speculative.method), of_draft.hex()]
 
 
 def digest_of(parts: Mapping[str, object]) -> bytes:

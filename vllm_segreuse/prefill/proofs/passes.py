@@ -22,17 +22,21 @@ _MOST = 0.4
 
 
 @torch.inference_mode()
-def prove_passes(scratch: Scratch, prefill: SparsePrefill) -> float:
+def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | None = None) -> float:
     """Plans that reuse every other stretch unmoved must reproduce the KV of the full forward.
 
     Covers copying, rows, slot mapping, the layer loop, the boundary, the selection, and what enters
     from boundary states. Also warms up everything the first request would otherwise wait for.
+
+    Args:
+        drafted: that of the draft, whose KV a pass computes, too, and compared with its own.
 
     Returns:
         The largest deviation of a layer's keys and values, relative to their norm.
     """
     positions = np.arange(scratch.count)
     allowed, worst = _allowed(scratch), 0.0
+    both = [scratch] if drafted is None else [scratch, drafted]
     cases = programs.proof_cases(len(scratch.stack))
     plans = [
         _plan(scratch, (positions // stretch) % 2 == 1, program, top_k)
@@ -44,12 +48,13 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill) -> float:
         enters = np.where(reused, cut, -1).astype(np.int32)
         plans.append(replace(plan, recipe=plan.recipe.entering(enters)))
     for plan in plans:
-        scratch.clear_copy()
+        for each in both:
+            each.clear_copy()
         if prefill.run([plan]).not_finite:
             raise UnsupportedModelError(
                 f"the sparse pass meets NaN or infinity ({plan.recipe.program})"
             )
-        worst = max(worst, _deviation(scratch))
+        worst = max(worst, *map(_deviation, both))
     if not worst <= allowed:
         raise UnsupportedModelError(
             "the sparse pass does not reproduce this model's own forward (off by "
@@ -82,6 +87,7 @@ def _plan(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -> 
         scratch.own.tolist(),
         0,
         scratch.copy,
+        token_at_stop=int(scratch.token_ids[0]),
     )
 
 
@@ -106,5 +112,6 @@ def _deviation(scratch: Scratch) -> float:
     for layer in scratch.stack.attention:
         pages = typed_pages(layer)
         full, sparse = pages[scratch.own.tolist()].float(), pages[scratch.copy.tolist()].float()
-        worst = max(worst, float((full - sparse).norm() / full.norm()))
+        error = float((full - sparse).norm() / full.norm())
+        worst = max(worst, math.inf if math.isnan(error) else error)
     return worst

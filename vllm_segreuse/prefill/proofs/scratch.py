@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels.reference import attend
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
-from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.tokens import TokenTable
 
@@ -29,7 +29,7 @@ class Scratch:
     Nothing is cached yet when this runs; vLLM zeroes or overwrites blocks before it reads them.
 
     Args:
-        stack: the model's decoder layers.
+        stack: the model's decoder layers, or its draft.
         rows: builds rows of the stock backend.
         fast_ops: the kernels that layers prefer when they run eagerly.
         adapters: the model's LoRA adapters; proofs use none.
@@ -54,7 +54,7 @@ class Scratch:
 
     def __init__(
         self,
-        stack: DecoderStack,
+        stack: Any,
         rows: RowBuilder,
         fast_ops: FastOps,
         adapters: Adapters,
@@ -92,13 +92,25 @@ class Scratch:
         with self._fast_ops.preferred():
             self._forward(slice(0, self.count), self.own, distance)
 
+    def states_for_drafts(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same from position 0 on; what of it drafts may be given."""
+        with self._fast_ops.preferred():
+            run = self.stack.forward_for_drafts
+            return self._forward(slice(0, self.count), self.own, run=run)
+
     def forward_rounded_otherwise(self) -> None:
         """The same into the copy's blocks, in two chunks and by the kernels that vLLM prefers."""
         half = self.count // 2
         for part in (slice(0, half), slice(half, self.count)):
             self._forward(part, self.copy)
 
-    def _forward(self, part: slice, into: np.ndarray, distance: int = 0) -> None:
+    def _forward(
+        self,
+        part: slice,
+        into: np.ndarray,
+        distance: int = 0,
+        run: Callable[..., Any] | None = None,
+    ) -> Any:
         device = self.stack.attention[0].kv_cache.device
         positions = torch.arange(part.start, part.stop, device=device)
         blocks = torch.from_numpy(into).to(device)
@@ -111,7 +123,7 @@ class Scratch:
         )
         computing = self._rows.forward_context(tokens, blocks[None])
         with self._adapters.applied(0, len(tokens)), computing:
-            self.stack.forward(tokens.token_ids, positions + distance)
+            return (run or self.stack.forward)(tokens.token_ids, positions + distance)
 
     def clear_copy(self) -> None:
         """Zero the blocks that passes and moves write to."""
