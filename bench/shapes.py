@@ -182,6 +182,20 @@ SUPPORTED: dict[str, Shape] = {
     "cohere2": _windowed(
         "cohere2", "windows on some layers, no RoPE on the others", "ssfs", logit_scale=1.0
     ),
+    "llama4": _tiny(
+        "llama4_text",
+        "chunks on some layers, no RoPE on the others, experts",
+        attention_chunk_size=96,
+        no_rope_layers=[1, 0, 1, 0],
+        interleave_moe_layer_step=1,
+        intermediate_size_mlp=256,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        use_qk_norm=True,
+        attn_temperature_tuning=True,
+        floor_scale=256,
+        attn_scale=0.1,
+    ),
     "gpt_oss": _windowed(
         "gpt_oss",
         "windows on some layers, attention sinks on all, experts",

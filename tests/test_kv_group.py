@@ -100,19 +100,16 @@ def test_layers_with_windows_that_keep_fewer_blocks_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("hidden", "what"),
-    [
-        ({"attention_chunk_size": 128}, "chunks of 128 tokens"),
-        ({"non_causal": True}, "tokens behind their own"),
-    ],
-)
-def test_full_attention_that_hides_another_kind_is_refused(
-    hidden: dict[str, Any], what: str
-) -> None:
-    spec = FullAttentionSpec(block_size=16, **SHAPE, **hidden)
-    with pytest.raises(RefusedError, match=f"layers of the model attend to {what}; {WITHOUT}"):
+def test_full_attention_that_hides_another_kind_is_refused() -> None:
+    spec = FullAttentionSpec(block_size=16, **SHAPE, non_causal=True)
+    why = f"layers of the model attend to tokens behind their own; {WITHOUT}"
+    with pytest.raises(RefusedError, match=why):
         segment_group(kv_cache(spec))
+
+
+def test_layers_with_chunks_may_keep_the_blocks_of_all_tokens() -> None:
+    spec = FullAttentionSpec(block_size=16, **SHAPE, attention_chunk_size=128)
+    assert segment_group(kv_cache(spec)).block_size == 16
 
 
 def test_blocks_that_are_hashed_in_pieces_are_refused() -> None:

@@ -109,10 +109,6 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
         {"dual_chunk_attention_config": {"chunk_size": 262144}},
         "LlamaForCausalLM uses dual chunk attention, whose keys depend on the chunk",
     ),
-    (
-        {"attention_chunk_size": 8192},
-        "layers of LlamaForCausalLM attend to chunks of 8192 tokens",
-    ),
     ({"alibi": True}, "LlamaForCausalLM has ALiBi positions"),
 ]
 
@@ -130,7 +126,7 @@ def test_layers_that_config_json_tells_of_are_refused(
 @pytest.mark.parametrize(
     "text",
     [
-        {"num_kv_shared_layers": 0, "index_topk": None, "attention_chunk_size": None},
+        {"num_kv_shared_layers": 0, "index_topk": None, "attention_chunk_size": 8192},
         {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
         {"rope_parameters": None, "dual_chunk_attention_config": None},
     ],

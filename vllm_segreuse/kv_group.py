@@ -103,9 +103,5 @@ def _other_shape(groups: Sequence[KVCacheGroupSpec]) -> str:
 
 
 def _check_spec(spec: Any) -> None:
-    for wrong, what in (
-        (spec.attention_chunk_size is not None, f"chunks of {spec.attention_chunk_size} tokens"),
-        (spec.non_causal, "tokens behind their own"),
-    ):
-        if wrong:
-            raise RefusedError(f"layers of the model attend to {what}{WITHOUT}")
+    if spec.non_causal:
+        raise RefusedError(f"layers of the model attend to tokens behind their own{WITHOUT}")

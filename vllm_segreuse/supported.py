@@ -68,7 +68,6 @@ def _layer_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     text = model.hf_text_config
     shared = getattr(text, "num_kv_shared_layers", 0)
     indexed = getattr(text, "index_topk", 0)
-    chunk = getattr(text, "attention_chunk_size", 0)
     return [
         (bool(shared), f"{shared} layers of {name} share the KV of other layers{WITHOUT}"),
         (
@@ -80,7 +79,6 @@ def _layer_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             bool(getattr(text, "dual_chunk_attention_config", None)),
             f"{name} uses dual chunk attention, whose keys depend on the chunk{WITHOUT}",
         ),
-        (bool(chunk), f"layers of {name} attend to chunks of {chunk} tokens{WITHOUT}"),
         (model.uses_alibi, f"{name} has ALiBi positions{WITHOUT}"),
     ]
 

@@ -533,11 +533,11 @@ def test_a_window_of_no_size_is_none(nowhere: Any, model: Loaded, monkeypatch: P
 def test_attention_of_another_kind_is_refused(model: Loaded, monkeypatch: Patch) -> None:
     from vllm.model_executor.layers.attention import Attention
 
-    class ChunkedLocalAttention(Attention):
-        """vLLM's own has what is above, and metadata that hides what lies before the chunk."""
+    class CrossAttention(Attention):
+        """vLLM's own has what is above, and keys of another sequence."""
 
-    monkeypatch.setattr(model.first, "__class__", ChunkedLocalAttention)
-    assert "self_attn.attn is ChunkedLocalAttention, not plain attention" in refusal(model)
+    monkeypatch.setattr(model.first, "__class__", CrossAttention)
+    assert "self_attn.attn is CrossAttention, not plain attention" in refusal(model)
 
 
 def test_pages_of_another_size_than_the_schedulers_are_refused(model: Loaded) -> None:

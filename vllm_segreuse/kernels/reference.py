@@ -144,6 +144,7 @@ def attend(
     scale: float,
     *,
     window: int = 0,
+    chunk: int = 0,
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
@@ -155,6 +156,7 @@ def attend(
         positions: int64 `[queries]`.
         scale: softmax scale.
         window: most keys that a query sees, its own and those just before it; 0: all before it.
+        chunk: a query sees those from the last multiple of this position on; 0: all before it.
         sinks: a logit of each head that takes part in its softmax and has no value, `[heads]`.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; 0: they stay as they are.
 
@@ -168,6 +170,8 @@ def attend(
     hidden = token > own
     if window:
         hidden |= token <= own - window
+    if chunk:
+        hidden |= token < own // chunk * chunk
     weights = with_sinks(logits.masked_fill(hidden, float("-inf")), sinks).softmax(-1)
     return torch.einsum("hqt,thd->qhd", weights[..., : len(key)], value)
 

@@ -16,18 +16,21 @@ class AttentionKind:
     Attributes:
         window: most keys that a query attends to: its own, and those just before it; 0: all before
             it.
+        chunk: a query attends to the keys before it from the last multiple of this position on; 0:
+            to those before that, too.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; 0: they stay as they are.
         has_sinks: each head has one more logit, of no key, in its softmax.
     """
 
     window: int = 0
+    chunk: int = 0
     soft_cap: float = 0.0
     has_sinks: bool = False
 
     @property
     def sees_all(self) -> bool:
         """Whether queries attend to the whole prompt before them."""
-        return not self.window
+        return not (self.window or self.chunk)
 
 
 FULL = AttentionKind()
@@ -39,11 +42,13 @@ def kind_of(layer: nn.Module, max_model_len: int) -> AttentionKind:
 
     Args:
         layer: the layer.
-        max_model_len: a window of so many tokens hides none of them.
+        max_model_len: a window or a chunk of so many tokens hides none of them.
     """
+    chunk = getattr(layer, "attention_chunk_size", None) or 0
     window = layer.sliding_window or 0
     return AttentionKind(
         window if window < max_model_len else 0,
+        chunk if chunk < max_model_len else 0,
         float(of_impl(layer, "logits_soft_cap") or 0.0),
         of_impl(layer, "sinks") is not None,
     )

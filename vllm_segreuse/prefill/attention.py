@@ -38,6 +38,20 @@ class ScatteredQueries:
     positions: torch.Tensor
     schedule: Any = None
 
+    def in_chunks(self, chunk: int, blocks: int) -> ScatteredQueries:
+        """The same queries where each attends to its own chunk only: every chunk is a request of
+        its own, as in vLLM's `make_local_attention_virtual_batches`, and so each kernel masks it.
+
+        Args:
+            chunk: its tokens.
+            blocks: its blocks.
+        """
+        width = self.block_tables.shape[1]
+        chunks = -(-width // blocks)
+        tables = torch.nn.functional.pad(self.block_tables, (0, chunks * blocks - width))
+        request = self.request * chunks + self.positions // chunk
+        return ScatteredQueries(tables.view(-1, blocks), request, self.positions % chunk)
+
 
 class Queries:
     """Collects queries that reach attention, wave by wave; also those of a compiled model, which
@@ -92,9 +106,10 @@ class PassAttention:
         # Layers of equal shape share a schedule.
         alike: dict[Any, list[str]] = {}
         for layer in with_kernel:
-            shape = (layer.layout.keys.shape, layer.attention.num_heads)
+            shape = (layer.layout.keys.shape, layer.attention.num_heads, layer.kind.chunk)
             alike.setdefault(shape, []).append(layer.attention.layer_name)
-        self._alike = list(alike.values())
+        self._alike = [(names, shape[-1]) for shape, names in alike.items()]
+        self._block_size = layers[0].layout.keys.shape[1]
 
     def stock_context(
         self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool
@@ -146,8 +161,10 @@ class PassAttention:
         metadata: dict[str, Any] = {}
         if self._impls_in_rows:
             metadata = self._rows.metadata(tokens, block_tables)
-        for names in self._alike:
+        for names, chunk in self._alike:
             scattered = ScatteredQueries(block_tables, tokens.request, tokens.positions)
+            if chunk:
+                scattered = scattered.in_chunks(chunk, chunk // self._block_size)
             metadata |= dict.fromkeys(names, scattered)
         return metadata
 

@@ -56,7 +56,7 @@ class _Case(NamedTuple):
 def _case(scratch: Scratch, layer: LayerKv) -> _Case:
     """The first two tokens, and queries at every edge of the window."""
     attention, size = layer.attention, scratch.block_size
-    edge = layer.kind.window or 2 * size
+    edge = layer.kind.window or layer.kind.chunk or 2 * size
     wanted = {0, 1, edge // 2, edge - 1, edge, edge + 1}
     positions = torch.tensor(sorted(p for p in wanted if p < scratch.max_model_len))
     first, others = scratch.copy[:2].tolist()
@@ -97,6 +97,7 @@ def _by_reference(layer: LayerKv, case: _Case) -> torch.Tensor:
         positions,
         attention.impl.scale,
         window=layer.kind.window,
+        chunk=layer.kind.chunk,
         **layer.softmax(),
     )
 
@@ -106,6 +107,8 @@ def _compare(
 ) -> None:
     """Relative to what one key of equal weight contributes, where an output is smaller."""
     visible = case.tokens.positions + 1
+    if layer.kind.chunk:
+        visible = case.tokens.positions % layer.kind.chunk + 1
     if layer.kind.window:
         visible = visible.clamp(max=layer.kind.window)
     least = (1 / visible.float())[:, None, None]
@@ -119,6 +122,8 @@ def _compare(
 
 def _described(kind: AttentionKind) -> str:
     keys = f"the last {kind.window} tokens" if kind.window else "all tokens before"
+    if kind.chunk:
+        keys += f" in their chunk of {kind.chunk}"
     sinks = ", with sinks" if kind.has_sinks else ""
     cap = f", with logits capped at {kind.soft_cap:g}" if kind.soft_cap else ""
     return keys + sinks + cap

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention layers the pass reproduces: causal ones, over the whole prompt or a window."""
+"""Which attention layers the pass reproduces: causal ones, over the whole prompt, a window or a
+chunk."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import nn
 from vllm import envs
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.platforms import current_platform
 
 from vllm_segreuse.model.attention_kind import of_impl
@@ -27,12 +28,13 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
         UnsupportedModelError: naming the layer and what it does.
     """
     for name, layer in attention.items():
-        # Its subclasses attend to chunks, to another sequence, or in both directions.
-        if type(layer) is not Attention:
+        # Its other subclasses attend to another sequence, or in both directions.
+        if type(layer) not in (Attention, ChunkedLocalAttention):
             raise UnsupportedModelError(f"{name} is {type(layer).__name__}, not plain attention")
         kernel_tokens = layer.kv_cache.numel() // (
             layer.kv_cache.shape[0] * layer.num_kv_heads * 2 * layer.head_size
         )
+        chunk = getattr(layer, "attention_chunk_size", None) or block_size
         window, of_backend = layer.sliding_window, _window_of_backend(layer)
         for wrong, why in (
             (
@@ -46,6 +48,11 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
             ),
             (layer.attn_type != "decoder", f"is {layer.attn_type} attention"),
             (layer.head_size_v != layer.head_size, "has values of another size than its keys"),
+            (
+                chunk % block_size != 0,
+                f"attends to chunks of {chunk} tokens, which are no whole blocks of {block_size}; "
+                "set --block-size to a divisor",
+            ),
             (
                 kernel_tokens != block_size,
                 f"has pages of {kernel_tokens} tokens, the scheduler's have {block_size}",

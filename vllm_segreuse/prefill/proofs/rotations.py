@@ -13,6 +13,9 @@ from vllm_segreuse.model.rope import DeltaRope, RopeError
 from vllm_segreuse.model.rotary import MODULES
 from vllm_segreuse.prefill.proofs.scratch import Scratch
 
+_SAME_DIRECTION = 0.999
+"""Cosine of two heads of which one is the other, scaled and rounded."""
+
 
 @torch.inference_mode()
 def prove_rotations(scratch: Scratch) -> list[DeltaRope | None]:
@@ -46,10 +49,10 @@ def _keys(scratch: Scratch, distance: int) -> tuple[list[torch.Tensor], list[nn.
     def note_rotation(module: nn.Module, _: Any, output: Any) -> None:
         latest[:] = [(module, output[1].clone())]
 
-    def note_key(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_key(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key = args[1] if len(args) > 1 else kwargs["key"]
         keys.append(key.clone())
-        rotated = bool(latest) and torch.equal(latest[0][1].reshape(-1), key.reshape(-1))
+        rotated = bool(latest) and _points_as(latest[0][1], key, layer.head_size)
         modules.append(latest[0][0] if rotated else None)
         latest.clear()
 
@@ -68,6 +71,16 @@ def _keys(scratch: Scratch, distance: int) -> tuple[list[torch.Tensor], list[nn.
         for handle in handles:
             handle.remove()
     return keys, modules
+
+
+def _points_as(rotated: torch.Tensor, key: torch.Tensor, head_size: int) -> bool:
+    """Whether a cached key is what was rotated, or that at another length: Llama 4 normalises keys
+    behind their rotation, without weights, and so turns none of them."""
+    if rotated.numel() != key.numel():
+        return False
+    both = (heads.reshape(-1, head_size).float() for heads in (rotated, key))
+    same = torch.equal(rotated.reshape(-1), key.reshape(-1))
+    return same or bool((nn.functional.cosine_similarity(*both, dim=-1) > _SAME_DIRECTION).all())
 
 
 def prove_rotation(

@@ -13,6 +13,7 @@ import torch
 from vllm_segreuse.compat.attention_impl import queries_as_computed, replaced_forward
 from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels.reference import attend
+from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
@@ -79,12 +80,25 @@ class Scratch:
             vllm_config.model_config.max_model_len // 2,
         )
         # Positions of the moved tokens stay within those the model has angles for.
-        self.distance = min(211, vllm_config.model_config.max_model_len - self.count)
+        self.distance = self._distance(min(211, self.max_model_len - self.count))
         generator = np.random.default_rng(0)
         vocabulary = vllm_config.model_config.get_vocab_size()
         self.token_ids = generator.integers(1, vocabulary, self.count, dtype=np.int32)
         self.own = np.arange(1, 1 + self._BLOCKS, dtype=np.int32)
         self.copy = self.own + self._BLOCKS
+
+    def _distance(self, most: int) -> int:
+        """Positions of a move; by whole chunks, where chunks would begin elsewhere otherwise."""
+        kinds = [kind_of(layer, self.max_model_len) for layer in self.stack.attention]
+        chunk = max(kind.chunk for kind in kinds)
+        if not chunk or self.count + most <= chunk:
+            return most
+        if chunk + self.count > self.max_model_len:
+            raise UnsupportedModelError(
+                f"prompts of {self.max_model_len} tokens are too short to prove layers that attend "
+                f"to chunks of {chunk}; raise --max-model-len"
+            )
+        return chunk
 
     def forward(self, distance: int = 0) -> None:
         """The model's own forward on the scratch tokens, with positions from `distance` on."""
