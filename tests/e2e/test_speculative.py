@@ -147,13 +147,16 @@ def check_draft(method: str, running: Engine) -> None:
     for answer, expected in zip(ours, reference, strict=True):
         assert answer.report["reused_tokens"] > 200
         assert_same(answer, expected, 2e-3)
-    assert everything == plain, method
+    assert everything[0] == plain[0], method
+    # Where one token is left of a prompt, behind a prefix hit too, vLLM counts a draft of padding.
+    assert everything[1] - plain[1] in (0, len(ours)), method
     for full, found in zip(measured.draft_kv(None), measured.draft_kv(EVERYTHING), strict=True):
         assert float((full - found).norm() / full.norm()) < 1e-4
     for options in (SHIFT, FOCUS):
         answers, (tokens, drafts) = measured.ask(options)
         assert all(answer.report["bypass_reason"] is None for answer in answers)
         # Of each draft as many tokens as without reuse, but for chance.
+        drafts -= len(answers)
         assert tokens / drafts > 0.7 * plain[0] / plain[1], (method, options)
         assert all(kv.isfinite().all() for kv in measured.draft_kv(options))
     running.check_idle()
