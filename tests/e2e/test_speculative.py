@@ -149,7 +149,7 @@ def check_draft(method: str, running: Engine) -> None:
         assert_same(answer, expected, 2e-3)
     assert everything[0] == plain[0], method
     # Where one token is left of a prompt, behind a prefix hit too, vLLM counts a draft of padding.
-    assert everything[1] - plain[1] in (0, len(ours)), method
+    assert 0 <= everything[1] - plain[1] <= len(ours), method
     for full, found in zip(measured.draft_kv(None), measured.draft_kv(EVERYTHING), strict=True):
         assert float((full - found).norm() / full.norm()) < 1e-4
     for options in (SHIFT, FOCUS):
