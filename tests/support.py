@@ -23,6 +23,7 @@ FEATURES = {
     "fp8": "quantised KV cache",
     "lora": "LoRA adapters",
     "tp": "tensor parallelism",
+    "images": "images that were seen before",
     "drafts": "speculative decoding",
     "documents": "models trained on documents computed alone",
     "anchors": "models trained on anchors of compressed documents",

@@ -257,10 +257,11 @@ def test_workers_report_what_the_layers_are(
     subject: SegReuseConnector, half: Half, worker: SegReuseConnector, backlog: Any
 ) -> None:
     """By vLLM's handshake, which it makes before the first request."""
-    backlog.prefill = SimpleNamespace(layers=ModelLayers(6, (1, 3)))
+    backlog.prefill = SimpleNamespace(layers=ModelLayers(6, (1, 3)), merge_size=2)
     shaken = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
     subject.set_xfer_handshake_metadata_pp_aware({(0, 0): shaken, (0, 1): shaken})
-    assert half.asked == [("take_layers", ModelLayers(6, (1, 3)))] * 2
+    taken = [("take_layers", ModelLayers(6, (1, 3))), ("take_merge_size", 2)]
+    assert half.asked == taken * 2
 
 
 # Statistics.

@@ -86,9 +86,15 @@ class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class SegReuseHandshake(KVConnectorHandshakeMetadata):
-    """What only the workers know of the model, and the scheduler's side needs."""
+    """What only the workers know of the model, and the scheduler's side needs.
+
+    Attributes:
+        layers: of the model.
+        merge_size: of its images; see `SparsePrefill`.
+    """
 
     layers: ModelLayers
+    merge_size: int | None = None
 
 
 class SegReuseConnector(KVConnectorBase_V1):
@@ -153,6 +159,7 @@ class SegReuseConnector(KVConnectorBase_V1):
         for found in metadata.values():
             assert isinstance(found, SegReuseHandshake)
             self.scheduler_side.take_layers(found.layers)
+            self.scheduler_side.take_merge_size(found.merge_size)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.add(request)
@@ -208,7 +215,7 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def get_handshake_metadata(self) -> SegReuseHandshake:
         """Of the workers, who have proven the model by now."""
-        return SegReuseHandshake(self.worker_side.layers)
+        return SegReuseHandshake(self.worker_side.layers, self.worker_side.merge_size)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; vLLM calls this before anything else of it."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
@@ -21,6 +22,7 @@ from vllm_segreuse.arrival import (
     Adapters,
     all_tokens,
     bypass_reason,
+    images_of,
     lora_id_of,
     namespace_of,
 )
@@ -36,6 +38,8 @@ from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.freezing import Freezing
 from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.image_finder import ImageFinder
+from vllm_segreuse.cache.images import ImageIds, PromptImages
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable
@@ -94,7 +98,9 @@ logger = init_logger("vllm.segreuse")
 FORGOTTEN_PER_BLOCK = 4
 """Blocks that no longer donate are remembered, for each that there is: 36 bytes."""
 
-SEARCHED = (None, "observed", "too_few_reused_tokens", "no_free_blocks")
+SEARCHED = (
+    *(None, "observed", "too_few_reused_tokens", "no_free_blocks", "images_in_dense_layers"),
+)
 """Reasons for which a request runs as it does after its prompt was searched for."""
 
 EXACT_ONLY = ("knowledge_base", "fallback", "no_documents")
@@ -179,6 +185,8 @@ class SchedulerSide:
             *(vllm_config.model_config, config, index, self._namespaces, self._by_content, stats)
         )
         requests: dict[str, TrackedRequest] = {}
+        self._merge_size: int | None = None
+        self._image_ids = ImageIds(functools.partial(_image_ids_in_use, index, requests))
         budget = StepBudget(_step_tokens(vllm_config, config))
         self._accounts = Accounts(stats, self._layers)
         self._audits = start_audits(vllm_config, config.audit, stats)
@@ -264,21 +272,26 @@ class SchedulerSide:
         extra_keys = parsed.extra_keys or (isolated.private_keys() if has_documents else None)
         if extra_keys is None:
             return
-        options, bypass = parsed.options, bypass_reason(request)
+        options, images = parsed.options, None
+        if self._isolated is None and not (parsed.documents or parsed.compresses):
+            images = images_of(request, self._merge_size, self._image_ids)
+        bypass = bypass_reason(request, images)
         if self._isolated is not None and not has_documents:
             bypass = bypass or "no_documents"
         freeze = None if parsed.freeze is None else FreezeOrder.parse(parsed.freeze)
         if freeze is not None:
             # What is shared between users must hold nothing of anybody's prompt.
             bypass = bypass or "knowledge_base"
-        tokens, key = all_tokens(request), namespace_of(request, extra_keys)
+        tokens, key = all_tokens(request), namespace_of(request, extra_keys, images)
         resident: ResidentBlocks = functools.partial(self._pool.resident_blocks, request)
         namespace = self._namespaces.intern(key)
         if self._tier is not None:
             self._tier.recall(namespace, key)
             resident = OwnPrefix(request, self._pool, self._tier.exact_entry)
         contexts = functools.partial(_contexts, request)
-        prompt = Prompt(namespace, tokens, resident, contexts)
+        if images is not None:
+            tokens = images.keyed(tokens)
+        prompt = Prompt(namespace, tokens, resident, contexts, images)
         falls_back = self._audits.falls_back(self._namespaces.digest(namespace))
         if falls_back:
             careful = self._config.fallback_options(options)
@@ -287,7 +300,7 @@ class SchedulerSide:
         tracked = TrackedRequest(
             request_id=request.request_id,
             prompt=prompt,
-            finder=self._finder(options),
+            finder=self._finder(options, images),
             min_reused_tokens=options.min_reused_tokens,
             make_recipe=functools.partial(self._recipe, options),
             max_drift=math.inf if options.max_drift is None else options.max_drift,
@@ -295,7 +308,8 @@ class SchedulerSide:
             observes=options.observe,
             explains=options.explain,
             bypass=bypass,
-            restores=self._restores(bypass),
+            # A plan with images begins where the prefix hit ends.
+            restores=images is None and self._restores(bypass),
             donates=bypass not in NEVER_DONATES,
             lora_id=lora_id_of(request),
             freeze=freeze,
@@ -323,7 +337,7 @@ class SchedulerSide:
             self._freezing.asked_for(prompt, parsed.documents)
         self._adapters.note(request)
         if options.explain:
-            tracked.other_adapters = self._adapters.others(request, extra_keys)
+            tracked.other_adapters = self._adapters.others(request, extra_keys, images)
         self._planner.add(tracked)
         if bypass is None:
             self._freezing.notice(tracked.prompt)
@@ -406,10 +420,10 @@ class SchedulerSide:
             self._audit(tracked, tracked.plan, request)
 
     def _audit(self, tracked: TrackedRequest, plan: ReusePlan, request: Request) -> None:
-        """Perhaps. What a grammar rules out is no part of the comparison, so there is none. Nor is
-        there one of what compresses documents, or names compressed ones: their kept tokens,
-        computed as a text, are no truth."""
-        if request.use_structured_output:
+        """Perhaps. What a grammar rules out is no part of the comparison, so there is none; and a
+        reference has no images. Nor is there one of what compresses documents, or names compressed
+        ones: their kept tokens, computed as a text, are no truth."""
+        if request.use_structured_output or request.mm_features:
             return
         if tracked.required or tracked.names_documents:
             return
@@ -643,6 +657,11 @@ class SchedulerSide:
         """What the workers have found the model's layers to be, before the first request."""
         self._layers = self._accounts.layers = layers
 
+    def take_merge_size(self, merge_size: int | None) -> None:
+        """What the workers have proven of images: patches per token in a row, and in a column;
+        None: they are not reused."""
+        self._merge_size = merge_size
+
     def frozen(self) -> dict[str, Any]:
         """What knowledge bases need to know of the frozen blocks; uses are reported once only."""
         return self._freezing.state()
@@ -665,10 +684,17 @@ class SchedulerSide:
         known = [namespace for namespace in others if namespace is not None]
         by_content = Reasons(tracked.prompt, self._index, self._forgotten, known)
         reason = (lambda start, stop: "not_cached") if tracked.finder.is_exact else by_content
-        found = explain(pieces, tracked.start, tracked.num_tokens, reason)
+        images, start, new_image = tracked.prompt.images, tracked.start, None
+        if images is not None:
+            new_image = images.first_new(pieces.reused(start, tracked.num_tokens - 1), start)
+            pieces = pieces if new_image is None else pieces.up_to(new_image)
+        found = explain(pieces, start, tracked.num_tokens, reason, new_image)
         return with_recomputed(found, plan.recomputed_positions if plan else None)
 
-    def _finder(self, options: RequestOptions) -> Finder:
+    def _finder(self, options: RequestOptions, images: PromptImages | None = None) -> Finder:
+        if images is not None:
+            is_exact = options.policy == "exact"
+            return ImageFinder(self._by_residence if is_exact else self._by_content, images)
         if options.policy == "exact":
             return self._by_residence
         if self._by_similarity is None or not options.similarity:
@@ -706,9 +732,10 @@ class SchedulerSide:
         states would not fit beside those of another that is under way (`memory.py`).
 
         vLLM keeps an adapter loaded in the steps of its requests only, so a plan with an adapter
-        is carried out in one step.
+        is carried out in one step. So is one of a prompt with images, behind which vLLM may have to
+        go on with a new one.
         """
-        if plan.lora_id or self._spread_above is None:
+        if plan.lora_id or plan.numbers is not None or self._spread_above is None:
             return False
         if not compat_manager.is_anybody_admitted(self._manager):
             return False
@@ -724,6 +751,13 @@ def _is_wrong(tracked: TrackedRequest, outcome: PlanOutcome) -> bool:
 
 def _contexts(request: Request, blocks: IntArray) -> ContextArray:
     return contexts_of(request.block_hashes, blocks)
+
+
+def _image_ids_in_use(index: SegmentIndex, requests: Mapping[str, TrackedRequest]) -> IntArray:
+    """Ids of the tokens of images that somebody has, int32 `[n]`."""
+    prompts = (request.prompt for request in requests.values())
+    live = [prompt.tokens[prompt.tokens < 0] for prompt in prompts if prompt.images is not None]
+    return np.concatenate([index.image_tokens(), *live])
 
 
 def _step_tokens(vllm_config: VllmConfig, config: SegReuseConfig) -> int:

@@ -92,6 +92,11 @@ class WorkerSide:
         """Of the model."""
         return self.backlog.prefill.layers
 
+    @property
+    def merge_size(self) -> int | None:
+        """Of images; see `SparsePrefill`."""
+        return self.backlog.prefill.merge_size
+
     def begin_step(self, orders: TierOrders | None) -> None:
         """Before anything of a step writes pages: store what it evicts."""
         if orders is not None and self._tier is not None:

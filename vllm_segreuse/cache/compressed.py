@@ -112,8 +112,8 @@ class NamedFinder(Finder):
         found = self._others.find(prompt, start, stop)
         return self._with_documents(found, prompt, start, stop)
 
-    def plan_stop(self, matches: Matches, stop: int) -> int:
-        return self._others.plan_stop(matches, stop)
+    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
+        return self._others.plan_stop(matches, start, stop)
 
     def first_place(self, prompt: Prompt) -> int:
         """Where the first document begins; 0 where one is not there, and may be anywhere."""

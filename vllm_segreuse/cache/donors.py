@@ -171,7 +171,7 @@ class Donors(BlockListener):
             return
         if too_deep:
             last = first + len(blocks.block_ids)
-            tokens = np.asarray(blocks.token_ids[first * size : last * size], dtype=np.int32)
+            tokens = _tokens(tracked, blocks, first * size, last * size)
             others = tokens.reshape(-1, size)[depths < 0]
             self._forgotten.too_deep(tracked.prompt.namespace, others)
         if not len(donors):
@@ -188,14 +188,24 @@ class Donors(BlockListener):
         size, first = self._index.block_size, blocks.first + run.start
         last = blocks.first + run.stop
         block_ids = np.asarray(blocks.block_ids[run], np.int32)
+        images = tracked.prompt.images
         self._index.insert(
             tracked.prompt.namespace,
             block_ids,
-            np.asarray(blocks.token_ids[first * size : last * size], np.int32),
+            _tokens(tracked, blocks, first * size, last * size),
             first * size,
             parent_block=blocks.block_ids[run.start - 1] if run.start else blocks.parent,
             depths=depths,
             contexts=tracked.prompt.contexts(np.arange(first, last, dtype=np.int32)),
+            lags=None if images is None else images.lags(first * size, last * size),
         )
-        for follower in self._followers:
+        # Their tokens would mean nothing to those who compare text.
+        for follower in self._followers if images is None else ():
             follower.inserted(tracked.prompt.namespace, block_ids)
+
+
+def _tokens(tracked: TrackedRequest, blocks: NamedBlocks, start: int, stop: int) -> IntArray:
+    """int32 `[stop - start]`, tokens of the request; those of images have ids of their own."""
+    tokens = np.asarray(blocks.token_ids[start:stop], np.int32)
+    images = tracked.prompt.images
+    return tokens if images is None else images.keyed(tokens, start)

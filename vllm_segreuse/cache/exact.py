@@ -46,7 +46,7 @@ class ResidentFinder(Finder):
         last = max(first, stop // self._block_size)
         return resident_matches(prompt.resident_blocks(first, last), first, self._block_size)
 
-    def plan_stop(self, matches: Matches, stop: int) -> int:
+    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
         """What follows is vLLM's own work, as behind a prefix hit that ends here."""
         return matches.pieces.stop
 

@@ -24,7 +24,11 @@ Stretch = dict[str, Any]
 
 
 def explain(
-    pieces: Pieces, start: int, num_tokens: int, reason: Callable[[int, int], str]
+    pieces: Pieces,
+    start: int,
+    num_tokens: int,
+    reason: Callable[[int, int], str],
+    new_image: int | None = None,
 ) -> list[Stretch]:
     """Stretches of a prompt, in order; together they are all of it.
 
@@ -33,22 +37,27 @@ def explain(
         start: tokens of vLLM's own prefix hit.
         num_tokens: of the prompt.
         reason: why the text from one position up to another was not found.
+        new_image: position of an image from which on nothing is reused; None: there is none.
 
     Returns:
         Each with `start` and `tokens`; `source` is `prefix`, `segment`, `similar` or `new`. A
         segment, and an equal run of similar text, has `position`, of its first token in the donor's
         own sequence, `tier` if it comes from the second tier, and `in_context` if it was computed
         behind the very text that is in front of it. New text has a `reason`; that of
-        the last token, which vLLM computes, is `last_token`.
+        the last token, which vLLM computes, is `last_token`, and that of what begins with an image
+        that is not reused wholly is `new_image`.
     """
     found = [_stretch(0, start, "prefix")] if start else []
     at, last = start, num_tokens - 1
-    for first, length, source, more in [*_segments(pieces), (last, 0, "", {})]:
+    end = last if new_image is None else min(last, max(start, new_image))
+    for first, length, source, more in [*_segments(pieces), (end, 0, "", {})]:
         if at < first:
             found.append(_stretch(at, first - at, "new", reason=reason(at, first)))
         if length:
             found.append(_stretch(first, length, source, **more))
         at = first + length
+    if end < last:
+        found.append(_stretch(end, last - end, "new", reason="new_image"))
     return [*found, _stretch(last, 1, "new", reason="last_token")]
 
 

@@ -43,8 +43,9 @@ class Finder(Protocol):
             stop: the last token of the prompt, which vLLM computes.
         """
 
-    def plan_stop(self, matches: Matches, stop: int) -> int:
-        """Where a plan of these matches ends, at most at `stop`; the rest is vLLM's own work."""
+    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
+        """Where a plan of these matches for `[start, stop)` ends, at most at `stop`; the rest is
+        vLLM's own work."""
         return stop
 
 
@@ -75,6 +76,9 @@ class ContentFinder(Finder):
             self._index, prompt.namespace, prompt.tokens, hashes, start, stop, self._max_depth
         )
         matches = compared(matches, self._index, prompt)
+        if self._index.lags is not None:
+            turned = matches.pieces.turned(self._index.lags, prompt.images)
+            matches = matches._replace(pieces=turned)
         prompt.memo = Memo(self._key(start, stop), matches)
         return matches
 

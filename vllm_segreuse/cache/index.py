@@ -45,7 +45,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def bytes_per_block(block_size: int) -> int:
-    """Most bytes that an index reserves per block."""
+    """Most bytes that an index reserves per block, without what it keeps of images."""
     return 4 * block_size + 360
 
 
@@ -59,6 +59,8 @@ class SegmentIndex:
         block_size: tokens per block.
         version: changes whenever the answer to a match may change (insert, remove, clear, and a
             step that ends the freshness of blocks). The key of match memos.
+        lags: int32 `[num_blocks, block_size]`: of each token of each block, how far the images in
+            front of it hold its number back (`plan/images.py`); None: there was no image yet.
         step: number of the current step, from 1. It begins anew after 2**32 - 1 steps: a block that
             has stayed for exactly as long is then fresh for one step, that is, no donor in it.
         contexts: uint64 `[num_blocks]`, what each block was computed behind (`contexts.py`).
@@ -68,7 +70,7 @@ class SegmentIndex:
         """Reserve `4 * block_size + 312` to `360` bytes per block; pages are touched when used.
 
         192 of them are for blocks known in several namespaces. Should those not suffice, the
-        entries move to an array twice as large.
+        entries move to an array twice as large. The first image takes `4 * block_size` more.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
@@ -93,6 +95,7 @@ class SegmentIndex:
         self.heads: IntArray = np.full(BUCKETS_PER_BLOCK * power, -1, np.int32)
         self.anchor_counts: CountArray = np.zeros(ANCHORS_PER_BLOCK * power, np.uint8)
         self._population: npt.NDArray[np.int64] = np.zeros(64, np.int64)
+        self.lags: IntArray | None = None
 
     def _set_nodes(self, nodes: Nodes) -> None:
         self.nodes = nodes
@@ -115,6 +118,7 @@ class SegmentIndex:
         depths: int | DepthArray = 0,
         fresh: bool = True,
         contexts: npt.NDArray[np.uint64] | None = None,
+        lags: IntArray | None = None,
     ) -> None:
         """Index consecutive full blocks of one sequence.
 
@@ -134,6 +138,7 @@ class SegmentIndex:
                 `MAX_PROVENANCE_DEPTH`.
             fresh: False: their KV is there already, so they may donate at once.
             contexts: uint64 `[n]`, see `contexts.py`; None: not known.
+            lags: int32 `[n * block_size]`, of the tokens; None: 0.
 
         Raises:
             ValueError: sizes disagree, or an id, namespace, position or depth is out of range.
@@ -154,6 +159,7 @@ class SegmentIndex:
             (depths, depths) if isinstance(depths, int) else (depths.min(), depths.max())
         )
         self._check_insert(namespace, block_ids, first_position, int(lowest), int(deepest))
+        self._note_lags(block_ids, lags)
         self._reserve_views(block_ids)
         grown, changed = insert_blocks(
             self.nodes,
@@ -178,6 +184,28 @@ class SegmentIndex:
         if changed:
             self._has_fresh |= fresh
             self.version += 1
+
+    def _note_lags(self, block_ids: IntArray, lags: IntArray | None) -> None:
+        if self.lags is None and lags is not None:
+            self.lags = _aligned_zeros(self.num_blocks * self.block_size, np.int32)
+            self.lags = self.lags.reshape(self.num_blocks, self.block_size)
+        if self.lags is not None:
+            self.lags[block_ids] = 0 if lags is None else lags.reshape(-1, self.block_size)
+
+    def lags_of(self, block_ids: IntArray) -> IntArray | None:
+        """Lags of the tokens of blocks, int32 `[n * block_size]`; None: there was no image yet."""
+        return None if self.lags is None else self.lags[block_ids].ravel()
+
+    def is_text(self, block_id: int) -> bool:
+        """Whether an indexed block holds text that no image stands in front of."""
+        if self.lags is None:
+            return True
+        return not self.lags[block_id].any() and bool((self.tokens[block_id] >= 0).all())
+
+    def image_tokens(self) -> IntArray:
+        """Ids of the tokens of images in indexed blocks, int32 `[n]`. O(blocks)."""
+        tokens = self.tokens[self._born[: self.num_blocks] != 0]
+        return np.asarray(tokens[tokens < 0], np.int32)
 
     def _reserve_views(self, block_ids: IntArray) -> None:
         """Make room for a further entry of each block that has one."""

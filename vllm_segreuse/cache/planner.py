@@ -213,7 +213,7 @@ class Planner:
             return 0
         if (self.observes or tracked.observes) and not tracked.required:
             tracked.observed = self._make_plan(tracked, found, start, stop)
-            tracked.reason = "observed"
+            tracked.reason = "images_in_dense_layers" if tracked.observed is None else "observed"
             return 0
         state = prefix()
         if state.fresh:
@@ -275,6 +275,9 @@ class Planner:
         if held is None:
             return 0
         plan = self._make_plan(tracked, held, start, stop)
+        if plan is None:
+            tracked.reason = "images_in_dense_layers"
+            return 0
         plan.spread = not tracked.required and self._is_spread(plan)
         if not self._budget.admits(_at_once(plan)):
             return self._close()
@@ -315,6 +318,7 @@ class Planner:
             similar_tokens=plan.pieces.num_similar,
             entering_tokens=plan.num_entering,
             tiered_tokens=plan.copied.num_tiered,
+            image_tokens=plan.num_held,
         )
 
     def take_plans(self) -> list[ReusePlan]:
@@ -362,16 +366,23 @@ class Planner:
 
     def _make_plan(
         self, tracked: TrackedRequest, found: _Found, begin: int, stop: int
-    ) -> ReusePlan:
+    ) -> ReusePlan | None:
+        """The plan of a request; None: its policy has every token pass some of the layers, and
+        there are images among them."""
         start, matches, tokens = found.exact_until, found.others, tracked.prompt.tokens
-        pieces, restoration = matches.pieces, None
+        pieces, images, restoration = matches.pieces, tracked.prompt.images, None
         if start > begin:
             ids = tokens[begin:start]
             restoration = Restoration(next(self._restorations), found.restored, ids)
         recipe, acceptance = Recipe.without_choice(np.zeros(0, np.bool_)), None
         if len(pieces):
-            stop = tracked.finder.plan_stop(matches, stop)
+            stop = tracked.finder.plan_stop(matches, start, stop)
             recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
+            if images is not None:
+                held = images.held(start, stop)
+                if held.any() and recipe.program.dense_layers:
+                    return None
+                recipe = recipe.holding(held)
             recipe, acceptance = recipe.tested(tracked.finder.halo, pieces, start)
             recipe = recipe.entering(pieces.enters(start, stop))
         else:
@@ -397,6 +408,7 @@ class Planner:
             explains=tracked.explains,
             acceptance=acceptance,
             restoration=restoration,
+            numbers=None if images is None else images.numbers(start, stop + 1),
         )
 
     def _room_beside(self, donor_blocks: list[int], needed: int) -> int:

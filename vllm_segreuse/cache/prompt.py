@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vllm_segreuse.cache.images import PromptImages
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.rolling_hash import HashArray, window_hashes
 from vllm_segreuse.plan import IntArray
@@ -43,6 +44,7 @@ class Prompt:
             those that are resident under the request's own exact names, or of their records in the
             second tier, else -1.
         contexts: of blocks of the prompt, by their indices (see `contexts.py`).
+        images: of the prompt, whose tokens have ids of their own (`images.py`); None: it has none.
         slots: where tokens that are equal to the prompt's first ones may be in similar text (see
             `similar/store.py`); None: nothing was searched for. Kept with other tokens, since each
             is compared again.
@@ -53,6 +55,7 @@ class Prompt:
     tokens: IntArray
     resident_blocks: Callable[[int, int], IntArray] = none_resident
     contexts: Callable[[IntArray], npt.NDArray[np.uint64]] = no_contexts
+    images: PromptImages | None = None
     slots: IntArray | None = field(default=None, repr=False)
     memo: Memo | None = field(default=None, init=False, repr=False)
     _hashes: HashArray | None = field(default=None, init=False, repr=False)
@@ -64,5 +67,6 @@ class Prompt:
         return self._hashes
 
     def with_tokens(self, tokens: IntArray) -> Prompt:
-        """The same request once it has other tokens; of what was computed only slots are kept."""
-        return replace(self, tokens=tokens)
+        """The same request once it has other tokens, placeholders of images among them; of what was
+        computed only slots are kept."""
+        return replace(self, tokens=tokens if self.images is None else self.images.keyed(tokens))

@@ -36,13 +36,13 @@ class Kept(NamedTuple):
 class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
-    Recomputed tokens, exact ones (see `exact.py`), similar ones (see `similar/`) and tiered ones,
-    which come from the second tier, are part of the reused, and entering ones, which are computed
-    at some of the layers, of the similar.
-    `computed_share` is the work: what is computed of (token, layer) pairs behind the prefix. Where
-    the workers decide, both are the most there can be until they have reported. `drift` is then
-    known, too (`prefill/drift.py`), and whether everything was computed because of it: the work is
-    more than 1 then. `observed` is what would have been reused: the fields of these names. Similar
+    Recomputed tokens, exact ones (see `exact.py`), similar ones (see `similar/`), tiered ones,
+    which come from the second tier, and those of images are part of the reused, and entering ones,
+    which are computed at some of the layers, of the similar. `computed_share` is the
+    work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
+    both are the most there can be until they have reported. `drift` is then known, too
+    (`prefill/drift.py`), and whether everything was computed because of it: the work is more than 1
+    then. `observed` is what would have been reused: the fields of these names. Similar
     segments are accepted or rejected where they are tested (`prefill/acceptance.py`); rejected
     tokens are what was computed because of it.
     """
@@ -64,6 +64,7 @@ class Report(NamedTuple):
     rejected_segments: int = 0
     rejected_tokens: int = 0
     tiered_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass

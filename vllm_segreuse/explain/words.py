@@ -15,6 +15,7 @@ REASONS = {
     "other_adapter": "cached for another LoRA adapter only",
     "unknown": "not seen in this namespace",
     "not_cached": "not cached under its exact name",
+    "new_image": "begins with an image that is not reused wholly",
 }
 
 

@@ -192,7 +192,7 @@ class DecoderStack:
         """The model's own forward, all layers; what `embed` and `run` together must reproduce.
 
         The tensors are of the types, shapes and alignment that the runner's have: compiled code
-        takes all three for granted.
+        takes all three for granted. Positions are `[tokens]`, or of each row.
 
         Returns:
             The hidden states behind the last layer and norm.
@@ -203,7 +203,7 @@ class DecoderStack:
         self, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same, and what enters each of `auxiliary_layers`, which EAGLE-3 drafts are given."""
-        if self._position_rows is not None:
+        if self._position_rows is not None and positions.ndim == 1:
             positions = positions.expand(self._position_rows, -1)
         hidden_states = self._model(
             input_ids=token_ids.to(torch.int32, copy=True),

@@ -2,8 +2,8 @@
 """Positions as vLLM's runner gives them to a model: one row, or several with M-RoPE.
 
 M-RoPE numbers tokens by time, height and width. Text has the same number in all of them, and vLLM's
-`MRotaryEmbedding` then rotates as plain RoPE does. Prompts with images run without reuse, so a pass
-meets text alone.
+`MRotaryEmbedding` then rotates as plain RoPE does: a pass over prompts of text gives one row. Of
+images, see `plan/images.py`.
 """
 
 from __future__ import annotations

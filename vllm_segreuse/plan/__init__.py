@@ -9,6 +9,7 @@ from vllm_segreuse.plan.arrays import BoolArray, IntArray
 from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.plan.compression import AnchorOrder, CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
+from vllm_segreuse.plan.images import Image, Images
 from vllm_segreuse.plan.pieces import ALL_LAYERS, Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
     Boundary,
@@ -50,6 +51,8 @@ __all__ = [
     "FreezeOrder",
     "Gather",
     "Halo",
+    "Image",
+    "Images",
     "IntArray",
     "ModelLayers",
     "Pieces",

@@ -11,7 +11,7 @@ pieces           ---                          destination 3, length 2, offset 2,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
+from vllm_segreuse.plan.images import Images
 
 ALL_LAYERS = np.iinfo(np.int32).max
 """More layers than any model has."""
@@ -58,8 +59,7 @@ class Pieces:
         length: int32 `[n]`, tokens.
         block: int32 `[n]`, id of the donor block in its tier.
         offset: int32 `[n]`, of the first copied token in the donor block.
-        position: int32 `[n]`, of the first copied token in the donor's own sequence; keys are
-            rotated by `destination - position`.
+        position: int32 `[n]`, of the first copied token in the donor's own sequence.
         source: int8 `[n]`, `Tier` of the donor block.
         is_similar: bool `[n]`, whether the piece was found in text that is only similar. Its own
             tokens are equal all the same.
@@ -67,6 +67,8 @@ class Pieces:
             of the piece (`cache/contexts.py`).
         layers: int32 `[n]`, how many layers KV is moved at, the lowest ones. At the others the
             tokens are computed, from the donor's boundary states; `ALL_LAYERS`: at none.
+        turn: int32 `[n]`, positions by which keys are rotated: `destination - position`, but for
+            images in front (`images.py`).
     """
 
     destination: IntArray
@@ -78,6 +80,7 @@ class Pieces:
     is_similar: BoolArray
     in_context: BoolArray
     layers: IntArray
+    turn: IntArray
 
     @classmethod
     def from_table(
@@ -100,7 +103,7 @@ class Pieces:
         similar = np.full(length.size, is_similar, np.bool_)
         in_context = np.zeros(length.size, np.bool_)
         moved_at = np.full(length.size, layers, np.int32)
-        kinds = tiers, similar, in_context, moved_at
+        kinds = tiers, similar, in_context, moved_at, destination - position
         return cls(destination, length, block, offset, position, *kinds)
 
     def merged(self, others: Pieces) -> Pieces:
@@ -160,13 +163,46 @@ class Pieces:
         """Tokens that are copied from the second tier."""
         return int(self.length[self.source != Tier.GPU].sum())
 
-    def where(self, kept: BoolArray) -> Pieces:
+    def where(self, kept: BoolArray | np.ndarray) -> Pieces:
         """Some of the pieces.
 
         Args:
-            kept: bool `[n]`.
+            kept: bool `[n]`, or which ones.
         """
         return Pieces(*(column[kept] for column in self._columns()))
+
+    def up_to(self, stop: int) -> Pieces:
+        """What of them goes to positions before `stop`."""
+        left = np.minimum(self.length, stop - self.destination).astype(np.int32)
+        return replace(self, length=left).where(left > 0)
+
+    def turned(self, behind: IntArray, images: Images | None) -> Pieces:
+        """The same copies, with what images change of their rotation; split where that changes.
+
+        Args:
+            behind: int32 `[blocks, block_size]`: lag of each token of the donors (`images.py`).
+            images: of the prompt; None: it has none.
+        """
+        if not len(self):
+            return self
+        first = np.cumsum(self.length) - self.length
+        piece = np.repeat(np.arange(len(self)), self.length)
+        within = (np.arange(len(piece)) - first[piece]).astype(np.int32)
+        turn = self.turn[piece] + behind[self.block[piece], self.offset[piece] + within]
+        if images is not None:
+            turn -= images.lags(0, self.stop)[self.destination[piece] + within]
+        begins = np.ones(len(piece), np.bool_)
+        begins[1:] = (piece[1:] != piece[:-1]) | (turn[1:] != turn[:-1])
+        where = np.flatnonzero(begins)
+        split, within = self.where(piece[where]), within[where]
+        return replace(
+            split,
+            destination=split.destination + within,
+            length=np.diff(np.append(where, len(piece))).astype(np.int32),
+            offset=split.offset + within,
+            position=split.position + within,
+            turn=turn[where],
+        )
 
     def reused(self, start: int, stop: int) -> BoolArray:
         """bool `[stop - start]`: which positions of a range that holds all pieces are copied to."""

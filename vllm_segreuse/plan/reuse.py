@@ -32,10 +32,12 @@ class Recipe:
         kept: bool `[stop - start]`: reused tokens that are never chosen; None: none of them.
         enters: int32 `[stop - start]`: the layer at which a reused token enters from a boundary
             state, -1 where none does; None: no token does.
+        held: bool `[stop - start]`: reused tokens that are never computed, those of images; None:
+            there are none.
 
     Raises:
         ValueError: tokens are to be chosen by a program that does not choose; or computed before
-            the choice, behind tokens that probe.
+            the choice, behind tokens that probe; or held tokens are to be computed.
     """
 
     program: Program
@@ -44,8 +46,11 @@ class Recipe:
     top_k: int = 0
     kept: BoolArray | None = None
     enters: IntArray | None = None
+    held: BoolArray | None = None
 
     def __post_init__(self) -> None:
+        if self.held is not None and (self.held & (self.always | self.probes)).any():
+            raise ValueError("tokens of images are held: they are neither computed nor probe")
         chooses_all = self.top_k > 0 and not self.leaves_a_choice
         if self.program.computes_before_choice and (chooses_all or self.settled.all()):
             object.__setattr__(self, "always", self.settled)
@@ -88,6 +93,32 @@ class Recipe:
         return replace(self, program=Staged(tuple(cuts)), enters=enters)
 
     @property
+    def computable(self) -> BoolArray:
+        """bool `[stop - start]`: tokens that may be computed."""
+        return np.ones_like(self.always) if self.held is None else ~self.held
+
+    def holding(self, held: BoolArray) -> Recipe:
+        """The same without some tokens, of which none is computed; of the others the same share
+        is chosen.
+
+        Args:
+            held: bool `[stop - start]`: reused tokens.
+
+        Raises:
+            ValueError: every token passes some of the layers.
+        """
+        if not held.any():
+            return self
+        if self.program.dense_layers:
+            raise ValueError(f"{self.program} computes every token, and those of images cannot be")
+        free = ~self.always
+        left = int((free & ~held).sum())
+        top_k = min(left, round(self.top_k * left / max(1, int(free.sum()))))
+        return replace(
+            self, always=self.always & ~held, probes=self.probes & ~held, top_k=top_k, held=held
+        )
+
+    @property
     def leaves_a_choice(self) -> bool:
         """Whether only the workers know which tokens are computed at every layer."""
         chooses_all = self.top_k >= int(self.candidates.sum())
@@ -112,6 +143,7 @@ class Recipe:
         Args:
             tokens: bool `[stop - start]`.
         """
+        tokens = tokens & self.computable
         always, probes = self.always | tokens, self.probes
         if self.program.computes_before_choice and probes.any():
             behind = np.arange(len(probes)) > probes.argmax()
@@ -245,6 +277,9 @@ class ReusePlan:
         trace_headers: W3C trace context that the request came with; None: it is not traced.
         explains: the workers report which tokens they have computed, where they choose them.
         acceptance: the test of its similar segments; None: all are accepted, or computed.
+        numbers: int32 `[3, num_tokens + 1]`: time, height and width of the tokens, up to that at
+            `stop`, by which M-RoPE rotates; None: a prompt of text, whose tokens have their index
+            in all three.
     """
 
     request_id: str
@@ -267,6 +302,7 @@ class ReusePlan:
     acceptance: Acceptance | None = None
     restoration: Restoration | None = None
     is_restored: bool | None = None
+    numbers: IntArray | None = None
 
     @property
     def begin(self) -> int:
@@ -344,6 +380,12 @@ class ReusePlan:
         return self.pieces.num_tokens
 
     @property
+    def num_held(self) -> int:
+        """Reused tokens that are never computed."""
+        held = self.recipe.held
+        return 0 if held is None else int(held.sum())
+
+    @property
     def num_entering(self) -> int:
         """Reused tokens that are moved at some layers, and computed above."""
         enters = self.recipe.enters
@@ -376,7 +418,7 @@ class ReusePlan:
         if outcome is None:
             return self.num_recomputed
         if outcome.in_full:
-            return self.num_reused
+            return self.num_reused - self.num_held
         added = 0 if outcome.acceptance is None else outcome.acceptance.added
         return self.recomputed(self.num_chosen(outcome.computed)) + added
 
@@ -386,8 +428,8 @@ class ReusePlan:
         return computed - self.recipe.counts(0, self._behind).always
 
     def in_full(self) -> ReusePlan:
-        """The same tokens, those that are reused, too, computed at every layer by the pass's own
-        layers. What is restored stays as it is."""
+        """The same tokens, all that may be computed at every layer, by the pass's own layers. What
+        is restored stays as it is."""
         return self.computing(np.ones(self.num_tokens, dtype=np.bool_))
 
     def without_copies(self) -> ReusePlan:
@@ -411,7 +453,9 @@ class ReusePlan:
         Args:
             tokens: bool `[stop - start]`.
         """
-        return replace(self, recipe=Recipe.without_choice(tokens), acceptance=None)
+        held = self.recipe.held
+        recipe = Recipe.without_choice(tokens & self.recipe.computable)
+        return replace(self, recipe=replace(recipe, held=held), acceptance=None)
 
     def second_round(self, drifts: Sequence[float], computed: BoolArray) -> ReusePlan | None:
         """What is left to be computed once halos were compared: the rest of rejected segments, and
@@ -441,6 +485,8 @@ class ReusePlan:
             halo: of similar segments.
             token_at_stop: becomes `next_token`, where that is probed.
         """
+        if self.recipe.held is not None:
+            recipe = recipe.holding(self.recipe.held)
         recipe, acceptance = recipe.tested(halo, self.pieces, self.start)
         recipe = recipe.entering(self.pieces.enters(self.start, self.stop))
         return replace(

@@ -31,7 +31,7 @@ class TokenCopies:
     """Token by token: `source_slots[i]` to `target_slots[i]`, `deltas[i]` positions on; int64.
 
     Attributes:
-        positions: of the tokens in their donor's sequence.
+        positions: of the tokens in their donor's sequence, as their model numbers them.
         stops: int32, the layers before this one; `ALL_LAYERS`: all.
         tiers: int8, `Tier` of the sources; those of the host's are slots of its rows.
     """
@@ -74,8 +74,7 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
         to = np.repeat(pieces.destination, length) + within
         slot = pieces.block.astype(np.int64) * block_size + pieces.offset
         source = np.repeat(slot, length) + within
-        shift = (pieces.destination - pieces.position).astype(np.int64)
-        delta = np.repeat(shift, length)
+        delta = np.repeat(pieces.turn.astype(np.int64), length)
         stop = np.full(len(to), ALL_LAYERS, np.int32)
         if plan.recipe.enters is not None:
             enters = plan.recipe.enters[to - plan.start]
@@ -83,7 +82,8 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
         blocks = plan.block_ids.astype(np.int64)
         target = blocks[to // block_size] * block_size + to % block_size
         tier = np.repeat(pieces.source, length)
-        columns.append((source, target, delta, to - delta, stop, tier))
+        at = to if plan.numbers is None else plan.numbers[0, to - plan.start]
+        columns.append((source, target, delta, at - delta, stop, tier))
         if skip_always:
             keep = plan.moved[to - plan.start]
             columns[-1] = tuple(column[keep] for column in columns[-1])

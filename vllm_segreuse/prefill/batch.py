@@ -11,6 +11,7 @@ import torch
 
 from vllm_segreuse.kernels.pages import TiledStrides, indexable
 from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan.images import ROWS
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
 
@@ -77,6 +78,7 @@ class Batch:
             upload(request, device),
             upload(slots, device),
             HostTokens(positions, request),
+            self._numbers(positions, device),
         )
         self._device, self._block_size, self._slots = device, block_size, slots
         always = joined([p.recipe.always for p in plans], true, np.bool_)
@@ -92,6 +94,17 @@ class Batch:
         self.drift = torch.full((len(plans),), torch.nan, dtype=torch.float64, device=device)
         self.boundary_drifts = torch.zeros(0, dtype=torch.float64, device=device)
         self.auxiliary: dict[int, torch.Tensor] = {}
+
+    def _numbers(self, positions: np.ndarray, device: torch.device) -> torch.Tensor | None:
+        """Of all tokens, where a prompt has images; see `TokenTable`."""
+        if all(plan.numbers is None for plan in self.plans):
+            return None
+        numbers = np.repeat(positions[None].astype(np.int64), ROWS, axis=0)
+        bounds = np.cumsum([0, *self.lengths])
+        for plan, first, stop in zip(self.plans, bounds, bounds[1:], strict=False):
+            if plan.numbers is not None:
+                numbers[:, first:stop] = plan.numbers[:, : stop - first]
+        return upload(numbers, device)
 
     @property
     def everything(self) -> Index:

@@ -42,6 +42,7 @@ from vllm_segreuse.prefill.proofs.causal import (
 )
 from vllm_segreuse.prefill.proofs.codecs import prove_codec
 from vllm_segreuse.prefill.proofs.drafts import DraftProof
+from vllm_segreuse.prefill.proofs.images import prove_images
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
@@ -212,6 +213,7 @@ def prove(
         max_deviation = prove_passes(scratch, prefill, None if drafted is None else drafted.scratch)
         prove_attention(scratch, known, rows, pass_attention)
         warm_up(scratch, prefill)
+        prefill.merge_size = prove_images(model, vllm_config.model_config, scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
         return Runtime(prefill, max_deviation, structure.description)
     except (LayoutError, RopeError, UnsupportedModelError) as error:

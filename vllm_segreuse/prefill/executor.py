@@ -65,7 +65,11 @@ class SparsePrefill:
 
     Attributes:
         aligner: as given.
+        merge_size: patches of an image per token in a row, and in a column; None: images are not
+            reused. Set once they are proven (`proofs/images.py`).
     """
+
+    merge_size: int | None = None
 
     def __init__(
         self, layers: LayerRunner, aligner: Aligner, drafts: DraftRunner | None = None

@@ -124,14 +124,14 @@ class LayerRunner:
                 self._adapters.applied(batch.lora_id, len(wave)),
             ):
                 if state is None:
-                    inputs = self.stack.embed(wave.token_ids, wave.positions)
+                    inputs = self.stack.embed(wave.token_ids, wave.rotary_positions)
                 else:
                     inputs = state.take(part)
                 output = self._through(first, whole, wave, inputs, batch)
                 if whole < last:
-                    self.stack.write_kv(whole, wave.positions, wave.slots, output)
+                    self.stack.write_kv(whole, wave.rotary_positions, wave.slots, output)
                 elif last == len(self.stack):
-                    made = self.stack.output(wave.token_ids, wave.positions, output)
+                    made = self.stack.output(wave.token_ids, wave.rotary_positions, output)
                     output = LayerState(made, None)
                 outputs.add(part, output)
             yield len(wave) * (last - first)
@@ -143,10 +143,10 @@ class LayerRunner:
         """Layers `[first, last)` on a wave; what drafts are given on the way is kept."""
         stops = [layer for layer in self._for_drafts.entering if first <= layer <= last]
         for layer in stops:
-            state = self.stack.run(first, layer, wave.positions, state)
+            state = self.stack.run(first, layer, wave.rotary_positions, state)
             batch.keep_auxiliary(layer, wave, state.stream)
             first = layer
-        return self.stack.run(first, last, wave.positions, state)
+        return self.stack.run(first, last, wave.rotary_positions, state)
 
     def enter(
         self, cut: int, active: Index, state: LayerState | None, batch: Batch
@@ -203,7 +203,7 @@ class LayerRunner:
             attending = context(wave, batch.block_tables, self.compiled)
             with attending, self._adapters.applied(batch.lora_id, len(wave)):
                 hidden_states, entering = self.stack.forward_for_drafts(
-                    wave.token_ids, wave.positions
+                    wave.token_ids, wave.rotary_positions
                 )
             for layer, stream in zip(self._for_drafts.entering, entering, strict=True):
                 batch.keep_auxiliary(layer, wave, stream)
@@ -252,7 +252,7 @@ class LayerRunner:
         for part, wave in _parts(tokens, self._max_wave_tokens):
             with self._fast_ops.preferred(), self._adapters.applied(batch.lora_id, len(wave)):
                 entering = state.take(part).clone()
-                key, value = self.stack.keys_and_values(layer, wave.positions, entering)
+                key, value = self.stack.keys_and_values(layer, wave.rotary_positions, entering)
             keys.append(key)
             values.append(value)
         return torch.cat(keys), torch.cat(values)

@@ -74,8 +74,9 @@ class Ended(NamedTuple):
         number = 0 if restoration is None else restoration.number
         if not self.fine:
             whole = self.plan.without_copies()
+            most = whole.num_written - whole.num_held
             positions = _everything(whole)
-            return PlanOutcome(whole.num_written, positions=positions, restoration=number), whole
+            return PlanOutcome(most, positions=positions, restoration=number), whole
         drift = None if math.isnan(self.drift) else self.drift
         outcome = PlanOutcome(
             *(self.computed, drift, self.is_too_far, positions),
@@ -130,4 +131,6 @@ def _of_batch(plans: list[ReusePlan], numbers: Iterator[float]) -> list[Ended]:
 
 
 def _everything(plan: ReusePlan) -> Positions | None:
-    return tuple(range(plan.start, plan.stop)) if plan.explains else None
+    if not plan.explains:
+        return None
+    return tuple((np.flatnonzero(plan.recipe.computable) + plan.start).tolist())

@@ -83,6 +83,8 @@ class TokenTable:
         request: index of each token's request, int64 `[tokens]`.
         slots: KV slot of each token, int64 `[tokens]`.
         host: positions and requests, or None where only the device knows which tokens these are.
+        numbers: int64 `[3, tokens]`, by which M-RoPE rotates; None: there are no images, and
+            `positions` are.
     """
 
     token_ids: torch.Tensor
@@ -90,6 +92,7 @@ class TokenTable:
     request: torch.Tensor
     slots: torch.Tensor
     host: HostTokens | None = None
+    numbers: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.host is None and host_reads(self.positions.device):
@@ -111,7 +114,13 @@ class TokenTable:
             self.request[there],
             self.slots[there],
             host,
+            None if self.numbers is None else self.numbers[:, there],
         )
+
+    @property
+    def rotary_positions(self) -> torch.Tensor:
+        """What the model is given: int64 `[tokens]`, or `[3, tokens]` beside images."""
+        return self.positions if self.numbers is None else self.numbers
 
     def read_host(self) -> HostTokens:
         """Positions and requests; waits for the device where only that knows them."""

@@ -166,7 +166,7 @@ class Catalogue:
 
     def see(self, blocks: Sequence[int]) -> list[Seen]:
         """What the index knows of blocks that are evicted together; without those that do not
-        donate, or have no KV yet.
+        donate, have no KV yet, or hold images or text behind them.
 
         Their namespaces are held until `done_with`, or until their records are shown.
         """
@@ -186,7 +186,7 @@ class Catalogue:
     ) -> Seen | None:
         nodes = self._index.nodes
         node = first = nodes[block].item()  # at once: a field at a time takes as long each
-        if first[_BORN] in (0, self._index.step):
+        if first[_BORN] in (0, self._index.step) or not self._index.is_text(block):
             return None
         key = key_at(block)
         if key is None:
@@ -324,6 +324,7 @@ class Catalogue:
             parent_block=parent.entry,
             depths=int(node["depth"]),
             fresh=False,
+            lags=self._index.lags_of(np.asarray([block], np.int32)),
         )
 
     def _insert(self, namespace: int, run: Sequence[Record]) -> None:

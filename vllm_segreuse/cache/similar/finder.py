@@ -101,8 +101,8 @@ class SimilarFinder:
             prompt.memo = Memo(prompt.memo.key, matches)
         return matches
 
-    def plan_stop(self, matches: Matches, stop: int) -> int:
-        return self._equal.plan_stop(matches, stop)
+    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
+        return self._equal.plan_stop(matches, start, stop)
 
     def _filled(self, equal: Matches, prompt: Prompt, start: int, stop: int) -> Matches:
         index = self._index

@@ -88,6 +88,7 @@ def _plan(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -> 
         0,
         scratch.copy,
         token_at_stop=int(scratch.token_ids[0]),
+        numbers=scratch.numbers,
     )
 
 

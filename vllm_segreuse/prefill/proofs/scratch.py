@@ -46,6 +46,7 @@ class Scratch:
         distance: positions that a move covers, so that all stay within those of the model.
         own: int32, blocks of the tokens' own KV.
         copy: int32, blocks that moves and passes write to.
+        numbers: int32 `[3, count + 1]`, by which M-RoPE rotates; None: the tokens are text.
 
     Raises:
         UnsupportedModelError: the KV cache is too small.
@@ -86,6 +87,7 @@ class Scratch:
         self.token_ids = generator.integers(1, vocabulary, self.count, dtype=np.int32)
         self.own = np.arange(1, 1 + self._BLOCKS, dtype=np.int32)
         self.copy = self.own + self._BLOCKS
+        self.numbers: np.ndarray | None = None
 
     def _distance(self, most: int) -> int:
         """Positions of a move; by whole chunks, where chunks would begin elsewhere otherwise."""
@@ -137,7 +139,13 @@ class Scratch:
         )
         computing = self._rows.forward_context(tokens, blocks[None])
         with self._adapters.applied(0, len(tokens)), computing:
-            return (run or self.stack.forward)(tokens.token_ids, positions + distance)
+            return (run or self.stack.forward)(tokens.token_ids, self._rotary(positions) + distance)
+
+    def _rotary(self, positions: torch.Tensor) -> torch.Tensor:
+        if self.numbers is None:
+            return positions
+        numbers = self.numbers[:, positions.cpu().numpy()].astype(np.int64)
+        return torch.from_numpy(numbers).to(positions.device)
 
     def clear_copy(self) -> None:
         """Zero the blocks that passes and moves write to."""
