@@ -21,7 +21,7 @@ def test_a_document_is_moved_from_position_zero() -> None:
     matches = finder.find(PROMPT, 0, 40)
     assert matches.pieces.rows() == [[5, 4, 70, 0, 0], [9, 4, 71, 0, 4], [13, 2, 72, 0, 8]]
     assert (matches.num_tokens, matches.num_segments, matches.max_depth) == (10, 1, 0)
-    assert finder.plan_stop(matches, 40) == 40
+    assert finder.plan_stop(matches, 0, 40) == 40
 
 
 def test_what_is_in_the_prefix_hit_is_not_moved() -> None:

@@ -76,6 +76,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
             "rejected_segments": 0,
             "rejected_tokens": 0,
             "tiered_tokens": 0,
+            "image_tokens": 0,
         }
     }
     assert output.num_cached_tokens == len(document)

@@ -362,7 +362,7 @@ def test_it_is_a_finder() -> None:
     finder: Finder = world.finder
     assert isinstance(finder, SimilarFinder)
     assert not finder.is_exact
-    assert finder.plan_stop(world.find(world.arrive(world.words(50))), 49) == 49
+    assert finder.plan_stop(world.find(world.arrive(world.words(50))), 0, 49) == 49
     warm_up(world.options)
 
 
