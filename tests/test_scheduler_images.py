@@ -210,6 +210,7 @@ def test_policies_with_dense_layers_run_without_reuse_of_images(options: Any) ->
 @pytest.mark.parametrize("policy", ["sparsex", "epic", "focus", "prophet", "peaks"])
 def test_no_policy_computes_images(policy: str) -> None:
     options = SHIFT | {"segreuse_policy": policy, "segreuse_recompute_ratio": 1.0}
+    options |= {"segreuse_dense_layers": 0}
     report, plan = pictured().ask(NEW, FRONT, A, BEHIND, [1], options=options)
     assert plan is not None
     assert report["image_tokens"] == 12

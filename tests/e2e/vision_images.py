@@ -20,7 +20,7 @@ ARGUMENTS = {
 
 LAYOUT_NOISE = 1e-4
 SHIFT = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 16}
-FULL = EVERYTHING | {"segreuse_explain": True}
+FULL = EVERYTHING | {"segreuse_explain": True, "segreuse_dense_layers": 0}
 
 
 def picture(seed: int, width: int = 448, height: int = 336) -> Any:
