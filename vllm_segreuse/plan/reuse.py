@@ -111,11 +111,15 @@ class Recipe:
             return self
         if self.program.dense_layers:
             raise ValueError(f"{self.program} computes every token, and those of images cannot be")
-        free = ~self.always
-        left = int((free & ~held).sum())
-        top_k = min(left, round(self.top_k * left / max(1, int(free.sum()))))
+        candidates = self.candidates
+        left = int((candidates & ~held).sum())
         return replace(
-            self, always=self.always & ~held, probes=self.probes & ~held, top_k=top_k, held=held
+            self,
+            always=self.always & ~held,
+            probes=self.probes & ~held,
+            top_k=min(left, round(self.top_k * left / max(1, int(candidates.sum())))),
+            kept=held if self.kept is None else self.kept | held,
+            held=held,
         )
 
     @property
