@@ -7,7 +7,8 @@
     MTP                is followed by, and a little of that state
 
 A draft that reads wrong keys, values or hidden states then tells other tokens than its target
-answers, and its acceptance falls.
+answers, and its acceptance falls. Of EAGLE-3 next to nothing is accepted in any case: its own layer
+adds nothing to a token's embedding. What it leaves in its KV can be compared all the same.
 """
 
 from __future__ import annotations
