@@ -589,6 +589,45 @@ def focused(world: World) -> Request:
     return request
 
 
+@pytest.mark.parametrize(
+    ("policy", "new", "given", "reason"),
+    [
+        ("focus", 2, None, "nothing_saved"),  # all of the document would be computed again
+        ("peaks", 60, None, "nothing_saved"),  # the question runs twice
+        ("peaks", 2, None, None),
+        ("focus", 60, 0.1, None),
+        ("focus", 2, 1.0, None),
+        ("shift", 60, None, None),
+    ],
+)
+def test_what_takes_as_much_work_as_computing_everything_is_not_reused(
+    policy: str, new: int, given: float | None, reason: str | None
+) -> None:
+    wanted = OPTIONS | {"segreuse_policy": policy, "segreuse_recompute_ratio": given}
+    for seen in (False, True):
+        world = World(max_model_len=256)
+        world.run(world.add(DOCUMENT))
+        prompt = [*range(new), *DOCUMENT, *range(new)]
+        request = world.add(prompt, wanted | {"segreuse_observe": seen})
+        supplied = world.run(request)
+        assert bool(supplied) is (reason is None and not seen)
+        expected = reason or ("observed" if seen else None)
+        assert world.report(request)["bypass_reason"] == expected
+
+
+def test_blocks_of_what_was_not_worth_it_are_exact() -> None:
+    """The next step of the same conversation finds them as its prefix."""
+    prompt = [*range(20), *DOCUMENT, *range(200, 220)]
+    found = []
+    for policy in ("focus", "shift"):
+        world = World(max_model_len=256)
+        world.run(world.add(DOCUMENT))
+        world.run(world.add(prompt, OPTIONS | {"segreuse_policy": policy}))
+        later = world.add([*prompt, 1, 2, 3, 4, 5], OPTIONS | {"segreuse_policy": "exact"})
+        found.append(world.match(later, 0))
+    assert found == [len(prompt), 0], "all of it; and nothing, since the pass computes what is new"
+
+
 def test_what_workers_tell_is_in_the_report_once() -> None:
     world = cached_document()
     request = focused(world)
@@ -644,7 +683,7 @@ def test_drift_is_reported_and_that_everything_was_computed_because_of_it() -> N
 
 def test_a_plan_carries_its_requests_bound_on_drift() -> None:
     world = cached_document()
-    options = OPTIONS | {"segreuse_policy": "focus"}
+    options = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.1}
     for bound, carried in ((None, math.inf), (2.5, 2.5), (0, 0)):
         request = world.add(PROMPT, options | {"segreuse_max_drift": bound})
         assert world.match(request, 0)
@@ -671,6 +710,7 @@ def similar(policy: str, supplied: int = 33, **options: Any) -> tuple[World, Req
     world = World(similarity=SIMILARITY | options, min_reused_tokens=4)
     world.run(world.add(DOCUMENT))
     wanted = {"segreuse_policy": policy, "segreuse_explain": True, "segreuse_min_reused_tokens": 4}
+    wanted["segreuse_recompute_ratio"] = 1.0 if policy == "focus" else 0.1  # as they choose here
     request = world.add([7, *CHANGED, 8], OPTIONS | wanted)
     assert world.run(request) == supplied
     return world, request

@@ -45,7 +45,7 @@ from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.cache.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
@@ -99,7 +99,8 @@ FORGOTTEN_PER_BLOCK = 4
 """Blocks that no longer donate are remembered, for each that there is: 36 bytes."""
 
 SEARCHED = (
-    *(None, "observed", "too_few_reused_tokens", "no_free_blocks", "images_in_dense_layers"),
+    *(None, "observed", "too_few_reused_tokens", "no_free_blocks"),
+    *(NOTHING_SAVED, IMAGES_IN_DENSE_LAYERS),
 )
 """Reasons for which a request runs as it does after its prompt was searched for."""
 
@@ -554,10 +555,13 @@ class SchedulerSide:
 
     def computed_by(
         self, plan: ReusePlan, options: RequestOptions, token_at_stop: int
-    ) -> ReusePlan:
-        """The plan of a request with other options, if these find the same; see `ReusePlan`."""
+    ) -> ReusePlan | None:
+        """The plan of a request with other options, if these find the same; see `ReusePlan`. None:
+        they would not reuse it."""
         reused, segments = plan.reused, plan.pieces.segments(plan.start)
         recipe = self._recipe(options, reused, segments)
+        if recipe is None:
+            return None
         return plan.computed_by(recipe, self._finder(options).halo, token_at_stop)
 
     def set_similarity(self, options: Mapping[str, Any]) -> None:
@@ -707,8 +711,12 @@ class SchedulerSide:
         cuts = [bool(self._config.cuts) and it.policy in WITHOUT_CHOICE for it in (one, other)]
         return cuts[0] is cuts[1] and (one.policy == "exact") is (other.policy == "exact")
 
-    def _recipe(self, options: RequestOptions, reused: BoolArray, segments: Segments) -> Recipe:
-        return POLICIES[options.policy](
+    def _recipe(
+        self, options: RequestOptions, reused: BoolArray, segments: Segments
+    ) -> Recipe | None:
+        """What a policy computes of what was found. None: by a budget of the policy's own, that is
+        no less work than to compute everything. A share that is given is taken as it is."""
+        recipe = POLICIES[options.policy](
             Situation(
                 reused=reused,
                 segments=segments,
@@ -719,6 +727,9 @@ class SchedulerSide:
                 overflow_tokens=options.overflow_tokens,
             )
         )
+        cost = recipe.program.cost(recipe.counts(recipe.top_k), self._layers)
+        is_own = options.recompute_ratio is None
+        return None if is_own and cost >= len(reused) * self._layers.count else recipe
 
     def _frozen_limit(self, max_model_len: int, num_blocks: int) -> int:
         """Most blocks that may be frozen: the configured share, and never so many that a request of

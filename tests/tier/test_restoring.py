@@ -97,6 +97,20 @@ def world() -> Restoring:
     return restoring
 
 
+@pytest.mark.parametrize(("share", "behind"), [(None, 0), (0.1, 20)])
+def test_it_is_restored_although_what_is_behind_it_is_not_worth_it(
+    world: Restoring, share: float | None, behind: int
+) -> None:
+    other = [*range(200, 216)]
+    world.end(world.admit([1, 2, 3, 4, *other, 5]))
+    wanted = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_ratio": share}
+    admitted = world.admit([*DOCUMENT, 5, 6, 7, 8, *other, 9], wanted)
+    plan = admitted.plan
+    assert plan is not None
+    assert (plan.begin, plan.num_restored, plan.num_tokens) == (0, len(DOCUMENT), behind)
+    assert admitted.supplied == len(DOCUMENT) + behind
+
+
 def test_it_has_exact_names_once_the_workers_have_reported(world: Restoring) -> None:
     admitted = world.admit(PROMPT)
     plan = admitted.plan

@@ -32,7 +32,12 @@ from vllm_segreuse.cache.exact import end_without_hole, restorable
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, keeping, on_rows
-from vllm_segreuse.cache.tracked import Report, TrackedRequest
+from vllm_segreuse.cache.tracked import (
+    IMAGES_IN_DENSE_LAYERS,
+    NOTHING_SAVED,
+    Report,
+    TrackedRequest,
+)
 from vllm_segreuse.plan import BoolArray, Pieces, Recipe, Restoration, ReusePlan
 
 
@@ -213,7 +218,7 @@ class Planner:
             return 0
         if (self.observes or tracked.observes) and not tracked.required:
             tracked.observed = self._make_plan(tracked, found, start, stop)
-            tracked.reason = "images_in_dense_layers" if tracked.observed is None else "observed"
+            tracked.reason = tracked.reason if tracked.observed is None else "observed"
             return 0
         state = prefix()
         if state.fresh:
@@ -276,7 +281,6 @@ class Planner:
             return 0
         plan = self._make_plan(tracked, held, start, stop)
         if plan is None:
-            tracked.reason = "images_in_dense_layers"
             return 0
         plan.spread = not tracked.required and self._is_spread(plan)
         if not self._budget.admits(_at_once(plan)):
@@ -367,8 +371,7 @@ class Planner:
     def _make_plan(
         self, tracked: TrackedRequest, found: _Found, begin: int, stop: int
     ) -> ReusePlan | None:
-        """The plan of a request; None: its policy has every token pass some of the layers, and
-        there are images among them."""
+        """The plan of a request; None, with the reason noted: there is none by its policy."""
         start, matches, tokens = found.exact_until, found.others, tracked.prompt.tokens
         pieces, images, restoration = matches.pieces, tracked.prompt.images, None
         if start > begin:
@@ -377,10 +380,17 @@ class Planner:
         recipe, acceptance = Recipe.without_choice(np.zeros(0, np.bool_)), None
         if len(pieces):
             stop = tracked.finder.plan_stop(matches, start, stop)
-            recipe = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
+            wanted = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
+            if wanted is None and restoration is not None:
+                return self._make_plan(tracked, found.alone(), begin, start)
+            if wanted is None:
+                tracked.reason = NOTHING_SAVED
+                return None
+            recipe = wanted
             if images is not None:
                 held = images.held(start, stop)
                 if held.any() and recipe.program.dense_layers:
+                    tracked.reason = IMAGES_IN_DENSE_LAYERS
                     return None
                 recipe = recipe.holding(held)
             recipe, acceptance = recipe.tested(tracked.finder.halo, pieces, start)

@@ -67,6 +67,10 @@ class Report(NamedTuple):
     image_tokens: int = 0
 
 
+NOTHING_SAVED, IMAGES_IN_DENSE_LAYERS = "nothing_saved", "images_in_dense_layers"
+"""Reasons for which what was found is not reused."""
+
+
 @dataclass
 class TrackedRequest:
     """A request with extra keys, from arrival to end.
@@ -76,7 +80,7 @@ class TrackedRequest:
         finder: how.
         min_reused_tokens: below this many reusable tokens the request runs without reuse.
         make_recipe: the request's policy with its options bound; takes the mask of reused tokens
-            and their segments.
+            and their segments. None: to compute what it wants takes as long as to compute all.
         max_drift: see `ReusePlan`.
         policy: name of the policy, for the report.
         observes: it is planned, and runs without reuse.
@@ -114,7 +118,7 @@ class TrackedRequest:
     prompt: Prompt
     finder: Finder
     min_reused_tokens: int
-    make_recipe: Callable[[BoolArray, Segments], Recipe]
+    make_recipe: Callable[[BoolArray, Segments], Recipe | None]
     max_drift: float = math.inf
     policy: str = ""
     observes: bool = False

@@ -185,7 +185,7 @@ def _rows(
         replayed = replay(engine, [first.sent(one) for one in asked], pace, followed)
         found[first.policy] = _summed(first.policy, asked, replayed)
         for twin in followed:
-            if twin.agrees:
+            if twin.agrees_with(replayed):
                 policy = twin.arm.policy
                 found[policy] = _summed(policy, asked, twin.replayed(replayed))
         left = [arm for arm in others if arm.policy not in found]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_segreuse.cache.tracked import NOTHING_SAVED
 from vllm_segreuse.config import RequestOptions, SegReuseConfig, parse_request
 from vllm_segreuse.estimate.replay import Replayed
 
@@ -94,6 +95,9 @@ class Twin:
             self.agrees = False
             return
         mine = self.side.computed_by(plan, self.arm.of(one), one.token_ids[plan.stop])
+        if mine is None:
+            self.agrees = False
+            return
         mine_whole, whole = (_whole_blocks(each, self.block_size) for each in (mine, plan))
         self.agrees = np.array_equal(mine_whole, whole)
         self._is_planned |= mine.reports
@@ -101,6 +105,12 @@ class Twin:
             "recomputed_tokens": mine.num_recomputed,
             "computed_share": mine.computed_share(self.layers, len(one.token_ids)),
         }
+
+    def agrees_with(self, other: Replayed) -> bool:
+        """Whether it would have done the same all along. Where the other arm found something that
+        was not worth it, it might have been for this one."""
+        reasons = [report and report["bypass_reason"] for report in other.reports]
+        return self.agrees and NOTHING_SAVED not in reasons
 
     def replayed(self, other: Replayed) -> Replayed:
         """What a replay would have come to, if it agrees with that of the other arm."""

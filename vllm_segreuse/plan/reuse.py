@@ -458,7 +458,7 @@ class ReusePlan:
             tokens: bool `[stop - start]`.
         """
         held = self.recipe.held
-        recipe = Recipe.without_choice(tokens & self.recipe.computable)
+        recipe = Recipe.without_choice(tokens if held is None else tokens & ~held)
         return replace(self, recipe=replace(recipe, held=held), acceptance=None)
 
     def second_round(self, drifts: Sequence[float], computed: BoolArray) -> ReusePlan | None:
