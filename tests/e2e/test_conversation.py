@@ -54,6 +54,7 @@ def again(found: list[dict[str, Any]]) -> int:
 def test_of_the_own_history_nothing_is_computed_again(running: Engine, policy: str) -> None:
     conversation = Conversation(running, seed=81)
     options = {"segreuse_policy": policy, "segreuse_overflow_tokens": 0}
+    options["segreuse_recompute_ratio"] = 0.2  # the default's own is all of so little
     first = conversation.turn(**options)
     assert not stretches(first, in_context=True)
     moved = first.report["recomputed_tokens"]
@@ -71,8 +72,8 @@ def test_of_the_own_history_nothing_is_computed_again(running: Engine, policy: s
 
 def test_with_everything_recomputed_it_equals_full_prefill(running: Engine) -> None:
     conversation = Conversation(running, seed=82)
-    conversation.turn()
-    conversation.turn()
+    conversation.turn(segreuse_policy="shift")
+    conversation.turn(segreuse_policy="shift")
     prompt = conversation.history
     everything = EXPLAINED | {"segreuse_recompute_ratio": 1.0}
     ours = running.ask(prompt, options=everything)[0]

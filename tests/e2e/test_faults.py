@@ -279,7 +279,7 @@ def test_27_an_error_in_an_exact_pass_computes_its_plan_in_full(
     reusing.ask(prompt, options=NAMESPACE)
     second = list(reusing.pool.cached_block_hash_to_block._cache.values())[1]
     reusing.pool.evict_blocks({second.block_id})
-    calls = break_function("model.layers.DecoderStack.forward", times=1)
+    calls = break_function("model.layers.DecoderStack.forward_for_drafts", times=1)
     answer = ask_named(reusing, "unlucky", prompt, EXACT)
     assert len(calls) == 1
     assert answer.report["exact_tokens"] > 300

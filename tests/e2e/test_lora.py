@@ -119,7 +119,8 @@ def test_34_a_document_of_one_adapter_is_not_reused_for_another(
     for reader in adapters:
         prompts = cached(running, [reader])
         for asking in adapters:
-            [answer] = running.ask(prompts[1], options=NAMESPACE, adapters=[asking])
+            options = NAMESPACE | {"segreuse_policy": "shift"}
+            [answer] = running.ask(prompts[1], options=options, adapters=[asking])
             assert bool(answer.report["reused_tokens"]) == (asking is reader)
             assert answer.report["prefix_tokens"] == 0
 

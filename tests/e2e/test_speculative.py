@@ -24,7 +24,7 @@ NGRAM = {
 }
 EVERYTHING = NAMESPACE | {"segreuse_recompute_ratio": 1.0, "segreuse_min_reused_tokens": 16}
 SHIFT = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 16}
-FOCUS = NAMESPACE | {"segreuse_min_reused_tokens": 16}
+FOCUS = NAMESPACE | {"segreuse_recompute_ratio": 0.2, "segreuse_min_reused_tokens": 16}
 LONG = {"max_tokens": 3 * BLOCK_SIZE, "ignore_eos": True}
 METHODS = {"drafted": ("draft_model", "eagle", "eagle3"), "drafted_mtp": ("mtp",)}
 

@@ -99,7 +99,7 @@ def test_the_proof_fits_a_model_with_few_positions() -> None:
     with engine("llama", max_model_len=96, max_num_batched_tokens=96) as running:
         text = Prompts(running.vocab_size)
         document = text.tokens(64)
-        options = NAMESPACE | {"segreuse_min_reused_tokens": 16}
+        options = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 16}
         running.ask(document, options=options, max_tokens=1)
         answer = running.ask(text.tokens(9) + document, options=options, max_tokens=2)[0]
         assert answer.report["reused_tokens"] == 63  # the last token is always computed
