@@ -217,7 +217,7 @@ def test_audits_compare_nothing_with_kept_tokens_as_a_text(world: World) -> None
     world.compression.name(named, ["a"])
     ordered = world.ordered([*DOCUMENT, *DOCUMENT, 1], score=[0, 3 * SIZE, 4])
     plain = world.managed.tracked(world.managed.request(DOCUMENT))
-    request: Any = SimpleNamespace(use_structured_output=False, num_prompt_tokens=9)
+    request: Any = SimpleNamespace(use_structured_output=False, num_prompt_tokens=9, mm_features=[])
     for tracked in (named, ordered, plain):
         tracked.report, plan = Mock(), Mock()
         side._audit(tracked, plan, request)

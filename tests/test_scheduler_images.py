@@ -194,7 +194,11 @@ def test_without_ids_left_there_is_no_reuse() -> None:
     "options",
     [
         {"segreuse_policy": "cacheblend"},
-        {"segreuse_policy": "sparsex", "segreuse_dense_layers": 1},
+        {
+            "segreuse_policy": "sparsex",
+            "segreuse_dense_layers": 1,
+            "segreuse_recompute_ratio": 0.1,
+        },
         {"segreuse_policy": "cacheblend", "segreuse_observe": True},
     ],
 )

@@ -236,12 +236,14 @@ def test_the_model_is_proven(
 ) -> None:
     model = object()
     proven = []
+    drafter = object()
     monkeypatch.setattr(module, "loaded_model", lambda: model)
+    monkeypatch.setattr(module, "loaded_drafter", lambda: drafter)
     prefill = SimpleNamespace(states=None)
     runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels")
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
-    assert proven == [(model, vllm_config, kv_cache_config, (), Codec.RAW)]
+    assert proven == [(model, vllm_config, kv_cache_config, (), Codec.RAW, drafter)]
     assert side.backlog.prefill is prefill
     assert side.backlog._step_work == share
 
@@ -255,6 +257,7 @@ def test_boundary_states_are_logged_and_counted(
     )
     proven = []
     monkeypatch.setattr(module, "loaded_model", lambda: None)
+    monkeypatch.setattr(module, "loaded_drafter", lambda: None)
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given[3]), runtime)[1])
     monkeypatch.setattr(module.logger, "propagate", True)
     with caplog.at_level(logging.INFO):
