@@ -553,16 +553,14 @@ class SchedulerSide:
         if self._tier is not None:
             self._tier.note(done)
 
-    def computed_by(
-        self, plan: ReusePlan, options: RequestOptions, token_at_stop: int
-    ) -> ReusePlan | None:
+    def computed_by(self, plan: ReusePlan, options: RequestOptions) -> ReusePlan | None:
         """The plan of a request with other options, if these find the same; see `ReusePlan`. None:
         they would not reuse it."""
         reused, segments = plan.reused, plan.pieces.segments(plan.start)
         recipe = self._recipe(options, reused, segments)
         if recipe is None:
             return None
-        return plan.computed_by(recipe, self._finder(options).halo, token_at_stop)
+        return plan.computed_by(recipe, self._finder(options).halo)
 
     def set_similarity(self, options: Mapping[str, Any]) -> None:
         """Search under other options of `similarity` from the next request on: what

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_segreuse.calibrate import drift, engine, fitting
 from vllm_segreuse.calibrate.measure import answer, trial
 from vllm_segreuse.calibrate.report import name_of
-from vllm_segreuse.calibrate.search import Found, Options, Setting, Trial, choose, halves, judge
+from vllm_segreuse.calibrate.search import Found, Options, Setting, Trial, cheapest, halves, judge
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.estimate.log import LogError, read_log
 from vllm_segreuse.knowledge.scheduler_calls import call_scheduler_of
@@ -153,11 +153,15 @@ def _of_whole(found: Trial, report: Mapping[str, Any], num_tokens: int) -> Trial
 
 def _best(settings: Sequence[Setting], max_kl: float, min_agreement: float) -> Setting:
     """The cheapest that keeps the bounds on the choosing half; else the one of least divergence."""
-    judged = [(setting, judge(halves(setting.trials)[0])) for setting in settings]
-    chosen = choose(judged, max_kl, min_agreement)
-    if chosen is not None:
-        return chosen[0]
-    return min(judged, key=lambda it: (it[1].divergence_at_most, it[1].work))[0]
+    index = cheapest(settings, max_kl, min_agreement)
+    if index is not None:
+        return settings[index]
+
+    def rank(setting: Setting) -> tuple[float, float]:
+        verdict = judge(halves(setting.trials)[0])
+        return verdict.divergence_at_most, verdict.work
+
+    return min(settings, key=rank)
 
 
 def _about(setting: Setting, share: float) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm_segreuse.calibrate import by_policy, by_similarity
 from vllm_segreuse.calibrate.prompts import PromptError
 from vllm_segreuse.calibrate.report import as_yaml, header, name_of, row, table
-from vllm_segreuse.calibrate.search import Found, choose, halves, judge
+from vllm_segreuse.calibrate.search import Found, cheapest, halves, judge
 from vllm_segreuse.config import ConfigError
 from vllm_segreuse.doctor.reading import InputError
 from vllm_segreuse.estimate.log import LogError
@@ -31,9 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     except (PromptError, LogError, ConfigError, InputError, RefusedError) as error:
         print(f"vllm-segreuse calibrate: {error}", file=sys.stderr)
         return BAD_INPUT
-    judged = [judge(halves(setting.trials)[0]) for setting in found.settings]
-    chosen = choose(enumerate(judged), given.max_kl, given.min_agreement)
-    index = None if chosen is None else chosen[0]
+    index = cheapest(found.settings, given.max_kl, given.min_agreement)
     rows = [(name_of(it.options), judge(it.trials)) for it in found.settings]
     print("\n".join(table(rows, index)))
     way_out = _WAY_OUT

@@ -160,6 +160,15 @@ def halves(trials: Sequence[Trial]) -> tuple[Sequence[Trial], Sequence[Trial]]:
     return trials[:half], trials[half:]
 
 
+def cheapest(
+    settings: Sequence[Setting], max_divergence: float, min_agreement: float
+) -> int | None:
+    """Number of the setting that is chosen by the half of the prompts that chooses; None: none."""
+    judged = [judge(halves(setting.trials)[0]) for setting in settings]
+    chosen = choose(enumerate(judged), max_divergence, min_agreement)
+    return None if chosen is None else chosen[0]
+
+
 def choose(
     verdicts: Iterable[tuple[T, Verdict]], max_divergence: float, min_agreement: float
 ) -> tuple[T, Verdict] | None:

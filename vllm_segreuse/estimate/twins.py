@@ -94,7 +94,7 @@ class Twin:
         if self.arm.policy is None:
             self.agrees = False
             return
-        mine = self.side.computed_by(plan, self.arm.of(one), one.token_ids[plan.stop])
+        mine = self.side.computed_by(plan, self.arm.of(one))
         if mine is None:
             self.agrees = False
             return

@@ -481,13 +481,12 @@ class ReusePlan:
         attended = computed if enters is None else computed | (enters >= 0)
         return self.computing(left | (attended & behind))
 
-    def computed_by(self, recipe: Recipe, halo: Halo, token_at_stop: int) -> ReusePlan:
+    def computed_by(self, recipe: Recipe, halo: Halo) -> ReusePlan:
         """The same reuse, with another recipe.
 
         Args:
             recipe: without halos.
             halo: of similar segments.
-            token_at_stop: becomes `next_token`, where that is probed.
         """
         if self.recipe.held is not None:
             recipe = recipe.holding(self.recipe.held)
@@ -497,7 +496,7 @@ class ReusePlan:
             self,
             recipe=recipe,
             acceptance=acceptance,
-            next_token=token_at_stop if recipe.program.probes_next_token else None,
+            next_token=self.token_at_stop if recipe.program.probes_next_token else None,
             reports=recipe.program.reports or acceptance is not None,
         )
 

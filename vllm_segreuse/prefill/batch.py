@@ -141,6 +141,17 @@ class Batch:
         row = upload(first, self._device)[tokens.request] + tokens.positions
         self.auxiliary[layer][row] = stream
 
+    def wave_tokens(self, most: int, num_layers: int) -> int:
+        """Tokens that are computed at once, at so many layers.
+
+        Args:
+            most: that fit.
+            num_layers: that they pass before others run.
+        """
+        if self.wave_work is None:
+            return most
+        return min(most, max(1, self.wave_work // max(1, num_layers)))
+
     def counts(self, index: Index) -> list[int]:
         """How many tokens of each plan are in an index that the host knows."""
         assert index.host is not None

@@ -53,22 +53,15 @@ class DraftRunner:
         if not len(active):
             return
         tokens, token_ids = batch.tokens.take(Index.computed(active)), token_ids[active]
-        for first in range(0, len(tokens), self._wave_tokens(batch)):
-            part = slice(first, first + self._wave_tokens(batch))
-            wave = tokens.take(part)
+        layers = len(self.draft.attention)
+        for part, wave in tokens.parts(batch.wave_tokens(self._max_wave_tokens, layers)):
             states = self._states(batch, active[part], order[part], state)
             with (
                 self._attention.forward_context(wave, batch.block_tables),
                 self._fast_ops.preferred(),
             ):
                 self.draft.compute(token_ids[part], wave.positions, states)
-            yield len(wave) * len(self.draft.attention)
-
-    def _wave_tokens(self, batch: Batch) -> int:
-        if batch.wave_work is None:
-            return self._max_wave_tokens
-        layers = len(self.draft.attention)
-        return min(self._max_wave_tokens, max(1, batch.wave_work // layers))
+            yield len(wave) * layers
 
     def _states(
         self, batch: Batch, active: torch.Tensor, rows: torch.Tensor, state: LayerState | None

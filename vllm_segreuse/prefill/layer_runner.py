@@ -249,7 +249,7 @@ class LayerRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, heads, head_size]` that a layer would write for this state."""
         keys, values = [], []
-        for part, wave in _parts(tokens, self._max_wave_tokens):
+        for part, wave in tokens.parts(self._max_wave_tokens):
             with self._fast_ops.preferred(), self._adapters.applied(batch.lora_id, len(wave)):
                 entering = state.take(part).clone()
                 key, value = self.stack.keys_and_values(layer, wave.rotary_positions, entering)
@@ -261,10 +261,7 @@ class LayerRunner:
         self, tokens: TokenTable, num_layers: int, batch: Batch
     ) -> Iterator[tuple[slice, TokenTable]]:
         """What is computed at once, in order of position, and where it stands among the tokens."""
-        size = self._max_wave_tokens
-        if batch.wave_work is not None:
-            size = min(size, max(1, batch.wave_work // max(1, num_layers)))
-        return _parts(tokens, size)
+        return tokens.parts(batch.wave_tokens(self._max_wave_tokens, num_layers))
 
     def attention_paid(
         self,
@@ -314,10 +311,3 @@ class LayerRunner:
             )
             paid.append(mass[plan.start :])
         return torch.cat(paid)
-
-
-def _parts(tokens: TokenTable, size: int) -> Iterator[tuple[slice, TokenTable]]:
-    """At most so many tokens at once, in order, and where they stand."""
-    for begin in range(0, len(tokens), size):
-        part = slice(begin, begin + size)
-        yield part, tokens.take(part)

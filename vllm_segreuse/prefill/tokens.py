@@ -8,6 +8,7 @@ torch. Only what was chosen by its score is known to the device alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,6 +117,12 @@ class TokenTable:
             host,
             None if self.numbers is None else self.numbers[:, there],
         )
+
+    def parts(self, size: int) -> Iterator[tuple[slice, TokenTable]]:
+        """At most so many tokens at once, in order, and where they stand."""
+        for begin in range(0, len(self), size):
+            part = slice(begin, begin + size)
+            yield part, self.take(part)
 
     @property
     def rotary_positions(self) -> torch.Tensor:
