@@ -44,6 +44,8 @@ COLUMNS = (
 )
 """Of a row, what is printed; its file has more."""
 PARTS = ("serving", "distance", "retrieval")
+DTYPES = ("bfloat16", "float16", "float32")
+DTYPE = "bfloat16"
 TEMPERATURE = 0.2
 RERUNS = 5
 _WARM_UP = 10**6
@@ -65,6 +67,7 @@ class Load:
         seeds: name of the set that they are drawn from.
         minutes: of each server and engine, after which nothing new begins; None: any.
         parts: some of `PARTS`.
+        dtype: in which the model computes, vLLM's option.
     """
 
     kinds: Sequence[str]
@@ -77,6 +80,7 @@ class Load:
     seeds: str
     minutes: float | None = None
     parts: Sequence[str] = PARTS
+    dtype: str = DTYPE
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,6 +122,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
     setting = {
         "model": args.model.resolve().name,
         "model_digest": model_digest(args.model),
+        "dtype": load.dtype,
         "seeds": load.seeds,
         "text": text.digest(),
     }
@@ -147,7 +152,7 @@ def serve(model: Path, load: Load, measured: figures.Measured) -> None:
     warm_up = replace(warm_up, requests=warm_up.requests[:2])
 
     for options, mine in arms.by_server(load.arms):
-        with asking(model, options, writer) as client:
+        with asking(model, options, load.dtype, writer) as client:
             for arm in mine:  # the first requests of a server are slow
                 client.trace(warm_up, arm)
             steps = [
@@ -202,7 +207,7 @@ def compare(model: Path, load: Load, measured: figures.Measured) -> None:
     from bench.english.engine import english_engine
 
     for options, mine in arms.by_server(load.compared):
-        with english_engine(model, kv_space_gib=1, segreuse=options) as lab:
+        with english_engine(model, kv_space_gib=1, segreuse=options, dtype=load.dtype) as lab:
             chosen = [
                 draw(kind, number, load.seeds)
                 for number in range(load.distant)
@@ -275,6 +280,7 @@ def load_of(args: argparse.Namespace) -> Load:
         seeds=which,
         minutes=args.minutes,
         parts=_known("part", args.parts, PARTS),
+        dtype=args.dtype,
         **chosen,
     )
 
@@ -310,6 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--traces", type=int, metavar="N", help="of each kind (8)")
     add("--free", type=int, metavar="N", help="conversations that the model leads (8)")
     add("--reruns", type=int, metavar="N", help=f"traces repeated {RERUNS} times (4)")
+    add("--dtype", default=DTYPE, choices=DTYPES, help=f"in which the model computes ({DTYPE})")
     add("--minutes", type=float, metavar="N", help="of each server; then nothing new begins")
     add("--distant", type=int, metavar="N", help="traces of each kind compared with full (3)")
     return parser

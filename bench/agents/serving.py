@@ -38,7 +38,7 @@ FREE_TOKENS = 64
 FREE_STEPS = 10
 _FLAGS = (
     *("--max-model-len", str(MAX_MODEL_LEN), "--block-size", str(BLOCK_TOKENS)),
-    *("--num-gpu-blocks-override", str(KV_BLOCKS), "--dtype", "bfloat16", "--max-num-seqs", "4"),
+    *("--num-gpu-blocks-override", str(KV_BLOCKS), "--max-num-seqs", "4"),
     *("--enforce-eager", "--enable-prompt-tokens-details"),
     *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
 )
@@ -97,8 +97,14 @@ class Free:
 
 
 @contextmanager
-def asking(model: Path, options: Mapping[str, Any], writer: Writer) -> Iterator[Client]:
+def asking(model: Path, options: Mapping[str, Any], dtype: str, writer: Writer) -> Iterator[Client]:
     """A server with these options, and a client of it.
+
+    Args:
+        model: its folder.
+        options: of segment reuse.
+        dtype: in which the model computes, vLLM's option.
+        writer: of the prompts.
 
     Raises:
         ServerError: it does not start.
@@ -106,7 +112,7 @@ def asking(model: Path, options: Mapping[str, Any], writer: Writer) -> Iterator[
     with TemporaryDirectory() as folder:
         config = Path(folder, "segreuse.yaml")
         config.write_text(json.dumps(dict(options)))  # JSON is YAML
-        flags = [*_FLAGS, "--segreuse-config", str(config)]
+        flags = [*_FLAGS, "--dtype", dtype, "--segreuse-config", str(config)]
         env = {"VLLM_SERVER_DEV_MODE": "1"}
         with Server(model, flags, env, start_timeout_s=_START_S) as server:
             yield Client(server, writer)
