@@ -40,6 +40,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "max_drift": None,
         "min_reused_tokens": 128,
         "observe": False,
+        "recompute_once": False,
         "explain": False,
         "similarity": None,
         "max_provenance_depth": 4,

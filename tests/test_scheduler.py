@@ -768,6 +768,9 @@ def test_policies_that_find_the_same_are_known() -> None:
     assert not alike("shift", "focus", w_exact={1: 2})
     assert alike("shift", "epic", w_exact={1: 2})
     assert alike("focus", "sparsex", w_exact={1: 2})
+    once = RequestOptions(recompute_once=True)
+    assert not World().side.finds_alike(once, RequestOptions())
+    assert World().side.finds_alike(once, once)
 
 
 def test_other_options_of_the_search_hold_for_requests_to_come() -> None:

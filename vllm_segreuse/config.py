@@ -211,6 +211,10 @@ class RequestOptions(BaseModel):
     """`focus`, `prophet`: a request whose `drift` is above this is computed in full after all;
     None: none is. Other policies do not measure it. docs/quality.md says what drift means."""
 
+    recompute_once: Annotated[bool, BeforeValidator(_flag)] = False
+    """What an earlier turn of the same conversation has moved is kept as it was then: a policy does
+    not choose of it anew for the new question. `exact` and prompts with images ignore it."""
+
     min_reused_tokens: Annotated[int, count(1, MAX_TOKENS)] = 128
     """Fewer reusable tokens than this, and the request runs without reuse."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from vllm_segreuse.audit.audits import Audit
 from vllm_segreuse.audit.start import start_audits
 from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.contexts import ContextArray, contexts_of
+from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.exact import ResidentFinder
 from vllm_segreuse.cache.explain import Reasons, explain, unexplored, with_recomputed
@@ -41,6 +42,7 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.image_finder import ImageFinder
 from vllm_segreuse.cache.images import ImageIds, PromptImages
 from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.planner import Planner
@@ -209,6 +211,7 @@ class SchedulerSide:
             fingerprint = model_fingerprint(*of_model) if has_files else None
             owner = Owner(config.knowledge_path, vllm_config.parallel_config.data_parallel_index)
             self._tier = start_tier(region, options, ranks, *known, fingerprint, owner)
+        self._conversations = Conversations(requests, self._namespaces, health, group.block_size)
         self._donors = Donors(index, requests, depth, health, self._forgotten, followers)
         entries = FrozenPool(
             pool,
@@ -240,7 +243,9 @@ class SchedulerSide:
             longest = vllm_config.model_config.max_model_len
             capacity = num_blocks - kv_cache_manager.watermark_blocks
             self._isolated = IsolatedRequests(layout, pool, index, entries, longest, capacity)
-        listeners = [self._donors, self._freezing, *([self._tier] if self._tier else [])]
+        listeners: list[BlockListener] = [self._donors, self._conversations, self._freezing]
+        if self._tier is not None:
+            listeners.append(self._tier)
         if self._isolated is not None:
             listeners.insert(0, self._isolated.cold)  # releases frozen blocks, too
         pool.attach(
@@ -292,16 +297,26 @@ class SchedulerSide:
         contexts = functools.partial(_contexts, request)
         if images is not None:
             tokens = images.keyed(tokens)
-        prompt = Prompt(namespace, tokens, resident, contexts, images)
+        names = functools.partial(_names, request)
+        prompt = Prompt(namespace, tokens, resident, names, contexts, images)
         falls_back = self._audits.falls_back(self._namespaces.digest(namespace))
         if falls_back:
             careful = self._config.fallback_options(options)
             bypass = bypass or ("fallback" if careful is None else None)
             options = careful or options
+        recompute_once = (
+            options.recompute_once
+            and images is None
+            and options.policy != "exact"
+            and not (falls_back or has_documents or parsed.documents or parsed.compresses)
+        )
+        finder = self._finder(options, images)
+        if recompute_once:
+            finder = ContinuingFinder(finder, self._conversations)
         tracked = TrackedRequest(
             request_id=request.request_id,
             prompt=prompt,
-            finder=self._finder(options, images),
+            finder=finder,
             min_reused_tokens=options.min_reused_tokens,
             make_recipe=functools.partial(self._recipe, options),
             max_drift=math.inf if options.max_drift is None else options.max_drift,
@@ -312,6 +327,7 @@ class SchedulerSide:
             # A plan with images begins where the prefix hit ends.
             restores=images is None and self._restores(bypass),
             donates=bypass not in NEVER_DONATES,
+            recompute_once=recompute_once,
             lora_id=lora_id_of(request),
             freeze=freeze,
             trace_headers=headers_of(request) if self._traces else None,
@@ -525,6 +541,7 @@ class SchedulerSide:
         if self._tier is not None:
             self._tier.note_plans(plans)
         self._donors.begin_step()
+        self._conversations.begin_step()
         self._pool.begin_step()
         self._freezing.begin_step()
         self._accounts.frozen(self._freezing.entries)
@@ -707,7 +724,11 @@ class SchedulerSide:
     def finds_alike(self, one: RequestOptions, other: RequestOptions) -> bool:
         """Whether requests with these options find the same."""
         cuts = [bool(self._config.cuts) and it.policy in WITHOUT_CHOICE for it in (one, other)]
-        return cuts[0] is cuts[1] and (one.policy == "exact") is (other.policy == "exact")
+        return (
+            cuts[0] is cuts[1]
+            and (one.policy == "exact") is (other.policy == "exact")
+            and one.recompute_once is other.recompute_once
+        )
 
     def _recipe(
         self, options: RequestOptions, reused: BoolArray, segments: Segments
@@ -756,6 +777,10 @@ def _is_wrong(tracked: TrackedRequest, outcome: PlanOutcome) -> bool:
     """Whether documents that are to be computed alone were computed behind each other."""
     plan = tracked.awaited
     return tracked.required and plan is not None and plan.num_chosen(outcome.computed) > 0
+
+
+def _names(request: Request, first: int, last: int) -> Sequence[bytes]:
+    return request.block_hashes[first:last]
 
 
 def _contexts(request: Request, blocks: IntArray) -> ContextArray:

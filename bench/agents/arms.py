@@ -15,6 +15,7 @@ from typing import Any
 
 NONE, PREFIX, CONTENT, SIMILAR = "none", "prefix", "content", "similar"
 CLOSE, TESTED, STATES = "similar-close", "similar-tested", "similar-states"
+ONCE = "similar-once"
 SERVER: Mapping[str, Any] = MappingProxyType(
     # Histories are computed behind reused KV again and again, as `configs/agents.yaml` expects.
     {"min_reused_tokens": 64, "max_provenance_depth": 8, "similarity": {}}
@@ -90,13 +91,15 @@ ARMS = _named(
     Arm(PREFIX),
     Arm(CONTENT, options={"similarity": 0}),
     Arm(SIMILAR, options={"similarity": 1}),
+    Arm(ONCE, options={"similarity": 1, "recompute_once": 1}),
     _layered(STATES, {8: 16, 16: 64, "all": "full_prefix"}),
 )
 """What is timed and compared over HTTP. One has a server of its own, and is timed later."""
 
 
 ABLATIONS = _named(
-    # How much of what is reused is computed again.
+    # How much of what is reused is computed again, and how often.
+    Arm("content-once", options={"similarity": 0, "recompute_once": 1}),
     Arm("similar-shift", options={"similarity": 1, "policy": "shift"}),
     Arm("similar-focus-30", options={"similarity": 1, "recompute_ratio": 0.3}),
     Arm("similar-all", options={"similarity": 1, "policy": "sparsex", "dense_layers": 0,

@@ -80,3 +80,42 @@ def test_with_everything_recomputed_it_equals_full_prefill(running: Engine) -> N
     assert ours.report["recomputed_tokens"] == ours.report["reused_tokens"] > 300
     running.reset()
     assert_same(ours, running.ask(prompt)[0], 2e-3)
+
+
+def apart(one: dict[int, float], other: dict[int, float]) -> float:
+    """Largest difference of two tokens' log-probabilities."""
+    return max(abs(one[token] - other[token]) for token in one.keys() & other.keys())
+
+
+def test_what_an_earlier_turn_has_left_is_used_as_it_is(running: Engine) -> None:
+    """A turn that begins with the answer of the one before must go on as that did."""
+    options: dict[str, Any] = {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.2}
+    for once in (True, False):
+        conversation = Conversation(running, seed=83)
+        prompt, options["segreuse_recompute_once"] = conversation.history, once
+        first = conversation.turn(**options)
+        assert first.report["recomputed_tokens"] > 0
+        continued = prompt + first.token_ids[:5]
+        second = running.ask(continued, options=EXPLAINED | options, max_tokens=1)[0]
+        off = apart(second.logprobs[0], first.logprobs[5])
+        if once:
+            assert off < 2e-3
+            assert second.report["recomputed_tokens"] == 0
+            assert second.report["reused_tokens"] >= len(prompt) - BLOCK_SIZE
+        else:
+            assert off > 1e-2, "the policy chooses for another question"
+            assert second.report["recomputed_tokens"] > 0
+    running.check_idle()
+
+
+def test_what_was_kept_is_computed_again_where_everything_is(running: Engine) -> None:
+    conversation = Conversation(running, seed=84)
+    once = {"segreuse_policy": "shift", "segreuse_recompute_once": True}
+    conversation.turn(**once)
+    conversation.turn(**once)
+    prompt = conversation.history
+    everything = EXPLAINED | once | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 1.0}
+    ours = running.ask(prompt, options=everything)[0]
+    assert ours.report["recomputed_tokens"] == ours.report["reused_tokens"] > 300
+    running.reset()
+    assert_same(ours, running.ask(prompt)[0], 2e-3)

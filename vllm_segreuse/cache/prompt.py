@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,6 +28,11 @@ def none_resident(first: int, last: int) -> IntArray:
     return np.full(last - first, -1, np.int32)
 
 
+def no_names(first: int, last: int) -> Sequence[bytes]:
+    """Blocks have no names."""
+    return ()
+
+
 def no_contexts(blocks: IntArray) -> npt.NDArray[np.uint64]:
     """Nothing is known of what is in front of blocks."""
     return np.zeros(len(blocks), np.uint64)
@@ -43,6 +48,8 @@ class Prompt:
         resident_blocks: the blocks `[first, last)` of the prompt: int32 `[last - first]`, ids of
             those that are resident under the request's own exact names, or of their records in the
             second tier, else -1.
+        names: of the full blocks `[first, last)` of the prompt, as far as there are any: vLLM's
+            chained hashes, of all tokens up to their ends.
         contexts: of blocks of the prompt, by their indices (see `contexts.py`).
         images: of the prompt, whose tokens have ids of their own (`images.py`); None: it has none.
         slots: where tokens that are equal to the prompt's first ones may be in similar text (see
@@ -54,6 +61,7 @@ class Prompt:
     namespace: int
     tokens: IntArray
     resident_blocks: Callable[[int, int], IntArray] = none_resident
+    names: Callable[[int, int], Sequence[bytes]] = no_names
     contexts: Callable[[IntArray], npt.NDArray[np.uint64]] = no_contexts
     images: PromptImages | None = None
     slots: IntArray | None = field(default=None, repr=False)

@@ -90,6 +90,7 @@ class TrackedRequest:
         required: the model's answers are defined by its plan: it waits for one, whatever the
             options say.
         donates: whether its blocks enter the index.
+        recompute_once: whether what an earlier turn has moved stays as it is (`conversations.py`).
         lora_id: see `ReusePlan`.
         falls_back: its namespace had drifted when it arrived (`audit/drifting.py`), and its options
             are those of the fallback.
@@ -127,6 +128,7 @@ class TrackedRequest:
     restores: bool = False
     required: bool = False
     donates: bool = True
+    recompute_once: bool = False
     lora_id: int = 0
     freeze: FreezeOrder | None = None
     kept: Kept | None = None
