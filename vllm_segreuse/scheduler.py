@@ -33,7 +33,7 @@ from vllm_segreuse.cache.contexts import ContextArray, contexts_of
 from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.exact import ResidentFinder
-from vllm_segreuse.cache.explain import Reasons, explain, unexplored, with_recomputed
+from vllm_segreuse.cache.explain import Reasons, Unused, explain, unexplored, with_recomputed
 from vllm_segreuse.cache.finder import ContentFinder, Finder
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.freezing import Freezing
@@ -45,7 +45,7 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.cache.planner import Planner
+from vllm_segreuse.cache.planner import Planner, least_work
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
@@ -319,6 +319,7 @@ class SchedulerSide:
             finder=finder,
             min_reused_tokens=options.min_reused_tokens,
             make_recipe=functools.partial(self._recipe, options),
+            work=self._work_of(options),
             max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
             observes=options.observe,
@@ -572,10 +573,11 @@ class SchedulerSide:
 
     def computed_by(self, plan: ReusePlan, options: RequestOptions) -> ReusePlan | None:
         """The plan of a request with other options, if these find the same; see `ReusePlan`. None:
-        they would not reuse it."""
-        reused, segments = plan.reused, plan.pieces.segments(plan.start)
-        recipe = self._recipe(options, reused, segments)
-        if recipe is None:
+        they would reuse less of it, nothing, or more than was planned."""
+        make_recipe = functools.partial(self._recipe, options)
+        of_plan = plan.pieces, plan.start, plan.stop
+        pieces, recipe = least_work(make_recipe, self._work_of(options), *of_plan)
+        if recipe is None or len(pieces) < len(plan.pieces) or plan.left_out:
             return None
         return plan.computed_by(recipe, self._finder(options).halo)
 
@@ -703,6 +705,8 @@ class SchedulerSide:
         known = [namespace for namespace in others if namespace is not None]
         by_content = Reasons(tracked.prompt, self._index, self._forgotten, known)
         reason = (lambda start, stop: "not_cached") if tracked.finder.is_exact else by_content
+        if plan is not None and memo is not None and pieces.in_context.all():
+            reason = Unused(memo.matches.pieces.where(~memo.matches.pieces.in_context), by_content)
         images, start, new_image = tracked.prompt.images, tracked.start, None
         if images is not None:
             new_image = images.first_new(pieces.reused(start, tracked.num_tokens - 1), start)
@@ -746,9 +750,16 @@ class SchedulerSide:
                 overflow_tokens=options.overflow_tokens,
             )
         )
-        cost = recipe.program.cost(recipe.counts(recipe.top_k), self._layers)
-        is_own = options.recompute_ratio is None
-        return None if is_own and cost >= len(reused) * self._layers.count else recipe
+        work, everything = self._work_of(options), len(reused) * self._layers.count
+        return None if work is not None and work(recipe) >= everything else recipe
+
+    def _work_of(self, options: RequestOptions) -> Callable[[Recipe], int] | None:
+        """See `TrackedRequest`."""
+        return self._work if options.recompute_ratio is None else None
+
+    def _work(self, recipe: Recipe) -> int:
+        """Layer-tokens of it, at most."""
+        return recipe.program.cost(recipe.counts(recipe.top_k), self._layers)
 
     def _frozen_limit(self, max_model_len: int, num_blocks: int) -> int:
         """Most blocks that may be frozen: the configured share, and never so many that a request of

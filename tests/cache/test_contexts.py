@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reused text whose context has not changed: what it is, and what a conversation costs with it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.listener import NamedBlocks
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import TrackedRequest
-from vllm_segreuse.plan import IntArray
+from vllm_segreuse.plan import IntArray, Recipe
 
 NAMESPACE = 0
 
@@ -128,11 +129,11 @@ class Conversation:
         world.end_step()
         self.history = [*world.new_tokens(SIZE), *document]
 
-    def turn(self) -> TrackedRequest:
+    def turn(self, **fields: Any) -> TrackedRequest:
         """Ask with new text behind the history; the answer's blocks and the prompt's donate."""
         self.history += self.world.new_tokens(2 * SIZE)
         hashes = hashes_of(self.history)
-        tracked = self.world.request(self.history, make_recipe=new_only)
+        tracked = self.world.request(self.history, make_recipe=new_only, **fields)
         tracked.prompt.contexts = lambda blocks: contexts_of(hashes, blocks)
         self.world.admit(tracked, start=0)
         self.world.end_step()
@@ -173,3 +174,50 @@ def test_what_is_moved_once_more_is_one_deeper(world: World) -> None:
 @pytest.fixture
 def world() -> World:
     return World()
+
+
+def the_new(recipe: Recipe) -> int:
+    """Work as it is: what is reused is not computed."""
+    return int(recipe.always.sum())
+
+
+def the_reused(recipe: Recipe) -> int:
+    """A policy that has more work with what it reuses than with new text."""
+    return int((~recipe.always).sum())
+
+
+@pytest.mark.parametrize(
+    ("work", "document"), [(None, 2), (the_new, 2), (the_reused, 0), (lambda _: 1, 0)]
+)
+def test_what_is_less_work_to_compute_is_left_out_beside_the_own_history(
+    world: World, work: Callable[[Recipe], int] | None, document: int
+) -> None:
+    conversation = Conversation(world)
+    first = conversation.turn(work=work)
+    assert first.plan is not None
+    assert first.plan.num_reused == 2 * SIZE, "there is nothing else"
+    tracked = conversation.turn(work=work)
+    assert tracked.plan is not None
+    assert conversation.in_context(tracked).tolist() == [0, 3, 4]
+    assert tracked.plan.num_reused == (3 + document) * SIZE
+    assert tracked.plan.pieces.in_context.all() == (document == 0)
+    assert tracked.num_segments == (2 if document == 0 else 3)
+    assert set(tracked.plan.donor_blocks) == set(tracked.plan.pieces.block.tolist())
+    assert world.pins.blocks == []
+
+
+def test_without_a_recipe_for_the_rest_the_own_history_is_reused(world: World) -> None:
+    """Where all of what was found takes more work than the prompt, the history need not."""
+    conversation = Conversation(world)
+    conversation.turn()
+
+    def choosy(reused: Any, segments: Any) -> Recipe | None:
+        return new_only(reused, segments) if segments.in_context.all() else None
+
+    conversation.history += world.new_tokens(2 * SIZE)
+    hashes = hashes_of(conversation.history)
+    tracked = world.request(conversation.history, make_recipe=choosy, work=the_new)
+    tracked.prompt.contexts = lambda blocks: contexts_of(hashes, blocks)
+    world.admit(tracked, start=0)
+    assert tracked.plan is not None
+    assert tracked.plan.num_reused == 3 * SIZE

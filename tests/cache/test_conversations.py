@@ -10,6 +10,7 @@ from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
 from vllm_segreuse.cache.conversations import Conversations
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.listener import NamedBlocks
+from vllm_segreuse.config import RequestOptions
 from vllm_segreuse.plan import ReusePlan
 
 ONCE = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_once": 1}
@@ -248,3 +249,23 @@ def test_an_error_ends_reuse_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -
     world.run(world.add(HISTORY, ONCE | RATIO))
     assert world.side._health.broken
     assert second_turn(world, ONCE) is None
+
+
+def test_what_is_computed_although_it_was_found_is_explained() -> None:
+    """By a budget of its own, `focus` computes all of so little, and the question twice."""
+    world = World(min_reused_tokens=4, max_model_len=1024)
+    other = [*range(300, 332)]
+    world.run(world.add(other, ONCE))
+    history(world)
+    request = world.add([*HISTORY, *other, 1, 2, 3], ONCE | {"segreuse_explain": True})
+    world.run(request)
+    assert in_context(world.plans[0]) == world.plans[0].num_reused == len(HISTORY)
+    assert world.plans[0].left_out == len(other)
+    assert world.side.computed_by(world.plans[0], RequestOptions(policy="shift")) is None
+    first, found, *_ = world.report(request)["explain"]
+    assert first["in_context"]
+    assert found["reason"] == "not_worth_it"
+    assert found["start"] == len(HISTORY)
+    asked = world.add([*HISTORY, *other, 4, 5, 6], ONCE | {"segreuse_recompute_ratio": 0.5})
+    world.run(asked)
+    assert world.plans[0].num_reused == len(HISTORY) + len(other), "a share is taken as it is"

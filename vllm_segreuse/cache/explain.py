@@ -143,6 +143,27 @@ def _segments(pieces: Pieces) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
         yield first, int(ends[end - 1]) - first, found_as, more
 
 
+class Unused:
+    """Why text of a prompt is not reused: it was found, and is less work to compute
+    (`not_worth_it`), or it was not.
+
+    Args:
+        pieces: what was found, and is in no plan.
+        not_found: the reason for other text.
+    """
+
+    def __init__(self, pieces: Pieces, not_found: Callable[[int, int], str]) -> None:
+        self._pieces = pieces
+        self._not_found = not_found
+
+    def __call__(self, start: int, stop: int) -> str:
+        """The reason for the text `[start, stop)`."""
+        begins, ends = self._pieces.destination, self._pieces.destination + self._pieces.length
+        if ((begins < stop) & (ends > start)).any():
+            return "not_worth_it"
+        return self._not_found(start, stop)
+
+
 class Reasons:
     """Why text of a prompt was not found by its content.
 

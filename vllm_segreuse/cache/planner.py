@@ -38,7 +38,7 @@ from vllm_segreuse.cache.tracked import (
     Report,
     TrackedRequest,
 )
-from vllm_segreuse.plan import BoolArray, Pieces, Recipe, Restoration, ReusePlan
+from vllm_segreuse.plan import BoolArray, Pieces, Recipe, Restoration, ReusePlan, Segments
 
 
 class BlockPins(Protocol):
@@ -380,12 +380,15 @@ class Planner:
         recipe, acceptance = Recipe.without_choice(np.zeros(0, np.bool_)), None
         if len(pieces):
             stop = tracked.finder.plan_stop(matches, start, stop)
-            wanted = tracked.make_recipe(pieces.reused(start, stop), pieces.segments(start))
+            pieces, wanted = least_work(tracked.make_recipe, tracked.work, pieces, start, stop)
             if wanted is None and restoration is not None:
                 return self._make_plan(tracked, found.alone(), begin, start)
             if wanted is None:
                 tracked.reason = NOTHING_SAVED
                 return None
+            if len(pieces) < len(matches.pieces):
+                others = matches.num_segments - len(pieces.segments(start).first)
+                tracked.num_segments = found.matches.num_segments - others
             recipe = wanted
             if images is not None:
                 held = images.held(start, stop)
@@ -404,7 +407,7 @@ class Planner:
             token_ids=tokens[start:stop],
             pieces=pieces,
             recipe=recipe,
-            donor_blocks=found.matches.pieces.donor_blocks,
+            donor_blocks=found.restored.merged(pieces).donor_blocks,
             donor_depth=matches.max_depth,
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             token_at_stop=int(tokens[stop]) if stop < len(tokens) else None,
@@ -418,6 +421,7 @@ class Planner:
             explains=tracked.explains,
             acceptance=acceptance,
             restoration=restoration,
+            left_out=matches.num_tokens - pieces.num_tokens,
             numbers=None if images is None else images.numbers(start, stop + 1),
         )
 
@@ -436,6 +440,31 @@ class Planner:
             self._tier.let_go(request_id)
             self._budget.tokens -= _at_once(tracked.plan)
             tracked.plan = None
+
+
+def least_work(
+    make_recipe: Callable[[BoolArray, Segments], Recipe | None],
+    work: Callable[[Recipe], int] | None,
+    pieces: Pieces,
+    start: int,
+    stop: int,
+) -> tuple[Pieces, Recipe | None]:
+    """Those pieces whose reuse is least work, all of them or those in their own context only; and
+    the policy's recipe, or None.
+
+    Args:
+        make_recipe, work: see `TrackedRequest`.
+        pieces: what was found.
+        start, stop: of the plan.
+    """
+    recipe = make_recipe(pieces.reused(start, stop), pieces.segments(start))
+    if work is None or not pieces.in_context.any() or pieces.in_context.all():
+        return pieces, recipe
+    kept = pieces.where(pieces.in_context)
+    without = make_recipe(kept.reused(start, stop), kept.segments(start))
+    if without is None or (recipe is not None and work(recipe) < work(without)):
+        return pieces, recipe
+    return kept, without
 
 
 def _at_once(plan: ReusePlan) -> int:

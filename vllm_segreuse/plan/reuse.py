@@ -265,6 +265,7 @@ class ReusePlan:
         token_ids: int32 `[stop - start]`.
         pieces: what is copied, from where.
         recipe: what is computed.
+        left_out: tokens that were found, and that it is less work to compute.
         donor_blocks: distinct blocks of vLLM's pool that the pieces read.
         donor_depth: largest provenance depth among them (`Matches.max_depth`).
         block_ids: int32, the request's block table; known once vLLM has allocated it.
@@ -306,6 +307,7 @@ class ReusePlan:
     acceptance: Acceptance | None = None
     restoration: Restoration | None = None
     is_restored: bool | None = None
+    left_out: int = 0
     numbers: IntArray | None = None
 
     @property
