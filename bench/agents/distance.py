@@ -69,7 +69,9 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Apart]
         found = []
         for arm in harness.rotated(arms, number):
             space = f"{trace.kind} {trace.number} {arm.name}"
-            mine = lab.ask(prompt, STEP_TOKENS, arm.extra_args(space), forced=full.tokens)
+            # Exact blocks are found in every namespace: one arm would find those of another.
+            args = arm.extra_args(space)
+            mine = lab.ask(prompt, STEP_TOKENS, args, forced=full.tokens, salt=space)
             if mine.report is None:
                 raise harness.BenchError(f"the arm {arm.name!r} has no report")
             apart = divergences(full.logits, mine.logits)
