@@ -3,12 +3,14 @@
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench import harness
-from bench.agents import arms, command, figures, scoring, traces, verdicts
+from bench.agents import arms, command, distance, figures, scoring, traces, verdicts
 from bench.agents.distance import Apart
 from bench.agents.episodes import CALCULATOR, FINAL, SEARCH, Step
 from bench.agents.serving import Answered, Free, Taken
@@ -285,6 +287,34 @@ def test_reruns_and_free_conversations_and_distances_have_rows() -> None:
     assert by_key["free"]["task_success"] == 0.5
     assert by_key["distance_of"]["first_kl_max"] == 0.2
     assert str(figures.result(measured)["summary"]["h4"]).startswith("open: n = 2 steps")
+
+
+def test_arms_share_nothing_in_the_engine_that_compares_them() -> None:
+    """Exact blocks are found in every namespace: only a salt keeps them apart."""
+    counts = ("reused_tokens", "similar_tokens", "prefix_tokens", "computed_share", "in_full")
+    report = dict.fromkeys((*counts, "accepted_segments", "rejected_segments"), 0)
+    salts: dict[str | None, set[str | None]] = {}
+
+    class Lab:
+        class llm:  # noqa: N801
+            get_tokenizer = staticmethod(Letters)
+            reset_prefix_cache = staticmethod(lambda: True)
+
+        def ask(
+            self, prompt: list[int], most: int, extra_args: Any, forced: Any = (), salt: Any = None
+        ) -> Any:
+            space = None if extra_args is None else extra_args["extra_keys"][0]
+            salts.setdefault(space, set()).add(salt)
+            return SimpleNamespace(tokens=[0], logits=[torch.zeros(3)], report=report)
+
+    trace = traces.draw("quotes", 0, "tuning")
+    compared = [arms.ARMS["content"], arms.ARMS["similar"]]
+    steps = [*distance.measure(Lab(), trace, compared)]
+    assert len(steps) == len(trace.requests)
+    of_full = salts.pop(None)
+    assert len(of_full) == len(trace.requests)
+    assert [len(each) for each in salts.values()] == [1, 1]
+    assert len(set.union(of_full, *salts.values())) == len(of_full) + 2
 
 
 # Verdicts.
