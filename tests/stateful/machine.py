@@ -47,7 +47,7 @@ SETUPS = st.builds(
     halo=st.booleans(),
 )
 OPTIONS = st.builds(
-    lambda policy, ratio, dense, overflow, drift, least, observe, explain: {
+    lambda policy, ratio, dense, overflow, drift, least, observe, explain, once: {
         "segreuse_policy": policy,
         "segreuse_recompute_ratio": ratio,
         "segreuse_dense_layers": dense,
@@ -56,6 +56,7 @@ OPTIONS = st.builds(
         "segreuse_min_reused_tokens": least,
         "segreuse_observe": observe,
         "segreuse_explain": explain,
+        "segreuse_recompute_once": once,
     },
     policy=st.sampled_from([*POLICIES]),
     ratio=st.sampled_from(RATIOS),
@@ -65,6 +66,7 @@ OPTIONS = st.builds(
     least=st.sampled_from([4, 8]),
     observe=st.sampled_from([False, False, False, True]),
     explain=st.booleans(),
+    once=st.booleans(),
 )
 PARTS = st.lists(
     st.tuples(st.integers(0, len(DOCUMENTS) - 1), st.integers(0, 5), st.integers(0, 6)),
@@ -213,4 +215,5 @@ class Machine(RuleBasedStateMachine):
         totals.update({f"fault: {site}": n for site, n in self.faults.raised.items()})
         totals.update({"engines": 1, "copied tokens": world.worker.copied_tokens})
         totals["exact tokens"] += world.worker.exact_tokens
+        totals["kept tokens"] += world.worker.kept_tokens
         totals["spread plans"] += world.worker.spread_plans

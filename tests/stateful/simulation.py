@@ -83,7 +83,7 @@ class _Run:
         self.result = Result(seed)
         self.last = "start"
         self._trace = trace
-        self._random = Random(seed)
+        self._random, self._once = Random(seed), Random(f"once {seed}")
         self._setup = self._make_setup()
         self._world = World(self._setup)
         self._faults = Faults(self._world)
@@ -121,6 +121,7 @@ class _Run:
         counts.update(world.counts)
         counts["copied tokens"] = world.worker.copied_tokens
         counts["exact tokens"] = world.worker.exact_tokens
+        counts["kept tokens"] = world.worker.kept_tokens
         counts["restored tokens"] = world.worker.rows.restored
         counts["stored blocks"] = world.worker.rows.stored
         counts["spread plans"] = world.worker.spread_plans
@@ -261,6 +262,7 @@ class _Run:
                 "segreuse_min_reused_tokens": choose([4, 4, 8]),
                 "segreuse_observe": random.random() < 0.1,
                 "segreuse_explain": random.random() < 0.5,
+                "segreuse_recompute_once": self._once.random() < 0.7,
             },
             max_tokens=random.randint(1, 12),
             priority=random.randint(0, 2),

@@ -22,6 +22,7 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "preemptions",
         "finished",
         "exact tokens",
+        "kept tokens",
         "restored tokens",
         "stored blocks",
         "spread plans",

@@ -172,7 +172,7 @@ class Worker:
         self.histories = Histories()
         self.rows = Rows(num_rows, self)
         self.fail_next_pass = False
-        self.copied_tokens = self.exact_tokens = 0
+        self.copied_tokens = self.exact_tokens = self.kept_tokens = 0
         self._identities = identities
         self._live = live
         self._requests: dict[str, Running] = {}
@@ -443,7 +443,9 @@ class Worker:
             assert token[span].tolist() == wanted, f"{epoch} holds {token[span]}, not {wanted}"
             moved = np.arange(destination, destination + length)
             assert (position[span] == moved).all(), f"{epoch}: other positions than planned"
-            assert not tags["copied"].any(), f"{epoch}: a copy of a copy"
+            copies = int(tags["copied"].sum())
+            assert in_context or not copies, f"{epoch}: a copy of a copy"
+            self.kept_tokens += copies
             assert tags["depth"].max() <= plan.donor_depth + in_context, f"{epoch}: too deep"
             text = request.history[destination : destination + length]
             assert not in_context or tags["text"].tolist() == text, f"{epoch}: another context"
