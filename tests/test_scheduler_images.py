@@ -299,3 +299,12 @@ def test_text_behind_images_keeps_its_numbers_beside_records() -> None:
     for block in blocks.tolist():
         catalogue._link_block(block, SimpleNamespace(entry=-1))
         assert index.lags_of(np.array([block])).tolist() == before[block]
+
+
+def test_images_are_not_left_out_of_a_plan_that_would_be_less_work_without_them() -> None:
+    """The pass would have to compute their tokens, of which it has no embeddings."""
+    world = pictured()
+    policy = {"extra_keys": "tests", "segreuse_policy": "focus", "segreuse_min_reused_tokens": 4}
+    tracked = world.side._planner.get(world.arrive(FRONT, A, BEHIND, options=policy).request_id)
+    assert tracked is not None
+    assert tracked.work is None

@@ -304,11 +304,11 @@ class SchedulerSide:
             careful = self._config.fallback_options(options)
             bypass = bypass or ("fallback" if careful is None else None)
             options = careful or options
+        # Images, and documents by their names, are wholly reused: the pass cannot compute them.
+        by_name = has_documents or parsed.documents or parsed.compresses
+        is_text = images is None and not by_name
         recompute_once = (
-            options.recompute_once
-            and images is None
-            and options.policy != "exact"
-            and not (falls_back or has_documents or parsed.documents or parsed.compresses)
+            options.recompute_once and is_text and options.policy != "exact" and not falls_back
         )
         finder = self._finder(options, images)
         if recompute_once:
@@ -319,7 +319,7 @@ class SchedulerSide:
             finder=finder,
             min_reused_tokens=options.min_reused_tokens,
             make_recipe=functools.partial(self._recipe, options),
-            work=self._work_of(options),
+            work=self._work_of(options) if is_text else None,
             max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
             observes=options.observe,

@@ -269,3 +269,12 @@ def test_what_is_computed_although_it_was_found_is_explained() -> None:
     asked = world.add([*HISTORY, *other, 4, 5, 6], ONCE | {"segreuse_recompute_ratio": 0.5})
     world.run(asked)
     assert world.plans[0].num_reused == len(HISTORY) + len(other), "a share is taken as it is"
+
+
+def test_nothing_is_left_out_of_what_a_pass_cannot_compute() -> None:
+    """Kept tokens of a named document, computed as a text, would be those of another."""
+    world = World(min_reused_tokens=4)
+    for options, may in ((ONCE, True), (ONCE | {"segreuse_documents": ["kb/doc"]}, False)):
+        tracked = world.side._planner.get(world.add(NEXT, options).request_id)
+        assert tracked is not None
+        assert (tracked.work is not None) == tracked.recompute_once == may

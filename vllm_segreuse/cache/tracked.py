@@ -81,8 +81,8 @@ class TrackedRequest:
         min_reused_tokens: below this many reusable tokens the request runs without reuse.
         make_recipe: the request's policy with its options bound; takes the mask of reused tokens
             and their segments. None: to compute what it wants takes as long as to compute all.
-        work: layer-tokens that a recipe computes, where the policy has a budget of its own; None:
-            it is told how much to recompute, or nothing is chosen.
+        work: layer-tokens that a recipe computes, where some of what was found may be left out;
+            None: a share to recompute is given, or images or named documents are reused.
         max_drift: see `ReusePlan`.
         policy: name of the policy, for the report.
         observes: it is planned, and runs without reuse.
