@@ -87,7 +87,7 @@ def environment() -> dict[str, Any]:
 def commit() -> str | None:
     """The commit of the code that runs, with `-dirty` if it was changed; None outside of git.
 
-    What `bench` itself writes, results and pages, is not part of the code. New files are, where the
+    A tree that was copied without its history has it from `SEGREUSE_BENCH_COMMIT`. What `bench` itself writes, results and pages, is not part of the code. New files are, where the
     code lies.
     """
     try:
@@ -95,7 +95,7 @@ def commit() -> str | None:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)
         changed += git("status", "--porcelain", "--", *_CODE, *_WRITTEN)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("SEGREUSE_BENCH_COMMIT") or None
     return f"{head}-dirty" if changed else head
 
 

@@ -12,6 +12,7 @@ The parts, each an archive of its own, so that each can travel by itself:
 
 vLLM's libraries are built on torch's stable ABI: they need its symbols, not its version. With
 `--torch-lib` every symbol they need is looked up in the libraries of the torch that will load them.
+With `--arch` they keep the code of one GPU: all four archives then take 50 MiB, not 130.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from bench.gpu import fatbin
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 PARTS = {
@@ -64,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python", default="3.12", help="of the other machine (default: 3.12)")
     parser.add_argument("--torch", default="2.11.0", help="of the other machine (default: 2.11.0)")
     parser.add_argument("--torch-lib", type=Path, help="its torch/lib: look every symbol up there")
+    parser.add_argument("--arch", type=int, help="code of this architecture only (90 for sm_90)")
     parser.add_argument("--limit-mib", type=float, default=63, help="largest archive (default: 63)")
     parser.add_argument("--wheels", type=Path, help="wheels at hand; others are downloaded there")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -86,6 +90,9 @@ def pack(args: argparse.Namespace) -> None:
         if args.torch_lib:
             for library in sorted((root / "vllm").rglob("*.so")):
                 require_symbols(library, args.torch_lib)
+        if args.arch:
+            for library in sorted((root / "vllm").rglob("*.so")):
+                library.write_bytes(fatbin.only(library.read_bytes(), args.arch))
         if "python" in args.parts:
             for wheel_file in dependencies(args.wheels or root / "wheels", args.python):
                 with zipfile.ZipFile(wheel_file) as wheel:

@@ -43,43 +43,51 @@ class Busy(NamedTuple):
 
 def run(tokens: int, on_gpu: bool) -> Found:
     """The pass of every policy on the thin model; on a GPU on the real one, too."""
-    rows, figures = _measured("thin", tokens, None)
+    with running("thin", tokens + 64, eager=False) as llm:
+        rows, figures = measured(llm, "thin", tokens, None)
     if on_gpu:
-        more, of_device = _measured(HEADLINE[0], tokens, DeviceType.CUDA)
+        shape = HEADLINE[0]
+        with running(shape, tokens + 64, eager=False) as llm:
+            more, of_device = measured(llm, shape, tokens, DeviceType.CUDA)
         rows, figures = rows + more, figures | of_device
     return rows, figures
 
 
-def _measured(shape: str, tokens: int, profiled: DeviceType | None) -> Found:
+def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> Found:
+    """The pass of every policy in an engine that runs the shape.
+
+    Args:
+        tokens: of the prompt.
+        profiled: the device whose work is profiled; None: none.
+    """
     layers = models.num_layers(shape)
     rows: list[harness.Row] = []
     figures: dict[str, float | str] = {}
-    with running(shape, tokens + 64, eager=False) as llm:
-        prompts = Prompts(tokens, HEADLINE[2], seed=1)
-        for document in prompts.documents:
-            engine.first_token(llm, document, {"extra_keys": NAMESPACE})
-        for policy in POLICIES:
-            prefill, plan = planned(llm, prompts, policy.extra_args(layers))
-            work = partial(prefill.run, [plan])  # ends once the device has answered
-            wall_ms = _median_ms(work)
-            us_per_layer = 1e3 * wall_ms / layers
-            row: harness.Row = {
-                "shape": shape,
-                "policy": policy.label,
-                "most_active": plan.active_tokens,
-                "layer_tokens": plan.layer_tokens(prefill.layers),
-                "wall_ms": wall_ms,
-                "us_per_layer": us_per_layer,
-            }
-            rows.append(row)
-            if profiled is None:
-                figures[f"host_us_per_layer_{policy.label}"] = us_per_layer
-                continue
-            ran = busy(work, profiled)
-            busy_ms = sum(it.ms for it in ran)
-            row |= {"busy_ms": busy_ms, "kernels": sum(it.calls for it in ran)}
-            rows += [{"policy": policy.label, **it._asdict()} for it in ran[:HEAVIEST]]
-            figures[f"device_busy_share_{policy.label}"] = busy_ms / wall_ms
+    prompts = Prompts(tokens, HEADLINE[2], seed=1)
+    for document in prompts.documents:
+        engine.first_token(llm, document, {"extra_keys": NAMESPACE})
+    for policy in POLICIES:
+        prefill, plan = planned(llm, prompts, policy.extra_args(layers))
+        work = partial(prefill.run, [plan])  # ends once the device has answered
+        wall_ms = _median_ms(work)
+        us_per_layer = 1e3 * wall_ms / layers
+        row: harness.Row = {
+            "shape": shape,
+            "policy": policy.label,
+            "most_active": plan.active_tokens,
+            "layer_tokens": plan.layer_tokens(prefill.layers),
+            "wall_ms": wall_ms,
+            "us_per_layer": us_per_layer,
+        }
+        rows.append(row)
+        if profiled is None:
+            figures[f"host_us_per_layer_{policy.label}"] = us_per_layer
+            continue
+        ran = busy(work, profiled)
+        busy_ms = sum(it.ms for it in ran)
+        row |= {"busy_ms": busy_ms, "kernels": sum(it.calls for it in ran)}
+        rows += [{"policy": policy.label, **it._asdict()} for it in ran[:HEAVIEST]]
+        figures[f"device_busy_share_{policy.label}"] = busy_ms / wall_ms
     return rows, figures
 
 

@@ -43,18 +43,20 @@ LOADS = {
 
 def run(shape: str, eager: bool) -> Found:
     """Full prefill against every policy, at the shape's contexts and shares of reused tokens."""
-    rows = list(_measured(shape, eager))
-    return rows, dict[str, float | str](summary(rows))
-
-
-def _measured(shape: str, eager: bool) -> Iterator[harness.Row]:
     load = LOADS[shape]
-    layers = models.num_layers(shape)
     with running(shape, max(load.contexts) + 64, eager) as llm:
-        cells = list(itertools.product(load.contexts, load.shares))
-        for number, (tokens, share) in enumerate(harness.progress(cells, f"ttft {shape}")):
-            prompts = Prompts(tokens, share, seed=number)
-            yield from cell(llm, shape, layers, prompts, tokens, share, load.rounds)
+        return measured(llm, shape, load)
+
+
+def measured(llm: Any, shape: str, load: Load) -> Found:
+    """The same, in an engine that runs the shape."""
+    rows: list[harness.Row] = []
+    layers = models.num_layers(shape)
+    cells = list(itertools.product(load.contexts, load.shares))
+    for number, (tokens, share) in enumerate(harness.progress(cells, f"ttft {shape}")):
+        prompts = Prompts(tokens, share, seed=number)
+        rows += cell(llm, shape, layers, prompts, tokens, share, load.rounds)
+    return rows, dict[str, float | str](summary(rows))
 
 
 def cell(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Each in a process of its own: a library that cannot be loaded may take the process with it.
@@ -95,13 +96,17 @@ def tried(arguments: list[str], into: Path, **environment: str) -> tuple[bool, s
 def check(into: Path, go_on: bool) -> int:
     """Returns 0 if everything works; says in one sentence what does not."""
     failed = {}
-    for what, code in CHECKS:
-        works, said = tried(["-c", code], into)
-        print(f"{what}: {said}" if works else f"{what} does not work: {said}", flush=True)
-        if not works:
-            failed[what] = said
-            if not go_on:
-                break
+    with ThreadPoolExecutor(len(CHECKS) if go_on else 1) as pool:
+        for what, answer in [
+            (what, pool.submit(tried, ["-c", code], into)) for what, code in CHECKS
+        ]:
+            works, said = answer.result()
+            print(f"{what}: {said}" if works else f"{what} does not work: {said}", flush=True)
+            if not works:
+                failed[what] = said
+                if not go_on:
+                    pool.shutdown(cancel_futures=True)
+                    break
     print(json.dumps({"ok": not failed, "failed": failed}))
     return 1 if failed else 0
 

@@ -3,6 +3,8 @@
 
 Parts, each within ten minutes, chosen by `--part` (all of them if none is named):
 
+headline    one model of eight billion parameters, 16,384 tokens: full prefill against every policy,
+            then what sets the pace of each pass. The first to run on a new machine.
 ttft-SHAPE  concurrency 1: full prefill against every policy, at several contexts and shares of
             reused tokens. The break-even point follows: the fewest reused tokens that still pay.
 pass        the sparse pass by itself: the host's time for each layer, the device's share of it all,
@@ -11,6 +13,8 @@ decode      `vllm bench serve` without segment requests: vLLM alone against the 
 serve       `vllm bench serve` at saturation, prompts of known documents: full against reuse.
 others      inter-token latency of decoding requests while long prompts come in.
 
+The last three share their servers.
+
 `--quick` runs everything on a tiny shape, on the CPU too: that is the suite's own test.
 `SEGREUSE_BENCH_BACKEND` names an attention backend other than vLLM's choice.
 """
@@ -18,16 +22,19 @@ others      inter-token latency of decoding requests while long prompts come in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from torch.autograd import DeviceType
 
 from bench import engine, harness
 from bench.gpu import common, models, passes, serving, ttft
 
 SERVED_TOKENS = 16384
 PARTS = (
+    "headline",
     *(f"ttft-{shape}" for shape in ttft.LOADS if shape != "tiny"),
-    *("pass", "decode", "serve", "others"),
+    *("pass", *serving.PARTS),
 )
 
 
@@ -39,18 +46,33 @@ def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
     engine.prepare_environment(2)
     rows: list[harness.Row] = []
     summary: dict[str, float | str] = {"device": common.device()}
-    for part in parts or (("ttft-tiny", "decode", "others") if quick else PARTS):
-        found, figures = _part(part, quick, on_gpu)
+    parts = parts or (("ttft-tiny", "decode", "others") if quick else PARTS)
+    served = [part for part in parts if part in serving.PARTS]
+    jobs = [partial(_part, part, quick, on_gpu) for part in parts if part not in served]
+    if served:
+        shape, tokens = ("tiny", 256) if quick else (ttft.HEADLINE[0], SERVED_TOKENS)
+        jobs.append(partial(serving.run, served, models.make_model(shape), tokens, quick))
+    for job in jobs:
+        found, figures = job()
         rows += found
         summary |= figures
     return {"rows": rows, "summary": summary}
 
 
 def _part(part: str, quick: bool, on_gpu: bool) -> common.Found:
-    if part.startswith("ttft-"):
-        return ttft.run("tiny" if quick else part.removeprefix("ttft-"), eager=quick)
+    if part == "headline":
+        return _headline(quick, on_gpu)
     if part == "pass":
         # Quick: whole blocks, nearly, so that the CPU has next to nothing to compute.
         return passes.run(528 if quick else ttft.HEADLINE[1], on_gpu and not quick)
-    shape, tokens = ("tiny", 256) if quick else (ttft.HEADLINE[0], SERVED_TOKENS)
-    return serving.run(part, models.make_model(shape), tokens, quick)
+    return ttft.run("tiny" if quick else part.removeprefix("ttft-"), eager=quick)
+
+
+def _headline(quick: bool, on_gpu: bool) -> common.Found:
+    shape, tokens = ("tiny", 1024) if quick else ttft.HEADLINE[:2]
+    load = ttft.Load((tokens,), (0.5, 0.9, 0.98), 1 if quick else 5)
+    with common.running(shape, tokens + 64, eager=quick) as llm:
+        rows, figures = ttft.measured(llm, shape, load)
+        profiled = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        more, of_passes = passes.measured(llm, shape, tokens, profiled)
+    return rows + more, figures | of_passes

@@ -10,7 +10,7 @@ question's queries over the context. What is compared takes turns, round by roun
 of medians the summary has the quartiles (`_q1`, `_q3`) of the rounds' own ratios.
 
 On CPU: pages and dense kernel are vLLM's own, in the 8-layer benchmark's shape. On a GPU: NHD pages
-in the shape of Qwen3-8B; the dense kernel is torch's scaled_dot_product_attention.
+in the shape of Qwen3-8B; the dense kernel is vLLM's FlashAttention 3, or torch's without vLLM.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def run(quick: bool) -> harness.SuiteResult:
     rounds: Rounds = {}
     for row in rows:
         row["kernels"] = kernels.description
+        row["dense_kernel"] = backend.dense_kernel
         rounds[row["kernel"], row["what"], row["size"]] = row.pop("rounds_ms")
     return {"rows": rows, "summary": _summary(case, rounds)}
 
@@ -371,6 +372,8 @@ def cpu_layout(case: Case) -> PageLayout:
 class _CpuBackend:
     """vLLM's CPU attention, on pages it packed itself."""
 
+    dense_kernel = "vLLM's CPU attention"
+
     def __init__(self, case: Case) -> None:
         from vllm_segreuse.model.kv_layout import discover_layout
 
@@ -396,11 +399,7 @@ class _CpuBackend:
 
     def rows(self, query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
         """A row per run of neighbours."""
-        starts = torch.ones(len(positions), dtype=torch.bool)
-        starts[1:] = positions[1:] != positions[:-1] + 1
-        bounds = [*starts.nonzero().flatten().tolist(), len(positions)]
-        lengths = [int(positions[end - 1]) + 1 for end in bounds[1:]]
-        return self._attention(query, bounds, lengths, context)
+        return self._attention(query, *runs_of(positions), context)
 
     def _attention(
         self, query: torch.Tensor, bounds: list[int], lengths: list[int], context: int
@@ -449,7 +448,8 @@ class _CpuBackend:
 
 
 class _GpuBackend:
-    """NHD pages, and torch's dense attention on the same keys and values."""
+    """NHD pages; the dense kernel is FlashAttention 3 on those pages where vLLM has it, or else
+    torch's on the same keys and values."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -462,21 +462,17 @@ class _GpuBackend:
         size = (blocks, 2 * half)
         self.pages = torch.randn(size, dtype=torch.bfloat16, device=case.device)
         self._blocks = torch.randperm(blocks, device=case.device).int()
+        self._flash3 = _flash_attention_3()
+        self.dense_kernel = "FlashAttention 3" if self._flash3 else "torch's attention"
 
     def block_table(self, context: int) -> torch.Tensor:
         """Blocks of a context, in an order of its own."""
         return self._blocks[: context // self._case.block_size]
 
-    def _keys_and_values(self, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pages = self.pages[self.block_table(context).long()]
-        key, value = (
-            part.tokens(pages).transpose(0, 1)[None].contiguous()
-            for part in (self.layout.keys, self.layout.values)
-        )
-        return key, value
-
     def dense(self, query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
         """Causal attention of the whole context."""
+        if self._flash3:
+            return self._rows(query, [0, context], [context], context)
         key, value = self._keys_and_values(context)
         queries = query.transpose(0, 1)[None].contiguous()
         return lambda: torch.nn.functional.scaled_dot_product_attention(
@@ -484,8 +480,10 @@ class _GpuBackend:
         )
 
     def rows(self, query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
-        """One query after the other is what rows of one token cost; here as a batch of them, each
-        reading its own context, for as many as memory allows."""
+        """A row per run of neighbours; without FlashAttention 3 one query after the other, 64 of
+        them."""
+        if self._flash3:
+            return self._rows(query, *runs_of(positions), context)
         key, value = self._keys_and_values(context)
         some = torch.linspace(0, len(positions) - 1, 64, device=query.device).long()
         queries, ends = query[some], (positions[some] + 1).tolist()
@@ -501,3 +499,58 @@ class _GpuBackend:
                 )
 
         return each
+
+    def _rows(
+        self, query: torch.Tensor, bounds: list[int], lengths: list[int], context: int
+    ) -> Action:
+        case, attend, device = self._case, self._flash3, query.device
+        assert attend is not None
+        key, value = (
+            half.view(-1, case.block_size, case.kv_heads, case.head_size)
+            for half in self.pages.unflatten(1, (2, -1)).unbind(1)
+        )
+        out = torch.empty_like(query)
+        table = self.block_table(context)[None].expand(len(lengths), -1).contiguous()
+        longest = max(end - start for start, end in itertools.pairwise(bounds))
+        starts = torch.tensor(bounds, dtype=torch.int32, device=device)
+        seen = torch.tensor(lengths, dtype=torch.int32, device=device)
+        return lambda: attend(
+            q=query,
+            k=key,
+            v=value,
+            out=out,
+            cu_seqlens_q=starts,
+            max_seqlen_q=longest,
+            seqused_k=seen,
+            max_seqlen_k=context,
+            softmax_scale=case.scale,
+            causal=True,
+            block_table=table,
+            fa_version=3,
+        )
+
+    def _keys_and_values(self, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pages = self.pages[self.block_table(context).long()]
+        key, value = (
+            part.tokens(pages).transpose(0, 1)[None].contiguous()
+            for part in (self.layout.keys, self.layout.values)
+        )
+        return key, value
+
+
+def _flash_attention_3() -> Callable[..., Any] | None:
+    """vLLM's, if it can run here."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_interface as flash
+    except ImportError:
+        return None
+    return flash.flash_attn_varlen_func if flash.is_fa_version_supported(3) else None
+
+
+def runs_of(positions: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Runs of neighbours as rows of varlen attention: first queries and the end, keys seen."""
+    starts = torch.ones(len(positions), dtype=torch.bool)
+    starts[1:] = (positions[1:] != positions[:-1] + 1).cpu()
+    bounds = [*starts.nonzero().flatten().tolist(), len(positions)]
+    ends = torch.tensor(bounds[1:]) - 1
+    return bounds, (positions.cpu()[ends] + 1).tolist()

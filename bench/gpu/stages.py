@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that is to be run on a GPU machine, in the order of docs/gpu.md, with one command.
+
+    python3 bench/gpu/stages.py --out DIR --into /tmp/site unpack build+check+tests kernels headline
+
+A stage is a few commands of its own process group with a limit of time; those joined by `+` run
+beside one another, and what times something runs alone. A stage that fails does not stop the rest.
+What a stage said goes to DIR/log.txt as soon as it ends; results go to DIR as JSON. Needs nothing
+but Python.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTEST = f"{sys.executable} -m pytest -p no:cacheprovider -q -rf --hypothesis-profile quick"
+KERNELS = " ".join(
+    f"tests/kernels/test_{name}.py"
+    for name in ("triton_align", "triton_attention", "triton_scores")
+)
+EQUALITY = f"{PYTEST} tests/e2e/test_equality.py -k bf16"
+BENCH = f"{sys.executable} -m bench"
+
+# The CUDA kernels alone: those for CPUs, which setup.py builds as well, take longer.
+BUILD = (
+    "import runpy, subprocess; flags = runpy.run_path('setup.py')['NVCC_FLAGS']; "
+    "subprocess.run(['nvcc', *flags, '--threads', '4', '-Icsrc', 'kernels/cuda/align.cu', '-o', "
+    "'vllm_segreuse/kernels/_cuda.so'], check=True)"
+)
+
+# By name: seconds, command. {out} and {into} are the folders; the environment may stand before it.
+STAGES = {
+    "unpack": (90, f"{sys.executable} bench/gpu/unpack.py --into {{into}} build/gpu/*.tar.xz"),
+    "build": (150, shlex.join([sys.executable, "-c", BUILD])),
+    "check": (150, f"{sys.executable} bench/gpu/unpack.py --into {{into}} --check --all"),
+    "tests": (240, f"{PYTEST} -n 6 {KERNELS}"),
+    "cuda-tests": (120, f"{PYTEST} -n 4 tests/kernels/test_cuda_align.py"),
+    "equality": (200, EQUALITY),
+    "equality-triton": (200, f"SEGREUSE_TEST_BACKEND=TRITON_ATTN {EQUALITY}"),
+    "equality-v1": (200, f"VLLM_USE_V2_MODEL_RUNNER=0 {EQUALITY}"),
+    "tiny": (200, f"{BENCH} gpu --quick --part headline --json {{out}}/tiny.json"),
+    "kernels": (150, f"{BENCH} kernels --json {{out}}/kernels.json"),
+    "headline": (300, f"{BENCH} gpu --part headline --json {{out}}/headline.json"),
+    "pass": (300, f"{BENCH} gpu --part pass --json {{out}}/pass.json"),
+    "serving": (
+        420,
+        f"{BENCH} gpu --part decode --part others --part serve --json {{out}}/serving.json",
+    ),
+    "long": (420, f"{BENCH} gpu --part ttft-qwen3-8b --json {{out}}/long.json"),
+}
+_LAST_LINES = 12
+_writing = threading.Lock()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, required=True, help="folder for log and results")
+    parser.add_argument("--into", type=Path, default=Path("/tmp/site"), help="folder of the bundle")
+    parser.add_argument("--seconds", type=float, default=1800, help="for all of it")
+    parser.add_argument("stages", nargs="+", help=f"joined by + or one by one: {', '.join(STAGES)}")
+    args = parser.parse_args()
+    groups = [group.split("+") for group in args.stages]
+    unknown = [name for group in groups for name in group if name not in STAGES]
+    if unknown:
+        parser.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.seconds
+    failed = list[str]()
+    for group in groups:
+        threads = [
+            threading.Thread(target=stage, args=(name, args.out, args.into, deadline, failed))
+            for name in group
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    print(f"failed: {', '.join(failed) or 'nothing'}", flush=True)
+    return 1 if failed else 0
+
+
+def stage(name: str, out: Path, into: Path, deadline: float, failed: list[str]) -> None:
+    """Run one; says how it ended, notes a failure in `failed`."""
+    limit, command = STAGES[name]
+    path = os.pathsep.join([str(into), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    started = time.monotonic()
+    remaining = min(limit, deadline - started)
+    if remaining <= 0:
+        failed.append(name)
+        print(f"{name}: no time is left", flush=True)
+        return
+    process = subprocess.Popen(
+        ["bash", "-c", command.format(out=shlex.quote(str(out)), into=shlex.quote(str(into)))],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # so that servers and engines below it end with it
+    )
+    try:
+        said, _ = process.communicate(timeout=remaining)
+        ended = "passed" if process.returncode == 0 else f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        ended = f"stopped after {remaining:.0f} s"
+    text = said.decode(errors="replace").strip()
+    with _writing:
+        if ended != "passed":
+            failed.append(name)
+        with (out / "log.txt").open("a") as log:
+            log.write(f"===== {name}: {ended}, {time.monotonic() - started:.0f} s\n{text}\n")
+        print(f"===== {name}: {ended}, {time.monotonic() - started:.0f} s", flush=True)
+        print("\n".join(line[:300] for line in text.splitlines()[-_LAST_LINES:]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
