@@ -87,8 +87,9 @@ def environment() -> dict[str, Any]:
 def commit() -> str | None:
     """The commit of the code that runs, with `-dirty` if it was changed; None outside of git.
 
-    A tree that was copied without its history has it from `SEGREUSE_BENCH_COMMIT`. What `bench` itself writes, results and pages, is not part of the code. New files are, where the
-    code lies.
+    What `bench` itself writes, results and pages, is not part of the code. New files are, where the
+    code lies. A tree that was copied without its history has the name of its commit from
+    `SEGREUSE_BENCH_COMMIT`.
     """
     try:
         head = git("rev-parse", "--short=10", "HEAD").strip()
