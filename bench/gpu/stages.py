@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that is to be run on a GPU machine, in the order of docs/gpu.md, with one command.
 
-    python3 bench/gpu/stages.py --out DIR --into /tmp/site unpack check+tests+cuda kernels headline
+    python3 bench/gpu/stages.py --out DIR --into /tmp/site unpack+build check+tests+cuda kernels headline
 
 A stage is a few commands of its own process group with a limit of time; those joined by `+` run
 beside one another, and what times something runs alone. A stage that fails does not stop the rest.
+FlashInfer is not in the bundle, so vLLM samples without it.
 What a stage said goes to DIR/log.txt as soon as it ends; results go to DIR as JSON. Needs nothing
 but Python.
 """
@@ -26,6 +27,8 @@ KERNELS = " ".join(
     for name in ("triton_align", "triton_attention", "triton_scores")
 )
 EQUALITY = f"{PYTEST} tests/e2e/test_equality.py -k bf16"
+_ENGINE = ("policies", "states", "spread", "round_trips", "requests", "tier", "conversation")
+ENGINE = " ".join(f"tests/e2e/test_{name}.py" for name in _ENGINE)
 BENCH = f"{sys.executable} -m bench"
 
 # The CUDA kernels alone: those for CPUs, which setup.py builds as well, take longer.
@@ -42,10 +45,12 @@ STAGES = {
     "unpack": (90, f"{sys.executable} bench/gpu/unpack.py --into {{into}} build/gpu/*.tar.xz"),
     "check": (150, f"{sys.executable} bench/gpu/unpack.py --into {{into}} --check --all"),
     "tests": (240, f"{PYTEST} -n 6 {KERNELS}"),
-    "cuda": (200, f"{BUILD} && {PYTEST} -n 4 tests/kernels/test_cuda_align.py"),
+    "build": (150, BUILD),
+    "cuda": (200, f"{PYTEST} -n 4 tests/kernels/test_cuda_align.py"),
     "equality": (200, EQUALITY),
     "equality-triton": (200, f"SEGREUSE_TEST_BACKEND=TRITON_ATTN {EQUALITY}"),
     "equality-v1": (200, f"VLLM_USE_V2_MODEL_RUNNER=0 {EQUALITY}"),
+    "engine": (240, f"{PYTEST} -n 6 --dist loadfile {ENGINE}"),
     "tiny": (200, f"{BENCH} gpu --quick --part headline --json {{out}}/tiny.json"),
     "kernels": (150, f"{BENCH} kernels --json {{out}}/kernels.json"),
     "headline": (300, f"{BENCH} gpu --part headline --json {{out}}/headline.json"),
@@ -101,7 +106,7 @@ def stage(name: str, out: Path, into: Path, deadline: float, failed: list[str]) 
     process = subprocess.Popen(
         ["bash", "-c", command.format(out=shlex.quote(str(out)), into=shlex.quote(str(into)))],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
+        env={"VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # so that servers and engines below it end with it

@@ -66,7 +66,7 @@ class Case:
 
 
 CPU = Case(torch.device("cpu"), 8, 4, 2, 32, 32, (1024, 8192, 16384), (8192, 32768), 1 << 30)
-GPU = Case(torch.device("cuda"), 36, 32, 8, 128, 16, (1024, 16384), (16384, 65536), 12 << 30)
+GPU = Case(torch.device("cuda"), 36, 32, 8, 128, 16, (1024, 16384), (16384, 65536), 37 << 30)
 
 
 def run(quick: bool) -> harness.SuiteResult:

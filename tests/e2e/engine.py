@@ -152,6 +152,7 @@ def engine(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would count instead of the argument below
     os.environ |= ENVIRONMENT.get(shape, {})
+    import torch
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -177,6 +178,8 @@ def engine(
         | SHAPES[shape].arguments
         | arguments
     )
+    if torch.cuda.is_available():  # several such engines share a GPU
+        arguments.setdefault("gpu_memory_utilization", 0.05)
     if backend := os.environ.get("SEGREUSE_TEST_BACKEND"):  # on a GPU, each of its backends
         arguments.setdefault("attention_backend", backend)
     started = None
