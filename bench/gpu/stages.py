@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that is to be run on a GPU machine, in the order of docs/gpu.md, with one command.
 
-    python3 bench/gpu/stages.py --out DIR --into /tmp/site unpack+build check+tests+cuda kernels headline
+    python3 bench/gpu/stages.py --out DIR unpack+build check+tests+cuda kernels headline
 
 A stage is a few commands of its own process group with a limit of time; those joined by `+` run
 beside one another, and what times something runs alone. A stage that fails does not stop the rest.
@@ -34,7 +34,7 @@ BENCH = f"{sys.executable} -m bench"
 # The CUDA kernels alone: those for CPUs, which setup.py builds as well, take longer.
 _BUILD = (
     "import runpy, subprocess; flags = runpy.run_path('setup.py')['NVCC_FLAGS']; "
-    "subprocess.run(['nvcc', *flags, '--threads', '4', '-Icsrc', 'kernels/cuda/align.cu', '-o', "
+    "subprocess.run(['nvcc', *flags, '-Icsrc', 'kernels/cuda/align.cu', '-o', "
     "'build/_cuda.so'], check=True); "
     "__import__('os').replace('build/_cuda.so', 'vllm_segreuse/kernels/_cuda.so')"
 )

@@ -9,7 +9,6 @@ and ends with the first sentence about what does not work.
 """
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
@@ -60,9 +59,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="try what serving needs")
     parser.add_argument("--all", action="store_true", help="go on after a failure")
     args = parser.parse_args()
-    with ThreadPoolExecutor() as pool:
-        if not all(list(pool.map(unpacked, args.archives, itertools.repeat(args.into)))):
-            return 1
+    if not all([unpacked(archive, args.into) for archive in args.archives]):
+        return 1
     return check(args.into, args.all) if args.check else 0
 
 
