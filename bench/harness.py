@@ -88,15 +88,17 @@ def commit() -> str | None:
     """The commit of the code that runs, with `-dirty` if it was changed; None outside of git.
 
     What `bench` itself writes, results and pages, is not part of the code. New files are, where the
-    code lies. A tree that was copied without its history has the name of its commit from
+    code lies. A tree that was copied without its history has the name of its commit in
     `SEGREUSE_BENCH_COMMIT`.
     """
+    if named := os.environ.get("SEGREUSE_BENCH_COMMIT"):
+        return named
     try:
         head = git("rev-parse", "--short=10", "HEAD").strip()
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)
         changed += git("status", "--porcelain", "--", *_CODE, *_WRITTEN)
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("SEGREUSE_BENCH_COMMIT") or None
+        return None
     return f"{head}-dirty" if changed else head
 
 

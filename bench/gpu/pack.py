@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from pathlib import Path
 from bench.gpu import fatbin
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 PARTS = {
     "python": ("vllm/*.py", "vllm/*.json", "vllm-*.dist-info/*"),
     "core": ("vllm/_C_stable_libtorch.abi3.so",),
@@ -97,6 +99,7 @@ def pack(args: argparse.Namespace) -> None:
             for wheel_file in dependencies(args.wheels or root / "wheels", args.python):
                 with zipfile.ZipFile(wheel_file) as wheel:
                     wheel.extractall(root / "vllm", installed(wheel.namelist()))
+            register_plugin(root / "vllm")
         sizes = {}
         for part in args.parts:
             archive = args.out / f"{part}.tar.xz"
@@ -122,6 +125,22 @@ def wanted(names: Iterable[str], parts: Iterable[str]) -> Iterator[str]:
 def installed(names: Iterable[str]) -> list[str]:
     """Members of a wheel that go to site-packages; scripts and headers do not."""
     return [name for name in names if ".data/" not in name]
+
+
+def register_plugin(site: Path) -> None:
+    """vLLM finds this package by its entry points, which a tree that is not installed lacks."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    folder = site / f"{project['name'].replace('-', '_')}-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n"
+    )
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {target}" for name, target in points.items()))
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 def belonging(root: Path, part: str) -> list[Path]:

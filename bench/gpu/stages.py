@@ -11,6 +11,7 @@ but Python.
 """
 
 import argparse
+import math
 import os
 import shlex
 import signal
@@ -50,7 +51,7 @@ STAGES = {
     "equality": (200, EQUALITY),
     "equality-triton": (200, f"SEGREUSE_TEST_BACKEND=TRITON_ATTN {EQUALITY}"),
     "equality-v1": (200, f"VLLM_USE_V2_MODEL_RUNNER=0 {EQUALITY}"),
-    "engine": (240, f"{PYTEST} -n 6 --dist loadfile {ENGINE}"),
+    "engine": (240, f"{PYTEST} -n 4 --dist loadfile {ENGINE}"),
     "tiny": (200, f"{BENCH} gpu --quick --part headline --json {{out}}/tiny.json"),
     "kernels": (150, f"{BENCH} kernels --json {{out}}/kernels.json"),
     "headline": (300, f"{BENCH} gpu --part headline --json {{out}}/headline.json"),
@@ -73,8 +74,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800, help="for all of it")
     parser.add_argument("stages", nargs="+", help=f"joined by + or one by one: {', '.join(STAGES)}")
     args = parser.parse_args()
-    groups = [group.split("+") for group in args.stages]
-    unknown = [name for group in groups for name in group if name not in STAGES]
+    groups = [[limited(name) for name in group.split("+")] for group in args.stages]
+    unknown = [name for group in groups for name, _ in group if name not in STAGES]
     if unknown:
         parser.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -82,8 +83,10 @@ def main() -> int:
     failed = list[str]()
     for group in groups:
         threads = [
-            threading.Thread(target=stage, args=(name, args.out, args.into, deadline, failed))
-            for name in group
+            threading.Thread(
+                target=stage, args=(name, min(limit, deadline), args.out, args.into, failed)
+            )
+            for name, limit in group
         ]
         for thread in threads:
             thread.start()
@@ -93,7 +96,14 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def stage(name: str, out: Path, into: Path, deadline: float, failed: list[str]) -> None:
+def limited(named: str) -> tuple[str, float]:
+    """`NAME@SECONDS`: a stage, and when it has to have ended; without seconds, its own limit is
+    all that counts."""
+    name, _, seconds = named.partition("@")
+    return name, time.monotonic() + float(seconds) if seconds else math.inf
+
+
+def stage(name: str, deadline: float, out: Path, into: Path, failed: list[str]) -> None:
     """Run one; says how it ended, notes a failure in `failed`."""
     limit, command = STAGES[name]
     path = os.pathsep.join([str(into), str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -56,6 +58,7 @@ def measured(llm: Any, shape: str, load: Load) -> Found:
     for number, (tokens, share) in enumerate(harness.progress(cells, f"ttft {shape}")):
         prompts = Prompts(tokens, share, seed=number)
         rows += cell(llm, shape, layers, prompts, tokens, share, load.rounds)
+        print(json.dumps(rows[-len(POLICIES) :]), file=sys.stderr, flush=True)
     return rows, dict[str, float | str](summary(rows))
 
 

@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="try what serving needs")
     parser.add_argument("--all", action="store_true", help="go on after a failure")
     args = parser.parse_args()
-    if not all([unpacked(archive, args.into) for archive in args.archives]):
+    if not all(unpacked(archive, args.into) for archive in args.archives):
         return 1
     return check(args.into, args.all) if args.check else 0
 

@@ -220,7 +220,9 @@ def _attention(
         kernel, out = kernels.sparse_attention, torch.empty_like(query)
         table = backend.block_table(context)[None]
         request = torch.zeros_like(positions)
-        layout = backend.layout
+        layout, more = backend.layout, {}
+        if kernels.plan_attention is not None:  # as in a pass: once for all layers
+            more["schedule"] = kernels.plan_attention(query, layout.keys, table, request, positions)
         return lambda: kernel(
             out,
             query,
@@ -231,6 +233,7 @@ def _attention(
             request,
             positions,
             case.scale,
+            **more,
         )
 
     add("dense", torch.arange(context), backend.dense)
