@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_segreuse.compat.patching import wrap
+from vllm_segreuse.compat.patching import of_this_platform, wrap
 
 CHECKED = ("0.32", "0.33")
 
@@ -35,7 +35,7 @@ _latest: weakref.ref[Any] | None = None
 
 def install() -> None:
     """Wrap methods of vLLM's model runners (V1 on GPU and CPU, V2), once."""
-    for module_name, class_name in _RUNNERS:
+    for module_name, class_name in of_this_platform(_RUNNERS):
         runner = getattr(importlib.import_module(module_name), class_name)
         wrap(runner, "load_model", _load_model)
         if class_name == "GPUModelRunner":

@@ -2,7 +2,7 @@
 """How the files beside this one replace attributes of vLLM: once each, and never by accident."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterable, Callable
 from types import ModuleType
 from typing import Any
 
@@ -52,3 +52,14 @@ def _full_name(owner: type | ModuleType) -> str:
     if isinstance(owner, ModuleType):
         return owner.__name__
     return f"{owner.__module__}.{owner.__qualname__}"
+
+
+def of_this_platform(classes: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those of modules that may be imported here.
+
+    `vllm/v1/worker/cpu_worker.py` replaces streams, events and pinned memory in torch for the whole
+    process: on a GPU that would be the end of it.
+    """
+    from vllm.platforms import current_platform
+
+    return [it for it in classes if current_platform.is_cpu() or ".cpu_" not in it[0]]

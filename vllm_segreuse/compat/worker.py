@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from vllm_segreuse.compat.patching import wrap
+from vllm_segreuse.compat.patching import of_this_platform, wrap
 
 CHECKED = ("0.32", "0.33")
 
@@ -25,7 +25,7 @@ _WORKERS = (
 
 def install() -> None:
     """Wrap `determine_available_memory` of vLLM's workers, once."""
-    for module_name, class_name in _WORKERS:
+    for module_name, class_name in of_this_platform(_WORKERS):
         worker = getattr(importlib.import_module(module_name), class_name)
         wrap(worker, "determine_available_memory", _beside_states)
 
