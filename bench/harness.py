@@ -77,11 +77,19 @@ def environment() -> dict[str, Any]:
         "os": platform.platform(terse=True),
         "cpu": _cpu_model(),
         "instruction_sets": _instruction_sets(),
+        "gpu": _gpu(),
         "cores": len(os.sched_getaffinity(0)),
         "omp_threads_bind": os.environ.get(CORE_BINDING),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "load_at_start": round(os.getloadavg()[0], 2),
     }
+
+
+def _gpu() -> str | None:
+    torch = sys.modules.get("torch")  # a suite that measures one has imported it
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name())
 
 
 def commit() -> str | None:

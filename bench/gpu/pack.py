@@ -130,11 +130,11 @@ def installed(names: Iterable[str]) -> list[str]:
 def register_plugin(site: Path) -> None:
     """vLLM finds this package by its entry points, which a tree that is not installed lacks."""
     project = tomllib.loads(PROJECT.read_text())["project"]
-    folder = site / f"{project['name'].replace('-', '_')}-0.dist-info"
+    name, version = project["name"], project["version"]
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n"
-    )
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (folder / "METADATA").write_text(metadata)
     lines = [
         line
         for group, points in project["entry-points"].items()

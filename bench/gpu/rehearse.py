@@ -90,14 +90,22 @@ def import_serving(site: Path) -> str:
 
 
 def find_hooks(site: Path) -> str:
-    """This package can be imported, and finds all of vLLM that it changes."""
+    """This package can be imported, finds all of vLLM that it changes, and leaves torch alone."""
     pretend()
+    import torch
+
+    names = ("Stream", "Event", "current_stream", "set_stream", "stream")
+    before = [getattr(torch.cuda, name) for name in names]
     for module in OURS:
         importlib.import_module(module)
-    from vllm_segreuse import plugin
+    from vllm_segreuse import compat, plugin
 
     plugin.register()
-    return "registered"
+    compat.enable()
+    for name, found in zip(names, before, strict=True):
+        if getattr(torch.cuda, name) is not found:
+            raise RuntimeError(f"torch.cuda.{name} was replaced: vLLM's CPU worker was imported")
+    return "installed"
 
 
 def prefer_kernels(site: Path) -> str:

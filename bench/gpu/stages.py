@@ -54,6 +54,7 @@ STAGES = {
     "engine": (240, f"{PYTEST} -n 4 --dist loadfile {ENGINE}"),
     "tiny": (200, f"{BENCH} gpu --quick --part headline --json {{out}}/tiny.json"),
     "kernels": (150, f"{BENCH} kernels --json {{out}}/kernels.json"),
+    "sizes": (150, f"{BENCH} gpu --part sizes --json {{out}}/sizes.json"),
     "headline": (300, f"{BENCH} gpu --part headline --json {{out}}/headline.json"),
     "pass": (300, f"{BENCH} gpu --part pass --json {{out}}/pass.json"),
     "serving": (
@@ -66,14 +67,15 @@ _LAST_LINES = 12
 _writing = threading.Lock()
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 if every stage passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder for log and results")
     parser.add_argument("--into", type=Path, default=Path("/tmp/site"), help="folder of the bundle")
     parser.add_argument("--seconds", type=float, default=1800, help="for all of it")
     parser.add_argument("stages", nargs="+", help=f"joined by + or one by one: {', '.join(STAGES)}")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     groups = [[limited(name) for name in group.split("+")] for group in args.stages]
     unknown = [name for group in groups for name, _ in group if name not in STAGES]
     if unknown:

@@ -7,6 +7,7 @@ headline    one model of eight billion parameters, 16,384 tokens: full prefill a
             then what sets the pace of each pass. The first to run on a new machine.
 ttft-SHAPE  concurrency 1: full prefill against every policy, at several contexts and shares of
             reused tokens. The break-even point follows: the fewest reused tokens that still pay.
+sizes       sparse-query attention with programs of several sizes: which are fastest.
 pass        the sparse pass by itself: the host's time for each layer, the device's share of it all,
             the kernels that take longest.
 decode      `vllm bench serve` without segment requests: vLLM alone against the plugin.
@@ -21,7 +22,6 @@ The last three share their servers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -29,13 +29,13 @@ import torch
 from torch.autograd import DeviceType
 
 from bench import engine, harness
-from bench.gpu import common, models, passes, serving, ttft
+from bench.gpu import common, models, passes, serving, sizes, ttft
 
 SERVED_TOKENS = 16384
 PARTS = (
     "headline",
     *(f"ttft-{shape}" for shape in ttft.LOADS if shape != "tiny"),
-    *("pass", *serving.PARTS),
+    *("sizes", "pass", *serving.PARTS),
 )
 
 
@@ -63,6 +63,10 @@ def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
 def _part(part: str, quick: bool, on_gpu: bool) -> common.Found:
     if part == "headline":
         return _headline(quick, on_gpu)
+    if part == "sizes":
+        if not on_gpu:
+            raise harness.BenchError("part sizes: only a GPU can show which sizes are fast")
+        return sizes.run()
     if part == "pass":
         # Quick: whole blocks, nearly, so that the CPU has next to nothing to compute.
         return passes.run(528 if quick else ttft.HEADLINE[1], on_gpu and not quick)
@@ -72,8 +76,7 @@ def _part(part: str, quick: bool, on_gpu: bool) -> common.Found:
 def _headline(quick: bool, on_gpu: bool) -> common.Found:
     shape, tokens = ("tiny", 1024) if quick else ttft.HEADLINE[:2]
     load = ttft.Load((tokens,), (0.98, 0.9, 0.5), 1 if quick else 5)
-    eager = quick or bool(os.environ.get("SEGREUSE_BENCH_EAGER"))
-    with common.running(shape, tokens + 64, eager=eager) as llm:
+    with common.running(shape, tokens + 64, eager=quick) as llm:
         rows, figures = ttft.measured(llm, shape, load)
         profiled = DeviceType.CUDA if on_gpu else DeviceType.CPU
         more, of_passes = passes.measured(llm, shape, tokens, profiled)

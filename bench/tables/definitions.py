@@ -26,6 +26,7 @@ class Machine(_Definition):
     Attributes:
         title: head of its columns.
         cpu: how `environment.cpu` begins.
+        gpu: `environment.gpu`, if it has one.
         has, lacks: instruction sets, where a file tells its own.
         results: the files that it has; each must exist.
     """
@@ -33,6 +34,7 @@ class Machine(_Definition):
     title: str
     cpu: str
     cores: int
+    gpu: str | None = None
     has: list[str] = []
     lacks: list[str] = []
     results: list[str]
@@ -44,6 +46,7 @@ class Machine(_Definition):
         if (
             where.cpu.startswith(self.cpu)
             and where.cores == self.cores
+            and where.gpu == self.gpu
             and (sets is None or (set(self.has) <= set(sets) and not set(self.lacks) & set(sets)))
         ):
             return None

@@ -28,6 +28,7 @@ class Environment(BaseModel):
     commit: str | None
     cpu: str
     cores: int
+    gpu: str | None = None
     vllm: str | None = None
     torch: str | None = None
     instruction_sets: list[str] | None = None

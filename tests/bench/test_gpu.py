@@ -3,14 +3,16 @@
 
 import argparse
 import ctypes
+import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from torch.autograd import DeviceType
 
 from bench import __main__ as command
 from bench import engine, harness
-from bench.gpu import common, models, pack, passes, rehearse, ttft, unpack
+from bench.gpu import common, fatbin, models, pack, passes, rehearse, stages, ttft, unpack
+from bench.suites import gpu as suite
 
 
 def test_it_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +35,9 @@ def test_it_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> 
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["gpu", "--part", "ttft-gpt"])
-    assert "gpu has no part 'ttft-gpt'; its parts: ttft-qwen3-8b" in capsys.readouterr().err
+    assert (
+        "gpu has no part 'ttft-gpt'; its parts: headline, ttft-qwen3-8b" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(256, 0.5), (512, 0.9), (16384, 0.98)])
@@ -94,7 +99,7 @@ def test_the_headline_is_in_the_summary(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_ran_is_counted_by_name() -> None:
-    left, right = torch.ones(300, 300), torch.ones(300, 300)
+    left, right = torch.ones(1200, 1200), torch.ones(1200, 1200)
 
     def work() -> None:
         for _ in range(3):
@@ -202,7 +207,111 @@ def test_what_is_packed_is_unpacked(bundle: Callable[..., int], tmp_path: Path) 
     found = {p.relative_to(site).as_posix(): p.read_bytes() for p in site.rglob("*") if p.is_file()}
     left_out = {"vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/deep_gemm/jit.py"}
     expected = {name: content for name, content in WHEEL.items() if name not in left_out}
-    assert found == expected | {"msgspec.py": b""}
+    ours = [name for name in found if name.startswith("vllm_segreuse-")]
+    assert {name: found[name] for name in found if name not in ours} == expected | {
+        "msgspec.py": b""
+    }
+
+
+def test_vllm_finds_this_package_in_the_bundle(tmp_path: Path) -> None:
+    pack.register_plugin(tmp_path)
+    [found] = importlib.metadata.distributions(path=[str(tmp_path)])
+    installed = importlib.metadata.distribution("vllm-segreuse")
+    assert (found.name, found.version) == ("vllm-segreuse", installed.version)
+    group = "vllm.general_plugins"
+    assert set(found.entry_points.select(group=group)) == set(
+        installed.entry_points.select(group=group)
+    )
+
+
+def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
+    """A container of entries: kind, architecture, code."""
+    body = b""
+    for kind, architecture, code in entries:
+        head = fatbin._ENTRY.pack(kind, 0x101, 64, len(code)).ljust(28, b"\1")
+        body += (head + architecture.to_bytes(4, "little")).ljust(64, b"\2") + code
+    return fatbin._CONTAINER.pack(fatbin.MAGIC, 1, 16, len(body)) + body
+
+
+def test_a_library_keeps_the_code_of_one_architecture() -> None:
+    hopper, older, ptx = (2, 90, b"hopper" * 9), (2, 80, b"older" * 20), (1, 80, b"ptx")
+    library = b"".join(
+        [
+            b"host code " + fatbin.MAGIC + b" not a container ",
+            fat_binary(older, hopper, ptx),
+            b"between",
+            fat_binary(older, ptx),  # nothing for that architecture
+            b"end",
+        ]
+    )
+    shorter = fatbin.only(library, 90)
+    assert len(shorter) == len(library)
+    kept = [
+        [
+            (entry.kind, entry.architecture, shorter[entry.start + 64 : entry.end])
+            for entry in fatbin.entries(shorter, container)
+        ]
+        for container in fatbin.containers(shorter)
+    ]
+    assert kept == [[hopper], [ptx]]
+    for found, expected in zip(fatbin.containers(shorter), fatbin.containers(library), strict=True):
+        assert found.start == expected.start
+        assert not any(shorter[found.end : expected.end])
+        after = shorter[expected.end : expected.end + 3]
+        assert after in (b"bet", b"end")
+
+
+def test_a_fat_binary_of_another_layout_is_an_error() -> None:
+    good = fat_binary((2, 90, b"code"))
+    with pytest.raises(ValueError, match="fat binary at byte 0 cannot be read"):
+        fatbin.only(good[:20] + b"\0\0\0\0" + good[24:], 90)
+
+
+STAGES = {
+    "well": (30, "echo fine"),
+    "ill": (30, "echo wrong; exit 3"),
+    "long": (30, "echo begun; sleep 60 & wait"),
+    "late": (30, "echo late > {out}/late.txt"),
+}
+
+
+def test_stages_say_how_they_ended_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "STAGES", STAGES)
+    assert stages.main(["--out", str(tmp_path), "ill+long@1", "late"]) == 1
+    said, log = capsys.readouterr().out, (tmp_path / "log.txt").read_text()
+    for text in (said, log):
+        assert "===== ill: exit code 3" in text
+        assert "wrong" in text
+        assert "===== long: stopped after 1 s" in text
+        assert "begun" in text
+    assert said.splitlines()[-1] == "failed: ill, long"
+    assert (tmp_path / "late.txt").exists()
+    assert stages.main(["--out", str(tmp_path), "well"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: nothing"
+
+
+def test_stages_end_when_the_time_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "STAGES", STAGES)
+    assert stages.main(["--out", str(tmp_path), "--seconds", "1", "long", "late"]) == 1
+    assert "late: no time is left" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        stages.main(["--out", str(tmp_path), "well+never"])
+    assert "there is no stage 'never'; there are: well, ill" in capsys.readouterr().err
+
+
+def test_the_stages_ask_for_what_there_is() -> None:
+    for _, stage in stages.STAGES.values():
+        words = shlex.split(stage.format(out="out", into="site"))
+        for word in words:
+            if word.startswith(("tests/", "bench/")):
+                assert (Path(stages.ROOT) / word).exists(), word
+        if "--part" in words:
+            parts = {words[i + 1] for i, word in enumerate(words) if word == "--part"}
+            assert parts <= set(suite.PARTS)
 
 
 def test_an_archive_that_cannot_travel_is_an_error(
@@ -237,10 +346,13 @@ def test_the_check_says_in_one_sentence_what_does_not_work(
     assert "late: works" in capsys.readouterr().out
 
 
-def test_unpacking_needs_nothing_but_python() -> None:
-    source = Path(unpack.__file__).read_text()
+@pytest.mark.parametrize("module", [unpack, stages])
+def test_nothing_but_python_is_needed(module: ModuleType) -> None:
+    source = Path(module.__file__ or "").read_text()
     imported = {
-        line.split()[1] for line in source.splitlines() if line.startswith(("import", "from"))
+        line.split()[1].partition(".")[0]
+        for line in source.splitlines()
+        if line.startswith(("import", "from"))
     }
     assert imported <= set(sys.stdlib_module_names)
     assert argparse.__name__ in imported

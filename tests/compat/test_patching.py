@@ -2,11 +2,14 @@
 """A patch lands once, keeps the kind of function, and a missing target says so."""
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from vllm_segreuse.compat.patching import add_method, wrap
+from vllm_segreuse.compat import model_runner, worker
+from vllm_segreuse.compat.patching import add_method, of_this_platform, wrap
 
 
 def doubled(original: Any) -> Any:
@@ -64,3 +67,21 @@ def test_added_method_never_replaces_vllms() -> None:
     assert upstream().segreuse_status() == "ours"
     with pytest.raises(RuntimeError, match="taken"):
         add_method(upstream, "plain", method)
+
+
+def test_cpu_workers_are_not_imported_on_a_gpu() -> None:
+    """Their module replaces streams, events and pinned memory in torch, for the whole process."""
+    classes = [*model_runner._RUNNERS, *worker._WORKERS]
+    assert of_this_platform(classes) == classes
+    on_a_gpu = """
+import sys
+from vllm.platforms import current_platform
+type(current_platform).is_cpu = lambda self: False
+from vllm_segreuse.compat import model_runner, worker
+model_runner.install()
+worker.install()
+print([name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")])
+"""
+    done = subprocess.run([sys.executable, "-c", on_a_gpu], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

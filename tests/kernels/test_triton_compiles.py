@@ -109,16 +109,22 @@ def test_align_of_latents(kernels: Kernels) -> None:
 @pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
-    ("head_size", "dtype", "queries", "splits"),
+    ("head_size", "dtype", "queries", "splits", "warps"),
     [
-        (128, torch.bfloat16, 64, 1),
-        (256, torch.float16, 64, 1),
-        (64, torch.bfloat16, 1, 4),
-        (128, torch.float32, 64, 4),
+        (128, torch.bfloat16, 64, 1, {80: 8, 90: 4}),
+        (256, torch.float16, 64, 1, {80: 4, 90: 4}),
+        (64, torch.bfloat16, 1, 4, {80: 4, 90: 4}),
+        (128, torch.float32, 64, 4, {80: 8, 90: 8}),
     ],
 )
 def test_attention_and_scores_use_tensor_cores(
-    kernels: Kernels, arch: int, head_size: int, dtype: torch.dtype, queries: int, splits: int
+    kernels: Kernels,
+    arch: int,
+    head_size: int,
+    dtype: torch.dtype,
+    queries: int,
+    splits: int,
+    warps: dict[int, int],
 ) -> None:
     shape = hnd(8, 16, head_size)
     pages = torch.zeros(4, shape.page_elements, dtype=dtype)
@@ -126,7 +132,9 @@ def test_attention_and_scores_use_tensor_cores(
     positions, request = torch.arange(queries), torch.zeros(queries, dtype=torch.int64)
     tables = torch.zeros(1, 40, dtype=torch.int32)
     places = tables, request, positions
-    schedule = triton_schedule.plan(query, shape.keys, *places, splits=splits)
+    tuning = triton_schedule.attention_tuning(dtype, head_size, queries, 4, (arch // 10, 0))
+    assert tuning.warps == warps[arch]
+    schedule = triton_schedule.plan(query, shape.keys, *places, splits=splits, tuning=tuning)
     assert shape.values is not None
     triton_attention.sparse_attention(
         query, query, pages, shape.keys, shape.values, *places, 1.0, schedule=schedule

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the Triton kernels divide their work. Runs without a GPU: the schedule is plain torch."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from tests.kernels.align_cases import nhd
 pytest.importorskip("triton", reason="triton is not installed")
 
 from vllm_segreuse.kernels import triton_schedule
-from vllm_segreuse.kernels.triton_schedule import Tuning, default_tuning, plan
+from vllm_segreuse.kernels.triton_schedule import Tuning, attention_tuning, default_tuning, plan
 
 
 @settings(max_examples=40)
@@ -64,6 +65,26 @@ def test_programs_fit_the_smallest_gpu(
 ) -> None:
     """Sizes that were seen to compile within 99 KiB (test_triton_compiles.py)."""
     assert default_tuning(dtype, head_size, queries, group) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "queries", "capability", "warps"),
+    [
+        (torch.bfloat16, 128, 64, (9, 0), 4),
+        (torch.float16, 80, 64, (9, 0), 4),
+        (torch.bfloat16, 128, 64, (8, 0), 8),  # not measured
+        (torch.bfloat16, 128, 64, (10, 0), 8),  # not measured
+        (torch.bfloat16, 64, 64, (9, 0), 8),  # not measured
+        (torch.bfloat16, 128, 9, (9, 0), 4),
+        (torch.float32, 128, 64, (9, 0), 8),
+    ],
+)
+def test_on_hopper_four_warps_hold_a_tile(
+    dtype: torch.dtype, head_size: int, queries: int, capability: tuple[int, int], warps: int
+) -> None:
+    found = attention_tuning(dtype, head_size, queries, 4, capability)
+    usual = default_tuning(dtype, head_size, queries, 4)
+    assert found == dataclasses.replace(usual, warps=warps)
 
 
 @pytest.mark.parametrize(

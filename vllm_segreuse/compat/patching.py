@@ -2,7 +2,7 @@
 """How the files beside this one replace attributes of vLLM: once each, and never by accident."""
 
 import functools
-from collections.abc import Iterable, Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Part `sizes` of the suite `gpu`: sparse-query attention with programs of several sizes.
+
+What `triton_schedule.attention_tuning` takes for a GPU is what was fastest here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import harness
+from bench.gpu.common import Found
+from bench.suites import kernels
+from vllm_segreuse.kernels import dispatch
+from vllm_segreuse.kernels.triton_schedule import Tuning, attention_tuning, plan
+
+SIZES = (
+    *(Tuning(128, 64, warps, stages) for warps in (4, 8) for stages in (2, 3, 4)),
+    *(Tuning(128, 128, 8, stages) for stages in (2, 3)),
+    *(Tuning(64, 64, 4, stages) for stages in (2, 3, 4)),
+    *(Tuning(128, 32, 4, stages) for stages in (3, 4)),
+    *(Tuning(256, 64, 8, stages) for stages in (2, 3)),
+)
+REPEATS = 21
+
+
+def run() -> Found:
+    """Milliseconds of each size at 10 % of two contexts; what is in use, over the fastest."""
+    case = kernels.GPU
+    backend: Any = kernels._GpuBackend(case)
+    attend = dispatch.choose(case.device, torch.bfloat16, backend.layout).sparse_attention
+    assert attend is not None
+    capability = torch.cuda.get_device_capability(case.device)
+    group = case.heads // case.kv_heads
+    rows: list[harness.Row] = []
+    figures: dict[str, float | str] = {}
+    for context in case.contexts:
+        positions = kernels._scattered(context).to(case.device)
+        measured = _measured(case, backend, attend, positions, context)
+        used = attention_tuning(torch.bfloat16, case.head_size, len(positions), group, capability)
+        fastest = min(measured, key=lambda size: measured[size])
+        for size, median_ms in measured.items():
+            rows.append({"context": context, **vars(size), "median_ms": median_ms})
+        figures[f"fastest_size_{context}"] = str(fastest)
+        figures[f"in_use_over_fastest_{context}"] = measured[used] / measured[fastest]
+    return rows, figures
+
+
+def _measured(
+    case: kernels.Case,
+    backend: Any,
+    attend: Callable[..., None],
+    positions: torch.Tensor,
+    context: int,
+) -> dict[Tuning, float]:
+    size = (len(positions), case.heads, case.head_size)
+    query = torch.randn(size, device=case.device).to(torch.bfloat16)
+    out = torch.empty_like(query)
+    layout, table = backend.layout, backend.block_table(context)[None]
+    where = table, torch.zeros_like(positions), positions
+    actions: dict[str, kernels.Action] = {}
+    for tuning in SIZES:
+        schedule = plan(query, layout.keys, *where, tuning=tuning)
+        pages = backend.pages, layout.keys, layout.values
+        arguments = (out, query, *pages, *where, case.scale)
+        actions[str(tuning)] = partial(attend, *arguments, schedule=schedule)
+    taken = kernels.timed(case.device, actions, REPEATS)
+    return {tuning: statistics.median(taken[str(tuning)]) for tuning in SIZES}
