@@ -33,6 +33,7 @@ from vllm_segreuse.plan import (
     PlanOutcome,
     Recording,
     ReusePlan,
+    Segments,
     Staged,
 )
 from vllm_segreuse.scheduler import SchedulerSide
@@ -613,6 +614,19 @@ def test_what_takes_as_much_work_as_computing_everything_is_not_reused(
         assert bool(supplied) is (reason is None and not seen)
         expected = reason or ("observed" if seen else None)
         assert world.report(request)["bypass_reason"] == expected
+
+
+def test_a_named_document_is_reused_however_much_work_that_is() -> None:
+    """The tokens that were kept of it, computed as a text, would have the KV of that text."""
+    world = World(max_model_len=256)
+    wanted = OPTIONS | {"segreuse_policy": "peaks", "segreuse_recompute_ratio": None}
+    reused = np.isin(np.arange(152), np.arange(60, 92))
+    segments = Segments(*(np.array([value]) for value in (60, 0, False)))
+    for options, is_taken in ((wanted, False), (wanted | {"segreuse_documents": ["a"]}, True)):
+        tracked = world.side._planner.get(world.add(PROMPT, options).request_id)
+        assert tracked is not None
+        assert (tracked.make_recipe(reused, segments) is not None) is is_taken
+        assert (tracked.work is None) is is_taken, "and nothing of it is left out"
 
 
 def test_blocks_of_what_was_not_worth_it_are_exact() -> None:

@@ -310,6 +310,7 @@ class SchedulerSide:
         recompute_once = (
             options.recompute_once and is_text and options.policy != "exact" and not falls_back
         )
+        work = self._work_of(options)
         finder = self._finder(options, images)
         if recompute_once:
             finder = ContinuingFinder(finder, self._conversations)
@@ -318,8 +319,11 @@ class SchedulerSide:
             prompt=prompt,
             finder=finder,
             min_reused_tokens=options.min_reused_tokens,
-            make_recipe=functools.partial(self._recipe, options),
-            work=self._work_of(options) if is_text else None,
+            # A named document is more than less work: its tokens as a text have other KV.
+            make_recipe=functools.partial(
+                self._recipe, options, None if parsed.documents else work
+            ),
+            work=work if is_text else None,
             max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
             observes=options.observe,
@@ -574,9 +578,9 @@ class SchedulerSide:
     def computed_by(self, plan: ReusePlan, options: RequestOptions) -> ReusePlan | None:
         """The plan of a request with other options, if these find the same; see `ReusePlan`. None:
         they would reuse less of it, nothing, or more than was planned."""
-        make_recipe = functools.partial(self._recipe, options)
-        of_plan = plan.pieces, plan.start, plan.stop
-        pieces, recipe = least_work(make_recipe, self._work_of(options), *of_plan)
+        work = self._work_of(options)
+        make_recipe = functools.partial(self._recipe, options, work)
+        pieces, recipe = least_work(make_recipe, work, plan.pieces, plan.start, plan.stop)
         if recipe is None or len(pieces) < len(plan.pieces) or plan.left_out:
             return None
         return plan.computed_by(recipe, self._finder(options).halo)
@@ -735,10 +739,14 @@ class SchedulerSide:
         )
 
     def _recipe(
-        self, options: RequestOptions, reused: BoolArray, segments: Segments
+        self,
+        options: RequestOptions,
+        work: Callable[[Recipe], int] | None,
+        reused: BoolArray,
+        segments: Segments,
     ) -> Recipe | None:
-        """What a policy computes of what was found. None: by a budget of the policy's own, that is
-        no less work than to compute everything. A share that is given is taken as it is."""
+        """What a policy computes of what was found. None: that is no less work than to compute
+        everything, where `work` counts it."""
         recipe = POLICIES[options.policy](
             Situation(
                 reused=reused,
@@ -750,11 +758,11 @@ class SchedulerSide:
                 overflow_tokens=options.overflow_tokens,
             )
         )
-        work, everything = self._work_of(options), len(reused) * self._layers.count
+        everything = len(reused) * self._layers.count
         return None if work is not None and work(recipe) >= everything else recipe
 
     def _work_of(self, options: RequestOptions) -> Callable[[Recipe], int] | None:
-        """See `TrackedRequest`."""
+        """What counts the work of a recipe. None: a share that is given is taken as it is."""
         return self._work if options.recompute_ratio is None else None
 
     def _work(self, recipe: Recipe) -> int:
