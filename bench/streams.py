@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import openai
 
 from bench import harness
+from bench.engine import BLOCK_TOKENS
 from bench.server import Server
 
 
@@ -30,6 +31,12 @@ class Texts:
         self.new_tokens = max(8, tokens - int(tokens * share))
         size = (tokens - self.new_tokens) // 4
         self.documents = [self._text(size) for _ in range(4)]
+
+    @property
+    def known_tokens(self) -> int:
+        """Of a prompt, in whole blocks of its documents."""
+        sizes = [len(self._tokenizer.encode(document)) for document in self.documents]
+        return sum(size // BLOCK_TOKENS * BLOCK_TOKENS for size in sizes)
 
     def prompt(self) -> str:
         """A prompt that no prefix cache knows."""

@@ -33,7 +33,8 @@ def running(shape: str, max_model_len: int, eager: bool) -> AbstractContextManag
     """An engine that reuses segments, on a model whose weights are made up."""
     on_cpu = not torch.cuda.is_available()
     # Given, not measured: vLLM's measurement needs the GPU for itself.
-    memory = {"gpu_memory_utilization": 0.6, "kv_cache_memory_bytes": KV_BYTES}
+    kv_bytes = KV_BYTES // 16 if shape == "thin" else KV_BYTES
+    memory = {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": kv_bytes}
     options: dict[str, Any] = {} if on_cpu else dict[str, Any](memory)
     if backend := os.environ.get(BACKEND):
         options["attention_backend"] = backend

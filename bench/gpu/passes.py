@@ -139,4 +139,6 @@ def busy(work: Callable[[], object], device: DeviceType) -> list[Busy]:
         for event in taken.key_averages()
         if event.device_type == device and not event.is_user_annotation
     ]
+    if not found:
+        raise harness.BenchError(f"the profiler saw nothing run on {device.name}")
     return sorted(found, key=lambda it: -it.ms)

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,9 @@ from bench.gpu.common import BACKEND, NAMESPACE, Found, Policy
 from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server
 
 PARTS = ("decode", "serve", "others")
-_START_S = 400
+_START_S = 200
 _TURNS = 3
+_REUSED = r'^vllm:segreuse_tokens_total\{.*kind="reused".*\} (\S+)$'
 _FIGURES = (
     *("completed", "output_throughput", "total_token_throughput"),
     *("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms"),
@@ -74,13 +76,17 @@ def _server(model: Path, tokens: int, plugin: bool, quick: bool) -> Server:
     if quick:
         args.append("--enforce-eager")
     else:
-        # Given, since two servers that start at once would measure each other's memory.
-        quarter = torch.cuda.get_device_properties(0).total_memory // 4
-        args += ["--kv-cache-memory-bytes", str(quarter)]
+        # Given, since two servers that start at once would measure each other's memory. Each asks
+        # for so little that the other's weights may be there already.
+        fifth = torch.cuda.get_device_properties(0).total_memory // 5
+        args += ["--kv-cache-memory-bytes", str(fifth), "--gpu-memory-utilization", "0.3"]
+        args += ["--max-num-seqs", "256"]
     if backend := os.environ.get(BACKEND):
         args += ["--attention-backend", backend]
     command = SEGREUSE_COMMAND if plugin else VLLM_COMMAND
-    environment = {} if plugin else {"VLLM_PLUGINS": "none"}
+    environment = {"VLLM_LOGGING_LEVEL": "INFO"}
+    if not plugin:
+        environment["VLLM_PLUGINS"] = "none"
     return Server(model, args, environment, command=command, start_timeout_s=_START_S)
 
 
@@ -142,6 +148,23 @@ POLICIES = (
 )
 
 
+def reused_tokens(server: Server) -> float:
+    """Tokens that requests have reused so far, of the server's metrics."""
+    found = re.findall(_REUSED, server.read("/metrics"), re.MULTILINE)
+    return sum(map(float, found))
+
+
+def require_reuse(server: Server, policy: Policy, before: float, known: int) -> None:
+    """Raises BenchError if fewer than nine tenths of the known tokens were reused since `before`,
+    though a policy was to reuse them."""
+    reused = reused_tokens(server) - before
+    if policy.name is not None and reused < 0.9 * known:
+        raise harness.BenchError(
+            f"policy {policy.name} reused {reused:.0f} of {known} tokens that were known: "
+            "does the KV cache hold the documents?"
+        )
+
+
 def _xargs(policy: Policy) -> dict[str, Any]:
     extra_args = policy.extra_args(layers=0)  # no share of the layers is asked for here
     return {} if extra_args is None else {"vllm_xargs": extra_args}
@@ -151,7 +174,6 @@ def _saturated(server: Server, model: Path, tokens: int, quick: bool) -> Found:
     """As many prompts as the server takes, 98 % of each known."""
     texts = streams.Texts(model, tokens, 0.98)
     rows, figures = [], dict[str, float | str]()
-    streams.know(server, texts, NAMESPACE)
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:
             file = Path(folder, f"{policy.label}.jsonl")
@@ -161,7 +183,11 @@ def _saturated(server: Server, model: Path, tokens: int, quick: bool) -> Found:
             options = ["--dataset-name", "custom", "--dataset-path", str(file)]
             options += ["--num-prompts", str(count), "--custom-output-len", "64"]
             options += ["--skip-chat-template", "--extra-body", json.dumps(_xargs(policy))]
+            # Anew: prompts without reuse drive documents out.
+            streams.know(server, texts, NAMESPACE)
+            reused = reused_tokens(server)
             found = bench_serve(server, model, options)
+            require_reuse(server, policy, reused, count * texts.known_tokens)
             rows.append(_row(policy.label, found))
             figures[f"served_{policy.label}_per_s"] = found["request_throughput"]
     full = float(figures["served_full_per_s"])
@@ -174,12 +200,15 @@ def _others(server: Server, model: Path, tokens: int, quick: bool) -> Found:
     """Inter-token latency of decoding requests while prompts of known documents come in."""
     texts = streams.Texts(model, tokens, 0.9)
     rows, p99 = [], {}
-    streams.know(server, texts, NAMESPACE)
     for policy in POLICIES:
         load = (2, 2) if quick else (16, 12)
         beside = partial(streams.decode_beside, server, texts, _xargs(policy))
+        streams.know(server, texts, NAMESPACE)
         asyncio.run(beside(1, 1))  # warms up
+        streams.know(server, texts, NAMESPACE)
+        reused = reused_tokens(server)
         found = asyncio.run(beside(*load))
+        require_reuse(server, policy, reused, load[1] * texts.known_tokens)
         p99[policy.label] = found.p99_gap_ms
         rows.append({"server": policy.label, **found.row()})
     figures = {f"others_itl_p99_ratio_{name}": p99[name] / p99["full"] for name in p99}

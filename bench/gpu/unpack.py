@@ -41,7 +41,11 @@ CHECKS = (
     ),
     ("experts", "import torch, vllm._moe_C_stable_libtorch"),
     ("Model Runner V2", "import vllm.v1.worker.gpu.model_runner, vllm.v1.worker.gpu_worker"),
-    ("the server", "import vllm.entrypoints.openai.api_server, vllm.benchmarks.serve"),
+    (
+        "the server",
+        "import vllm.entrypoints.openai.api_server, vllm.entrypoints.cli.serve; "
+        "import vllm.benchmarks.serve",
+    ),
     (
         "this package",
         "from vllm_segreuse.version import require_supported_vllm as r; r(); "

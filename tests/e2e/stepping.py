@@ -36,10 +36,17 @@ def drain(running: Engine, between: Callable[[], None] = lambda: None) -> dict[s
     answers: dict[str, Answer] = {}
     for _ in range(3000):
         if not running.llm.llm_engine.has_unfinished_requests():
+            settle(running)
             return answers
         answers |= step(running)
         between()
     raise AssertionError("requests starve")
+
+
+def settle(running: Engine) -> None:
+    """Until copies to the host are done: on a GPU they end behind the step that ordered them."""
+    while running.scheduler.has_requests():
+        running.llm.llm_engine.step()
 
 
 def check_pool(running: Engine) -> None:

@@ -39,7 +39,11 @@ NOISE = 2e-3  # of float32
 @pytest.fixture(scope="module")
 def spreading() -> Iterator[Engine]:
     with engine(
-        "qwen3", segreuse={"spread_tokens": STEP_TOKENS}, dtype="float32", max_model_len=1024
+        "qwen3",
+        segreuse={"spread_tokens": STEP_TOKENS},
+        dtype="float32",
+        max_model_len=1024,
+        async_scheduling=False,  # steps are counted
     ) as running:
         yield running
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import abort, drain, step, submit
+from tests.e2e.stepping import abort, drain, settle, step, submit
 from tests.e2e.test_equality import EVERYTHING, assert_same
 
 ARGUMENTS: dict[str, Any] = {
@@ -77,6 +77,7 @@ def evict(running: Engine, text: Prompts) -> None:
     while tokens > 0:
         running.ask(text.tokens(800), max_tokens=1)
         tokens -= 800
+    settle(running)
 
 
 def ask(running: Engine, prompt: list[int], options: dict[str, Any]) -> Answer:

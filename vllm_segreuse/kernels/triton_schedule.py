@@ -76,9 +76,8 @@ def attention_tuning(
     """Sizes for `sparse_attention`: `default_tuning`, but what was measured to be faster.
 
     On Hopper four warps hold 128 rows in their registers, and two such programs fit a
-    multiprocessor: one multiplies while the other does its softmax. Of 16 sizes tried on an H200
-    these were the fastest, 1.2 to 1.3 times as fast as eight warps
-    (`bench/results/h200/attention-sizes.json`).
+    multiprocessor: one multiplies while the other does its softmax. Of 15 sizes tried on an H200
+    these were the fastest, 1.2 to 1.3 times as fast as eight warps (docs/gpu.md).
 
     Args:
         dtype, head_size, queries, group: see `default_tuning`.
