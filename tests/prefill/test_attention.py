@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,13 @@ class Impl:
 
     def forward(self, *_: Any, **__: Any) -> str:
         return "stock"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel has planned, as far as this side looks into it."""
+
+    splits: int = 1
 
 
 class World:
@@ -88,9 +96,9 @@ class World:
         self.scheduled.append(more)
         out.copy_(query + positions[:, None, None])
 
-    def _plan(self, *_: Any) -> str:
+    def _plan(self, *_: Any) -> Plan:
         self.log.append("plan")
-        return "the plan"
+        return Plan()
 
 
 def tokens(*positions: int) -> TokenTable:
@@ -166,7 +174,29 @@ def test_the_schedule_is_made_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> 
                 out = torch.empty_like(query)
                 layer.impl.forward(layer, query, None, None, layer.kv_cache, world.metadata, out)
     assert world.log == ["plan", "kernel", "kernel"] * 2
-    assert world.scheduled == [{"value_scale": 1.0, "schedule": "the plan"}] * 4
+    assert world.scheduled == [{"value_scale": 1.0, "schedule": Plan()}] * 4
+
+
+def test_keys_are_split_where_the_proof_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are in passes over contexts that are longer than any at start-up."""
+    assert not World(monkeypatch, kernel=True, plans=False).subject.splits_keys
+    world = World(monkeypatch, kernel=True, plans=True)
+    assert world.subject.splits_keys
+
+    def attend() -> int:
+        with world.subject.forward_context(tokens(1, 3), TABLES):
+            query = torch.randn(2, 4, 32)
+            layer, out = world.layers[0], torch.empty_like(query)
+            layer.impl.forward(layer, query, None, None, layer.kv_cache, world.metadata, out)
+        return int(world.scheduled[-1]["schedule"].splits)
+
+    assert attend() == 1
+    with world.subject.splitting_keys(2):
+        assert attend() == 2
+    assert attend() == 1
+    with pytest.raises(RuntimeError, match="in the proof"), world.subject.splitting_keys(2):
+        raise RuntimeError("in the proof")
+    assert attend() == 1
 
 
 def test_an_error_in_the_pass_leaves_the_layers_as_they_were(

@@ -165,7 +165,7 @@ def _longest_run(mask: np.ndarray) -> int:
 
 def test_few_tokens_are_run_once_before_the_first_request(proven: list[ReusePlan]) -> None:
     active = [int(plan.recipe.always.sum()) for plan in proven]
-    assert active[-4:] == [1, 2, 4, 8]
+    assert active[-5:] == [1, 2, 4, 8, 16]
 
 
 # Mistakes.
@@ -628,7 +628,11 @@ def test_scores_without_the_sinks_are_found(sinking: Loaded, monkeypatch: Patch)
 
 @pytest.mark.parametrize(
     ("only", "compiled"),
-    [(None, True), ("eager", False), ("multimodal", False), ("experts", False), ("lora", False)],
+    [
+        (None, True),
+        *(("eager", False), ("multimodal", False), ("experts", False), ("lora", False)),
+        ("quantised output", False),
+    ],
 )
 def test_which_models_run_as_compiled(only: str | None, compiled: bool) -> None:
     eager = only == "eager"
@@ -638,7 +642,10 @@ def test_which_models_run_as_compiled(only: str | None, compiled: bool) -> None:
             is_multimodal_model=only == "multimodal", is_moe=only == "experts"
         ),
         lora_config=object() if only == "lora" else None,
-        compilation_config=SimpleNamespace(mode=mode),
+        compilation_config=SimpleNamespace(
+            mode=mode,
+            pass_config=SimpleNamespace(fuse_attn_quant=only == "quantised output"),
+        ),
     )
     assert checks._may_run_compiled(given) is compiled
 

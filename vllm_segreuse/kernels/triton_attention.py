@@ -25,7 +25,7 @@ from vllm_segreuse.kernels.arguments import (
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_formats import in_type, readable
-from vllm_segreuse.kernels.triton_schedule import Schedule, plan
+from vllm_segreuse.kernels.triton_schedule import MAX_SPLITS, Schedule, plan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -135,7 +135,7 @@ def sparse_attention(
             heads,
             splits,
             CHANNELS=out.shape[2],
-            MAX_SPLITS=triton.next_power_of_2(splits),
+            MAX_SPLITS=max(MAX_SPLITS, triton.next_power_of_2(splits)),
             enable_fp_fusion=True,
         )
 
@@ -154,8 +154,12 @@ def check_inputs(
         )
 
 
-# Numbers that change from pass to pass are not compiled in, not even as multiples of 16.
-@triton.jit(do_not_specialize=["table_stride", "num_queries", "splits"])
+# Numbers that change from pass to pass are not compiled in, not even as multiples of 16; nor is
+# whether rows and slices of tables begin at such an address.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_queries", "splits"],
+    do_not_specialize_on_alignment=["block_tables", "positions"],
+)
 def _attend(
     out,
     lse,

@@ -10,7 +10,7 @@ import triton  # type: ignore[import-untyped]
 
 from vllm_segreuse.kernels.pages import TiledStrides
 
-_MAX_SPLITS = 32
+MAX_SPLITS = 32
 _MIN_KEYS_PER_SPLIT = 256
 
 
@@ -157,4 +157,4 @@ def splits_to_fill(programs: int, keys: int, device: torch.device) -> int:
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = 1 if programs >= processors else triton.cdiv(2 * processors, max(1, programs))
-    return max(1, min(wanted, keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))
+    return max(1, min(wanted, keys // _MIN_KEYS_PER_SPLIT, MAX_SPLITS))

@@ -126,8 +126,12 @@ def token_scores(
     return mass.amax(0) if highest else mass.sum(0)
 
 
-# Numbers that change from call to call are not compiled in, not even as multiples of 16.
-@triton.jit(do_not_specialize=["num_queries", "num_tokens", "splits"])
+# Numbers that change from call to call are not compiled in, not even as multiples of 16; nor is
+# whether a row of the block tables begins at such an address.
+@triton.jit(
+    do_not_specialize=["num_queries", "num_tokens", "splits"],
+    do_not_specialize_on_alignment=["block_table", "positions"],
+)
 def _row_sums(
     lse,  # float32 [splits, queries, heads], base 2, written
     sinks,  # [heads], not read without `SINKS`
@@ -247,7 +251,10 @@ def _add_keys(
     return total, new_highest
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_tokens", "splits"])
+@triton.jit(
+    do_not_specialize=["num_queries", "num_tokens", "splits"],
+    do_not_specialize_on_alignment=["block_table", "positions"],
+)
 def _columns(
     mass,  # float32 [splits x KV heads, tokens], written
     lse,  # float32 [queries, heads], base 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,25 @@ class PassAttention:
             alike.setdefault(shape, []).append(layer.attention.layer_name)
         self._alike = [(names, shape[-1]) for shape, names in alike.items()]
         self._block_size = layers[0].layout.keys.shape[1]
+        self._least_splits = 1
+
+    @property
+    def splits_keys(self) -> bool:
+        """Whether kernels may divide the keys of a query among programs."""
+        return any(it.kernels.plan_attention is not None for it in self._layers.values())
+
+    @contextmanager
+    def splitting_keys(self, programs: int) -> Iterator[None]:
+        """Meanwhile the keys of a query are divided among so many programs at least.
+
+        Kernels do that in passes with few queries over long contexts. The contexts of the start-up
+        proof are too short for it.
+        """
+        self._least_splits = programs
+        try:
+            yield
+        finally:
+            self._least_splits = 1
 
     def stock_context(
         self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool
@@ -190,7 +209,9 @@ class PassAttention:
             more["window"] = known.kind.window
         if kernels.plan_attention is not None:
             if queries.schedule is None:
-                queries.schedule = kernels.plan_attention(query, layout.keys, *where)
+                planned = kernels.plan_attention(query, layout.keys, *where)
+                splits = max(planned.splits, self._least_splits)
+                queries.schedule = replace(planned, splits=splits)
             more["schedule"] = queries.schedule
         kernels.sparse_attention(
             output,

@@ -213,6 +213,10 @@ def prove(
         max_deviation = prove_passes(scratch, prefill, None if drafted is None else drafted.scratch)
         prove_attention(scratch, known, rows, pass_attention)
         warm_up(scratch, prefill)
+        if pass_attention.splits_keys:
+            with pass_attention.splitting_keys(2):
+                prove_attention(scratch, known, rows, pass_attention)
+                warm_up(scratch, prefill)
         prefill.merge_size = prove_images(model, vllm_config.model_config, scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
         return Runtime(prefill, max_deviation, structure.description)
@@ -264,9 +268,11 @@ def _may_run_compiled(vllm_config: VllmConfig) -> bool:
     the runner's.
 
     Multimodal models take embeddings; experts count their calls, and take a mask of the padding;
-    layers with adapters read the step's mapping.
+    layers with adapters read the step's mapping; and where vLLM has fused attention with the
+    quantisation of its output, the kernels of the pass would be given an output in fp8.
     """
     model = vllm_config.model_config
-    eager = vllm_config.compilation_config.mode == CompilationMode.NONE
+    compilation = vllm_config.compilation_config
+    eager = compilation.mode == CompilationMode.NONE or compilation.pass_config.fuse_attn_quant
     adapted = vllm_config.lora_config is not None
     return not (eager or adapted or model.is_multimodal_model or model.is_moe)

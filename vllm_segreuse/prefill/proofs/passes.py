@@ -65,7 +65,7 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | No
 
 def warm_up(scratch: Scratch, prefill: SparsePrefill) -> None:
     """Passes of few active tokens, for which Triton compiles programs of other sizes."""
-    for few in (1, 2, 4, 8):
+    for few in (1, 2, 4, 8, 16):
         reused = np.ones(scratch.count, dtype=np.bool_)
         reused[: 3 * few : 3] = False
         prefill.run([_plan(scratch, reused, Boundary(), top_k=1)])
