@@ -35,6 +35,7 @@ from bench.server import ServerError
 
 if TYPE_CHECKING:
     from bench.agents.serving import Client
+    from bench.english.engine import Lab
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ COLUMNS = (
     *("tool_success", "task_success", "ttft_s", "total_s", "saved_over_none", "saved_over_prefix"),
 )
 """Of a row, what is printed; its file has more."""
-PARTS = ("serving", "distance", "retrieval")
+PARTS = ("serving", "distance", "success", "retrieval")
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE = "bfloat16"
 TEMPERATURE = 0.2
@@ -59,11 +60,11 @@ class Load:
     Attributes:
         kinds: of traces.
         arms: that are served.
-        compared: arms whose distance from full prefill is measured.
+        compared: arms that are compared with full prefill in this process.
         traces: of each kind.
         free: traces of one user that the model also leads itself.
         reruns: traces of one user that are repeated at a temperature.
-        distant: traces of each kind of which distances are measured.
+        distant: traces of each kind that are compared with full prefill in this process.
         seeds: name of the set that they are drawn from.
         minutes: of each server and engine, after which nothing new begins; None: any.
         parts: some of `PARTS`.
@@ -112,6 +113,8 @@ def run(args: argparse.Namespace, load: Load) -> int:
             serve(args.model, load, measured)
         if "distance" in load.parts:
             compare(args.model, load, measured)
+        if "success" in load.parts:
+            pair(args.model, load, measured)
     except KeyboardInterrupt:
         print("interrupted: figures are of what was measured", file=sys.stderr)
         done = False
@@ -204,6 +207,26 @@ def _repeat(
 def compare(model: Path, load: Load, measured: figures.Measured) -> None:
     """Distances from full prefill, with an engine for each set of server options."""
     from bench.agents import distance
+
+    for found in _in_process(model, load, distance.measure, "distances"):
+        measured.apart += found
+
+
+def pair(model: Path, load: Load, measured: figures.Measured) -> None:
+    """Answers of full prefill and of arms, with an engine for each set of server options."""
+    from bench.agents import success
+
+    for found in _in_process(model, load, success.measure, "success"):
+        measured.paired += found
+
+
+def _in_process(
+    model: Path,
+    load: Load,
+    measure: Callable[[Lab, Trace, Sequence[Arm]], Iterator[list[T]]],
+    what: str,
+) -> Iterator[list[T]]:
+    """What is found at each step of the traces that are compared with full prefill."""
     from bench.english.engine import english_engine
 
     for options, mine in arms.by_server(load.compared):
@@ -213,10 +236,9 @@ def compare(model: Path, load: Load, measured: figures.Measured) -> None:
                 for number in range(load.distant)
                 for kind in load.kinds
             ]
-            steps = chain.from_iterable(distance.measure(lab, trace, mine) for trace in chosen)
+            steps = chain.from_iterable(measure(lab, trace, mine) for trace in chosen)
             total = sum(len(trace.requests) for trace in chosen)
-            for found in within(load.minutes, steps, "distances", total):
-                measured.apart += found
+            yield from within(load.minutes, steps, what, total)
 
 
 def within(minutes: float | None, steps: Iterable[T], what: str, total: int) -> Iterator[T]:

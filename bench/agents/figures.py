@@ -21,6 +21,7 @@ from bench.agents import scoring, verdicts
 from bench.agents.arms import CLOSE, CONTENT, NONE, PREFIX, SIMILAR, TESTED
 from bench.agents.distance import Apart
 from bench.agents.serving import Free, Taken
+from bench.agents.success import Paired
 from bench.agents.tokens import Tokens
 from bench.harness import Row
 from bench.quality import statistics
@@ -42,6 +43,7 @@ class Measured:
         reruns: texts of traces by arm and trace, one for each seed, at a temperature.
         free: conversations that the model led.
         apart: distances from full prefill.
+        paired: answers beside those of full prefill.
         similar: rows and summary of `bench similar`.
     """
 
@@ -49,6 +51,7 @@ class Measured:
     reruns: dict[str, list[list[str]]] = field(default_factory=dict)
     free: list[Free] = field(default_factory=list)
     apart: list[Apart] = field(default_factory=list)
+    paired: list[Paired] = field(default_factory=list)
     similar: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,6 +87,7 @@ def result(measured: Measured) -> harness.SuiteResult:
         *_led(measured.free),
         *_reruns(measured.reruns),
         *_distances(measured.apart),
+        *_success(measured.paired),
         *measured.similar.get("rows", ()),
         *_single(told),
     ]
@@ -265,6 +269,31 @@ def _distances(apart: Sequence[Apart]) -> list[Row]:
     return rows
 
 
+def _success(paired: Sequence[Paired]) -> list[Row]:
+    """How often steps are right beside full prefill, by arm; steps count one by one."""
+    rows = []
+    for arm, mine in _by_arm(paired).items():
+        full, score = [it.full for it in mine], [it.score for it in mine]
+        low, high = statistics.difference_interval(score, full)
+        rows.append(
+            {
+                "success_of": arm,
+                "conversations": len({(it.kind, it.trace, it.conversation) for it in mine}),
+                "steps": len(mine),
+                "full": _round(fmean(full)),
+                "right": _round(fmean(score)),
+                "lost": _round(fmean(full) - fmean(score)),
+                "lost_low": _round(-high),
+                "lost_high": _round(-low),
+                "right_in_full_only": sum(it.full > it.score for it in mine),
+                "right_in_arm_only": sum(it.full < it.score for it in mine),
+                "same": _round(fmean(it.same for it in mine)),
+                **_rounded(sum((it.tokens for it in mine), Tokens()).shares()),
+            }
+        )
+    return rows
+
+
 def _summary(
     measured: Measured, told: Mapping[Key, Mapping[str, Conversation]]
 ) -> dict[str, float | str]:
@@ -294,8 +323,12 @@ def _summary(
     accepted = [it.first_kl for it in measured.apart if it.arm == TESTED and it.accepted]
     if accepted:
         summary["boundary_kl_p95"] = _round(float(np.quantile(accepted, 0.95)))
+    by_step = [it for it in measured.paired if it.arm == SIMILAR]
+    scores = (full, similar)
+    if by_step:
+        scores = ([it.full for it in by_step], [it.score for it in by_step])
     found = {
-        "h1": verdicts.h1(savings(told, SIMILAR, NONE), full, similar),
+        "h1": verdicts.h1(savings(told, SIMILAR, NONE), *scores),
         "h2": verdicts.h2(accepted),
         "h3": verdicts.h3(right, pairs),
         "h4": verdicts.h4(first_kl.get(TESTED) or first_kl.get(CLOSE, [])),

@@ -45,28 +45,28 @@ class Verdict:
 
 
 def h1(savings: Sequence[float], full: Sequence[float], similar: Sequence[float]) -> Verdict:
-    """Of conversations.
+    """Of conversations, or of their steps.
 
     Args:
-        savings: of the latency of no reuse, as shares.
-        full, similar: mean score of each conversation's steps.
+        savings: of the latency of no reuse by conversation, as shares.
+        full, similar: mean score of each conversation's steps, or of each step.
     """
-    if len(savings) < _FEWEST:
-        return Verdict(OPEN, f"{len(savings)} conversations are too few")
-    saved = harness.median_interval(savings)
-    lost = _swapped(statistics.difference_interval(similar, full))
-    both = (
-        _above(saved, LEAST_SAVING),
-        _above((-lost[1], -lost[0]), -MOST_SUCCESS_LOST),
-    )
-    verdict = FAILED if FAILED in both else HELD if both == (HELD, HELD) else OPEN
-    mean_lost = sum(full) / len(full) - sum(similar) / len(similar)
-    return Verdict(
-        verdict,
-        f"n = {len(savings)} conversations, latency saved "
-        f"{_shown(harness.median(savings), saved)} ({both[0]}), success lost "
-        f"{_shown(mean_lost, lost)} ({both[1]})",
-    )
+    both, said = [OPEN, OPEN], [f"latency of {len(savings)} conversations, too few", ""]
+    if len(savings) >= _FEWEST:
+        saved = harness.median_interval(savings)
+        both[0] = _above(saved, LEAST_SAVING)
+        said[0] = f"n = {len(savings)} conversations, latency saved "
+        said[0] += f"{_shown(harness.median(savings), saved)} ({both[0]})"
+    if not full:
+        said[1] = "success was not measured"
+    else:
+        lost = _swapped(statistics.difference_interval(similar, full))
+        both[1] = _above((-lost[1], -lost[0]), -MOST_SUCCESS_LOST)
+        mean_lost = sum(full) / len(full) - sum(similar) / len(similar)
+        what = "" if len(full) == len(savings) else f"n = {len(full)} steps, "
+        said[1] = f"{what}success lost {_shown(mean_lost, lost)} ({both[1]})"
+    verdict = FAILED if FAILED in both else HELD if both == [HELD, HELD] else OPEN
+    return Verdict(verdict, ", ".join(said))
 
 
 def h2(first_kl: Sequence[float]) -> Verdict:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import harness
-from bench.agents import arms, command, distance, figures, scoring, traces, verdicts
+from bench.agents import arms, command, distance, figures, scoring, success, traces, verdicts
 from bench.agents.distance import Apart
 from bench.agents.episodes import CALCULATOR, FINAL, SEARCH, Step
 from bench.agents.serving import Answered, Free, Taken
@@ -74,6 +74,10 @@ class Letters:
     def __call__(self, text: str, add_special_tokens: bool) -> Any:
         assert not add_special_tokens
         return type("Ids", (), {"input_ids": [ord(letter) for letter in text]})
+
+    def decode(self, tokens: tuple[int, ...], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(map(chr, tokens))
 
 
 def prompt(trace: traces.Trace, request: traces.Request) -> str:
@@ -317,6 +321,53 @@ def test_arms_share_nothing_in_the_engine_that_compares_them() -> None:
     assert len(set.union(of_full, *salts.values())) == len(of_full) + 2
 
 
+class Talkative:
+    """An engine that says what is right, but for one arm at one step."""
+
+    class llm:  # noqa: N801
+        get_tokenizer = staticmethod(Letters)
+        reset_prefix_cache = staticmethod(lambda: True)
+
+    def __init__(self, trace: traces.Trace) -> None:
+        self.salts: dict[str | None, set[str]] = {}
+        self._labels = [trace.label(request).label for request in trace.requests]
+        self._asked: dict[str | None, int] = {}
+
+    def ask(self, prompt: list[int], most: int, extra_args: Any, salt: Any = None) -> Any:
+        space = None if extra_args is None else extra_args["extra_keys"][0]
+        self.salts.setdefault(space, set()).add(salt)
+        step = self._asked[space] = self._asked.get(space, -1) + 1
+        label = self._labels[step]
+        assert most > len(label)
+        wrong = step == 2 and space is not None and "content" in space
+        said = tuple(map(ord, "nothing" if wrong else label))
+        counts = ("reused_tokens", "similar_tokens", "prefix_tokens", "computed_share")
+        report = None if space is None else dict.fromkeys(counts, 0)
+        return SimpleNamespace(tokens=said, report=report, cached_tokens=0)
+
+
+def test_success_is_paired_with_full_prefill() -> None:
+    trace = traces.draw("quotes", 0, "tuning")
+    compared = [arms.ARMS["content"], arms.ARMS["similar"]]
+    lab = Talkative(trace)
+    found = [it for step in success.measure(lab, trace, compared) for it in step]
+    assert len(found) == 2 * len(trace.requests)
+    assert [len(each) for each in lab.salts.values()] == [1, 1, 1]
+    assert len(set.union(*lab.salts.values())) == 3
+    wrong = [it for it in found if not it.score]
+    assert [(it.arm, it.full, it.same) for it in wrong] == [("content", 1.0, False)]
+    result = figures.result(figures.Measured(paired=found))
+    rows = {row["success_of"]: row for row in result["rows"] if "success_of" in row}
+    steps = len(trace.requests)
+    assert rows["content"]["lost"] == pytest.approx(1 / steps, abs=1e-4)
+    assert (rows["content"]["right_in_full_only"], rows["content"]["right_in_arm_only"]) == (1, 0)
+    assert rows["content"]["lost_low"] < 0 < rows["content"]["lost_high"]
+    assert (rows["similar"]["same"], rows["similar"]["right"]) == (1.0, 1.0)
+    said = str(result["summary"]["h1"])
+    assert said.startswith("open: latency of 0 conversations, too few, n = ")
+    assert f"n = {steps} steps, success lost 0.000" in said
+
+
 # Verdicts.
 
 
@@ -329,6 +380,10 @@ def test_h1_needs_latency_and_success() -> None:
     assert few.verdict == "open", "so few conversations may lose more than 2 points"
     assert "n = 10 conversations" in str(few)
     assert verdicts.h1([0.5] * 5, [1.0] * 5, [1.0] * 5).verdict == "open"
+    by_step = verdicts.h1([0.5] * 10, same, same)
+    assert by_step.verdict == "held"
+    assert "n = 400 steps, success lost" in str(by_step)
+    assert "success was not measured" in str(verdicts.h1(many, [], []))
 
 
 def test_h2_is_of_accepted_segments_and_h4_of_all_that_a_test_lets_pass() -> None:
