@@ -206,8 +206,8 @@ def test_what_is_less_work_to_compute_is_left_out_beside_the_own_history(
     assert world.pins.blocks == []
 
 
-def test_without_a_recipe_for_the_rest_the_own_history_is_reused(world: World) -> None:
-    """Where all of what was found takes more work than the prompt, the history need not."""
+def test_where_reuse_saves_nothing_the_own_history_is_computed_too(world: World) -> None:
+    """Computed in full, its blocks have exact names, which the next turn finds as its prefix."""
     conversation = Conversation(world)
     conversation.turn()
 
@@ -219,5 +219,5 @@ def test_without_a_recipe_for_the_rest_the_own_history_is_reused(world: World) -
     tracked = world.request(conversation.history, make_recipe=choosy, work=the_new)
     tracked.prompt.contexts = lambda blocks: contexts_of(hashes, blocks)
     world.admit(tracked, start=0)
-    assert tracked.plan is not None
-    assert tracked.plan.num_reused == 3 * SIZE
+    assert tracked.plan is None
+    assert tracked.reason == "nothing_saved"
