@@ -4,7 +4,8 @@
 Conversations of a ReAct agent with a search and a calculator are served over HTTP under several
 arms (`arms`), as traces of one or more users (`traces`). Behind the right history every step has a
 label; the model also leads conversations itself. Distances from full prefill are measured in this
-process. An interrupt (Ctrl-C) ends it early, with figures of what was measured.
+process. An interrupt (Ctrl-C) ends it early, with figures of what was measured; traces that were
+compared with full prefill are in a file beside `--json`, and the same command goes on behind them.
 `BENCH_QUALITY_SEEDS=tuning` draws the traces on which options are chosen.
 """
 
@@ -13,29 +14,30 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import openai
 
 from bench import harness
-from bench.agents import arms, figures
+from bench.agents import arms, distance, figures, success
 from bench.agents.arms import Arm
+from bench.agents.records import Compared
 from bench.agents.traces import KINDS, Trace, Writer, draw
 from bench.english import text
 from bench.english.command import UsageError, require_model
 from bench.english.records import model_digest
 from bench.quality import seeds
+from bench.records import RecordsError, beside
 from bench.server import ServerError
 
 if TYPE_CHECKING:
     from bench.agents.serving import Client
-    from bench.english.engine import Lab
 
 T = TypeVar("T")
 
@@ -44,11 +46,15 @@ COLUMNS = (
     *("tool_success", "task_success", "ttft_s", "total_s", "saved_over_none", "saved_over_prefix"),
 )
 """Of a row, what is printed; its file has more."""
-PARTS = ("serving", "distance", "success", "retrieval")
+SERVING, DISTANCE, SUCCESS, RETRIEVAL = "serving", "distance", "success", "retrieval"
+PARTS = (SERVING, DISTANCE, SUCCESS, RETRIEVAL)
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE = "bfloat16"
 TEMPERATURE = 0.2
 RERUNS = 5
+_COMPARISONS: Mapping[str, tuple[Callable[..., Iterator[list[Any]]], type[Any]]] = MappingProxyType(
+    {DISTANCE: (distance.measure, distance.Apart), SUCCESS: (success.measure, success.Paired)}
+)
 _WARM_UP = 10**6
 """Number of the trace that is not measured."""
 
@@ -90,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         require_model(args.model)
         return run(args, load_of(args))
-    except UsageError as error:
+    except (UsageError, RecordsError) as error:
         print(f"bench agents: {error}", file=sys.stderr)
         return 2
     except harness.BenchError as error:
@@ -103,25 +109,10 @@ def run(args: argparse.Namespace, load: Load) -> int:
 
     Raises:
         BenchError: nothing can be measured.
+        RecordsError: the records beside `--json` are of another run.
     """
     where = harness.environment() | {"quick": args.quick}
     measured, done, started = figures.Measured(), True, time.monotonic()
-    try:
-        if "retrieval" in load.parts:
-            measured.similar = retrieval(args.quick)
-        if "serving" in load.parts:
-            serve(args.model, load, measured)
-        if "distance" in load.parts:
-            compare(args.model, load, measured)
-        if "success" in load.parts:
-            pair(args.model, load, measured)
-    except KeyboardInterrupt:
-        print("interrupted: figures are of what was measured", file=sys.stderr)
-        done = False
-    except (ServerError, httpx.HTTPError, openai.OpenAIError) as error:
-        raise harness.BenchError(str(error)) from error
-    where |= {"seconds": round(time.monotonic() - started, 1), "interrupted": not done}
-    result = figures.result(measured)
     setting = {
         "model": args.model.resolve().name,
         "model_digest": model_digest(args.model),
@@ -129,6 +120,27 @@ def run(args: argparse.Namespace, load: Load) -> int:
         "seeds": load.seeds,
         "text": text.digest(),
     }
+    file = beside(args.json) if args.json and {DISTANCE, SUCCESS} & set(load.parts) else None
+    compared = Compared(file, setting, where["commit"], args.resume)
+    where |= {"commits": sorted(map(str, compared.commits))}
+    try:
+        if RETRIEVAL in load.parts:
+            measured.similar = retrieval(args.quick)
+        if SERVING in load.parts:
+            serve(args.model, load, measured)
+        if DISTANCE in load.parts:
+            for apart in in_process(args.model, load, DISTANCE, compared):
+                measured.apart += apart
+        if SUCCESS in load.parts:
+            for paired in in_process(args.model, load, SUCCESS, compared):
+                measured.paired += paired
+    except KeyboardInterrupt:
+        print("interrupted: figures are of what was measured", file=sys.stderr)
+        done = False
+    except (ServerError, httpx.HTTPError, openai.OpenAIError) as error:
+        raise harness.BenchError(str(error)) from error
+    where |= {"seconds": round(time.monotonic() - started, 1), "interrupted": not done}
+    result = figures.result(measured)
     result = {"rows": result["rows"], "summary": {**setting, **result["summary"]}}
     harness.report("agents", where, shown(result))
     if args.json:
@@ -204,41 +216,41 @@ def _repeat(
         measured.reruns.setdefault(arm.name, []).append(texts[arm.name])
 
 
-def compare(model: Path, load: Load, measured: figures.Measured) -> None:
-    """Distances from full prefill, with an engine for each set of server options."""
-    from bench.agents import distance
-
-    for found in _in_process(model, load, distance.measure, "distances"):
-        measured.apart += found
-
-
-def pair(model: Path, load: Load, measured: figures.Measured) -> None:
-    """Answers of full prefill and of arms, with an engine for each set of server options."""
-    from bench.agents import success
-
-    for found in _in_process(model, load, success.measure, "success"):
-        measured.paired += found
-
-
-def _in_process(
-    model: Path,
-    load: Load,
-    measure: Callable[[Lab, Trace, Sequence[Arm]], Iterator[list[T]]],
-    what: str,
-) -> Iterator[list[T]]:
-    """What is found at each step of the traces that are compared with full prefill."""
+def in_process(model: Path, load: Load, part: str, compared: Compared) -> Iterator[list[Any]]:
+    """What is found at each step of the traces that are compared with full prefill, with an engine
+    for each set of server options; what was measured before comes first."""
     from bench.english.engine import english_engine
 
+    # What measures the steps of a trace, and what a step is.
+    measure, step = _COMPARISONS[part]
+    numbered = [(kind, number) for number in range(load.distant) for kind in load.kinds]
+    traces = [draw(*which, load.seeds) for which in numbered]
     for options, mine in arms.by_server(load.compared):
+        known = [compared.steps(part, trace, mine, step) for trace in traces]
+        yield from (steps for steps in known if steps is not None)
+        missing = [trace for trace, steps in zip(traces, known, strict=True) if steps is None]
+        if not missing:
+            continue
         with english_engine(model, kv_space_gib=1, segreuse=options, dtype=load.dtype) as lab:
-            chosen = [
-                draw(kind, number, load.seeds)
-                for number in range(load.distant)
-                for kind in load.kinds
-            ]
-            steps = chain.from_iterable(measure(lab, trace, mine) for trace in chosen)
-            total = sum(len(trace.requests) for trace in chosen)
-            yield from within(load.minutes, steps, what, total)
+            steps = _recorded(partial(measure, lab, arms=mine), part, missing, mine, compared)
+            total = sum(len(trace.requests) for trace in missing)
+            yield from within(load.minutes, steps, part, total)
+
+
+def _recorded(
+    measure: Callable[[Trace], Iterator[list[Any]]],
+    part: str,
+    traces: Iterable[Trace],
+    mine: Sequence[Arm],
+    compared: Compared,
+) -> Iterator[list[Any]]:
+    """Steps of traces; those of a whole one are kept."""
+    for trace in traces:
+        kept = list[Any]()
+        for found in measure(trace):
+            kept += found
+            yield found
+        compared.add(part, trace, mine, kept)
 
 
 def within(minutes: float | None, steps: Iterable[T], what: str, total: int) -> Iterator[T]:
@@ -340,5 +352,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--reruns", type=int, metavar="N", help=f"traces repeated {RERUNS} times (4)")
     add("--dtype", default=DTYPE, choices=DTYPES, help=f"in which the model computes ({DTYPE})")
     add("--minutes", type=float, metavar="N", help="of each server; then nothing new begins")
+    add("--resume", action="store_true", help="go on with records of another commit, too")
     add("--distant", type=int, metavar="N", help="traces of each kind compared with full (3)")
     return parser

@@ -21,15 +21,14 @@ from bench.english import arms, donors, text
 from bench.english.figures import figures
 from bench.english.records import (
     Records,
-    RecordsError,
     Setting,
     model_digest,
-    records_file,
     weights,
 )
 from bench.english.run import Load, measure
 from bench.english.tasks import TASKS
 from bench.quality import seeds
+from bench.records import RecordsError, beside
 
 SAMPLES = 40
 QUICK_SAMPLES = 3
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """
     load = load_of(args)
     commit = harness.commit()
-    file = records_file(args.json) if args.json else None
+    file = beside(args.json) if args.json else None
     setting = setting_of(args.model, load.seeds, args.kv_cache_dtype)
     records = Records.open(file, setting, commit, args.resume)
     where = harness.environment() | {"quick": args.quick}

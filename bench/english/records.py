@@ -2,27 +2,22 @@
 """What was measured, line by line in a file: a run that stopped goes on where it was.
 
 The first line says what was asked (`Setting`), every further one is one example under one kind of
-donors. Lines are appended as they are measured; one that was torn by the end of a process is cut
-off.
+donors.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import records
+
 DIGITS = 6
 _SAMPLE = 1 << 20
 """Bytes of the beginning and of the end of a file by which weights are told apart."""
-
-
-class RecordsError(ValueError):
-    """A file of records does not belong to this run; the text is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class Setting:
     kv_cache_dtype: str = "auto"
 
     def entry(self) -> dict[str, str]:
-        """Its line in a file: what is as usual is omitted, as in files that are older than it."""
+        """What a reader is told: what is as usual is omitted, as in files older than it."""
         return {name: value for name, value in asdict(self).items() if value != _USUAL.get(name)}
 
 
@@ -135,26 +130,13 @@ class Records:
         Raises:
             RecordsError: the file is of another setting or other code, or holds something else.
         """
-        records = cls(setting, file)
+        kept = cls(setting, file)
         if file is None:
-            return records
-        if not file.exists() or not file.stat().st_size:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            records._write({"english": setting.entry()})
-            return records
-        whole = file.read_bytes().rpartition(b"\n")[0]
-        for number, line in enumerate(whole.splitlines()):
-            records._take(file, number, _entry(line))
-        if not whole:
-            raise RecordsError(f"{file} is no file of `bench english`: choose another name")
-        os.truncate(file, len(whole) + 1)  # what was torn is measured again
-        others = {one.commit for one in records} - {commit}
-        if others and not any_commit:
-            raise RecordsError(
-                f"{file} was measured at commit {', '.join(sorted(map(str, others)))}, this is "
-                f"{commit}: go on with --resume, or remove the file"
-            )
-        return records
+            return kept
+        for number, entry in enumerate(records.opened(file, "english", asdict(setting), _USUAL)):
+            kept._take(file, number, entry)
+        records.require_commit(file, {one.commit for one in kept}, commit, any_commit)
+        return kept
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._by_key.values())
@@ -171,7 +153,7 @@ class Records:
         """Keep a record; one of the same example is kept beside it, arm by arm."""
         self._keep(record)
         if self._file:
-            self._write(asdict(record))
+            records.append(self._file, asdict(record))
 
     def _keep(self, record: Record) -> None:
         known = self._by_key.get(record.key)
@@ -179,35 +161,11 @@ class Records:
         self._by_key[record.key] = Record(**{**vars(record), "arms": arms})
 
     def _take(self, file: Path, number: int, entry: Any) -> None:
-        if number == 0:
-            other = entry.get("english") if isinstance(entry, dict) else None
-            if not isinstance(other, dict):
-                raise RecordsError(f"{file} is no file of `bench english`: choose another name")
-            for name, value in asdict(self.setting).items():
-                found = other.get(name, _USUAL.get(name))
-                if found != value:
-                    raise RecordsError(
-                        f"{file} was measured with {name} {found}, not {value}: choose "
-                        "another file, or remove this one"
-                    )
-            return
         try:
             arms = {name: Outcome(**one) for name, one in entry["arms"].items()}
             self._keep(Record(**{**entry, "full": Outcome(**entry["full"]), "arms": arms}))
         except (AttributeError, KeyError, TypeError):
-            raise RecordsError(
-                f"{file}: line {number + 1} is no record of this version: choose another file"
-            ) from None
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        assert self._file is not None
-        with self._file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(entry) + "\n")
-
-
-def records_file(json_file: Path) -> Path:
-    """Where the records of a result are: beside it."""
-    return json_file.with_suffix(".jsonl")
+            raise records.not_of_this_version(file, number) from None
 
 
 def model_digest(folder: Path) -> str:
@@ -231,11 +189,3 @@ def weights(folder: Path) -> Sequence[Path]:
 def rounded(value: float) -> float:
     """As records keep it."""
     return round(float(value), DIGITS)
-
-
-def _entry(line: bytes) -> Any:
-    """What a line holds; None if it is no JSON."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None

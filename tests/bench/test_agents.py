@@ -3,6 +3,9 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +16,10 @@ from bench import harness
 from bench.agents import arms, command, distance, figures, scoring, success, traces, verdicts
 from bench.agents.distance import Apart
 from bench.agents.episodes import CALCULATOR, FINAL, SEARCH, Step
+from bench.agents.records import Compared
 from bench.agents.serving import Answered, Free, Taken
 from bench.agents.tokens import Tokens
+from bench.records import RecordsError
 from examples.agents import react, tools
 
 # What is asked.
@@ -328,16 +333,20 @@ class Talkative:
         get_tokenizer = staticmethod(Letters)
         reset_prefix_cache = staticmethod(lambda: True)
 
-    def __init__(self, trace: traces.Trace) -> None:
+    def __init__(self, *asked: traces.Trace) -> None:
         self.salts: dict[str | None, set[str]] = {}
-        self._labels = [trace.label(request).label for request in trace.requests]
-        self._asked: dict[str | None, int] = {}
+        self._labels = {
+            trace.number: [trace.label(request).label for request in trace.requests]
+            for trace in asked
+        }
+        self._asked: dict[tuple[str | None, int], int] = {}
 
     def ask(self, prompt: list[int], most: int, extra_args: Any, salt: Any = None) -> Any:
         space = None if extra_args is None else extra_args["extra_keys"][0]
         self.salts.setdefault(space, set()).add(salt)
-        step = self._asked[space] = self._asked.get(space, -1) + 1
-        label = self._labels[step]
+        at = space, int(salt.split()[1])
+        step = self._asked[at] = self._asked.get(at, -1) + 1
+        label = self._labels[at[1]][step]
         assert most > len(label)
         wrong = step == 2 and space is not None and "content" in space
         said = tuple(map(ord, "nothing" if wrong else label))
@@ -366,6 +375,55 @@ def test_success_is_paired_with_full_prefill() -> None:
     said = str(result["summary"]["h1"])
     assert said.startswith("open: latency of 0 conversations, too few, n = ")
     assert f"n = {steps} steps, success lost 0.000" in said
+
+
+def test_a_run_goes_on_behind_the_traces_that_it_has_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench.english import engine
+
+    started: list[Talkative] = []
+    load = command.load_of(
+        command._parser().parse_args(
+            ["--model", "m", "--kinds", "quotes", "--compared", "similar", "--distant", "2"]
+        )
+    )
+    of_load = [traces.draw("quotes", number, load.seeds) for number in range(2)]
+
+    @contextmanager
+    def talking(*_: Any, **__: Any) -> Iterator[Any]:
+        lab = Talkative(*of_load)
+        started.append(lab)
+        yield lab
+
+    monkeypatch.setattr(engine, "english_engine", talking)
+    file, setting = tmp_path / "run.jsonl", {"model": "m"}
+
+    def go_on(commit: str = "abc", any_commit: bool = False) -> Iterator[list[Any]]:
+        compared = Compared(file, setting, commit, any_commit)
+        return command.in_process(Path("m"), load, command.SUCCESS, compared)
+
+    stopped = go_on()
+    count = len(of_load[0].requests)
+    first = [it for _ in range(count + 1) for it in next(stopped)]
+    stopped.close()
+    again = go_on()
+    assert next(again) == first[:count], "what was measured, as it was"
+    assert len(started) == 1
+    rest = [it for steps in again for it in steps]
+    assert [it.trace for it in rest] == [1] * len(of_load[1].requests)
+    assert rest[0].step == of_load[1].requests[0].step, "from its beginning"
+    assert len([*go_on()]) == 2
+    assert len(started) == 2, "nothing is missing: no engine starts"
+    with pytest.raises(RecordsError, match="at commit abc, this is def: go on with --resume"):
+        go_on("def")
+    assert len([*go_on("def", any_commit=True)]) == 2
+    with pytest.raises(RecordsError, match="with model m, not another"):
+        Compared(file, {"model": "another"}, "abc")
+    with file.open("a") as out:
+        out.write('{"part": "success"}\n')
+    with pytest.raises(RecordsError, match="line 4 is no record of this version"):
+        go_on()
 
 
 # Verdicts.

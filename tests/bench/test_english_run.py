@@ -16,11 +16,12 @@ from bench import __main__ as bench
 from bench import harness
 from bench.english import engine, figures, page, run
 from bench.english.arms import Arm, arm
-from bench.english.records import Outcome, Record, Records, RecordsError, Setting, model_digest
+from bench.english.records import Outcome, Record, Records, Setting, model_digest
 from bench.english.tape import Tape, divergences, favourites
 from bench.english.tasks import draw
 from bench.english.tasks.base import Example
 from bench.quality import seeds
+from bench.records import RecordsError
 from tests.bench.english_lab import Words, use_lab
 
 SETTING = Setting("small", "0123", "reporting", "4567")
