@@ -86,6 +86,11 @@ def lose_bucket(index: SegmentIndex) -> None:
     index.heads[int(index.nodes[1]["key"]) % index.heads.size] = -1
 
 
+def change_bucket(index: SegmentIndex) -> None:
+    """Keys are drawn anew by each process: a fixed one may belong to the same bucket."""
+    index.nodes[1]["key"] ^= 1
+
+
 def change_tokens(index: SegmentIndex) -> None:
     index.tokens[3, 0] += 1
 
@@ -129,7 +134,7 @@ DAMAGES: dict[str, Damage] = {
     "group with two heads": put_head(3, 1),
     "chain at entry 1": put(1, "previous_group", 3),
     "ring at": put(3, "previous_twin", 3),
-    "bucket of 1|is in the wrong group": put(1, "key", 12345),
+    "bucket of 1|is in the wrong group": change_bucket,
 }
 
 
