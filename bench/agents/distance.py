@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import harness
+from bench.agents import inside
 from bench.agents.arms import Arm
 from bench.agents.tokens import Tokens
 from bench.agents.traces import Trace, Writer
@@ -62,18 +63,12 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Apart]
     from bench.english.tape import divergences, favourites
 
     writer = Writer(lab.llm.get_tokenizer())
-    for number, request in enumerate(trace.requests):
-        prompt = writer.request(trace, request)
+    for number, request, prompt in inside.steps(lab, trace, writer):
         # A salt of its own: nobody finds its blocks.
         full = lab.ask(prompt, STEP_TOKENS, None, salt=f"{trace.kind} {trace.number} {number}")
         found = []
         for arm in harness.rotated(arms, number):
-            space = f"{trace.kind} {trace.number} {arm.name}"
-            # Exact blocks are found in every namespace: one arm would find those of another.
-            args = arm.extra_args(space)
-            mine = lab.ask(prompt, STEP_TOKENS, args, forced=full.tokens, salt=space)
-            if mine.report is None:
-                raise harness.BenchError(f"the arm {arm.name!r} has no report")
+            mine = inside.under(lab, trace, arm, prompt, STEP_TOKENS, full.tokens)
             apart = divergences(full.logits, mine.logits)
             said = zip(full.tokens, favourites(mine.logits), strict=True)
             at = (trace.kind, trace.number, request.conversation, request.step, arm.name)
@@ -89,5 +84,3 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Apart]
             )
             found.append(one)
         yield found
-    if not lab.llm.reset_prefix_cache():
-        raise harness.BenchError("the prefix cache could not be reset: a request still runs")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import harness
-from bench.agents import scoring
+from bench.agents import inside, scoring
 from bench.agents.arms import Arm
 from bench.agents.serving import SPARE_TOKENS
 from bench.agents.tokens import Tokens
@@ -61,16 +61,13 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Paired
     def said(answered: Any) -> str:
         return str(tokenizer.decode(answered.tokens, skip_special_tokens=True))
 
-    for number, request in enumerate(trace.requests):
-        prompt, label = writer.request(trace, request), trace.label(request)
+    for number, request, prompt in inside.steps(lab, trace, writer):
+        label = trace.label(request)
         most = writer.measure(label.label) + SPARE_TOKENS
         full = lab.ask(prompt, most, None, salt=f"{trace.kind} {trace.number}")
         found = []
         for arm in harness.rotated(arms, number):
-            space = f"{trace.kind} {trace.number} {arm.name}"
-            mine = lab.ask(prompt, most, arm.extra_args(space), salt=space)
-            if mine.report is None:
-                raise harness.BenchError(f"the arm {arm.name!r} has no report")
+            mine = inside.under(lab, trace, arm, prompt, most)
             one = Paired(
                 *(trace.kind, trace.number, request.conversation, request.step, arm.name),
                 full=scoring.step(said(full), label),
@@ -80,5 +77,3 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Paired
             )
             found.append(one)
         yield found
-    if not lab.llm.reset_prefix_cache():
-        raise harness.BenchError("the prefix cache could not be reset: a request still runs")
