@@ -90,6 +90,33 @@ def _windowed(model_type: str, why: str, layers: str, **config: Any) -> Shape:
     return _tiny(model_type, why, layer_types=types, **{"sliding_window": 96} | config)
 
 
+def _latent(model_type: str, why: str, **config: Any) -> Shape:
+    """A model of DeepSeek's kind. vLLM's backends take latent vectors of this size only."""
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    experts = {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    heads = {"num_key_value_heads": 4, "head_dim": 64}
+    # As DeepSeek and Kimi have it. Without, vLLM 0.32 turns latent models' keys wrongly on CPUs.
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "original_max_position_embeddings": 4096,
+    }
+    return _tiny(model_type, why, **latent | experts | heads | {"rope_parameters": rope} | config)
+
+
 def _vision(model_type: str, why: str, mrope_section: list[int], **vision: Any) -> Shape:
     """A model of text and images."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": mrope_section}
@@ -232,6 +259,22 @@ VISION: dict[str, Shape] = {
 }
 """Supported, too: reuse for prompts of text. Serving them needs torchvision."""
 
+LATENT: dict[str, Shape] = {
+    "deepseek_v2": _latent(
+        "deepseek_v2", "multi-head latent attention (MLA), experts", q_lora_rank=None
+    ),
+    "deepseek_v3": _latent(
+        "deepseek_v3",
+        "MLA with projected queries, experts in groups",
+        q_lora_rank=48,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    ),
+}
+"""Supported, too, where vLLM has a prefix cache for them: on GPUs, and on CPUs with AMX."""
+
 DRAFTED: dict[str, Shape] = {
     "drafted": replace(
         _tiny("llama", "a draft of one layer can tell its answers"), predictable=True
@@ -262,20 +305,6 @@ REFUSED: dict[str, Shape] = {
         global_head_dim=32,
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=2,
-    ),
-    "deepseek_v2": _tiny(
-        "deepseek_v2",
-        "multi-head latent attention",
-        num_key_value_heads=4,
-        head_dim=64,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        first_k_dense_replace=4,
-        n_routed_experts=4,
-        moe_intermediate_size=128,
     ),
     "lfm2": _tiny(
         "lfm2",
@@ -308,7 +337,7 @@ BENCH: dict[str, Shape] = {
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
 attention, yet a run is over in minutes."""
 
-SHAPES: dict[str, Shape] = SUPPORTED | VISION | DRAFTED | REFUSED | BENCH
+SHAPES: dict[str, Shape] = SUPPORTED | VISION | LATENT | DRAFTED | REFUSED | BENCH
 
 
 def cache_root() -> Path:

@@ -390,12 +390,12 @@ def _with_links(text: str) -> str:
 
 def support() -> str:
     """What passing tests have shown of each shape of model, by device."""
-    from bench.shapes import DRAFTED, SUPPORTED, VISION
+    from bench.shapes import DRAFTED, LATENT, SUPPORTED, VISION
 
     shown = json.loads((REPOSITORY / "docs" / "support.json").read_text())
     features = sources.constant(REPOSITORY / "tests" / "support.py", "FEATURES")
     rows = []
-    for shape, about in (SUPPORTED | VISION | DRAFTED).items():
+    for shape, about in (SUPPORTED | VISION | LATENT | DRAFTED).items():
         by_device = {device: shown.get(device, {}).get(shape, []) for device in ("cpu", "gpu")}
         cells = [
             ", ".join(device.upper() for device, has in by_device.items() if one in has)

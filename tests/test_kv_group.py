@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -41,6 +42,11 @@ def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -
     assert found.of(([3, 1, 2],)) == [3, 1, 2]
 
 
+def test_latent_vectors_are_kept_for_all_tokens_too() -> None:
+    latent = MLAAttentionSpec(block_size=16, **SHAPE)
+    assert set(segment_group(kv_cache(latent)).specs.values()) == {latent}
+
+
 @pytest.mark.parametrize(
     ("specs", "found"),
     [
@@ -50,7 +56,10 @@ def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -
             [FULL, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **SHAPE)],
             "2 KV cache groups (ChunkedLocalAttentionSpec, FullAttentionSpec)",
         ),
-        ([MLAAttentionSpec(block_size=16, **SHAPE)], "1 KV cache groups (MLAAttentionSpec)"),
+        (
+            [SlidingWindowMLASpec(block_size=16, sliding_window=64, **SHAPE)],
+            "1 KV cache groups (SlidingWindowMLASpec)",
+        ),
     ],
 )
 def test_any_other_shape_of_cache_is_refused(specs: list[Any], found: str) -> None:

@@ -20,9 +20,11 @@ def config(
     wave: int = 100_000,
     lora: bool = False,
     speculative: Any = None,
+    latent: bool = False,
     **options: Any,
 ) -> Any:
     model = SimpleNamespace(
+        use_mla=latent,
         dtype=dtype,
         max_model_len=max_model_len,
         get_hidden_size=lambda: 64,
@@ -124,3 +126,15 @@ def test_kv_and_its_boundary_states_share_what_is_left() -> None:
     left = kv_bytes(10**9, config(), {"first": spec, "second": spec}, (8,))
     tokens = left / 400
     assert left + tokens * state_bytes_per_token(config(), (8,)) == pytest.approx(10**9, rel=1e-6)
+
+
+def test_builders_for_latent_vectors_set_a_context_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    size = "determine_chunked_prefill_workspace_size"
+    monkeypatch.setattr(MLACommonMetadataBuilder, size, staticmethod(lambda _: 5000))
+    assert pass_bytes(config(latent=True)) - pass_bytes(config()) == 5000 * 128 * 2
+    halo = {"halo_tokens": 8, "max_boundary_drift": 0.3, "min_run_tokens": 4}
+    of_halos = pass_bytes(config(latent=True, similarity=halo)) - pass_bytes(config(latent=True))
+    # Per token one vector at ten layers, and four of its size in float32.
+    assert of_halos == (256 + 1000 // 9 + 512) * 2 * 128 * (10 * 2 + 4 * 4)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.shapes import DRAFTED, SUPPORTED, VISION
+from bench.shapes import DRAFTED, LATENT, SUPPORTED, VISION
 from tests import support
 
 TESTS = Path(__file__).parent
@@ -133,6 +133,6 @@ def test_the_committed_table_names_shapes_and_features_that_tests_show() -> None
             marked |= set(re.findall(r'(?<!=)"(\w+)"', call))
     shown = json.loads(support.FILE.read_text())
     for families in shown.values():
-        assert families.keys() <= (SUPPORTED | VISION | DRAFTED).keys()
+        assert families.keys() <= (SUPPORTED | VISION | LATENT | DRAFTED).keys()
         assert {one for features in families.values() for one in features} <= marked
     assert marked <= support.FEATURES.keys()

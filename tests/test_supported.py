@@ -81,7 +81,6 @@ NO_ATTENTION = (
 )
 MODELS: list[tuple[dict[str, Any], str]] = [
     ({"runner_type": "pooling"}, "is a pooling model"),
-    ({"use_mla": True}, "uses multi-head latent attention (MLA)"),
     ({"is_hybrid": True}, NO_ATTENTION),
     ({"is_attention_free": True}, NO_ATTENTION),
     ({"is_encoder_decoder": True}, "is an encoder-decoder model"),
@@ -137,13 +136,58 @@ def test_layers_that_are_like_others_are_not_refused(text: dict[str, Any], llama
 
 
 def test_all_reasons_are_known_and_the_first_is_told(llama: Any) -> None:
-    given = config(llama, {"use_mla": True}, parallel={"enable_eplb": True})
-    with pytest.raises(RefusedError, match=r"\(MLA\)") as refused:
+    given = config(llama, {"is_encoder_decoder": True}, parallel={"enable_eplb": True})
+    with pytest.raises(RefusedError, match="encoder-decoder") as refused:
         check_config(given)
     assert [reason.split(";")[0] for reason in refused.value.reasons] == [
-        "LlamaForCausalLM uses multi-head latent attention (MLA)",
+        "LlamaForCausalLM is an encoder-decoder model",
         "expert load balancing is on",
     ]
+
+
+LATENT: list[tuple[dict[str, Any], str]] = [
+    (
+        {"cache": {"cache_dtype": "fp8_e5m2"}},
+        "LlamaForCausalLM uses multi-head latent attention (MLA), whose fp8 KV cache is not "
+        "proven; use --kv-cache-dtype auto",
+    ),
+    (
+        {"lora": LoRAConfig()},
+        "LlamaForCausalLM uses multi-head latent attention (MLA), which is not proven beside LoRA "
+        "adapters; remove --enable-lora",
+    ),
+    (
+        {"cache": {"enable_prefix_caching": False}},
+        "LlamaForCausalLM uses multi-head latent attention (MLA), for which vLLM has no prefix "
+        "cache on CPUs without AMX; use a CPU with AMX or a GPU, or serve this model without "
+        "--segreuse",
+    ),
+    (
+        {"speculative": "mtp"},
+        "speculative decoding by mtp of a model with multi-head latent attention (MLA) is not "
+        "proven; use ngram",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), LATENT)
+def test_latent_attention_is_refused_beside_what_is_not_proven(
+    changes: dict[str, Any], why: str, llama: Any
+) -> None:
+    with pytest.raises(RefusedError) as refused:
+        check_config(config(llama, {"use_mla": True}, **changes))
+    assert refused.value.reasons == (why,)
+    check_config(config(llama, {"use_mla": True}))
+
+
+def test_on_a_gpu_it_is_the_user_who_turns_the_prefix_cache_off(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    given = config(llama, {"use_mla": True}, cache={"enable_prefix_caching": False})
+    assert refusal(given) == "prefix caching is off; remove --no-enable-prefix-caching"
 
 
 QUANTISED_OTHERWISE = sorted(set(get_args(CacheDType)) - set(KV_CACHE_DTYPES))
@@ -289,8 +333,8 @@ def test_nothing_else_is_refused(changes: dict[str, Any], llama: Any) -> None:
 
 
 def test_a_model_without_a_name_is_named_by_where_it_is(llama: Any) -> None:
-    nameless = {"hf_config": SimpleNamespace(architectures=None), "use_mla": True}
-    assert refusal(config(llama, nameless)).startswith(f"{llama.model} uses multi-head")
+    nameless = {"hf_config": SimpleNamespace(architectures=None), "is_encoder_decoder": True}
+    assert refusal(config(llama, nameless)).startswith(f"{llama.model} is an encoder-decoder")
 
 
 @pytest.mark.parametrize("cuts", [(1,), (1, 2)])

@@ -52,11 +52,12 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
     Raises:
         RefusedError: the KV cache is of another shape; names what was found.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     groups = kv_cache_config.kv_cache_groups
     specs = _by_layer(groups[0]) if len(groups) == 1 else {}
-    if not specs or any(type(spec) is not FullAttentionSpec for spec in specs.values()):
+    known = (FullAttentionSpec, MLAAttentionSpec)
+    if not specs or any(type(spec) not in known for spec in specs.values()):
         raise RefusedError(_other_shape(groups))
     for spec in specs.values():
         _check_spec(spec)

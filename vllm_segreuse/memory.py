@@ -103,11 +103,14 @@ def _halo_bytes(vllm_config: VllmConfig, config: SegReuseConfig) -> int:
     of_a_step = config.max_step_tokens or STEP_TOKENS["other"]
     tokens = _prompts(vllm_config) * (COMPARED_TOKENS + segments) + of_a_step
     channels = model.get_num_kv_heads(parallel) * model.get_head_size()
-    kept = 2 * model.get_num_layers(parallel) * model.dtype.itemsize
+    halves = 1 if model.use_mla else 2
+    kept = halves * model.get_num_layers(parallel) * model.dtype.itemsize
     return tokens * channels * (kept + 4 * _FLOAT32_BYTES)
 
 
 def _builder_bytes(vllm_config: VllmConfig) -> int:
+    if vllm_config.model_config.use_mla:
+        return _BUILDER_BYTES + _latent_workspace_bytes(vllm_config)
     backend = vllm_config.attention_config.backend
     if backend is None or backend.name != "FLASHINFER":
         return _BUILDER_BYTES
@@ -120,3 +123,12 @@ def _builder_bytes(vllm_config: VllmConfig) -> int:
         envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, chunk * channels * _FLASHINFER_ELEMENT_BYTES
     )
     return _BUILDER_BYTES + int(workspace)
+
+
+def _latent_workspace_bytes(vllm_config: VllmConfig) -> int:
+    """Latent vectors of a prefill's context, as vLLM's builders for MLA set them aside."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    model = vllm_config.model_config
+    tokens = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
+    return int(tokens * model.get_head_size() * model.dtype.itemsize)

@@ -49,6 +49,7 @@ def check_config(vllm_config: VllmConfig, cuts: Sequence[int] = ()) -> None:
     checked = (
         _layer_faults,
         _model_faults,
+        _latent_faults,
         _engine_faults,
         partial(_draft_faults, cuts),
         partial(_cut_faults, cuts),
@@ -87,7 +88,6 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     model, name = vllm_config.model_config, _name(vllm_config)
     return [
         (model.runner_type != "generate", f"{name} is a {model.runner_type} model{WITHOUT}"),
-        (model.use_mla, f"{name} uses multi-head latent attention (MLA){WITHOUT}"),
         (
             model.is_hybrid or model.is_attention_free,
             f"{name} has layers without attention (linear attention, state space or convolution): "
@@ -96,6 +96,37 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
         (model.enable_prompt_embeds, "prompt embeddings are on; remove --enable-prompt-embeds"),
     ]
+
+
+def _latent_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    """Of multi-head latent attention (MLA): what is not proven beside it."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not model.use_mla:
+        return []
+    by = f"{_name(vllm_config)} uses multi-head latent attention (MLA)"
+    return [
+        (
+            cache.cache_dtype.startswith("fp8"),
+            f"{by}, whose fp8 KV cache is not proven; use --kv-cache-dtype auto",
+        ),
+        (
+            vllm_config.lora_config is not None,
+            f"{by}, which is not proven beside LoRA adapters; remove --enable-lora",
+        ),
+        (
+            _no_cache_of_latents(vllm_config),
+            f"{by}, for which vLLM has no prefix cache on CPUs without AMX; use a CPU with AMX or "
+            "a GPU, or serve this model without --segreuse",
+        ),
+    ]
+
+
+def _no_cache_of_latents(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM itself has turned its prefix cache off, as for its CPU_MLA backend."""
+    from vllm.platforms import current_platform
+
+    off = not vllm_config.cache_config.enable_prefix_caching
+    return bool(vllm_config.model_config.use_mla) and off and current_platform.is_cpu()
 
 
 def _cut_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool, str]]:
@@ -123,7 +154,7 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     experts = vllm_config.model_config.is_moe
     return [
         (
-            not cache.enable_prefix_caching,
+            not cache.enable_prefix_caching and not _no_cache_of_latents(vllm_config),
             "prefix caching is off; remove --no-enable-prefix-caching",
         ),
         (
@@ -192,6 +223,10 @@ def _draft_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bo
         (
             vllm_config.model_config.is_multimodal_model,
             f"{by} of a model that takes images is not proven; use ngram",
+        ),
+        (
+            vllm_config.model_config.use_mla,
+            f"{by} of a model with multi-head latent attention (MLA) is not proven; use ngram",
         ),
         (
             any(

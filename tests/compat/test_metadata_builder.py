@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 
-from vllm_segreuse.compat.metadata_builder import private_builder
+from vllm_segreuse.compat.metadata_builder import build_rows, private_builder
 
 CPU = torch.device("cpu")
 
@@ -21,6 +21,9 @@ class Builder:
 
     def __init__(self, spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.given = (spec, layer_names, vllm_config, device)
+
+    def build(self, prefix_len: int, rows: Any) -> tuple[int, Any, int | None]:
+        return prefix_len, rows, self.reorder_batch_threshold
 
 
 class FlashInferBuilder(Builder):
@@ -60,26 +63,33 @@ def test_the_runners_configuration_stays_as_it_is() -> None:
     assert ours == original
 
 
-@pytest.mark.parametrize(("kind", "threshold"), [(Builder, None), (FlashInferBuilder, 0)])
-def test_every_row_of_a_pass_is_prefill(kind: type[Builder], threshold: int | None) -> None:
-    assert made(kind, config()).reorder_batch_threshold == threshold
+def built(kind: type[Builder], decoded: bool) -> Any:
+    return build_rows(made(kind, config()), "rows", decoded)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_rows_of_a_pass_are_all_prefill_or_all_decodes(decoded: bool) -> None:
+    assert built(Builder, decoded) == (0, "rows", None), "its backend knows no difference"
+    assert built(FlashInferBuilder, decoded) == (0, "rows", int(decoded))
     assert FlashInferBuilder.reorder_batch_threshold == 1, "the runner's own still sorts its rows"
 
 
-def test_no_row_counts_as_a_decode_for_vllm() -> None:
-    """As FlashInfer's builder splits a batch."""
+@pytest.mark.parametrize(
+    ("lengths", "decoded", "expected"),
+    [([1, 8, 1], False, (0, 3)), ([1, 1, 1], False, (0, 3)), ([1, 1, 1], True, (3, 0))],
+)
+def test_vllm_counts_them_so(lengths: list[int], decoded: bool, expected: tuple[int, int]) -> None:
+    """As the builders of FlashInfer and of MLA split a batch."""
     from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-    starts = torch.tensor([0, 1, 9, 10], dtype=torch.int32)
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     rows: Any = SimpleNamespace(
-        max_query_len=8,
+        max_query_len=max(lengths),
         num_reqs=3,
-        num_actual_tokens=10,
+        num_actual_tokens=sum(lengths),
         query_start_loc_cpu=starts,
         is_prefilling=None,
     )
-    threshold = made(FlashInferBuilder, config()).reorder_batch_threshold
+    *_, threshold = built(FlashInferBuilder, decoded)
     decodes, prefills, *_ = split_decodes_and_prefills(rows, decode_threshold=threshold)
-    assert (decodes, prefills) == (0, 3)
-    decodes, prefills, *_ = split_decodes_and_prefills(rows, decode_threshold=1)
-    assert (decodes, prefills) == (1, 2)
+    assert (decodes, prefills) == expected

@@ -20,6 +20,7 @@ def config(backend: str | None = None, connector: bool = True) -> Any:
     from vllm_segreuse import kv_transfer_config
 
     model = SimpleNamespace(
+        use_mla=False,
         dtype=torch.bfloat16,
         max_model_len=1000,
         get_hidden_size=lambda: 64,

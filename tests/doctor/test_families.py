@@ -3,7 +3,7 @@
 
 `families.json` has, by name, the configuration, whether it works, and a part of the reason if not.
 `code` is what vLLM finds out about a model's code, where that cannot be imported without packages
-that the tests do without (torchvision).
+that the tests do without (torchvision). `amx` is whether the machine is to have it.
 """
 
 import dataclasses
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 
+from tests.latent import BLOCK_SIZE, prefix_cache_for_latents
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.doctor import diagnosis
 from vllm_segreuse.doctor.layers import UnexaminedError
@@ -45,6 +47,8 @@ def test_the_verdict_on_a_family(
     family = FAMILIES[name]
     if "code" in family:
         stand_in(family["code"], monkeypatch)
+    if "amx" in family:
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: family["amx"])
     for variable, value in family.get("environment", {}).items():
         monkeypatch.setenv(variable, value)
     (tmp_path / "config.json").write_text(json.dumps(family["config"]))
@@ -59,6 +63,22 @@ def test_the_verdict_on_a_family(
     else:
         assert family["why"] in found.reasons[0]
         assert all(reason.count(". ") == 0 for reason in found.reasons), "one sentence each"
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "kimi-k2"])
+def test_latent_models_work_where_vllm_has_a_prefix_cache(name: str, tmp_path: Path) -> None:
+    config = FAMILIES[name]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with prefix_cache_for_latents():
+        args = EngineArgs(model=str(tmp_path), block_size=BLOCK_SIZE)
+        found = diagnosis.diagnose(args, SegReuseConfig())
+    assert (found.works, found.reasons) == (True, ())
+    assert not any("start-up only" in note for note in found.notes)
+    assert found.kernels is not None
+    assert "latent KV of 576 channels" in found.kernels
+    assert found.memory is not None
+    # One vector per layer, in bf16.
+    assert found.memory.kv_bytes_per_token == config["num_hidden_layers"] * 576 * 2
 
 
 def test_there_is_a_family_for_every_reason_and_enough_of_them() -> None:

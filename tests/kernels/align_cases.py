@@ -25,11 +25,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Where keys and values lie in a page of so many elements; no values for MLA."""
+    """Where keys and values lie in a page of so many elements."""
 
     page_elements: int
     keys: TiledStrides
-    values: TiledStrides | None
+    values: TiledStrides
 
 
 def nhd(heads: int, block_size: int, channels: int) -> Shape:
@@ -49,9 +49,13 @@ def hnd(heads: int, block_size: int, channels: int) -> Shape:
 
 
 def mla(latent: int, turning: int) -> Shape:
-    """`[token, latent | k_pe]`"""
+    """`[token, latent | k_pe]`: the key that turns lies behind the value, and is narrower."""
     row = latent + turning
-    return Shape(16 * row, TiledStrides((1, 16, row), 0, 0, 16, 0, row, row, 0, 1), None)
+
+    def part(offset: int, channels: int) -> TiledStrides:
+        return TiledStrides((1, 16, channels), offset, 0, 16, 0, row, channels, 0, 1)
+
+    return Shape(16 * row, part(latent, turning), part(0, latent))
 
 
 def channel_tiles(heads: int, block_size: int, channels: int, tile: int) -> Shape:
@@ -93,11 +97,10 @@ ROTATIONS: dict[int, tuple[Rotation | None, ...]] = {
         None,
     ),
     36: (Rotation(36, True), Rotation(20, False)),
-    64: (Rotation(64, True), Rotation(32, False, 16)),
+    64: (Rotation(64, True), Rotation(64, False), Rotation(32, False, 16)),
     72: (Rotation(72, True), Rotation(48, False, 16), Rotation(64, True)),
     80: (Rotation(80, False), Rotation(32, True), Rotation(64, True, 16)),
     128: (Rotation(128, True), Rotation(128, False), Rotation(64, True), Rotation(32, False, 48)),
-    576: (Rotation(64, False, 512), Rotation(64, True, 512)),
 }
 
 NAMES = [*LAYOUTS, *GPU_SHAPES]
@@ -109,8 +112,7 @@ CASES = [
 
 
 def parts_of(shape: Shape, rotation: Rotation | None) -> list[Part]:
-    parts = [Part(shape.keys, rotation)]
-    return parts if shape.values is None else [*parts, Part(shape.values, None)]
+    return [Part(shape.keys, rotation), Part(shape.values, None)]
 
 
 @dataclasses.dataclass

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fastest kernels that work are chosen, and what is chosen is said."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,6 +88,26 @@ def test_a_gpu_attends_by_triton_where_triton_can(
     assert (chosen.token_scores is not reference.token_scores) == served
     assert chosen.align is cuda.align
     assert (f"head size {size} in {dtype}" in chosen.description) != served
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_latent_pages_are_moved_and_left_to_the_stock_backend_otherwise(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their keys are of a size that attention kernels take, and are not all that is attended to."""
+    if device == GPU:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    both = TiledStrides((1, 32, 576), 0, 0, 32, 0, 576, 576, 0, 1)
+    chosen = dispatch.choose(device, torch.bfloat16, PageLayout(both, both, both))
+    narrow = replace(both, shape=(1, 32, 64), channel_tile=64)
+    assert chosen == dispatch.choose(device, torch.bfloat16, PageLayout(narrow, narrow, both))
+    assert chosen.align is (cpu.align if device == CPU else cuda.align)
+    assert (chosen.sparse_attention, chosen.plan_attention) == (None, None)
+    assert chosen.token_scores is reference.token_scores
+    assert "(latent KV of 576 channels)" in chosen.description
 
 
 def test_other_devices_than_a_cpu_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

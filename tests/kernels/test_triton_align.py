@@ -57,12 +57,12 @@ def test_the_smallest(number: int, neox: bool, monkeypatch: pytest.MonkeyPatch) 
     assert_agrees(align, pages, parts_of(shape, Rotation(12, neox, 4)), moves, DEVICE)
 
 
-def test_the_smallest_of_keys_alone() -> None:
-    """As in MLA, whose values are a part of the keys."""
+def test_the_smallest_of_latents() -> None:
+    """Of MLA, whose keys are narrower than its values."""
     shape = mla(20, 12)
     pages = make_cache(shape.page_elements, 4, torch.bfloat16)
     moves = make_moves(4, 16, 9, 6, True)
-    assert_agrees(align, pages, parts_of(shape, Rotation(12, False, 20)), moves, DEVICE)
+    assert_agrees(align, pages, parts_of(shape, Rotation(12, False)), moves, DEVICE)
 
 
 # Each layout and rotation with one dtype, by turns. Many heads say no more, and take long here.
@@ -212,12 +212,11 @@ def test_random_plans(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
-def test_keys_alone(overlapping: bool) -> None:
-    """As in MLA, whose values are a part of the keys."""
+def test_latents(overlapping: bool) -> None:
     shape = mla(100, 28)
     pages = make_cache(shape.page_elements, 4, torch.bfloat16, num_layers=3)
     moves = make_moves(4, 16, 20, 14, overlapping)
-    assert_agrees(align, pages, parts_of(shape, Rotation(28, False, 100)), moves, DEVICE)
+    assert_agrees(align, pages, parts_of(shape, Rotation(28, False)), moves, DEVICE)
 
 
 def test_nothing_to_move_changes_nothing() -> None:

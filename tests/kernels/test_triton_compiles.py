@@ -101,7 +101,7 @@ def test_align_of_pages_that_are_not_aligned_is_not_wide(kernels: Kernels) -> No
 def test_align_of_latents(kernels: Kernels) -> None:
     shape = mla(512, 64)
     pages = make_cache(shape.page_elements, 4, torch.bfloat16, num_layers=2)
-    rotated = parts_of(shape, Rotation(64, False, 512))
+    rotated = parts_of(shape, Rotation(64, False))
     triton_align.align(pages.layers, rotated, make_moves(4, 16, 20, 32, False))
     assert widths(kernels.launches("_move")[0].asm["ptx"], "st") == {"v4.b32"}
 

@@ -20,6 +20,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "ntk": {"rope_type": "ntk", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LIMIT // 4},
+    "deepseek yarn": {
+        "rope_type": "deepseek_yarn",
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "original_max_position_embeddings": LIMIT // 4,
+    },
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -103,10 +110,9 @@ def test_it_agrees_with_vllms_own_rotation(kind: str, neox: bool) -> None:
     rope = derive(rotary, "layer")
     old = torch.tensor([0, 1, 5, 300, 31, 32, 33, 2000])
     new = torch.tensor([7, 0, 5, 299, 332, 0, 1999, 3])
-    keys = torch.randn(len(old), HEADS * HEAD_SIZE)
+    keys = torch.randn(len(old), HEADS, HEAD_SIZE)
     at_old, at_new = (
-        rotary.forward_native(where, keys.clone(), keys.clone())[1].view(-1, HEADS, HEAD_SIZE)
-        for where in (old, new)
+        rotary.forward_native(where, keys.clone(), keys.clone())[1] for where in (old, new)
     )
     moved = rope.rotate(at_old, new - old)
     torch.testing.assert_close(moved, at_new, atol=2e-3, rtol=0)

@@ -100,6 +100,7 @@ def loaded(
     dtype: str = "float32",
     kv_cache_dtype: Any = "auto",
     draft: Callable[[Any], nn.Module] | None = None,
+    num_blocks: int = NUM_BLOCKS,
     **changes: Any,
 ) -> Iterator[Loaded]:
     """Load the model; vLLM's configuration of it and its parallel groups are set meanwhile.
@@ -108,6 +109,7 @@ def loaded(
         folder, dtype, changes: see `model_config`.
         kv_cache_dtype: as vLLM's option.
         draft: makes a model beside it, of vLLM's configuration.
+        num_blocks: of the KV cache.
     """
     from vllm.config import CacheConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
 
@@ -127,7 +129,7 @@ def loaded(
         stack.enter_context(_alone(folder))
         model = _model(vllm_config)
         beside = None if draft is None else _randomised(draft(vllm_config), vllm_config)
-        yield Loaded(model, vllm_config, _bind_kv_cache(vllm_config), beside)
+        yield Loaded(model, vllm_config, _bind_kv_cache(vllm_config, num_blocks), beside)
 
 
 @contextmanager
@@ -169,7 +171,7 @@ def _randomised(model: nn.Module, vllm_config: Any) -> nn.Module:
     return model.eval()
 
 
-def _bind_kv_cache(vllm_config: Any) -> Any:
+def _bind_kv_cache(vllm_config: Any, num_blocks: int) -> Any:
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
@@ -177,10 +179,10 @@ def _bind_kv_cache(vllm_config: Any) -> Any:
     layers = vllm_config.compilation_config.static_forward_context
     specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
     spec, first = next(iter(specs.values())), next(iter(layers.values()))
-    memory = spec.page_size_bytes * len(layers) * NUM_BLOCKS
+    memory = spec.page_size_bytes * len(layers) * num_blocks
     layout = resolve_kv_cache_layout(vllm_config, [["LBHNC"]])
     [kv_cache_config] = get_kv_cache_configs(vllm_config, [specs], [memory])
-    assert kv_cache_config.num_blocks == NUM_BLOCKS
+    assert kv_cache_config.num_blocks == num_blocks
     device = torch.device("cpu")
     bind_kv_cache(allocate_kv_cache(kv_cache_config, device, layout), layers, [])
     # The runner's builder; on CPUs it tells the layers which kernels to use.

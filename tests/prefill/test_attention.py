@@ -215,6 +215,6 @@ def test_an_error_in_the_pass_leaves_the_layers_as_they_were(
 def test_a_backend_without_forward_fails_loudly() -> None:
     with (
         pytest.raises(RuntimeError, match=r"object.forward, which this vLLM does not have"),
-        replaced_forward([object()], lambda: None),
+        replaced_forward([SimpleNamespace(impl=object())], lambda: None),
     ):
         pass

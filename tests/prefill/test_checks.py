@@ -24,7 +24,7 @@ from tests.prefill.loaded import (
 )
 from vllm_segreuse import config
 from vllm_segreuse.kernels import cpu
-from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 from vllm_segreuse.model import rope
 from vllm_segreuse.model.attention_kind import AttentionKind, kind_of
 from vllm_segreuse.model.kv_format import typed_pages
@@ -650,10 +650,26 @@ def test_which_models_run_as_compiled(only: str | None, compiled: bool) -> None:
     assert checks._may_run_compiled(given) is compiled
 
 
-@pytest.mark.parametrize(("scattered", "rows"), [(None, 8192), (object(), 8192 // 16 + 33)])
-def test_the_builder_has_room_for_every_row(scattered: Any, rows: int) -> None:
-    """Each token may be a row of its own, unless a kernel of ours takes scattered ones."""
-    scheduler = SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=32)
+@pytest.mark.parametrize(
+    ("scattered", "latent", "tokens", "rows"),
+    [
+        (None, False, 8192, 8192),
+        (object(), False, 8192, 8192 // 16 + 33),
+        (None, True, 8192, 8192 // 16 + 33),
+        (None, True, 1024, 256),
+    ],
+)
+def test_the_builder_has_room_for_every_row(
+    scattered: Any, latent: bool, tokens: int, rows: int
+) -> None:
+    """Each token may be a row of its own, unless a kernel of ours takes scattered ones, or few are
+    decoded at once."""
+    scheduler = SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=32)
     given: Any = SimpleNamespace(scheduler_config=scheduler)
-    kernels: Any = [SimpleNamespace(sparse_attention=one) for one in (object(), scattered)]
+    part = TiledStrides((1, 16, 8), 0, 0, 16, 0, 8, 8, 0, 1)
+    pages = [PageLayout(part, part), PageLayout(part, part, part if latent else None)]
+    kernels: Any = {
+        pages[0]: SimpleNamespace(sparse_attention=object()),
+        pages[1]: SimpleNamespace(sparse_attention=scattered),
+    }
     assert checks._most_rows(given, kernels) == rows

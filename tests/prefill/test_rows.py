@@ -127,6 +127,8 @@ def forward_contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, .
 class Builder:
     """A backend's metadata builder."""
 
+    reorder_batch_threshold: int | None = None
+
     def build(self, prefix_len: int, common: Any) -> tuple[int, Any]:
         return prefix_len, common
 
@@ -234,7 +236,7 @@ def test_more_rows_than_there_is_room_for_are_refused(
         pass
     too_many = table_of([[3, 5], [8, 9]])
     with (
-        pytest.raises(ValueError, match=r"4 active tokens are 3 runs; the pass has room for 2"),
+        pytest.raises(ValueError, match=r"4 active tokens are 3 rows; the pass has room for 2"),
         builder.forward_context(too_many, tables),
     ):
         pass

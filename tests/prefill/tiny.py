@@ -186,6 +186,9 @@ class Rows:
         with self.vllm_config.entered(metadata, tokens, compiled):
             yield
 
+    def most_tokens(self, tokens: TokenTable) -> int:
+        return len(tokens)
+
     def metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
         metadata = common_metadata(tokens, block_tables)
         return dict.fromkeys(map(str, range(LAYERS)), metadata)

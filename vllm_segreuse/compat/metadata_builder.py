@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
 
 CHECKED = ("0.32", "0.33")
 
@@ -37,12 +38,22 @@ def private_builder(
         max_rows: most rows of one batch.
     """
     roomy = _for_eager_rows(vllm_config, max_rows)
-    builder = backend.get_builder_cls()(kv_cache_spec, layer_names, roomy, device)
+    return backend.get_builder_cls()(kv_cache_spec, layer_names, roomy, device)
+
+
+def build_rows(builder: Any, common: CommonAttentionMetadata, decoded: bool) -> Any:
+    """The backend's metadata of the rows of a pass.
+
+    Args:
+        builder: a private one.
+        decoded: rows are decodes of one token each.
+    """
     if getattr(builder, "reorder_batch_threshold", None) is not None:
-        # FlashInfer takes short rows at the front of a batch for decodes, and computes them by
-        # kernels of their own. Rows of a pass come in no such order: all are prefill.
-        builder.reorder_batch_threshold = 0
-    return builder
+        # FlashInfer and the backends of MLA take short rows at the front of a batch for decodes,
+        # and compute them by kernels of their own. Rows of a pass come in no such order: all are
+        # decodes, or all are prefill.
+        builder.reorder_batch_threshold = 1 if decoded else 0
+    return builder.build(0, common)
 
 
 def _for_eager_rows(vllm_config: VllmConfig, max_rows: int) -> VllmConfig:

@@ -53,8 +53,9 @@ def memory_of(vllm_config: VllmConfig, examined: Examined) -> Memory:
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     block_size = vllm_config.cache_config.block_size
-    # Ranks beyond the number of KV heads hold copies.
-    held = model.get_num_kv_heads(parallel) / model.get_total_num_kv_heads()
+    # Ranks beyond the number of KV heads hold copies. So do all ranks, of latent vectors.
+    total = 1 if model.use_mla else model.get_total_num_kv_heads()
+    held = model.get_num_kv_heads(parallel) / total
     per_token = int(examined.kv_bytes * held)
     block_bytes = per_token * block_size
     document_blocks = -(-DOCUMENT_TOKENS // block_size)

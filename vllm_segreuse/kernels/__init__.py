@@ -6,8 +6,4 @@ scattered positions over the paged cache, `token_scores` sums the attention each
 `reference.py` says what they do, in plain torch; every other file is one way to do it fast, which
 `dispatch.py` asks whether it `supports` a page layout and dtype. `store` copies pages to rows of
 another memory, from which `align` reads them; `codecs.py` says how these may be stored.
-
-One path cannot be reached from a server yet, and runs in tests only: `Rotation.first` other than 0,
-and a layout of one part, in `align`. `supported.py` refuses MLA, whose page rows are
-`[latent | k_pe]`, and whose attention none of these kernels computes.
 """

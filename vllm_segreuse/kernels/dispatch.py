@@ -62,7 +62,7 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
     if missing:
         return _plain(missing)
     name = f"C++ ({cpu.instruction_set()})"
-    if not cpu.supports_attention(layout.keys, dtype, queries):
+    if layout.latent or not cpu.supports_attention(layout.keys, dtype, queries):
         found = _without_attention(cpu.align, cpu_store.store, name, _shape(layout, dtype, queries))
         return replace(found, encode=cpu_store.encode, decode=cpu.align)
     return Kernels(
@@ -90,7 +90,10 @@ def _for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
     name = f"Triton ({missing})" if missing else "CUDA C++"
     if not aligner.supports(layout, dtype):
         return _plain(f"{name} does not move {dtype}")
-    if not all(kernel.supports(layout, dtype, queries) for kernel in (attention, scores)):
+    attending = not layout.latent and all(
+        kernel.supports(layout, dtype, queries) for kernel in (attention, scores)
+    )
+    if not attending:
         shape = _shape(layout, dtype, queries)
         return _without_attention(aligner.align, reference.store, name, shape)
     return Kernels(
@@ -104,6 +107,8 @@ def _for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
 
 
 def _shape(layout: PageLayout, dtype: torch.dtype, queries: torch.dtype) -> str:
+    if layout.latent:
+        return f"latent KV of {layout.latent.shape[2]} channels"
     beside = "" if queries == dtype else f", queries in {queries}"
     return f"head size {layout.keys.shape[2]} in {dtype}{beside}"
 

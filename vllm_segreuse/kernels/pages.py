@@ -65,10 +65,21 @@ class TiledStrides:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Layout of one KV page: `keys` and `values` over the page's flat elements."""
+    """Layout of one KV page, over its flat elements.
+
+    Attributes:
+        keys, values: of each KV head; in a latent page the key that turns, and the latent vector.
+        latent: in a latent page both of them, the vector first; None elsewhere.
+    """
 
     keys: TiledStrides
     values: TiledStrides
+    latent: TiledStrides | None = None
+
+    @property
+    def attended(self) -> TiledStrides:
+        """What queries are multiplied by."""
+        return self.latent or self.keys
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Rotation:
     Attributes:
         dim: how many, even. The pairs' angles are columns 0 ... dim/2 - 1 of the tables.
         neox: pairs are `(i, i + dim/2)` if true, `(2i, 2i + 1)` otherwise, counted from `first`.
-        first: the first of them; not 0 for MLA alone (not served yet, see `kernels/__init__.py`).
+        first: the first of them.
     """
 
     dim: int

@@ -10,10 +10,13 @@ cannot be expressed so is refused.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
+from vllm_segreuse.model import token_kv
 from vllm_segreuse.model.kv_format import is_fp8, kv_scales, stored_dtype, typed_pages
 
 # Integers below these are exact, and not rounded to others once a quarter is added.
@@ -31,7 +34,7 @@ def discover_layout(layer: torch.nn.Module, block_size: int) -> PageLayout:
     Uses block 1 as scratch (block 0 is vLLM's null block); its content is restored.
 
     Args:
-        layer: a vLLM `Attention` layer whose `kv_cache` is bound.
+        layer: a vLLM attention layer whose `kv_cache` is bound.
         block_size: tokens per page.
 
     Raises:
@@ -41,56 +44,68 @@ def discover_layout(layer: torch.nn.Module, block_size: int) -> PageLayout:
         pages = typed_pages(layer)
     except ValueError as error:
         raise LayoutError(f"{layer.layer_name}: {error}") from None
-    shape = (layer.num_kv_heads, block_size, layer.head_size)
     saved = pages[1].clone()
     try:
-        key_at, value_at = _locate(layer, pages, shape)
+        key_at, value_at = _locate(layer, pages, block_size)
     finally:
         pages[1].copy_(saved)
     try:
-        return PageLayout(_fit(key_at, shape), _fit(value_at, shape))
+        together = None
+        if token_kv.is_latent(layer):
+            together = _fit(np.concatenate([value_at, key_at], axis=2))
+        return PageLayout(_fit(key_at), _fit(value_at), together)
     except LayoutError as error:
         raise LayoutError(f"{layer.layer_name}: {error}") from None
 
 
 def _locate(
-    layer: torch.nn.Module, pages: torch.Tensor, shape: tuple[int, int, int]
+    layer: torch.nn.Module, pages: torch.Tensor, tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Page element index of every K and V element, each `[head, token, channel]`.
 
     Every element gets a number; its digits are written one after the other (each digit exact in the
     cache's dtype), and read back from the raw page.
     """
-    heads, tokens, channels = shape
-    count = heads * tokens * channels
-    numbers = torch.arange(1, 2 * count + 1, dtype=torch.int64).view(2, tokens, heads, channels)
+    shapes = [(tokens, *of(layer)) for of in (token_kv.key_shape, token_kv.value_shape)]
+    sizes = [math.prod(shape) for shape in shapes]
+    count = sum(sizes)
+    numbers = [
+        part.view(shape)
+        for part, shape in zip(torch.arange(1, count + 1).split(sizes), shapes, strict=True)
+    ]
     slots = torch.arange(tokens, 2 * tokens, dtype=torch.int64, device=pages.device)
     found = torch.zeros(pages.shape[1], dtype=torch.int64)
     base, unit = _BASES.get(pages.dtype, _BASE), 1
-    while unit <= 2 * count:
-        keys, values = _written_as(layer, (numbers // unit) % base)
+    while unit <= count:
         pages[1].zero_()
-        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+        written = _written_as(layer, [(part // unit) % base for part in numbers])
+        token_kv.write(layer, *written, slots)
         found += pages[1].to("cpu", torch.float32).to(torch.int64) * unit
         unit *= base
-    where = np.full(2 * count + 1, -1, dtype=np.int64)
+    where = np.full(count + 1, -1, dtype=np.int64)
     raw = found.numpy()
-    inside = np.flatnonzero((raw > 0) & (raw <= 2 * count))
+    inside = np.flatnonzero((raw > 0) & (raw <= count))
     where[raw[inside]] = inside
-    if (where[1:] < 0).any() or len(np.unique(where[1:])) != 2 * count:
+    if (where[1:] < 0).any() or len(np.unique(where[1:])) != count:
         raise LayoutError(f"{layer.layer_name}: values written by the backend are not in its page")
-    located = where[1:].reshape(2, tokens, heads, channels).transpose(0, 2, 1, 3)
-    return located[0], located[1]
+    keys, values = (
+        where[part.numpy()].transpose(1, 0, 2)  # from [token, head, channel]
+        for part in numbers
+    )
+    return keys, values
 
 
-def _written_as(layer: torch.nn.Module, digits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a backend has to be given as keys and values for it to store these digits, `[2, ...]`.
+def _written_as(
+    layer: torch.nn.Module, digits: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a backend has to be given as keys and as values for it to store these digits.
 
     Some backends cut fp8 off (vLLM's on CPUs), others round it: a quarter more is stored as the
     digit, or as less than the next, by both, whatever the division by the scale adds or takes.
     """
     if not is_fp8(stored_dtype(layer)):
-        keys, values = digits.to(layer.kv_cache.device, layer.kv_cache_torch_dtype)
+        cache = layer.kv_cache
+        keys, values = (part.to(cache.device, cache.dtype) for part in digits)
         return keys, values
     scales = kv_scales(layer)
     keys, values = (
@@ -100,9 +115,9 @@ def _written_as(layer: torch.nn.Module, digits: torch.Tensor) -> tuple[torch.Ten
     return keys, values
 
 
-def _fit(located: np.ndarray, shape: tuple[int, int, int]) -> TiledStrides:
+def _fit(located: np.ndarray) -> TiledStrides:
     """Express element positions `[head, token, channel]` as `TiledStrides`, exactly."""
-    heads, tokens, channels = shape
+    heads, tokens, channels = shape = located.shape
     offset = int(located[0, 0, 0])
     head = int(located[1, 0, 0]) - offset if heads > 1 else 0
     h = np.arange(heads).reshape(-1, 1, 1)

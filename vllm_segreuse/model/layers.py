@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_segreuse.model import token_kv
+
 
 class UnsupportedModelError(RuntimeError):
     """The model is not of a shape that segment reuse supports; the text says why."""
@@ -125,7 +127,6 @@ class DecoderStack:
             )
         self._signature = inspect.signature(self.layers[0].forward)
         self._has_residual = "residual" in parameters
-        self._attention_signature = inspect.signature(self.attention[0].forward)
         self._extras: dict[str, object] = {}
         self._returns_tuple = False
 
@@ -265,14 +266,12 @@ class DecoderStack:
 
         All that a pass needs of the last layer, whose output it does not use.
         """
-        attention = self.attention[index]
-        key, value = self.keys_and_values(index, positions, state)
-        attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
+        token_kv.write(self.attention[index], *self.keys_and_values(index, positions, state), slots)
 
     def keys_and_values(
         self, index: int, positions: torch.Tensor, state: LayerState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[tokens, heads, head_size]` of a decoder layer; no page is written.
+        """Keys and values `[tokens, heads, channels]` of a decoder layer; no page is written.
 
         The state is spent: fused norms change it in place.
         """
@@ -280,11 +279,7 @@ class DecoderStack:
         caught: list[torch.Tensor] = []
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = self._attention_signature.bind(*args, **kwargs).arguments
-            caught.extend(
-                given[name].view(-1, attention.num_kv_heads, attention.head_size)
-                for name in ("key", "value")
-            )
+            caught.extend(token_kv.given(attention, args, kwargs))
             raise _KeysReady
 
         handle = attention.register_forward_pre_hook(stop, with_kwargs=True)

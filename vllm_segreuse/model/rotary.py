@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
+    DeepseekScalingRotaryEmbedding,
+)
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
     Phi3LongRoPEScaledRotaryEmbedding,
 )
@@ -45,7 +48,10 @@ def read(module: torch.nn.Module) -> Rotary:
     unrounded.cos_sin_cache = table
 
     def rotate(positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return unrounded.forward_native(positions, keys.clone(), keys.clone())[1]
+        heads = keys
+        if isinstance(module, DeepseekScalingRotaryEmbedding):  # takes its heads apart only
+            heads = keys.view(len(keys), -1, module.head_size)
+        return unrounded.forward_native(positions, heads.clone(), heads.clone())[1].view_as(keys)
 
     return Rotary(table, bool(module.is_neox_style), rotate)
 

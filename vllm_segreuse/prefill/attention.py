@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_segreuse.compat.attention_impl import replaced_forward
+from vllm_segreuse.compat.attention_impl import (
+    absorbed_queries,
+    replaced_forward,
+    stock_forward,
+)
+from vllm_segreuse.model import token_kv
 from vllm_segreuse.model.kv_format import kv_scales, plain_queries
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.prefill.rows import RowBuilder, pass_context
-from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
-
-LONG_RUN = 16
-"""Tokens per run, on average, from which on rows are at least as fast (`bench kernels`)."""
+from vllm_segreuse.prefill.rows import RowBuilder, has_long_runs, pass_context
+from vllm_segreuse.prefill.tokens import TokenTable, upload
 
 
 @dataclass
@@ -72,7 +74,8 @@ class Queries:
         """The queries of a wave at a layer; they may be overwritten once attention is done."""
         if id(layer) not in self._kept:
             return
-        query = plain_queries(layer, query).view(-1, layer.num_heads, layer.head_size)
+        channels = token_kv.query_channels(layer)
+        query = plain_queries(layer, query).view(-1, layer.num_heads, channels)
         if self._selected is None:
             query = query.clone()
         else:
@@ -80,10 +83,12 @@ class Queries:
             self._seen[id(layer)] = last = first + len(query)
             here = self._selected[slice(*np.searchsorted(self._selected, [first, last]))]
             query = query[upload(here - first, query.device)]
+        if token_kv.is_latent(layer):
+            query = absorbed_queries(layer, query)
         self._kept[id(layer)].append(query)
 
     def by_layer(self) -> list[torch.Tensor]:
-        """What was collected: `[tokens, heads, head_size]` of each layer."""
+        """What was collected: `[tokens, heads, channels]` of each layer, as scores take them."""
         return [torch.cat(self._kept[id(layer)]) for layer in self._layers]
 
 
@@ -99,9 +104,9 @@ class PassAttention:
         self._rows = rows
         self._layers = {id(layer.attention): layer for layer in layers}
         with_kernel = [layer for layer in layers if layer.kernels.sparse_attention is not None]
-        self._impls = [layer.attention.impl for layer in with_kernel]
-        self._impls_in_rows = [
-            layer.attention.impl for layer in layers if layer.kernels.sparse_attention is None
+        self._by_kernel = [layer.attention for layer in with_kernel]
+        self._in_rows = [
+            layer.attention for layer in layers if layer.kernels.sparse_attention is None
         ]
         # Layers of equal shape share a schedule.
         alike: dict[Any, list[str]] = {}
@@ -111,6 +116,22 @@ class PassAttention:
         self._alike = [(names, shape[-1]) for shape, names in alike.items()]
         self._block_size = layers[0].layout.keys.shape[1]
         self._least_splits = 1
+
+    def parts(self, tokens: TokenTable, most: int) -> Iterator[tuple[slice, TokenTable]]:
+        """Tokens by what is computed at once, in order of position, and where they stand.
+
+        Args:
+            tokens: the active tokens.
+            most: tokens at once.
+        """
+        for part, wave in tokens.parts(most):
+            fitting = self._rows.most_tokens(wave)
+            if len(wave) <= fitting:
+                yield part, wave
+                continue
+            for within, smaller in wave.parts(fitting):
+                first = part.start + within.start
+                yield slice(first, first + len(smaller)), smaller
 
     @property
     def splits_keys(self) -> bool:
@@ -158,17 +179,17 @@ class PassAttention:
             compiled: let the model run as vLLM has compiled it, if it runs as a whole.
             queries: collects those that reach attention.
         """
-        if not self._impls or _has_long_runs(tokens):
+        if not self._by_kernel or has_long_runs(tokens):
             with (
-                _watched(self._impls + self._impls_in_rows, queries),
+                _watched(self._by_kernel + self._in_rows, queries),
                 self._rows.forward_context(tokens, block_tables, compiled),
             ):
                 yield
             return
         attend = self._attend if queries is None else _kept_in(queries, self._attend)
         with (
-            replaced_forward(self._impls, attend),
-            _watched(self._impls_in_rows, queries),
+            replaced_forward(self._by_kernel, attend),
+            _watched(self._in_rows, queries),
             pass_context(
                 self._rows.vllm_config, self._metadata(tokens, block_tables), tokens, compiled
             ),
@@ -178,7 +199,7 @@ class PassAttention:
     def _metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
         """Of scattered queries, by layer; the stock backend's where there is no kernel."""
         metadata: dict[str, Any] = {}
-        if self._impls_in_rows:
+        if self._in_rows:
             metadata = self._rows.metadata(tokens, block_tables)
         for names, chunk in self._alike:
             scattered = ScatteredQueries(block_tables, tokens.request, tokens.positions)
@@ -227,17 +248,13 @@ class PassAttention:
         return output
 
 
-def _watched(impls: list[Any], queries: Queries | None) -> AbstractContextManager[None]:
+def _watched(
+    layers: list[torch.nn.Module], queries: Queries | None
+) -> AbstractContextManager[None]:
     """Layers that attend in rows, and whose queries are collected, if anybody wants them."""
     if queries is None:
         return nullcontext()
-    return replaced_forward(impls, _kept_in(queries, _attend_in_rows))
-
-
-def _attend_in_rows(
-    layer: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    return type(layer.impl).forward(layer.impl, layer, query, *args, **kwargs)
+    return replaced_forward(layers, _kept_in(queries, stock_forward))
 
 
 def _kept_in(queries: Queries, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -249,9 +266,3 @@ def _kept_in(queries: Queries, attend: Callable[..., torch.Tensor]) -> Callable[
         return attend(layer, query, *args, **kwargs)
 
     return keep_and_attend
-
-
-def _has_long_runs(tokens: TokenTable) -> bool:
-    """Where only the device knows the tokens, most were chosen one by one: asking would cost more
-    than it could save."""
-    return tokens.host is not None and len(tokens) >= LONG_RUN * int(row_starts(tokens).sum())

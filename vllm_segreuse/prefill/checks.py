@@ -7,7 +7,7 @@ earlier (`supported.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
 from vllm_segreuse.model.rope import RopeError
 from vllm_segreuse.prefill.align import Aligner
-from vllm_segreuse.prefill.attention import LONG_RUN, PassAttention
+from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.layer_runner import NOTHING, LayerRunner
 from vllm_segreuse.prefill.proofs.attention import prove_attention
@@ -48,7 +48,7 @@ from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch
-from vllm_segreuse.prefill.rows import RowBuilder
+from vllm_segreuse.prefill.rows import LONG_RUN, MOST_DECODES, RowBuilder
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.supported import DRAFTS, WITHOUT, RefusedError
 
@@ -167,7 +167,7 @@ def prove(
             vllm_config,
             structure.attention,
             group.specs,
-            _most_rows(vllm_config, list(kernels.values())),
+            _most_rows(vllm_config, kernels),
         )
         fast_ops = FastOps(model)
         adapters = Adapters(model)
@@ -253,14 +253,15 @@ def _boundary_states(
     return BoundaryStates(stack, cuts, slots, model.get_hidden_size(), model.dtype, device)
 
 
-def _most_rows(vllm_config: VllmConfig, kernels: list[dispatch.Kernels]) -> int:
-    """Most runs of active tokens that the stock backend is given at once."""
+def _most_rows(vllm_config: VllmConfig, kernels: Mapping[PageLayout, dispatch.Kernels]) -> int:
+    """Most rows of active tokens that the stock backend is given at once."""
     scheduler = vllm_config.scheduler_config
     tokens = scheduler.max_num_batched_tokens
-    if any(chosen.sparse_attention is None for chosen in kernels):
+    if any(it.sparse_attention is None and not page.latent for page, it in kernels.items()):
         return tokens
     # Long on average, or, in the exact tier, whole blocks and one end of each plan.
-    return tokens // LONG_RUN + scheduler.max_num_seqs + 1
+    rows = tokens // LONG_RUN + scheduler.max_num_seqs + 1
+    return max(rows, MOST_DECODES) if any(page.latent for page in kernels) else rows
 
 
 def _may_run_compiled(vllm_config: VllmConfig) -> bool:

@@ -247,7 +247,7 @@ class LayerRunner:
     def keys_and_values(
         self, layer: int, tokens: TokenTable, state: LayerState, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[tokens, heads, head_size]` that a layer would write for this state."""
+        """Keys and values `[tokens, heads, channels]` that a layer would write for this state."""
         keys, values = [], []
         for part, wave in tokens.parts(self._max_wave_tokens):
             with self._fast_ops.preferred(), self._adapters.applied(batch.lora_id, len(wave)):
@@ -261,7 +261,8 @@ class LayerRunner:
         self, tokens: TokenTable, num_layers: int, batch: Batch
     ) -> Iterator[tuple[slice, TokenTable]]:
         """What is computed at once, in order of position, and where it stands among the tokens."""
-        return tokens.parts(batch.wave_tokens(self._max_wave_tokens, num_layers))
+        most = batch.wave_tokens(self._max_wave_tokens, num_layers)
+        return self._attention.parts(tokens, most)
 
     def attention_paid(
         self,
@@ -289,7 +290,7 @@ class LayerRunner:
             float32 `[tokens]`.
         """
         attention, known = self.stack.attention[layer], self._layers[layer]
-        pages, keys = known.pages, known.layout.keys
+        pages, keys = known.pages, known.layout.attended
         scale = attention.impl.scale * kv_scales(attention).key
         softmax = known.softmax()
         paid, first = [], 0

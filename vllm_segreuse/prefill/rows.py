@@ -19,8 +19,16 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_segreuse.compat.metadata_builder import private_builder
+from vllm_segreuse.compat.metadata_builder import build_rows, private_builder
+from vllm_segreuse.model.token_kv import is_latent
 from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
+
+LONG_RUN = 16
+"""Tokens per run, on average, from which on rows are at least as fast (`bench kernels`)."""
+
+MOST_DECODES = 256
+"""Tokens that latent layers decode at once, or as many as vLLM itself does. Their backends split
+each over many programs, whose partial results are held in float32."""
 
 
 @contextmanager
@@ -50,6 +58,9 @@ class RowBuilder:
     Layers are grouped as vLLM's runner groups them (`AttentionGroupKey` in
     `v1/worker/gpu_model_runner.py`), so that what its kernels get is what they get from the runner:
     windows do not tell groups apart, backends take them from the layer.
+
+    Latent layers (MLA) are given scattered tokens as vLLM's decodes, in rows of one token each: the
+    way of prefills projects the context of every row up anew.
 
     Args:
         attention: vLLM's attention layers, by name.
@@ -85,6 +96,17 @@ class RowBuilder:
             )
             for names in groups.values()
         ]
+        self._latent = any(map(is_latent, attention.values()))
+
+    def most_tokens(self, tokens: TokenTable) -> int:
+        """How many of some tokens a pass may compute at once."""
+        if not self._decodes(tokens):
+            return len(tokens)
+        return max(MOST_DECODES, int(self.vllm_config.scheduler_config.max_num_seqs))
+
+    def _decodes(self, tokens: TokenTable) -> bool:
+        """Whether each token is a row, as vLLM's decodes are."""
+        return self._latent and not has_long_runs(tokens)
 
     @contextmanager
     def forward_context(
@@ -106,25 +128,40 @@ class RowBuilder:
 
     def metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
         """Metadata of each layer's backend; arguments and errors as of `forward_context`."""
-        common = common_metadata(tokens, block_tables)
+        decoded = self._decodes(tokens)
+        common = common_metadata(tokens, block_tables, alone=decoded)
         if common.num_reqs > self._max_rows:
             raise ValueError(
-                f"{len(tokens)} active tokens are {common.num_reqs} runs; the pass has room for "
+                f"{len(tokens)} active tokens are {common.num_reqs} rows; the pass has room for "
                 f"{self._max_rows}"
             )
         return {
             name: metadata
             for names, builder in self._builders
-            for metadata in [builder.build(0, common)]
+            for metadata in [build_rows(builder, common, decoded)]
             for name in names
         }
 
 
-def common_metadata(tokens: TokenTable, block_tables: torch.Tensor) -> CommonAttentionMetadata:
-    """What every backend's builder starts from, laid out on the host."""
+def has_long_runs(tokens: TokenTable) -> bool:
+    """Where only the device knows the tokens, most were chosen one by one: asking would cost more
+    than it could save."""
+    return tokens.host is not None and len(tokens) >= LONG_RUN * int(row_starts(tokens).sum())
+
+
+def common_metadata(
+    tokens: TokenTable, block_tables: torch.Tensor, alone: bool = False
+) -> CommonAttentionMetadata:
+    """What every backend's builder starts from, laid out on the host.
+
+    Args:
+        tokens: the active tokens.
+        block_tables: int32 `[requests, blocks]`.
+        alone: each token is a row, else each run.
+    """
     device = tokens.positions.device
     positions, request = tokens.read_host()
-    starts = np.flatnonzero(row_starts(tokens))
+    starts = np.arange(len(tokens)) if alone else np.flatnonzero(row_starts(tokens))
     bounds = np.append(starts, len(tokens)).astype(np.int32)
     seq_lens = (positions[bounds[1:] - 1] + 1).astype(np.int32)
     return CommonAttentionMetadata(

@@ -59,6 +59,8 @@ def _encoded_bytes(name: str, spec: Any, codec: Codec) -> int:
     shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
     elements = spec.page_size_bytes // spec.dtype.itemsize
     why = codec_refused(codec, spec.dtype)
+    if why is None and elements == prod(shape):
+        why = f"latent KV (MLA) of {name} is stored by codec raw only, not {codec}"
     if why is None and elements != 2 * prod(shape):
         why = f"pages of {name} hold more than keys and values"
     if why is not None:

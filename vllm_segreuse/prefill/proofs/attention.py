@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_segreuse.compat.attention_impl import absorbed_queries
 from vllm_segreuse.kernels import page_tokens, reference
+from vllm_segreuse.kernels.pages import TiledStrides
+from vllm_segreuse.model import token_kv
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
@@ -38,13 +41,12 @@ def prove_attention(
         ):
             layer.pages[scratch.copy.tolist()] = 0
             with context(case.tokens, case.block_table):
-                found = layer.attention(case.query, case.key, case.value)
-            expected = _by_reference(layer, case)
-            _compare(layer, case, who, found.view_as(expected).float(), expected)
+                found = token_kv.attend(layer.attention, case.query, case.key, case.value)
+            _compare(layer, case, who, found.float(), _by_reference(layer, case))
 
 
 class _Case(NamedTuple):
-    """Queries of a layer: tokens to place them, `[tokens, heads * head_size]` of each."""
+    """Queries of a layer: tokens to place them, `[tokens, heads, channels]` of each."""
 
     tokens: TokenTable
     block_table: torch.Tensor
@@ -62,57 +64,83 @@ def _case(scratch: Scratch, layer: LayerKv) -> _Case:
     first, others = scratch.copy[:2].tolist()
     table = torch.full((int(positions[-1]) // size + 1,), others, dtype=torch.int32)
     table[0] = first
-    shape = (len(positions), attention.num_kv_heads, attention.head_size)
-    key, value = torch.zeros(shape), torch.zeros(shape)
+    count = len(positions)
+    key = torch.zeros(count, *token_kv.key_shape(attention))
+    value = torch.zeros(count, *token_kv.value_shape(attention))
     for token, share in ((0, 2.0), (1, 1.8)):
         # Capped, these logits lie beside each other; as they are, the first one has all the weight.
         logit = share * layer.kind.soft_cap
-        key[positions == token] = logit / (attention.head_size * attention.impl.scale)
+        key[positions == token] = logit / (key.shape[-1] * attention.impl.scale)
         value[positions == token] = token + 1.0
-    query = torch.ones(len(positions), attention.num_heads, attention.head_size)
+    query = torch.ones(count, attention.num_heads, token_kv.query_channels(attention))
+    if token_kv.is_latent(attention):
+        query, key[:2], value[:2] = _of_latents(scratch, layer, query)
     device, nobody = layer.pages.device, torch.zeros_like(positions)
     slots = table[positions // size].long() * size + positions % size
     tokens = TokenTable(*(each.to(device) for each in (nobody, positions, nobody, slots)))
-    flat = (each.flatten(1).to(device, scratch.dtype) for each in (query, key, value))
-    return _Case(tokens, table[None].to(device), *flat)
+    given = (each.to(device, scratch.dtype) for each in (query, key, value))
+    return _Case(tokens, table[None].to(device), *given)
+
+
+def _of_latents(
+    scratch: Scratch, layer: LayerKv, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random queries, and keys and values of two tokens with logits of about 1: latent vectors are
+    keys, too, so this shows that queries are absorbed as the layer does it."""
+    attention, generator = layer.attention, torch.Generator().manual_seed(0)
+    query = torch.randn(like.shape, generator=generator)
+    absorbed = absorbed_queries(attention, query.to(layer.pages.device, scratch.dtype))
+    size = 1 / (attention.impl.scale * float(absorbed.float().norm(dim=-1).mean()))
+    key, value = (
+        torch.randn(2, *shape, generator=generator) * size
+        for shape in (token_kv.key_shape(attention), token_kv.value_shape(attention))
+    )
+    return query, key, value
 
 
 def _by_reference(layer: LayerKv, case: _Case) -> torch.Tensor:
-    """float32 `[tokens, heads, head_size]`, of keys and values as they were written: fp8 rounds."""
+    """float32 `[tokens, heads, channels]`, of keys and values as they were written: fp8 rounds."""
     attention, positions = layer.attention, case.tokens.positions
     scales = kv_scales(attention)
-    seen = (int(positions[-1]) + 1, attention.num_kv_heads, attention.head_size)
-    key, value = (torch.zeros(seen, device=positions.device) for _ in range(2))
-    for into, part, scale in (
-        (key, layer.layout.keys, scales.key),
-        (value, layer.layout.values, scales.value),
-    ):
-        into[positions] = (
-            page_tokens.read_tokens(layer.pages, part, case.tokens.slots).float() * scale
-        )
-    return reference.attend(
-        case.query.view(len(positions), -1, attention.head_size),
-        key,
-        value,
+    seen = int(positions[-1]) + 1
+
+    def written(part: TiledStrides, scale: float) -> torch.Tensor:
+        heads, _, channels = part.shape
+        found = torch.zeros(seen, heads, channels, device=positions.device)
+        here = page_tokens.read_tokens(layer.pages, part, case.tokens.slots)
+        found[positions] = here.float() * scale
+        return found
+
+    query = case.query
+    if token_kv.is_latent(attention):
+        query = absorbed_queries(attention, query)
+    mixed = reference.attend(
+        query,
+        written(layer.layout.attended, scales.key),
+        written(layer.layout.values, scales.value),
         positions,
         attention.impl.scale,
         window=layer.kind.window,
         chunk=layer.kind.chunk,
         **layer.softmax(),
     )
+    return token_kv.output_of(attention, mixed.to(query.dtype)).float()
 
 
 def _compare(
     layer: LayerKv, case: _Case, who: str, found: torch.Tensor, expected: torch.Tensor
 ) -> None:
-    """Relative to what one key of equal weight contributes, where an output is smaller."""
+    """Relative to a head's largest output, or to what one key of equal weight contributes, where
+    that is more."""
     visible = case.tokens.positions + 1
     if layer.kind.chunk:
         visible = case.tokens.positions % layer.kind.chunk + 1
     if layer.kind.window:
         visible = visible.clamp(max=layer.kind.window)
-    least = (1 / visible.float())[:, None, None]
-    error = float(((found - expected).abs() / expected.abs().maximum(least)).max())
+    first = case.value[:1].repeat_interleave(expected.shape[1] // case.value.shape[1], dim=1)
+    of_one_key = token_kv.output_of(layer.attention, first).float().abs().amax(-1)
+    allowed = expected.abs().amax(-1).maximum(of_one_key / visible[:, None])
+    error = float(((found - expected).abs().amax(-1) / allowed).max())
     if not error <= tolerance(case.query.dtype):
         raise UnsupportedModelError(
             f"{layer.attention.layer_name}: {who} does not attend to {_described(layer.kind)} "

@@ -8,11 +8,16 @@ from collections.abc import Mapping
 
 from torch import nn
 from vllm import envs
-from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.attention import (
+    Attention,
+    ChunkedLocalAttention,
+    MLAAttention,
+)
 from vllm.platforms import current_platform
 
 from vllm_segreuse.model.attention_kind import of_impl
 from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.token_kv import is_latent
 from vllm_segreuse.plan import ModelLayers
 from vllm_segreuse.supported import RefusedError
 
@@ -29,10 +34,11 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
     """
     for name, layer in attention.items():
         # Its other subclasses attend to another sequence, or in both directions.
-        if type(layer) not in (Attention, ChunkedLocalAttention):
+        if type(layer) not in (Attention, ChunkedLocalAttention, MLAAttention):
             raise UnsupportedModelError(f"{name} is {type(layer).__name__}, not plain attention")
+        halves = 1 if is_latent(layer) else 2
         kernel_tokens = layer.kv_cache.numel() // (
-            layer.kv_cache.shape[0] * layer.num_kv_heads * 2 * layer.head_size
+            layer.kv_cache.shape[0] * layer.num_kv_heads * halves * layer.head_size
         )
         chunk = getattr(layer, "attention_chunk_size", None) or block_size
         window, of_backend = layer.sliding_window, _window_of_backend(layer)
@@ -42,12 +48,7 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
                 f"has a sliding window of {window}, its backend of {of_backend}",
             ),
             (of_impl(layer, "alibi_slopes") is not None, "has ALiBi positions"),
-            (
-                layer.has_sink != (of_impl(layer, "sinks") is not None),
-                "has attention sinks that its backend does not show",
-            ),
-            (layer.attn_type != "decoder", f"is {layer.attn_type} attention"),
-            (layer.head_size_v != layer.head_size, "has values of another size than its keys"),
+            *(_latent_faults(layer) if is_latent(layer) else _plain_faults(layer)),
             (
                 chunk % block_size != 0,
                 f"attends to chunks of {chunk} tokens, which are no whole blocks of {block_size}; "
@@ -60,6 +61,24 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
         ):
             if wrong:
                 raise UnsupportedModelError(f"{name} {why}")
+
+
+def _plain_faults(layer: nn.Module) -> list[tuple[bool, str]]:
+    return [
+        (
+            layer.has_sink != (of_impl(layer, "sinks") is not None),
+            "has attention sinks that its backend does not show",
+        ),
+        (layer.attn_type != "decoder", f"is {layer.attn_type} attention"),
+        (layer.head_size_v != layer.head_size, "has values of another size than its keys"),
+    ]
+
+
+def _latent_faults(layer: nn.Module) -> list[tuple[bool, str]]:
+    return [
+        (layer.use_sparse or layer.impl.is_sparse, "attends to the tokens that an indexer chooses"),
+        (layer.qk_rope_head_dim == 0, "has keys that carry no position"),
+    ]
 
 
 def check_sharing(layers: Mapping[str, nn.Module]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_segreuse.model import rope
+from vllm_segreuse.model import rope, token_kv
 from vllm_segreuse.model.rope import DeltaRope, RopeError
 from vllm_segreuse.model.rotary import MODULES
 from vllm_segreuse.prefill.proofs.scratch import Scratch
@@ -50,9 +50,9 @@ def _keys(scratch: Scratch, distance: int) -> tuple[list[torch.Tensor], list[nn.
         latest[:] = [(module, output[1].clone())]
 
     def note_key(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key = args[1] if len(args) > 1 else kwargs["key"]
+        key, _ = token_kv.given(layer, args, kwargs)
         keys.append(key.clone())
-        rotated = bool(latest) and _points_as(latest[0][1], key, layer.head_size)
+        rotated = bool(latest) and _points_as(latest[0][1], key)
         modules.append(latest[0][0] if rotated else None)
         latest.clear()
 
@@ -73,12 +73,12 @@ def _keys(scratch: Scratch, distance: int) -> tuple[list[torch.Tensor], list[nn.
     return keys, modules
 
 
-def _points_as(rotated: torch.Tensor, key: torch.Tensor, head_size: int) -> bool:
+def _points_as(rotated: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether a cached key is what was rotated, or that at another length: Llama 4 normalises keys
     behind their rotation, without weights, and so turns none of them."""
     if rotated.numel() != key.numel():
         return False
-    both = (heads.reshape(-1, head_size).float() for heads in (rotated, key))
+    both = (heads.reshape(-1, key.shape[-1]).float() for heads in (rotated, key))
     same = torch.equal(rotated.reshape(-1), key.reshape(-1))
     return same or bool((nn.functional.cosine_similarity(*both, dim=-1) > _SAME_DIRECTION).all())
 
@@ -91,7 +91,7 @@ def prove_rotation(
     distance: int,
 ) -> None:
     """`shifted` must be `key` rotated by `distance`, or equal to it where there is no rotation."""
-    expected = key = key.view(-1, layer.num_kv_heads, layer.head_size)
+    expected = key = key.view(-1, *token_kv.key_shape(layer))
     if delta_rope is not None:
         deltas = torch.full((len(key),), distance, device=key.device)
         expected = delta_rope.rotate(key, deltas)

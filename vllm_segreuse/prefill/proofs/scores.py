@@ -29,7 +29,7 @@ def prove_scores(scratch: Scratch, layers: list[LayerKv]) -> None:
         layer = known.attention
         shape = (len(positions), layer.num_heads, layer.head_size)
         query = torch.randn(shape, generator=generator).to(device, scratch.dtype)
-        keys, scale = known.layout.keys, layer.impl.scale * kv_scales(layer).key
+        keys, scale = known.layout.attended, layer.impl.scale * kv_scales(layer).key
         given = (query, positions, known.pages, keys, blocks, scratch.count, scale)
         softmax = known.softmax()
         for gather in Gather:

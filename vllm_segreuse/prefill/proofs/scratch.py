@@ -163,8 +163,7 @@ class Scratch:
         if not is_fp8(stored_dtype(layers[0])):
             yield
             return
-        impls = [layer.impl for layer in layers]
-        with queries_as_computed(layers), replaced_forward(impls, _attend_to_all_before):
+        with queries_as_computed(layers), replaced_forward(layers, _attend_to_all_before):
             yield
 
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (MLA): equality, every policy, the exact tier, and drift."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench.shapes import LATENT
+from tests.e2e.engine import BF16_NOISE, Engine, Prompts, engine
+from tests.e2e.test_equality import assert_same, check_everything
+from tests.e2e.test_policies import check_drift, check_reported_work
+from tests.e2e.test_spread import (
+    NOISE,
+    WAYS,
+    at_once,
+    cached,
+    measured,
+    someone_decodes,
+    submit,
+    until,
+)
+from tests.latent import BLOCK_SIZE, prefix_cache_for_latents
+
+
+@pytest.mark.shows("recompute", "partial")
+@pytest.mark.parametrize(
+    "shape", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
+)
+def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
+    with prefix_cache_for_latents():
+        check_everything(shape, noise=2e-3, dtype="float32", block_size=BLOCK_SIZE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", LATENT)
+def test_in_bf16(shape: str) -> None:
+    with prefix_cache_for_latents():
+        check_everything(shape, noise=BF16_NOISE, dtype="bfloat16", block_size=BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def latent() -> Iterator[Engine]:
+    options = {
+        "spread_tokens": 16,
+        "max_provenance_depth": 0,
+    }
+    arguments = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_model_len": 1024}
+    with (
+        prefix_cache_for_latents(),
+        engine("deepseek_v3", segreuse=options, **arguments) as started,
+    ):
+        yield started
+        started.check_idle()
+
+
+@pytest.fixture(autouse=True)
+def forgotten(request: pytest.FixtureRequest) -> None:
+    if "latent" in request.fixturenames:
+        request.getfixturevalue("latent").reset()
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+@pytest.mark.parametrize("policy", ["sparsex", "cacheblend", "prophet", "focus", "peaks"])
+def test_the_reported_work_is_the_work_done(latent: Engine, policy: str, dense_layers: int) -> None:
+    check_reported_work(latent, policy, dense_layers)
+
+
+@pytest.mark.parametrize("policy", ["prophet", "focus"])
+def test_above_its_drift_a_request_is_computed_in_full(latent: Engine, policy: str) -> None:
+    check_drift(latent, policy)
+
+
+@pytest.fixture
+def prompts(latent: Engine) -> list[list[int]]:
+    """As of test_spread.py."""
+    text = Prompts(latent.vocab_size, seed=8)
+    documents = [text.tokens(300), text.tokens(170)]
+    first, second = text.around(*documents), text.around(documents[1])
+    return [first + text.tokens((1 - len(first)) % 32), second]
+
+
+@pytest.mark.parametrize("way", ["shift", "exact", "hybrid", "focus"])
+def test_a_plan_over_several_steps_answers_as_it_does_at_once(
+    latent: Engine, prompts: list[list[int]], way: str
+) -> None:
+    alone = at_once(latent, prompts, 0, WAYS[way])
+    assert alone.report["reused_tokens"] > 200
+    someone_decodes(latent)
+    submit(latent, "spread", prompts[0], WAYS[way])
+    answers, steps = until(latent, "spread", "decodes")
+    assert steps >= 2
+    assert measured(answers["spread"].report) == measured(alone.report)
+    assert_same(answers["spread"], alone, noise=NOISE)
+
+
+def test_the_exact_tier_answers_as_vllm_does(latent: Engine, prompts: list[list[int]]) -> None:
+    [expected] = latent.ask(prompts[0])
+    cached(latent, prompts, WAYS["exact"])
+    [found] = latent.ask(prompts[0], options=WAYS["exact"])
+    assert found.report["exact_tokens"] > 200
+    assert_same(found, expected, noise=NOISE)
