@@ -164,6 +164,7 @@ class Uses:
         patched: (local name of the owner, attribute).
         overridden: (local name of a base class, method).
         called: local names of functions and classes that are called.
+        unpacks: whether any call passes keywords that are not in the file (`**options`).
     """
 
     imported: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
@@ -171,6 +172,7 @@ class Uses:
     patched: set[tuple[str, str]] = field(default_factory=set)
     overridden: set[tuple[str, str]] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
+    unpacks: bool = False
 
     def add(self, here: str, module: str, name: str) -> None:
         """Note an import."""
@@ -195,8 +197,9 @@ def uses(file: Path) -> Uses:
                 found.add(f"{texts[0]}.{texts[1]}", str(texts[0]), str(texts[1]))
         elif isinstance(node, ast.Attribute):
             found.names.add(node.attr)
-        elif isinstance(node, ast.keyword) and node.arg:
-            found.names.add(node.arg)
+        elif isinstance(node, ast.keyword):
+            found.unpacks |= node.arg is None
+            found.names.add(node.arg or "")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.names.add(node.value)
         elif isinstance(node, ast.Call):
@@ -245,7 +248,8 @@ def compare(package: Path, old: Sources, new: Sources) -> Comparison:
             before, after = next(iter(befores.values())), next(iter(afters.values()))
             place = (symbol, here, where)
             if isinstance(before.node, Function) and isinstance(after.node, Function):
-                _signatures(result, symbol, before.node, after.node, where, override=False)
+                named = None if used.unpacks else used.names
+                _signatures(result, symbol, before.node, after.node, where, False, named)
             elif isinstance(before.node, ast.ClassDef) and isinstance(after.node, ast.ClassDef):
                 _classes(result, place, used, (old, before), (new, after))
             _patched(result, place, used, (old, before), (new, after))
@@ -274,7 +278,8 @@ def _classes(
         was, now = before[name], after[name]
         if isinstance(was.node, Function) and isinstance(now.node, Function):
             override = name in _overrides(used, here) and name != "__init__"
-            _signatures(result, member, was.node, now.node, where, override)
+            named = None if used.unpacks or override else used.names
+            _signatures(result, member, was.node, now.node, where, override, named)
             if override and ast.dump(was.node) != ast.dump(now.node):
                 result.to_read[f"{member} {where}"] = None
         elif kind := _field_class(was, old[0]):
@@ -337,8 +342,15 @@ def _signatures(
     new: Function,
     where: str,
     override: bool,
+    named: set[str] | None = None,
 ) -> None:
-    why = _incompatible(old.args, new.args, override)
+    """Compare parameters.
+
+    Args:
+        override: of a method that one of ours overrides: it is called by vLLM.
+        named: keywords that calls may pass; None: any.
+    """
+    why = _incompatible(old.args, new.args, override, named)
     if why:
         result.breaks[
             f"{symbol} {why}: it took ({ast.unparse(_bare(old.args))}), "
@@ -346,10 +358,13 @@ def _signatures(
         ] = None
 
 
-def _incompatible(old: ast.arguments, new: ast.arguments, override: bool) -> str | None:
+def _incompatible(
+    old: ast.arguments, new: ast.arguments, override: bool, named: set[str] | None
+) -> str | None:
     """Why calls (or an override) written for `old` do not fit `new`."""
     was, now = _names(old), _names(new)
-    missing = [name for name in was if name not in now]
+    unused = {it.arg for it in old.kwonlyargs if named is not None and it.arg not in named}
+    missing = [name for name in was if name not in now and name not in unused]
     if missing and not (new.kwarg and not override):
         return f"has no parameter {missing[0]} any more"
     positions = [it.arg for it in (*old.posonlyargs, *old.args)]

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "check_vllm.py"
 
 VLLM = {
     "__init__.py": 'ATTRIBUTES = {"LLM": ".llm:LLM"}\ndef __getattr__(name): ...\n',
-    "llm.py": "class LLM:\n    def generate(self, prompts, *, lora=None): ...\n",
+    "llm.py": "class LLM:\n    def generate(self, prompts, *, lora=None, unused=1): ...\n",
     "config/__init__.py": "from .scheduler import SchedulerConfig\nfrom vllm.config.all import *\n",
     "config/scheduler.py": "class SchedulerConfig:\n    max_num_seqs: int\n    other: int\n",
     "config/all.py": (
@@ -102,6 +102,7 @@ BREAKS = [
     ("llm.py", "class LLM", "class Other", "vllm.LLM is gone [side.py]"),
     ("llm.py", "generate", "produce", "vllm.LLM.generate is gone [side.py]"),
     ("llm.py", "lora=None", "adapter=None", "vllm.LLM.generate has no parameter lora any more"),
+    ("llm.py", ", unused=1", "", None),
     ("helpers.py", "second=2", "second", None),
     ("helpers.py", "first, second=2", "second=2, first=1", "helper takes its parameters in anoth"),
     ("helpers.py", "first, second=2", "first, second=2, *, third", "has the new parameter third"),
@@ -127,6 +128,15 @@ def test_what_would_break_is_named(
         assert not found.breaks
     else:
         assert any(sentence in line for line in found.breaks), list(found.breaks)
+
+
+def test_keywords_that_are_not_in_the_file_may_be_any(
+    compared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = OURS["side.py"].replace("lora=1", "**options")
+    monkeypatch.setitem(OURS, "side.py", asks)
+    [found] = compared("llm.py", ", unused=1", "").breaks
+    assert found.startswith("vllm.LLM.generate has no parameter unused any more")
 
 
 def test_a_new_optional_parameter_breaks_overrides_only(compared: Any) -> None:

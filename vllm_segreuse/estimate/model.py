@@ -9,8 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser
 
 from vllm_segreuse.doctor.diagnosis import of_one_rank, one_line
 from vllm_segreuse.doctor.layers import UnexaminedError, examine

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -22,6 +21,11 @@ from vllm.exceptions import VLLMError
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import has_non_text_content, load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
+
+try:
+    from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
+except ImportError:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import resolve_default_chat_template_kwargs
 
 from vllm_segreuse.config import EXTRA_KEYS, OPTION_PREFIX, RequestError
 from vllm_segreuse.doctor.reading import InputError
