@@ -41,6 +41,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "min_reused_tokens": 128,
         "observe": False,
         "recompute_once": False,
+        "weigh_turns": False,
         "explain": False,
         "similarity": None,
         "max_provenance_depth": 4,

@@ -616,6 +616,58 @@ def test_what_takes_as_much_work_as_computing_everything_is_not_reused(
         assert world.report(request)["bypass_reason"] == expected
 
 
+class Seen:
+    """What is known of later turns."""
+
+    def __init__(self, later: float) -> None:
+        self.later = later
+        self.prompts: list[tuple[int, int, int]] = []
+
+    def began(self, names: Any, hit: int, exact: int) -> None:
+        assert len(set(names)) == len(names)
+        self.prompts.append((len(names), hit, exact))
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "later", "weighs", "reused"),
+    [
+        # `epic` computes a tenth of what is reused, and at each later turn of the whole prompt.
+        ("epic", None, 0.0, True, True),
+        ("epic", None, 4.0, True, True),
+        ("epic", None, 12.0, True, False),
+        ("epic", None, 12.0, False, True),
+        ("epic", 0.1, 12.0, True, True),
+        ("shift", None, 100.0, True, True),  # which computes nothing of it again
+    ],
+)
+def test_later_turns_that_would_find_the_prompt_are_weighed(
+    policy: str, given: float | None, later: float, weighs: bool, reused: bool
+) -> None:
+    world = cached_document()
+    world.side._turns = Seen(later)  # type: ignore[assignment]
+    options = {"segreuse_policy": policy, "segreuse_weigh_turns": weighs}
+    request = world.add(PROMPT, OPTIONS | options | {"segreuse_recompute_ratio": given})
+    assert bool(world.run(request)) is reused
+    assert world.report(request)["bypass_reason"] == (None if reused else "nothing_saved")
+
+
+def test_prompts_are_counted_of_those_who_weigh_turns() -> None:
+    world = cached_document()
+    seen = world.side._turns = Seen(0.0)  # type: ignore[assignment]
+    world.run(world.add(PROMPT))
+    assert seen.prompts == []
+    weighing = OPTIONS | {"segreuse_weigh_turns": True}
+    request = world.add(PROMPT, weighing)
+    assert world.match(request, 4)
+    blocks = [b.block_id for b in world.pool.get_new_blocks(9)]
+    world.side.allocated(request, blocks)
+    world.side.allocated(request, blocks)  # its plan is done, or it was preempted
+    new = world.add([1] * 9, weighing)
+    world.run(new)
+    assert seen.prompts[0] == (8, 1, 1), "what is behind moved text has no exact name"
+    assert seen.prompts[-1] == (2, 0, 2)
+
+
 def test_a_named_document_is_reused_however_much_work_that_is() -> None:
     """The tokens that were kept of it, computed as a text, would have the KV of that text."""
     world = World(max_model_len=256)

@@ -215,6 +215,11 @@ class RequestOptions(BaseModel):
     """What an earlier turn of the same conversation has moved is kept as it was then: a policy does
     not choose of it anew for the new question. `exact` and prompts with images ignore it."""
 
+    weigh_turns: Annotated[bool, BeforeValidator(_flag)] = False
+    """A prompt is reused only if that saves more than the later turns of its conversation are
+    expected to lose, which do not find it in the prefix cache then (`cache/turns.py`). With a
+    `recompute_ratio` of its own a request is reused in any case."""
+
     min_reused_tokens: Annotated[int, count(1, MAX_TOKENS)] = 128
     """Fewer reusable tokens than this, and the request runs without reuse."""
 

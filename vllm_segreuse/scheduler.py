@@ -48,6 +48,7 @@ from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.planner import Planner, least_work
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
+from vllm_segreuse.cache.turns import Turns
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
@@ -225,6 +226,7 @@ class SchedulerSide:
         documents = None if self._tier is None else self._tier.documents
         self._freezing = Freezing(entries, index, pool.is_exact, health, documents)
         self._compression = Compression(pool, entries, group.block_size)
+        self._turns = Turns()
         self._planner = Planner(
             requests,
             pool,
@@ -324,6 +326,7 @@ class SchedulerSide:
                 self._recipe, options, None if parsed.documents else work
             ),
             work=work if is_text else None,
+            later_turns=self._later_turns if options.weigh_turns else None,
             max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
             observes=options.observe,
@@ -427,6 +430,10 @@ class SchedulerSide:
         if self._isolated is not None:
             self._isolated.cold.left(request.request_id)
         hit_blocks = block_ids[: report.prefix_tokens // self._block_size]
+        if tracked.later_turns is not None and not request.num_preemptions:
+            _, exact_end = tracked.exact_ends
+            names, size = tracked.prompt.names(0, len(block_ids)), self._block_size
+            self._turns.began(names, len(hit_blocks), min(exact_end // size, len(names)))
         self._donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         if request.num_preemptions:
             self._audits.forget(request.request_id)
@@ -580,7 +587,8 @@ class SchedulerSide:
         they would reuse less of it, nothing, or more than was planned."""
         work = self._work_of(options)
         make_recipe = functools.partial(self._recipe, options, work)
-        pieces, recipe = least_work(make_recipe, work, plan.pieces, plan.start, plan.stop)
+        later = self._later_turns() if options.weigh_turns else 0.0
+        pieces, recipe = least_work(make_recipe, work, plan.pieces, plan.start, plan.stop, later)
         if recipe is None or len(pieces) < len(plan.pieces) or plan.left_out:
             return None
         return plan.computed_by(recipe, self._finder(options).halo)
@@ -736,6 +744,7 @@ class SchedulerSide:
             cuts[0] is cuts[1]
             and (one.policy == "exact") is (other.policy == "exact")
             and one.recompute_once is other.recompute_once
+            and one.weigh_turns is other.weigh_turns
         )
 
     def _recipe(
@@ -764,6 +773,9 @@ class SchedulerSide:
     def _work_of(self, options: RequestOptions) -> Callable[[Recipe], int] | None:
         """What counts the work of a recipe. None: a share that is given is taken as it is."""
         return self._work if options.recompute_ratio is None else None
+
+    def _later_turns(self) -> float:
+        return self._turns.later
 
     def _work(self, recipe: Recipe) -> int:
         """Layer-tokens of it, at most."""

@@ -15,10 +15,10 @@ from typing import Any
 
 NONE, PREFIX, CONTENT, SIMILAR = "none", "prefix", "content", "similar"
 CLOSE, TESTED, STATES = "similar-close", "similar-tested", "similar-states"
-ONCE = "similar-once"
+ONCE, UNWEIGHED = "similar-once", "similar-unweighed"
 SERVER: Mapping[str, Any] = MappingProxyType(
-    # Histories are computed behind reused KV again and again, as `configs/agents.yaml` expects.
-    {"min_reused_tokens": 64, "max_provenance_depth": 8, "similarity": {}}
+    # Those of `configs/agents.yaml`.
+    {"min_reused_tokens": 64, "max_provenance_depth": 8, "weigh_turns": True, "similarity": {}}
 )
 """Options of the server that all arms have which say nothing else."""
 
@@ -99,6 +99,8 @@ ARMS = _named(
 
 ABLATIONS = _named(
     # How much of what is reused is computed again, and how often.
+    Arm(UNWEIGHED, options={"similarity": 1, "weigh_turns": 0}),
+    Arm("content-unweighed", options={"similarity": 0, "weigh_turns": 0}),
     Arm("content-once", options={"similarity": 0, "recompute_once": 1}),
     Arm("similar-shift", options={"similarity": 1, "policy": "shift"}),
     Arm("similar-focus-30", options={"similarity": 1, "recompute_ratio": 0.3}),

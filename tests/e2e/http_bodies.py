@@ -32,6 +32,7 @@ SOUND_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "segreuse_observe": st.booleans(),
     "segreuse_explain": st.booleans(),
     "segreuse_recompute_once": st.booleans(),
+    "segreuse_weigh_turns": st.booleans(),
     "segreuse_similarity": st.just(False),  # true needs an option of the server
 }
 assert SOUND_OPTIONS.keys() == {f"segreuse_{name}" for name in RequestOptions.model_fields}

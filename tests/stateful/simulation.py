@@ -263,6 +263,7 @@ class _Run:
                 "segreuse_observe": random.random() < 0.1,
                 "segreuse_explain": random.random() < 0.5,
                 "segreuse_recompute_once": self._once.random() < 0.7,
+                "segreuse_weigh_turns": self._once.random() < 0.3,
             },
             max_tokens=random.randint(1, 12),
             priority=random.randint(0, 2),

@@ -380,7 +380,10 @@ class Planner:
         recipe, acceptance = Recipe.without_choice(np.zeros(0, np.bool_)), None
         if len(pieces):
             stop = tracked.finder.plan_stop(matches, start, stop)
-            pieces, wanted = least_work(tracked.make_recipe, tracked.work, pieces, start, stop)
+            later = 0.0 if tracked.later_turns is None else tracked.later_turns()
+            pieces, wanted = least_work(
+                tracked.make_recipe, tracked.work, pieces, start, stop, later
+            )
             if wanted is None and restoration is not None:
                 return self._make_plan(tracked, found.alone(), begin, start)
             if wanted is None:
@@ -442,12 +445,19 @@ class Planner:
             tracked.plan = None
 
 
+_ONE_SEGMENT = Segments(
+    np.zeros(1, np.int32), np.full(1, np.iinfo(np.int32).max, np.int32), np.zeros(1, np.bool_)
+)
+"""All of a prompt, read behind other text."""
+
+
 def least_work(
     make_recipe: Callable[[BoolArray, Segments], Recipe | None],
     work: Callable[[Recipe], int] | None,
     pieces: Pieces,
     start: int,
     stop: int,
+    later_turns: float = 0.0,
 ) -> tuple[Pieces, Recipe | None]:
     """Those pieces whose reuse is least work, all of them or those in their own context only; and
     the policy's recipe, or None: reusing all of them saves nothing.
@@ -460,8 +470,16 @@ def least_work(
         make_recipe, work: see `TrackedRequest`.
         pieces: what was found.
         start, stop: of the plan.
+        later_turns: that would find the prompt if it were computed in full; else they find all of
+            it again as text that was computed elsewhere.
     """
     recipe = make_recipe(pieces.reused(start, stop), pieces.segments(start))
+    if work is not None and recipe is not None and later_turns:
+        again = make_recipe(np.ones(stop - start, np.bool_), _ONE_SEGMENT)
+        everything = work(Recipe.without_choice(np.ones(stop - start, np.bool_)))
+        of_a_turn = everything if again is None else work(again)
+        if work(recipe) + later_turns * of_a_turn >= everything:
+            return pieces, None
     if work is None or recipe is None or not pieces.in_context.any() or pieces.in_context.all():
         return pieces, recipe
     kept = pieces.where(pieces.in_context)

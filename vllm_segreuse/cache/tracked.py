@@ -83,6 +83,7 @@ class TrackedRequest:
             and their segments. None: to compute what it wants takes as long as to compute all.
         work: layer-tokens that a recipe computes, where some of what was found may be left out;
             None: a share to recompute is given, or images or named documents are reused.
+        later_turns: expected later turns that would find the prompt if it were computed in full.
         max_drift: see `ReusePlan`.
         policy: name of the policy, for the report.
         observes: it is planned, and runs without reuse.
@@ -123,6 +124,7 @@ class TrackedRequest:
     min_reused_tokens: int
     make_recipe: Callable[[BoolArray, Segments], Recipe | None]
     work: Callable[[Recipe], int] | None = None
+    later_turns: Callable[[], float] | None = None
     max_drift: float = math.inf
     policy: str = ""
     observes: bool = False

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many later turns of a conversation are expected, by what this engine has seen."""
+
+import pytest
+
+from vllm_segreuse.cache import turns as module
+from vllm_segreuse.cache.turns import Turns
+
+
+def names(conversation: int, blocks: int) -> list[bytes]:
+    """Of the first blocks of a conversation."""
+    return [b"%d %d" % (conversation, block) for block in range(blocks)]
+
+
+def conversations(turns: Turns, count: int, steps: int, hit: bool = True) -> None:
+    """Each step is two blocks longer than the one before, and finds all of that, or nothing."""
+    for conversation in range(count):
+        for step in range(steps):
+            blocks = 2 * (step + 1)
+            turns.began(names(conversation, blocks), (blocks - 2) * hit, blocks)
+
+
+def test_nothing_is_expected_before_anything_was_seen() -> None:
+    assert Turns().later == 0
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, 0.0), (2, 1.0), (6, 5.0)])
+def test_as_many_turns_are_expected_as_conversations_have(steps: int, expected: float) -> None:
+    turns = Turns()
+    conversations(turns, 2000, steps)
+    assert turns.later == pytest.approx(expected, rel=0.1)
+
+
+def test_prompts_that_only_begin_alike_continue_nothing() -> None:
+    turns = Turns()
+    for number in range(500):
+        turns.began([*names(0, 9), b"%d" % number], 9, 10)
+    assert turns.later == 0
+    turns.began(names(0, 9), 9, 9)
+    turns.began([], 0, 0)
+    assert turns.later == 0, "nor does one that is shorter"
+
+
+def test_turns_that_find_nothing_in_the_cache_do_not_count() -> None:
+    found, lost = Turns(), Turns()
+    conversations(found, 500, 4)
+    conversations(lost, 500, 4, hit=False)
+    assert lost.later == 0
+    assert found.later > 2
+
+
+def test_of_a_prompt_that_was_reused_only_what_is_exact_can_be_found() -> None:
+    """What has no exact name says nothing of the size of the cache."""
+    turns = Turns()
+    for conversation in range(500):
+        turns.began(names(conversation, 8), 0, 3)
+        turns.began(names(conversation, 12), 3, 3)
+    assert turns.later == pytest.approx(1, rel=0.1)
+
+
+def test_few_prompts_say_little() -> None:
+    turns = Turns()
+    conversations(turns, 1, 3)
+    assert 0 < turns.later < 0.2
+
+
+def test_what_changes_is_learned_anew() -> None:
+    turns = Turns()
+    conversations(turns, 500, 6)
+    for number in range(4000):
+        turns.began([b"alone %d" % number], 0, 1)
+    assert turns.later < 0.05
+
+
+def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ENDS", 3)
+    turns = Turns()
+    for conversation in range(5):
+        turns.began(names(conversation, 2), 0, 2)
+    assert len(turns._exact) == 3
+    turns.began(names(0, 4), 2, 4)
+    assert turns.later == 0, "of one that was forgotten"
+    turns.began(names(4, 4), 2, 4)
+    assert turns.later > 0
