@@ -73,8 +73,9 @@ def _named(*arms: Arm) -> Mapping[str, Arm]:
 
 
 def _searched(name: str, policy: str | None = None, **similarity: Any) -> Arm:
-    """An arm whose server has other options of `similarity`."""
-    options: dict[str, Any] = {"similarity": 1}
+    """An arm whose server has other options of `similarity`. What is found is reused, whatever later
+    turns lose by it: it is to be compared."""
+    options: dict[str, Any] = {"similarity": 1, "weigh_turns": 0}
     if policy is not None:
         options["policy"] = policy
     return Arm(name, options=options, server={"similarity": similarity})

@@ -53,11 +53,10 @@ class Turns:
         if not names:
             return
         if self._prompts >= _REMEMBERED:
-            self._prompts, self._continued = self._prompts / 2, self._continued / 2
-            self._exact_blocks, self._cached_blocks = (
-                self._exact_blocks / 2,
-                self._cached_blocks / 2,
-            )
+            self._prompts /= 2
+            self._continued /= 2
+            self._exact_blocks /= 2
+            self._cached_blocks /= 2
         self._prompts += 1
         earlier = next((i for i in range(len(names) - 1, -1, -1) if names[i] in self._exact), None)
         if earlier is not None:
