@@ -629,24 +629,25 @@ class Seen:
 
 
 @pytest.mark.parametrize(
-    ("policy", "given", "later", "weighs", "reused"),
+    ("policy", "more", "later", "weighs", "reused"),
     [
         # `epic` computes a tenth of what is reused, and at each later turn of the whole prompt.
-        ("epic", None, 0.0, True, True),
-        ("epic", None, 4.0, True, True),
-        ("epic", None, 12.0, True, False),
-        ("epic", None, 12.0, False, True),
-        ("epic", 0.1, 12.0, True, True),
-        ("shift", None, 100.0, True, True),  # which computes nothing of it again
+        ("epic", {}, 0.0, True, True),
+        ("epic", {}, 4.0, True, True),
+        ("epic", {}, 12.0, True, False),
+        ("epic", {}, 12.0, False, True),
+        ("epic", {"segreuse_recompute_ratio": 0.1}, 12.0, True, True),
+        ("epic", {"segreuse_recompute_once": True}, 12.0, True, True),  # not at later turns
+        ("shift", {}, 100.0, True, True),  # which computes nothing of it again
     ],
 )
 def test_later_turns_that_would_find_the_prompt_are_weighed(
-    policy: str, given: float | None, later: float, weighs: bool, reused: bool
+    policy: str, more: dict[str, Any], later: float, weighs: bool, reused: bool
 ) -> None:
     world = cached_document()
     world.side._turns = Seen(later)  # type: ignore[assignment]
     options = {"segreuse_policy": policy, "segreuse_weigh_turns": weighs}
-    request = world.add(PROMPT, OPTIONS | options | {"segreuse_recompute_ratio": given})
+    request = world.add(PROMPT, OPTIONS | options | more)
     assert bool(world.run(request)) is reused
     assert world.report(request)["bypass_reason"] == (None if reused else "nothing_saved")
 

@@ -217,8 +217,8 @@ class RequestOptions(BaseModel):
 
     weigh_turns: Annotated[bool, BeforeValidator(_flag)] = False
     """A prompt is reused only if that saves more than the later turns of its conversation are
-    expected to lose, which do not find it in the prefix cache then (`cache/turns.py`). With a
-    `recompute_ratio` of its own a request is reused in any case."""
+    expected to lose, which do not find it in the prefix cache then (`cache/turns.py`). Reused in
+    any case are requests with a `recompute_ratio` of their own, and with `recompute_once`."""
 
     min_reused_tokens: Annotated[int, count(1, MAX_TOKENS)] = 128
     """Fewer reusable tokens than this, and the request runs without reuse."""

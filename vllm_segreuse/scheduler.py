@@ -312,6 +312,8 @@ class SchedulerSide:
         recompute_once = (
             options.recompute_once and is_text and options.policy != "exact" and not falls_back
         )
+        # What later turns take as it is costs them nothing.
+        weighs_turns = options.weigh_turns and not recompute_once
         work = self._work_of(options)
         finder = self._finder(options, images)
         if recompute_once:
@@ -326,7 +328,7 @@ class SchedulerSide:
                 self._recipe, options, None if parsed.documents else work
             ),
             work=work if is_text else None,
-            later_turns=self._later_turns if options.weigh_turns else None,
+            later_turns=self._later_turns if weighs_turns else None,
             max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
             observes=options.observe,
@@ -587,7 +589,8 @@ class SchedulerSide:
         they would reuse less of it, nothing, or more than was planned."""
         work = self._work_of(options)
         make_recipe = functools.partial(self._recipe, options, work)
-        later = self._later_turns() if options.weigh_turns else 0.0
+        weighs_turns = options.weigh_turns and not options.recompute_once
+        later = self._later_turns() if weighs_turns else 0.0
         pieces, recipe = least_work(make_recipe, work, plan.pieces, plan.start, plan.stop, later)
         if recipe is None or len(pieces) < len(plan.pieces) or plan.left_out:
             return None

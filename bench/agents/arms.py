@@ -73,8 +73,8 @@ def _named(*arms: Arm) -> Mapping[str, Arm]:
 
 
 def _searched(name: str, policy: str | None = None, **similarity: Any) -> Arm:
-    """An arm whose server has other options of `similarity`. What is found is reused, whatever later
-    turns lose by it: it is to be compared."""
+    """An arm whose server has other options of `similarity`. What is found is reused whatever later
+    turns lose: it is to be compared."""
     options: dict[str, Any] = {"similarity": 1, "weigh_turns": 0}
     if policy is not None:
         options["policy"] = policy
@@ -107,7 +107,7 @@ ABLATIONS = _named(
     Arm("similar-focus-30", options={"similarity": 1, "recompute_ratio": 0.3}),
     Arm("similar-all", options={"similarity": 1, "policy": "sparsex", "dense_layers": 0,
                                 "recompute_ratio": 1.0}),
-    Arm(CLOSE, options={"similarity": 1, "max_drift": 1.0}),
+    Arm(CLOSE, options={"similarity": 1, "weigh_turns": 0, "max_drift": 1.0}),
     # What is found. The first is what drafts of this method propose.
     _searched("similar-tau-80", threshold=0.8),
     _searched("similar-run-16", min_run_tokens=16),
