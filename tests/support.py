@@ -30,7 +30,10 @@ FEATURES = {
 }
 """What `shows` may name, and the columns of the table."""
 
-NEEDS = {"fp8_cache": "vLLM keeps fp8 KV caches only on CPUs with AVX-512 or AMX"}
+NEEDS = {
+    "fp8_cache": "vLLM keeps fp8 KV caches only on CPUs with AVX-512 or AMX",
+    "amx": "vLLM has a prefix cache for latent attention (MLA) only on CPUs with AMX",
+}
 """What `needs` may name: what not every machine has, and why a test is left out there."""
 
 Shown = dict[str, dict[str, list[str]]]
@@ -80,8 +83,8 @@ def has(name: str) -> bool:
     """Whether this machine has one of `NEEDS`, as vllm/v1/attention/backends/cpu_attn.py asks."""
     import torch
 
-    assert name == "fp8_cache"
-    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+    has_amx = bool(torch.cpu._is_amx_tile_supported())
+    return has_amx or (name == "fp8_cache" and bool(torch.cpu._is_avx512_supported()))
 
 
 class Recorder:

@@ -38,6 +38,15 @@ def test_in_bf16(shape: str) -> None:
         check_everything(shape, noise=BF16_NOISE, dtype="bfloat16", block_size=BLOCK_SIZE)
 
 
+@pytest.mark.slow
+@pytest.mark.needs("amx")
+@pytest.mark.xfail(strict=False, reason="no machine with AMX has run it yet")
+@pytest.mark.parametrize("shape", LATENT)
+def test_by_vllms_backend_for_amx(shape: str) -> None:
+    """With vLLM's own prefix cache, in the one type that its backend takes."""
+    check_everything(shape, noise=BF16_NOISE, dtype="bfloat16")
+
+
 @pytest.fixture(scope="module")
 def latent() -> Iterator[Engine]:
     options = {
