@@ -24,7 +24,7 @@ from tests.kernels.align_cases import (
     shape_of,
 )
 from tests.kernels.test_cpu_align import Piece, moves_of, pieces
-from vllm_segreuse.kernels import cpu, cpu_store, reference
+from vllm_segreuse.kernels import cpu, cpu_store, page_tokens, reference, reference_codecs
 from vllm_segreuse.kernels.codecs import LARGEST, Codec, EncodedPage, stored_bytes
 from vllm_segreuse.kernels.pages import Moves, Part, Rotation
 from vllm_segreuse.kernels.reference_codecs import decoded, encode
@@ -347,3 +347,15 @@ def test_every_code_of_fp8_is_decoded(built: str) -> None:
     cpu.align(pages.layers, parts, moves, [cell], Codec.FP8)
     found = pages.layers[0][0].unique()
     assert (len(found), float(found.max()), LARGEST[Codec.FP8]) == (253, 224.0, 448.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tokens_are_read_alike_by_what_waits_and_by_what_does_not(device: str) -> None:
+    shape = shape_of("HND 2x80")
+    pages = make_cache(shape.page_elements, 5, torch.float16).layers[0]
+    slots = torch.tensor([70, 3, 0, 33, 34])
+    read = reference_codecs.reader(torch.device(device))
+    assert read is (page_tokens.read_tokens if device == "cpu" else page_tokens.pick_tokens)
+    for strides in (shape.keys, shape.values):
+        expected = strides.tokens(pages)[slots]
+        assert torch.equal(read(pages, strides, slots), expected)

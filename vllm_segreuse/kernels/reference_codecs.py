@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from vllm_segreuse.kernels.codecs import LARGEST, Codec, EncodedPage
-from vllm_segreuse.kernels.page_tokens import read_tokens, write_tokens
+from vllm_segreuse.kernels.page_tokens import pick_tokens, read_tokens, write_tokens
 from vllm_segreuse.kernels.pages import Part
 
 _CODES = {Codec.INT8: torch.int8, Codec.FP8: torch.float8_e4m3fn}
@@ -104,10 +104,16 @@ def decoded(
         key_scales.view(-1, keys[0], keys[2]),
         value_scales[torch.arange(len(slots), device=slots.device), :, token, None],
     )
+    read = reader(slots.device)
     return [
-        read_tokens(codes, part.strides, slots).float() * scale.float()
+        read(codes, part.strides, slots).float() * scale.float()
         for part, scale in zip(parts, scales, strict=True)
     ]
+
+
+def reader(device: torch.device) -> Callable[..., torch.Tensor]:
+    """What reads tokens there: which pages they are in, a GPU would have to be waited for."""
+    return read_tokens if device.type == "cpu" else pick_tokens
 
 
 def _rounded_up(numbers: torch.Tensor) -> torch.Tensor:
