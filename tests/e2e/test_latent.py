@@ -6,19 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from bench.shapes import LATENT
-from tests.e2e.engine import BF16_NOISE, Engine, Prompts, engine
-from tests.e2e.test_equality import assert_same, check_everything
+from tests.e2e.engine import BF16_NOISE, Engine, engine
+from tests.e2e.test_equality import check_everything
 from tests.e2e.test_policies import check_drift, check_reported_work
-from tests.e2e.test_spread import (
-    NOISE,
-    WAYS,
-    at_once,
-    cached,
-    measured,
-    someone_decodes,
-    submit,
-    until,
-)
+from tests.e2e.test_spread import check_exact_tier, check_spread
 from tests.latent import BLOCK_SIZE, prefix_cache_for_latents
 
 
@@ -79,32 +70,10 @@ def test_above_its_drift_a_request_is_computed_in_full(latent: Engine, policy: s
     check_drift(latent, policy)
 
 
-@pytest.fixture
-def prompts(latent: Engine) -> list[list[int]]:
-    """As of test_spread.py."""
-    text = Prompts(latent.vocab_size, seed=8)
-    documents = [text.tokens(300), text.tokens(170)]
-    first, second = text.around(*documents), text.around(documents[1])
-    return [first + text.tokens((1 - len(first)) % 32), second]
-
-
 @pytest.mark.parametrize("way", ["shift", "exact", "hybrid", "focus"])
-def test_a_plan_over_several_steps_answers_as_it_does_at_once(
-    latent: Engine, prompts: list[list[int]], way: str
-) -> None:
-    alone = at_once(latent, prompts, 0, WAYS[way])
-    assert alone.report["reused_tokens"] > 200
-    someone_decodes(latent)
-    submit(latent, "spread", prompts[0], WAYS[way])
-    answers, steps = until(latent, "spread", "decodes")
-    assert steps >= 2
-    assert measured(answers["spread"].report) == measured(alone.report)
-    assert_same(answers["spread"], alone, noise=NOISE)
+def test_a_plan_over_several_steps_answers_as_it_does_at_once(latent: Engine, way: str) -> None:
+    check_spread(latent, way)
 
 
-def test_the_exact_tier_answers_as_vllm_does(latent: Engine, prompts: list[list[int]]) -> None:
-    [expected] = latent.ask(prompts[0])
-    cached(latent, prompts, WAYS["exact"])
-    [found] = latent.ask(prompts[0], options=WAYS["exact"])
-    assert found.report["exact_tokens"] > 200
-    assert_same(found, expected, noise=NOISE)
+def test_the_exact_tier_answers_as_vllm_does(latent: Engine) -> None:
+    check_exact_tier(latent)

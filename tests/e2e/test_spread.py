@@ -48,14 +48,17 @@ def spreading() -> Iterator[Engine]:
         yield running
 
 
-@pytest.fixture
-def prompts(spreading: Engine) -> Iterator[list[list[int]]]:
-    """Two prompts with documents of `cached`; the last token of the first begins a block."""
-    text = Prompts(spreading.vocab_size, seed=8)
+def two_prompts(running: Engine) -> list[list[int]]:
+    """With documents of `cached`; the last token of the first begins a block."""
+    text = Prompts(running.vocab_size, seed=8)
     documents = [text.tokens(300), text.tokens(170)]
     first, second = text.around(*documents), text.around(documents[1])
-    first += text.tokens((1 - len(first)) % 32)
-    yield [first, second]
+    return [first + text.tokens((1 - len(first)) % 32), second]
+
+
+@pytest.fixture
+def prompts(spreading: Engine) -> Iterator[list[list[int]]]:
+    yield two_prompts(spreading)
     if name := name_of(spreading, "decodes"):
         abort(spreading, name)
     drain(spreading)
@@ -126,6 +129,29 @@ def measured(report: dict[str, Any]) -> dict[str, Any]:
     """A report whose drift may differ by rounding: waves are other batches."""
     drift = report["drift"]
     return report | {"drift": drift and pytest.approx(drift, rel=0.02)}
+
+
+def check_spread(running: Engine, way: str) -> None:
+    """A plan over several steps answers as it does at once."""
+    prompt, *_ = prompts = two_prompts(running)
+    alone = at_once(running, prompts, 0, WAYS[way])
+    assert alone.report["reused_tokens"] > 200
+    someone_decodes(running)
+    submit(running, "spread", prompt, WAYS[way])
+    answers, steps = until(running, "spread", "decodes")
+    assert steps >= 2
+    assert measured(answers["spread"].report) == measured(alone.report)
+    assert_same(answers["spread"], alone, noise=NOISE)
+
+
+def check_exact_tier(running: Engine) -> None:
+    """It answers as vLLM does. Of a cold engine."""
+    prompt, *_ = prompts = two_prompts(running)
+    [expected] = running.ask(prompt)
+    cached(running, prompts, WAYS["exact"])
+    [found] = running.ask(prompt, options=WAYS["exact"])
+    assert found.report["exact_tokens"] > 200
+    assert_same(found, expected, noise=NOISE)
 
 
 @pytest.mark.parametrize("way", WAYS)

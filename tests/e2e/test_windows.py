@@ -9,16 +9,7 @@ import pytest
 from tests.e2e.engine import NAMESPACE, Engine, Prompts, engine
 from tests.e2e.test_equality import assert_same, prompts_for
 from tests.e2e.test_policies import check_drift, check_reported_work
-from tests.e2e.test_spread import (
-    NOISE,
-    WAYS,
-    at_once,
-    cached,
-    measured,
-    someone_decodes,
-    submit,
-    until,
-)
+from tests.e2e.test_spread import NOISE, check_exact_tier, check_spread
 
 QUICK = "gemma3"
 SHAPES = ("gemma3", "gemma2", "gemma4", "cohere2", "gpt_oss")
@@ -67,32 +58,10 @@ def test_a_token_far_behind_moved_text_answers_as_before(windowed: Engine, polic
     assert_same(found, expected, noise=NOISE)
 
 
-@pytest.fixture
-def prompts(windowed: Engine) -> list[list[int]]:
-    """As of test_spread.py."""
-    text = Prompts(windowed.vocab_size, seed=8)
-    documents = [text.tokens(300), text.tokens(170)]
-    first, second = text.around(*documents), text.around(documents[1])
-    return [first + text.tokens((1 - len(first)) % 32), second]
-
-
 @pytest.mark.parametrize("way", ["shift", "exact", "hybrid", "focus"])
-def test_a_plan_over_several_steps_answers_as_it_does_at_once(
-    windowed: Engine, prompts: list[list[int]], way: str
-) -> None:
-    alone = at_once(windowed, prompts, 0, WAYS[way])
-    assert alone.report["reused_tokens"] > 200
-    someone_decodes(windowed)
-    submit(windowed, "spread", prompts[0], WAYS[way])
-    answers, steps = until(windowed, "spread", "decodes")
-    assert steps >= 2
-    assert measured(answers["spread"].report) == measured(alone.report)
-    assert_same(answers["spread"], alone, noise=NOISE)
+def test_a_plan_over_several_steps_answers_as_it_does_at_once(windowed: Engine, way: str) -> None:
+    check_spread(windowed, way)
 
 
-def test_the_exact_tier_answers_as_vllm_does(windowed: Engine, prompts: list[list[int]]) -> None:
-    [expected] = windowed.ask(prompts[0])
-    cached(windowed, prompts, WAYS["exact"])
-    [found] = windowed.ask(prompts[0], options=WAYS["exact"])
-    assert found.report["exact_tokens"] > 200
-    assert_same(found, expected, noise=NOISE)
+def test_the_exact_tier_answers_as_vllm_does(windowed: Engine) -> None:
+    check_exact_tier(windowed)

@@ -3,11 +3,13 @@
 that is known of its layers is wrong."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from bench.shapes import LATENT as LATENT_SHAPES
 from tests.latent import BLOCK_SIZE, prefix_cache_for_latents
 from tests.prefill.loaded import Loaded, loaded, prove, refusal
 from vllm_segreuse.compat import attention_impl
@@ -21,30 +23,13 @@ from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.tokens import HostTokens, TokenTable
 
 LATENT, TURNING, BLOCKS = 512, 64, 40
-DEEPSEEK: dict[str, Any] = {
+SHAPE = LATENT_SHAPES["deepseek_v2"]
+DEEPSEEK: dict[str, Any] = SHAPE.config | {
     "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_key_value_heads": 2,
-    "head_dim": TURNING,
-    "kv_lora_rank": LATENT,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": TURNING,
-    "v_head_dim": 32,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 2,
-    "moe_intermediate_size": 64,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-        "original_max_position_embeddings": 128,
-    },
+    "model_type": SHAPE.model_type,
+    "first_k_dense_replace": SHAPE.config["num_hidden_layers"],
 }
+"""Without experts."""
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +174,6 @@ def test_no_more_are_decoded_at_once_than_have_room(
 
 
 def _known() -> Any:
-    from types import SimpleNamespace
-
     kernels = SimpleNamespace(sparse_attention=None, plan_attention=None)
     layout = SimpleNamespace(keys=SimpleNamespace(shape=(1, BLOCK_SIZE, TURNING)))
     layer = SimpleNamespace(attention=object(), kernels=kernels, layout=layout)

@@ -9,8 +9,9 @@ value*: when tokens move, the one turns, and the other stays as it is, as elsewh
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +41,15 @@ def given(
     layer: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[tokens, heads, channels]` among the arguments of a layer's forward."""
-    named = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+    named = _signature(type(layer).forward).bind(layer, *args, **kwargs).arguments
     key, value = ("k_pe", "kv_c_normed") if is_latent(layer) else ("key", "value")
     return named[key].view(-1, *key_shape(layer)), named[value].view(-1, *value_shape(layer))
+
+
+@functools.cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """Of a class's forward. Kept: passes ask for it in every wave."""
+    return inspect.signature(forward)
 
 
 def write(
