@@ -67,6 +67,22 @@ class FloatProducts {
 
 #if defined(__AMX_BF16__)
 
+// GCC's intrinsics name 8 of the 64 bytes of a configuration, and none of the memory that a tile is
+// loaded from: the compiler may leave out what is stored there, or store it later.
+struct alignas(64) TileConfig {
+  uint8_t palette = 0;
+  uint8_t rest[15] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+inline void load_config(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
+
+inline void store_config(TileConfig& config) { asm volatile("sttilecfg %0" : "=m"(config)); }
+
+// What was stored before is in memory.
+inline void finish_stores() { asm volatile("" : : : "memory"); }
+
 // For bfloat16 and head sizes that are multiples of 32. Products of queries and keys are as exact as
 // in float32; weights are rounded to bfloat16 before they meet the values. Pages that lie as the
 // matrix unit wants them are read where they are.
@@ -81,19 +97,19 @@ class MatrixProducts {
 
   explicit MatrixProducts(int head_size)
       : head_size_(head_size), keys_(head_size * kChunk), values_(head_size * kChunk) {
-    _tile_storeconfig(before_);
-    alignas(64) uint8_t config[64] = {};
-    config[0] = 1;  // palette
+    store_config(before_);
+    TileConfig config;
+    config.palette = 1;
     for (int tile = 0; tile < 8; ++tile) {
-      config[16 + 2 * tile] = 64;  // bytes per row
-      config[48 + tile] = 16;      // rows
+      config.row_bytes[tile] = 64;
+      config.rows[tile] = 16;
     }
-    _tile_loadconfig(config);
+    load_config(config);
   }
 
   ~MatrixProducts() {
-    if (before_[0])
-      _tile_loadconfig(before_);
+    if (before_.palette)
+      load_config(before_);
     else
       _tile_release();
   }
@@ -113,6 +129,7 @@ class MatrixProducts {
 
   // All 16 rows, of which only `rows` matter.
   void logits(const Query* queries, int, float* out) const {
+    finish_stores();
     for (int k = 0; k < kChunk / 16; k += 4) {
       _tile_zero(0);
       _tile_zero(1);
@@ -147,6 +164,7 @@ class MatrixProducts {
   }
 
   void add(const Weight* weights, int, float* sums) const {
+    finish_stores();
     for (int c = 0; c < head_size_; c += 32) {
       _tile_loadd(0, sums + c, 4 * head_size_);
       _tile_loadd(1, sums + c + 16, 4 * head_size_);
@@ -167,7 +185,7 @@ class MatrixProducts {
   int head_size_;
   std::vector<uint16_t> keys_, values_;
   const uint16_t *key_tiles_[kChunk / 16], *value_tiles_[kChunk / 32];
-  alignas(64) uint8_t before_[64];
+  TileConfig before_;
 };
 
 #endif
