@@ -31,7 +31,6 @@ def test_in_bf16(shape: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.needs("amx")
-@pytest.mark.xfail(strict=False, reason="no machine with AMX has run it yet")
 @pytest.mark.parametrize("shape", LATENT)
 def test_by_vllms_backend_for_amx(shape: str) -> None:
     """With vLLM's own prefix cache, in the one type that its backend takes."""
