@@ -20,7 +20,8 @@ struct Pair {
         second(first + (rotation.neox ? rotation.dim / 2 : 1)) {}
 };
 
-constexpr int kTile = 32;  // tokens that vLLM's CPU backend keeps side by side
+constexpr int kTile = 32;       // tokens that vLLM's CPU backend keeps side by side
+constexpr int kPairedTile = 16;  // the same for the matrix unit, of two channels
 
 // Tokens that follow each other inside a tile of a page at either end, and turn by one angle.
 struct Run {
@@ -29,8 +30,8 @@ struct Run {
   int64_t before;  // tokens that come first
 };
 
-inline std::vector<Run> runs_of(const AlignArgs& args) {
-  const int64_t tile = args.block_size % kTile ? args.block_size : kTile;
+inline std::vector<Run> runs_of(const AlignArgs& args, int64_t tile = kTile) {
+  if (args.block_size % tile) tile = args.block_size;
   std::vector<Run> runs;
   for (int64_t i = 0; i < args.tokens; ++i) {
     const int64_t source = args.sources[i], target = args.targets[i], angle = args.angles[i];
@@ -69,8 +70,8 @@ struct Stretch {
 };
 
 // Runs in pairs, where two share a tile of a target page and an angle.
-inline std::vector<Stretch> paired(const AlignArgs& args) {
-  const std::vector<Run> runs = runs_of(args);
+inline std::vector<Stretch> paired(const AlignArgs& args, int64_t tile = kTile) {
+  const std::vector<Run> runs = runs_of(args, tile);
   std::vector<Stretch> stretches;
   for (size_t r = 0; r < runs.size(); ++r) {
     const Run& run = runs[r];
@@ -78,7 +79,7 @@ inline std::vector<Stretch> paired(const AlignArgs& args) {
     Span second;
     if (r + 1 < runs.size()) {
       const Run& next = runs[r + 1];
-      if (next.target == run.target + run.length && next.target % kTile && next.angle == run.angle) {
+      if (next.target == run.target + run.length && next.target % tile && next.angle == run.angle) {
         second = Span(next, args);
         ++r;
       }

@@ -5,6 +5,9 @@
 // Work is shared out by layer, run of tokens and head. Along a run the angles are the same, so in
 // pages that keep a channel's tokens side by side (vLLM's CPU backend) one pair of scalars turns a
 // vector of tokens; in pages that keep a token's channels side by side, vectors of angles turn it.
+//
+// For the matrix unit (AMX) that backend keeps keys in lines of 16 tokens by 2 channels, and values
+// in lines of 2 tokens by 16 channels.
 
 #include <algorithm>
 #include <cstring>
@@ -32,17 +35,21 @@ inline void turn_tokens(const Code<Format>* first, const Code<Format>* second,
 }
 
 #if defined(__AVX512BW__)
-// Where the 32 elements of a target tile come from, for two tiles of the source side by side.
+constexpr int kElements = 32;  // of a line
+
+// Where the elements of a target's line come from, for two lines of the source side by side, each
+// of `tile` tokens.
 struct Lanes {
   __m512i index;
   __mmask32 written;
 
-  Lanes(const Span& first, const Span& second) : written(0) {
-    uint16_t from[kTile] = {};
-    const auto place = [&](const Span& span, int tile) {
-      for (int i = 0; i < span.length; ++i) {
-        const int lane = (span.to + i) % kTile;
-        from[lane] = static_cast<uint16_t>(tile * kTile + (span.from + i) % kTile);
+  Lanes(const Span& first, const Span& second, int tile) : written(0) {
+    const int width = kElements / tile;  // channels
+    uint16_t from[kElements] = {};
+    const auto place = [&](const Span& span, int line) {
+      for (int i = 0; i < span.length * width; ++i) {
+        const int lane = (span.to % tile * width + i) % kElements;
+        from[lane] = static_cast<uint16_t>(line * kElements + span.from % tile * width + i);
         written |= __mmask32{1} << lane;
       }
     };
@@ -87,40 +94,100 @@ struct Halves<BFloat16> {
   }
 };
 
-// Turn 32 pairs by one angle.
+struct Turn {
+  __m512 cos, sin;
+
+  Turn(const float* cosines, const float* sines, int pair)
+      : cos(_mm512_set1_ps(cosines[pair])), sin(_mm512_set1_ps(sines[pair])) {}
+
+  __m512 first(__m512 x, __m512 y) const {
+    return _mm512_sub_ps(_mm512_mul_ps(x, cos), _mm512_mul_ps(y, sin));
+  }
+  __m512 second(__m512 x, __m512 y) const {
+    return _mm512_add_ps(_mm512_mul_ps(y, cos), _mm512_mul_ps(x, sin));
+  }
+};
+
+// Turn 32 pairs: those at even places by one angle, those at odd places by another.
 template <class Format>
-inline void turn_lanes(__m512i& first, __m512i& second, float cos, float sin) {
+inline void turn_lanes(__m512i& first, __m512i& second, const Turn& even, const Turn& odd) {
   using Parts = Halves<Format>;
-  const __m512 c = _mm512_set1_ps(cos), s = _mm512_set1_ps(sin);
-  const auto turned = [&](__m512 x, __m512 y) {
-    return _mm512_sub_ps(_mm512_mul_ps(x, c), _mm512_mul_ps(y, s));
-  };
-  const auto partner = [&](__m512 x, __m512 y) {
-    return _mm512_add_ps(_mm512_mul_ps(y, c), _mm512_mul_ps(x, s));
-  };
   const __m512 even_x = Parts::even(first), odd_x = Parts::odd(first);
   const __m512 even_y = Parts::even(second), odd_y = Parts::odd(second);
-  first = Parts::join(turned(even_x, even_y), turned(odd_x, odd_y));
-  second = Parts::join(partner(even_x, even_y), partner(odd_x, odd_y));
+  first = Parts::join(even.first(even_x, even_y), odd.first(odd_x, odd_y));
+  second = Parts::join(even.second(even_x, even_y), odd.second(odd_x, odd_y));
+}
+
+// Turn 16 pairs, each side by side.
+template <class Format>
+inline __m512i turn_neighbours(__m512i pairs, const Turn& turn) {
+  const __m512 x = Halves<Format>::even(pairs), y = Halves<Format>::odd(pairs);
+  return Halves<Format>::join(turn.first(x, y), turn.second(x, y));
+}
+
+// Tokens from lines that hold two of them to others, which begin at the same place of a line or at
+// the other. `step` elements lie between lines.
+template <bool kSamePlace>
+inline void copy_token_pairs(const uint16_t* from, uint16_t* to, int count, int step,
+                             bool begins_odd) {
+  constexpr __mmask32 kFirst = 0x55555555u, kSecond = 0xaaaaaaaau;
+  const auto load = [](const uint16_t* line) { return _mm512_loadu_si512(line); };
+  if (begins_odd) {
+    const __m512i line = load(from);
+    _mm512_mask_storeu_epi16(to, kSecond, kSamePlace ? line : _mm512_slli_epi32(line, 16));
+    to += step, --count;
+    if (kSamePlace) from += step;
+  }
+  for (; count >= 2; from += step, to += step, count -= 2) {
+    __m512i line = load(from);
+    if constexpr (!kSamePlace)
+      line = _mm512_or_si512(_mm512_srli_epi32(line, 16), _mm512_slli_epi32(load(from + step), 16));
+    if (is_line(to))
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line);
+    else
+      _mm512_storeu_si512(to, line);
+  }
+  if (count) {
+    const __m512i line = load(from);
+    _mm512_mask_storeu_epi16(to, kFirst, kSamePlace ? line : _mm512_srli_epi32(line, 16));
+  }
 }
 #else
 struct Lanes {
-  Lanes(const Span&, const Span&) {}
+  Lanes(const Span&, const Span&, int) {}
 };
 #endif
+
+// Tokens that stretches fill: of a line.
+inline int tile_of(const AlignArgs& args) {
+  for (int p = 0; p < args.num_parts; ++p)
+    if (args.parts[p].strides.token_tile == kPairedTile) return kPairedTile;
+  return kTile;
+}
 
 // One head of one half of a page: where its channels lie, and which of them turn.
 template <class Format>
 class HeadMover {
  public:
-  HeadMover(const Part& part, int head) : strides_(part.strides), rotation_(part.rotation) {
+  // `tile`: of the stretches that it is given.
+  HeadMover(const Part& part, int head, int tile)
+      : strides_(part.strides), rotation_(part.rotation), tile_(tile) {
     for (int c = 0; c < strides_.channels; ++c) at_.push_back(strides_.of_channel(head, c));
     // Many tokens in a row, or many channels: whichever gives the longer vectors.
     by_tokens_ = strides_.token_tile >= 8 && strides_.token_lo < strides_.channels;
     unit_channels_ = strides_.channel_lo == 1 && strides_.channel_tile == strides_.channels;
     dense_ = unit_channels_ && !rotation_.dim && strides_.token_lo == strides_.channels &&
              strides_.token_tile == strides_.block_size;
-    by_lanes_ = kHasLanes && strides_.token_tile == kTile && strides_.token_lo == 1;
+    // A line is of 32 tokens, of 16 by 2 channels, or of 2 by 16.
+    const bool in_pairs = strides_.channel_tile == 2 && strides_.channel_lo == 1;
+    const int half = rotation_.neox ? rotation_.dim / 2 : rotation_.dim;
+    by_lanes_ = kHasLanes && strides_.token_tile == tile &&
+                (tile == kTile ? strides_.token_lo == 1
+                               : strides_.token_lo == 2 && in_pairs && half % 2 == 0 &&
+                                     rotation_.first % 2 == 0);
+    by_token_pairs_ = kHasLanes && !rotation_.dim && strides_.token_tile == 2 &&
+                      strides_.token_lo == 1 && strides_.channel_tile == 16 &&
+                      strides_.channel_lo == 2;
   }
 
   bool operator<(const HeadMover& other) const { return at_[0] < other.at_[0]; }
@@ -132,12 +199,18 @@ class HeadMover {
     if constexpr (kHasLanes) {
       if (by_lanes_) {
         const auto tile = [&](auto* memory, int64_t page, int token) {
-          return memory + page + token / kTile * strides_.token_hi;
+          return memory + page + token / tile_ * strides_.token_hi;
         };
         const Span& second = stretch.second.length ? stretch.second : first;
         by_lanes(lanes, tile(read, first.source, first.from),
                  tile(read, second.source, second.from), tile(pages, first.target, first.to), cos,
                  sin);
+        return;
+      }
+      if (by_token_pairs_) {
+        for (const Span* span : {&first, &stretch.second})
+          by_token_pairs(read + span->source, span->from, pages + span->target, span->to,
+                         span->length);
         return;
       }
     }
@@ -179,19 +252,44 @@ class HeadMover {
   void by_lanes(const AnyLanes& lanes, const Code<Format>* first, const Code<Format>* second,
                 Code<Format>* to, const float* cos, const float* sin) const {
 #if defined(__AVX512BW__)
-    for (int c = 0; c < strides_.channels; ++c) {
+    const int width = kElements / tile_;  // channels of a line
+    for (int c = 0; c < strides_.channels; c += width) {
       if (rotation_.dim && c == rotation_.first) c += rotation_.dim;
       if (c >= strides_.channels) break;
       lanes.store(to + at_[c], lanes.gather(first + at_[c], second + at_[c]));
     }
-    for (int pair = 0; pair < rotation_.dim / 2; ++pair) {
+    if (width == 2 && !rotation_.neox) {
+      for (int pair = 0; pair < rotation_.dim / 2; ++pair) {
+        const int both = at_[rotation_.first + 2 * pair];
+        const __m512i pairs = lanes.gather(first + both, second + both);
+        lanes.store(to + both, turn_neighbours<Format>(pairs, Turn(cos, sin, pair)));
+      }
+      return;
+    }
+    for (int pair = 0; pair < rotation_.dim / 2; pair += width) {
       const Pair channels(rotation_, pair);
       const int one = at_[channels.first], other = at_[channels.second];
       __m512i x = lanes.gather(first + one, second + one);
       __m512i y = lanes.gather(first + other, second + other);
-      turn_lanes<Format>(x, y, cos[pair], sin[pair]);
+      turn_lanes<Format>(x, y, Turn(cos, sin, pair), Turn(cos, sin, pair + width - 1));
       lanes.store(to + one, x);
       lanes.store(to + other, y);
+    }
+#endif
+  }
+
+  void by_token_pairs(const Code<Format>* source, int from, Code<Format>* target, int to,
+                      int count) const {
+#if defined(__AVX512BW__)
+    if (!count) return;
+    const int step = strides_.token_hi;
+    for (int c = 0; c < strides_.channels; c += strides_.channel_tile) {
+      const Code<Format>* s = source + at_[c] + from / 2 * step;
+      Code<Format>* t = target + at_[c] + to / 2 * step;
+      if ((from ^ to) & 1)
+        copy_token_pairs<false>(s, t, count, step, to & 1);
+      else
+        copy_token_pairs<true>(s, t, count, step, to & 1);
     }
 #endif
   }
@@ -254,21 +352,23 @@ class HeadMover {
 
   TiledStrides strides_;
   Rotation rotation_;
+  int tile_;
   std::vector<int32_t> at_;
-  bool by_tokens_, unit_channels_, by_lanes_;
+  bool by_tokens_, unit_channels_, by_lanes_, by_token_pairs_;
   bool dense_;  // tokens of a head lie one behind the other, and only move
 };
 
 template <class Format>
 void direct(const AlignArgs& args) {
+  const int tile = tile_of(args);
   std::vector<HeadMover<Format>> movers;
   for (int p = 0; p < args.num_parts; ++p)
-    for (int h = 0; h < args.parts[p].strides.heads; ++h) movers.emplace_back(args.parts[p], h);
+    for (int h = 0; h < args.parts[p].strides.heads; ++h) movers.emplace_back(args.parts[p], h, tile);
   // A page from its beginning to its end.
   std::sort(movers.begin(), movers.end());
-  const std::vector<Stretch> stretches = paired(args);
+  const std::vector<Stretch> stretches = paired(args, tile);
   std::vector<Lanes> lanes;
-  for (const Stretch& stretch : stretches) lanes.emplace_back(stretch.first, stretch.second);
+  for (const Stretch& stretch : stretches) lanes.emplace_back(stretch.first, stretch.second, tile);
   int64_t ahead = 0;  // elements to fetch before their turn: a page, but not more than L1 holds
   for (int p = 0; p < args.num_parts; ++p)
     ahead += args.block_size * args.parts[p].strides.heads * args.parts[p].strides.channels;
@@ -283,8 +383,9 @@ void direct(const AlignArgs& args) {
         const auto* read = static_cast<const Code<Format>*>(args.read[layer]);
         if (i + 1 < count) {
           const Stretch& next = stretches[i + 1];
-          const auto* page = read + (next.second.length ? next.second : next.first).source;
-          fetch(page, ahead * sizeof(*page));
+          const int64_t page = (next.second.length ? next.second : next.first).source;
+          if (page != (stretch.second.length ? stretch.second : stretch.first).source)
+            fetch(read + page, ahead * sizeof(*read));
         }
         for (const auto& mover : movers)
           mover.move(stretch, lanes[i], read, static_cast<Code<Format>*>(args.pages[layer]),
