@@ -104,25 +104,35 @@ class HeadReader {
     });
   }
 
-  // tiles[32 keys each]: where [pairs of keys][channels][2] lie, likewise.
-  void value_tiles(int64_t first, int count, Code* copy, const Code** tiles_of_keys) const {
+  // Lines of 2 keys by 16 channels, undecoded.
+  struct ValueLines {
+    const Code* of_keys[kChunk / 32];  // of 32 keys and the first 16 channels, one after the other
+    int step;                          // to those of the next 16 channels
+  };
+
+  // In the page itself, or in `copy`, keys from `count` on 0.
+  ValueLines value_lines(int64_t first, int count, Code* copy) const {
     const int channels = strides_.channels;
     const bool ready = strides_.token_tile == 2 && strides_.token_lo == 1 &&
-                       strides_.token_hi == 2 * channels && strides_.block_size % 32 == 0 &&
-                       strides_.channel_tile == channels && strides_.channel_lo == 2;
+                       strides_.token_hi == 32 && strides_.block_size % 32 == 0 &&
+                       strides_.channel_tile == 16 && strides_.channel_lo == 2;
+    ValueLines lines;
     if (ready && count == kChunk) {
-      for (int k = 0; k < kChunk / 32; ++k) tiles_of_keys[k] = token(first + k * 32) + at_[0];
-      return;
+      lines.step = strides_.channel_hi;
+      for (int k = 0; k < kChunk / 32; ++k) lines.of_keys[k] = token(first + k * 32) + at_[0];
+      return lines;
     }
-    for (int k = 0; k < kChunk / 32; ++k) tiles_of_keys[k] = copy + k * 32 * channels;
+    lines.step = 16 * 32;
+    for (int k = 0; k < kChunk / 32; ++k) lines.of_keys[k] = copy + k * 32 * channels;
     if (count < kChunk) std::fill(copy, copy + channels * kChunk, Code{});
     tiles(first, count, [&](const Code* from, int done, int step) {
       for (int i = 0; i < step; ++i, from += strides_.token_lo) {
         const int key = done + i;
-        Code* to = copy + key / 2 * 2 * channels + key % 2;
-        for (int c = 0; c < channels; ++c) to[c * 2] = from[at_[c]];
+        Code* to = copy + key / 32 * 32 * channels + key % 32 / 2 * 32 + key % 2;
+        for (int c = 0; c < channels; ++c) to[c / 16 * lines.step + c % 16 * 2] = from[at_[c]];
       }
     });
+    return lines;
   }
 
  private:

@@ -27,6 +27,7 @@ class FloatProducts {
   using Reader = HeadReader<Stored>;
   using Query = float;
   using Weight = float;
+  static constexpr bool kRough = false;  // whether weights are rounded to bfloat16
 
   explicit FloatProducts(int head_size)
       : head_size_(head_size), keys_(head_size * kChunk), values_(head_size * kChunk) {}
@@ -94,6 +95,7 @@ class MatrixProducts {
   using Reader = HeadReader<BFloat16>;
   using Query = uint16_t;
   using Weight = uint16_t;
+  static constexpr bool kRough = true;
 
   explicit MatrixProducts(int head_size)
       : head_size_(head_size), keys_(head_size * kChunk), values_(head_size * kChunk) {
@@ -160,7 +162,7 @@ class MatrixProducts {
   }
 
   void read_values(const Reader& reader, int64_t first, int count) {
-    reader.value_tiles(first, count, values_.data(), value_tiles_);
+    value_lines_ = reader.value_lines(first, count, values_.data());
   }
 
   void add(const Weight* weights, int, float* sums) const {
@@ -169,11 +171,11 @@ class MatrixProducts {
       _tile_loadd(0, sums + c, 4 * head_size_);
       _tile_loadd(1, sums + c + 16, 4 * head_size_);
       for (int k = 0; k < kChunk / 32; ++k) {
-        const uint16_t* values = value_tiles_[k] + c * 2;
+        const uint16_t* values = value_lines_.of_keys[k] + c / 16 * value_lines_.step;
         _tile_loadd(4, weights + k * 32, 2 * kChunk);
-        _tile_loadd(5, values, 4 * head_size_);
+        _tile_loadd(5, values, 64);
         _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, values + 32, 4 * head_size_);
+        _tile_loadd(6, values + value_lines_.step, 64);
         _tile_dpbf16ps(1, 4, 6);
       }
       _tile_stored(0, sums + c, 4 * head_size_);
@@ -184,7 +186,8 @@ class MatrixProducts {
  private:
   int head_size_;
   std::vector<uint16_t> keys_, values_;
-  const uint16_t *key_tiles_[kChunk / 16], *value_tiles_[kChunk / 32];
+  const uint16_t* key_tiles_[kChunk / 16];
+  Reader::ValueLines value_lines_;
   TileConfig before_;
 };
 

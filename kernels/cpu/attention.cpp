@@ -58,6 +58,9 @@ inline void cap(float* products, int count, float scale, float soft_cap) {
   }
 }
 
+// Weights may be 2 to the power of this.
+constexpr float kHeadroom = 8.0f;
+
 // The online softmax of a tile's rows: peaks, and sums of weights, lane by lane. Logits are products
 // times a scale, to base 2.
 class Softmax {
@@ -78,29 +81,30 @@ class Softmax {
 
   // Takes a row's products with a chunk of keys; write(key, weights, weights of the lanes behind).
   // Returns what the row's earlier results are to be multiplied by.
-  template <class Write>
+  template <bool kRough, class Write>
   float step(int64_t row, const float* products, Write&& write) {
     Floats high = load(products);
     for (int i = kLanes; i < kChunk; i += kLanes) {
       const Floats next = load(products + i);
       high = select(next > high, next, high);
     }
-    const float before = peak_[row], after = std::max(before, largest(high) * scale_);
+    float shrink = 1.0f;
+    // A peak that is a little too low does as well, and most chunks then need no new one.
+    if (any_above(high, (peak_[row] + kHeadroom) / scale_)) {
+      const float before = peak_[row];
+      peak_[row] = largest(high) * scale_;
+      shrink = std::exp2(before - peak_[row]);
+    }
+    const float peak = peak_[row];
     Floats weights{};
     for (int i = 0; i < kChunk; i += 2 * kLanes) {
-      const Floats low = power_of_two(load(products + i) * scale_ - after);
-      const Floats next = power_of_two(load(products + i + kLanes) * scale_ - after);
+      const Floats low = power_of_two<kRough>(load(products + i) * scale_ - peak);
+      const Floats next = power_of_two<kRough>(load(products + i + kLanes) * scale_ - peak);
       write(i, low, next);
       weights += low + next;
     }
     float* sums = &sums_[row * kLanes];
-    if (before == after) {
-      store(sums, load(sums) + weights);
-      return 1.0f;
-    }
-    const float shrink = std::exp2(before - after);
     store(sums, load(sums) * shrink + weights);
-    peak_[row] = after;
     return shrink;
   }
 
@@ -207,7 +211,7 @@ void attend(const AttentionArgs& args) {
             [&](int row, int active, const float* stripe) {
               for (int r = 0; r < active; ++r) {
                 auto* own = &weights[int64_t{row + r} * kChunk];
-                const float shrink = softmax.step(
+                const float shrink = softmax.step<Products::kRough>(
                     row + r, stripe + r * kChunk, [&](int key, Floats low, Floats high) {
                       Products::write_weights(low, high, own + key);
                     });
@@ -272,7 +276,7 @@ void score(const ScoreArgs& args) {
         for_each_stripe(products, positions, group, 0, args.weights, chunk, head_size, own,
                         [&](int row, int active, const float* stripe) {
                           for (int r = 0; r < active; ++r)
-                            softmax.step(row + r, stripe + r * kChunk, [](int, Floats, Floats) {});
+                            softmax.step<false>(row + r, stripe + r * kChunk, [](int, Floats, Floats) {});
                         });
       });
       for (int64_t r = 0; r < tile.count * group; ++r)

@@ -200,6 +200,23 @@ def test_large_logits_do_not_overflow(built: str) -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("growth", [0.5, 3.0, 12.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_may_grow_along_the_keys(built: str, dtype: torch.dtype, growth: float) -> None:
+    """By so much in a chunk: the softmax has a new peak now and then, or in each of them."""
+    shape = SHAPES["pairs"]
+    batch = make_batch(shape, 2, [[899, 900]], dtype, "cpu")
+    block_size, size = shape.keys.shape[1:]
+    batch.query.zero_()[..., 0] = size**0.5
+    for index, block in enumerate(batch.block_tables[0, : -(-901 // block_size)].tolist()):
+        keys = shape.keys.view(batch.pages[block : block + 1])
+        logits = growth / 128 * (index * block_size + torch.arange(block_size))
+        keys[..., 0, 0] = logits.view(1, 1, *keys.shape[2:4]).to(dtype)
+    out, expected = run(batch, shape), in_float64(batch, shape)
+    exact = dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, atol=1e-5 if exact else 2e-2, rtol=0)
+
+
 def test_one_request_does_not_see_what_another_has(built: str) -> None:
     """Neither do buffers carry it over: NaN times a weight of nought is NaN."""
     shape = SHAPES["tiled by 32"]
