@@ -7,8 +7,9 @@ prefix cache: 37 fresh tokens, the documents in another order (so at odd offsets
 `full` sends it without extra keys: vLLM's own prefill. `shift` moves the documents' KV only.
 `sparsex` also recomputes 10 % of it, with no dense layer. `hybrid` computes 15 % of the layers for
 every token, and then 10 %. `prophet` recomputes the 10 % that the question attends to, at all
-layers; the default policy does the same with more tokens of documents that were computed alone. All
-modes take turns, in an order that changes every round.
+layers; `focus`, the default policy, does so with a share of 10 %, and `default` with its own budget
+for documents that were computed alone. `hit` is a bound: all but the question is in vLLM's own
+prefix cache. All modes take turns, in an order that changes every round.
 
 A speed-up is the ratio of the medians; its interval of 95 % is that of the rounds' own ratios.
 """
@@ -34,12 +35,14 @@ _KV_SPACE_GIB = 4
 
 
 class Mode(NamedTuple):
-    """One way to prefill the prompt; `policy` None is vLLM's own."""
+    """One way to prefill the prompt; `policy` None is vLLM's own, of a prompt in its prefix cache
+    where `cached`."""
 
     name: str
     policy: str | None
     dense_share: float = 0.0
     recompute_ratio: float = 0.0
+    cached: bool = False
 
     def extra_args(self) -> dict[str, Any] | None:
         """What the request carries in `SamplingParams.extra_args`."""
@@ -59,6 +62,9 @@ MODES = (
     Mode("sparsex", "sparsex", recompute_ratio=0.1),
     Mode("hybrid", "sparsex", dense_share=0.15, recompute_ratio=0.1),
     Mode("prophet", "prophet", recompute_ratio=0.1),
+    Mode("focus", "focus", recompute_ratio=0.1),
+    Mode("default", "focus"),
+    Mode("hit", None, cached=True),
 )
 
 
@@ -74,7 +80,11 @@ class Prompts:
         """A prompt of `PROMPT_TOKENS` token ids."""
         order = next(self._orders)
         body = [token for index in order for token in self.documents[index]]
-        return [*self._fresh(PREAMBLE_TOKENS), *body, *self._fresh(QUESTION_TOKENS)]
+        return self.asks([*self._fresh(PREAMBLE_TOKENS), *body])
+
+    def asks(self, context: list[int]) -> list[int]:
+        """A new question behind a text."""
+        return [*context, *self._fresh(QUESTION_TOKENS)]
 
     def _fresh(self, count: int) -> list[int]:
         return self._random.choices(range(_FIRST_TEXT_TOKEN, shapes.VOCAB_SIZE), k=count)
@@ -100,9 +110,13 @@ def _measure(shape: str, rounds: int, eager: bool) -> tuple[list[harness.Row], d
     ) as llm:
         for document in prompts.documents:
             engine.first_token(llm, document, {"extra_keys": _NAMESPACE})
+        cached = prompts.next()[:-QUESTION_TOKENS]
         for turn in harness.progress(range(rounds + 1), f"ttft {shape}"):
+            # Now, so that nothing has evicted it.
+            engine.first_token(llm, cached)
             for mode in harness.rotated(MODES, turn):
-                timed = _first_token(llm, mode, prompts.next())
+                prompt = prompts.asks(cached) if mode.cached else prompts.next()
+                timed = _first_token(llm, mode, prompt)
                 if turn > 0:  # the first round warms up
                     taken[mode.name].append(timed)
     rows = [_row(shape, eager, mode, taken[mode.name]) for mode in MODES]
@@ -114,6 +128,10 @@ def _first_token(llm: Any, mode: Mode, prompt: list[int]) -> engine.Timed:
     if mode.policy is not None:
         # Every document must come from its donor, whole; a stray token may match by chance.
         engine.require_reuse(timed, mode.policy, DOCUMENTS * DOCUMENT_TOKENS)
+    elif mode.cached:
+        missing = len(prompt) - timed.cached_tokens - QUESTION_TOKENS
+        if missing > engine.BLOCK_TOKENS:
+            raise harness.BenchError(f"{missing} tokens were not in the prefix cache")
     elif timed.cached_tokens or timed.report:
         raise harness.BenchError(
             f"full prefill is the baseline, but {timed.cached_tokens} of its tokens were cached "
@@ -124,7 +142,8 @@ def _first_token(llm: Any, mode: Mode, prompt: list[int]) -> engine.Timed:
 
 def _row(shape: str, eager: bool, mode: Mode, taken: list[engine.Timed]) -> harness.Row:
     times = [timed.ms for timed in taken]
-    nothing = {"reused_tokens": 0, "recomputed_tokens": 0, "computed_share": 1.0}
+    share = 1 - taken[-1].cached_tokens / PROMPT_TOKENS
+    nothing = {"reused_tokens": 0, "recomputed_tokens": 0, "computed_share": share}
     report = taken[-1].report or nothing
     reused, recomputed = report["reused_tokens"], report["recomputed_tokens"]
     if mode.policy is not None and recomputed < int(mode.recompute_ratio * reused):
@@ -157,6 +176,7 @@ def _summary(
         low, high = harness.median_interval(ratios)
         name = f"{mode}_speedup"
         summary |= {name: harness.median(ratios), f"{name}_low": low, f"{name}_high": high}
+    summary["shift_against_hit"] = ms["shift"] / ms["hit"]
     # 1.0: every layer-token of the hybrid mode costs what it costs in a full prefill.
     summary["hybrid_efficiency"] = summary["hybrid_speedup"] * by_mode["hybrid"]["computed_share"]
     return summary
