@@ -13,7 +13,7 @@ import torch
 
 from tests.prefill.pages import BLOCK_SIZE, make_layer
 from vllm_segreuse.compat.attention_impl import replaced_forward
-from vllm_segreuse.kernels.dispatch import Kernels
+from vllm_segreuse.kernels.dispatch import LONG_RUN, Kernels
 from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill import attention as attention_module
@@ -40,7 +40,13 @@ class Plan:
 class World:
     """Two layers, a log of what computed them, and kernels that only log."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel: bool, plans: bool) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        kernel: bool,
+        plans: bool,
+        long_run: int | None = LONG_RUN,
+    ) -> None:
         self.log: list[str] = []
         self.metadata: Any = None
         self.compiled: bool | None = None
@@ -64,6 +70,7 @@ class World:
             sparse_attention=self._attend if kernel else None,
             plan_attention=self._plan if plans else None,
             description="",
+            long_run=long_run,
         )
         monkeypatch.setattr(attention_module, "pass_context", self._context)
         rows = SimpleNamespace(vllm_config=None, forward_context=self._rows)
@@ -133,6 +140,20 @@ def test_long_runs_are_rows(
             else:
                 assert torch.equal(out, query + torch.tensor(positions)[:, None, None])
     assert world.log == (["rows"] if expected == "rows" else ["kernel"] * 2)
+
+
+@pytest.mark.parametrize(("long_run", "expected"), [(None, "kernel"), (41, "kernel"), (40, "rows")])
+def test_kernels_say_from_which_runs_on_rows_are_faster(
+    long_run: int | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, kernel=True, plans=False, long_run=long_run)
+    with world.subject.forward_context(tokens(*range(40)), TABLES):
+        query = torch.randn(40, 4, 32)
+        for layer in world.layers:
+            layer.impl.forward(
+                layer, query, None, None, layer.kv_cache, world.metadata, query.clone()
+            )
+    assert set(world.log) == {expected}
 
 
 @pytest.mark.parametrize("positions", [[1, 5, 9], list(range(16))], ids=["kernel", "rows"])

@@ -15,6 +15,9 @@ from vllm_segreuse.kernels.arguments import FLOATS
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout
 
+LONG_RUN = 16
+"""Of kernels by Triton, and of latent layers (`bench kernels`)."""
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -25,6 +28,8 @@ class Kernels:
         plan_attention: `plan(query, keys, block_tables, request, positions)` prepares what
             `sparse_attention` takes as `schedule`, once for all layers; None where it needs none.
         description: which they are, and why better ones are not used.
+        long_run: tokens per run of neighbours, on average, from which on rows of the attention
+            backend's own kernel are at least as fast as `sparse_attention`; None if they never are.
         encode: pages to scales and codes (`reference_codecs.encode`).
         decode: `align` from such pages.
     """
@@ -35,6 +40,7 @@ class Kernels:
     sparse_attention: Callable[..., None] | None
     plan_attention: Callable[..., Any] | None
     description: str
+    long_run: int | None = LONG_RUN
     encode: Callable[..., torch.Tensor] = reference_codecs.encode
     decode: Callable[..., None] = reference.align
 
@@ -72,8 +78,9 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
         cpu.sparse_attention,
         None,
         f"alignment, attention and scores by {name}",
-        cpu_store.encode,
-        cpu.align,
+        long_run=None,
+        encode=cpu_store.encode,
+        decode=cpu.align,
     )
 
 

@@ -2,7 +2,8 @@
 """How the pass's queries attend: in rows of the stock backend, or scattered, by a kernel of ours.
 
 Long runs of neighbouring queries are what the stock kernels are made for. Scattered ones would be
-rows of one token each, and each would read the whole context alone.
+rows of one token each, and each would read the whole context alone. On CPUs ours is as fast for
+long runs, too.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class PassAttention:
         self._layers = {id(layer.attention): layer for layer in layers}
         with_kernel = [layer for layer in layers if layer.kernels.sparse_attention is not None]
         self._by_kernel = [layer.attention for layer in with_kernel]
+        long_runs = [layer.kernels.long_run for layer in with_kernel]
+        self._long_run = max((it for it in long_runs if it is not None), default=None)
         self._in_rows = [
             layer.attention for layer in layers if layer.kernels.sparse_attention is None
         ]
@@ -179,7 +182,7 @@ class PassAttention:
             compiled: let the model run as vLLM has compiled it, if it runs as a whole.
             queries: collects those that reach attention.
         """
-        if not self._by_kernel or has_long_runs(tokens):
+        if self._attends_in_rows(tokens):
             with (
                 _watched(self._by_kernel + self._in_rows, queries),
                 self._rows.forward_context(tokens, block_tables, compiled),
@@ -195,6 +198,12 @@ class PassAttention:
             ),
         ):
             yield
+
+    def _attends_in_rows(self, tokens: TokenTable) -> bool:
+        """Whether all layers do: it is faster, or there is no kernel."""
+        if not self._by_kernel:
+            return True
+        return self._long_run is not None and has_long_runs(tokens, self._long_run)
 
     def _metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
         """Of scattered queries, by layer; the stock backend's where there is no kernel."""

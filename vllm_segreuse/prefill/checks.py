@@ -48,7 +48,7 @@ from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch
-from vllm_segreuse.prefill.rows import LONG_RUN, MOST_DECODES, RowBuilder
+from vllm_segreuse.prefill.rows import MOST_DECODES, RowBuilder
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.supported import DRAFTS, WITHOUT, RefusedError
 
@@ -260,7 +260,7 @@ def _most_rows(vllm_config: VllmConfig, kernels: Mapping[PageLayout, dispatch.Ke
     if any(it.sparse_attention is None and not page.latent for page, it in kernels.items()):
         return tokens
     # Long on average, or, in the exact tier, whole blocks and one end of each plan.
-    rows = tokens // LONG_RUN + scheduler.max_num_seqs + 1
+    rows = tokens // dispatch.LONG_RUN + scheduler.max_num_seqs + 1
     return max(rows, MOST_DECODES) if any(page.latent for page in kernels) else rows
 
 

@@ -20,11 +20,9 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_segreuse.compat.metadata_builder import build_rows, private_builder
+from vllm_segreuse.kernels.dispatch import LONG_RUN
 from vllm_segreuse.model.token_kv import is_latent
 from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
-
-LONG_RUN = 16
-"""Tokens per run, on average, from which on rows are at least as fast (`bench kernels`)."""
 
 MOST_DECODES = 256
 """Tokens that latent layers decode at once, or as many as vLLM itself does. Their backends split
@@ -106,7 +104,7 @@ class RowBuilder:
 
     def _decodes(self, tokens: TokenTable) -> bool:
         """Whether each token is a row, as vLLM's decodes are."""
-        return self._latent and not has_long_runs(tokens)
+        return self._latent and not has_long_runs(tokens, LONG_RUN)
 
     @contextmanager
     def forward_context(
@@ -143,10 +141,13 @@ class RowBuilder:
         }
 
 
-def has_long_runs(tokens: TokenTable) -> bool:
-    """Where only the device knows the tokens, most were chosen one by one: asking would cost more
-    than it could save."""
-    return tokens.host is not None and len(tokens) >= LONG_RUN * int(row_starts(tokens).sum())
+def has_long_runs(tokens: TokenTable, long_run: int) -> bool:
+    """Whether runs of neighbours have so many tokens on average.
+
+    Where only the device knows the tokens, most were chosen one by one: asking would cost more than
+    it could save.
+    """
+    return tokens.host is not None and len(tokens) >= long_run * int(row_starts(tokens).sum())
 
 
 def common_metadata(
