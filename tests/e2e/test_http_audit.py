@@ -148,6 +148,7 @@ def test_every_kind_of_answer_is_audited(way: str, server: Server) -> None:
 
 
 def test_a_client_that_goes_away_leaves_nothing_behind(server: Server) -> None:
+    until(lambda found: found["under_way"] == 0, server)  # those of other tests
     name, before = know(server, "away"), ended(server)
     body = {"model": "m", "prompt": shuffled(5), "max_tokens": 2000, "ignore_eos": True}
     body |= {"stream": True, "extra_keys": [name]}
