@@ -11,14 +11,17 @@ from bench.suites import ttft
 
 REUSED = ttft.DOCUMENTS * ttft.DOCUMENT_TOKENS
 MS = {"full": 1000.0, "shift": 50.0, "sparsex": 200.0, "hybrid": 250.0, "prophet": 400.0}
+MS |= {"focus": 125.0, "default": 500.0, "hit": 40.0}
 SHARES = {"shift": 0.01, "sparsex": 0.12, "hybrid": 0.24, "prophet": 0.13}
+SHARES |= {"focus": 0.12, "default": 0.3}
+CONTEXT = ttft.PROMPT_TOKENS - ttft.QUESTION_TOKENS
 
 Answer = Callable[[ttft.Mode], engine.Timed]
 
 
 def _timed(mode: ttft.Mode, **changes: Any) -> engine.Timed:
     if mode.policy is None:
-        return engine.Timed(MS[mode.name], 1, 0, None)
+        return engine.Timed(MS[mode.name], 1, CONTEXT if mode.cached else 0, None)
     report = {
         "policy": mode.policy,
         "reused_tokens": REUSED,
@@ -37,13 +40,21 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
         yield None
 
     def install(function: Answer) -> None:
+        known: list[list[int]] = []
+
         def first_token(
             llm: None, prompt: list[int], extra_args: dict[str, Any] | None = None
         ) -> engine.Timed:
             options = dict(extra_args or {})
-            if len(prompt) == ttft.DOCUMENT_TOKENS:
+            if len(prompt) != ttft.PROMPT_TOKENS:
+                known.append(prompt)
                 return engine.Timed(1.0, 1, 0, None)
-            mode = next(m for m in ttft.MODES if (m.extra_args() or {}) == options)
+            cached = prompt[:CONTEXT] in known
+            mode = next(
+                m
+                for m in ttft.MODES
+                if (m.extra_args() or {}) == options and m.cached == cached
+            )
             return function(mode)
 
         monkeypatch.setattr(engine, "prepare_environment", lambda gib: None)
@@ -57,13 +68,14 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
 def test_summary_has_the_documented_figures(answer: Callable[[Answer], None]) -> None:
     answer(_timed)
     summary = ttft.run(quick=False)["summary"]
-    modes = ("full", "shift", "sparsex", "hybrid", "prophet")
+    modes = ("full", "shift", "sparsex", "hybrid", "prophet", "focus", "default", "hit")
     keys = [f"{mode}_ms" for mode in modes]
     keys += [f"{mode}_speedup{end}" for mode in modes[1:] for end in ("", "_low", "_high")]
-    keys.append("hybrid_efficiency")
+    keys += ["shift_against_hit", "hybrid_efficiency"]
     assert list(summary) == keys + [f"{key}_deep" for key in keys]
     assert summary["shift_speedup"] == 20
     assert summary["sparsex_speedup_deep"] == 5
+    assert summary["shift_against_hit"] == 50 / 40
     assert summary["hybrid_efficiency"] == pytest.approx(1000 * 0.24 / 250)
 
 
@@ -115,6 +127,12 @@ def test_a_request_without_report_is_refused(answer: Callable[[Answer], None]) -
 def test_a_cached_baseline_is_refused(answer: Callable[[Answer], None]) -> None:
     answer(lambda mode: _timed(mode)._replace(cached_tokens=32))
     with pytest.raises(BenchError, match="32 of its tokens were cached"):
+        ttft.run(quick=True)
+
+
+def test_a_bound_that_is_not_cached_is_refused(answer: Callable[[Answer], None]) -> None:
+    answer(lambda mode: _timed(mode)._replace(cached_tokens=mode.cached * (CONTEXT - 33)))
+    with pytest.raises(BenchError, match="33 tokens were not in the prefix cache"):
         ttft.run(quick=True)
 
 
