@@ -51,9 +51,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
                 return engine.Timed(1.0, 1, 0, None)
             cached = prompt[:CONTEXT] in known
             mode = next(
-                m
-                for m in ttft.MODES
-                if (m.extra_args() or {}) == options and m.cached == cached
+                m for m in ttft.MODES if (m.extra_args() or {}) == options and m.cached == cached
             )
             return function(mode)
 
