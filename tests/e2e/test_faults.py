@@ -57,7 +57,7 @@ WORKING = {
     "prefill.executor.token_copies": SHIFT,
     "prefill.executor.Batch": SHIFT,
     "model.rope.DeltaRope.tables": SHIFT,
-    "prefill.rows.row_starts": SHIFT,
+    "prefill.attention.ScatteredQueries": SHIFT,
     "kernels.cpu.call": SHIFT,
     "model.layers.DecoderStack.embed": SHIFT,
     "model.layers.DecoderStack.run": SHIFT,
