@@ -26,8 +26,9 @@ def _key_pairs(h: int, o: int, d: int) -> int:
 
 
 def _value_pairs(h: int, o: int, d: int) -> int:
-    """Values for AMX: pairs of tokens side by side."""
-    return (h * BLOCK_SIZE + o // 2 * 2) * HEAD_SIZE + d * 2 + o % 2
+    """Values for AMX: pairs of tokens side by side, in tiles of 16 channels."""
+    tile = (h * (HEAD_SIZE // 16) + d // 16) * BLOCK_SIZE * 16
+    return tile + (o // 2) * 32 + (d % 16) * 2 + o % 2
 
 
 def _nhd(h: int, o: int, d: int) -> int:
