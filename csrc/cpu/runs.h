@@ -20,7 +20,7 @@ struct Pair {
         second(first + (rotation.neox ? rotation.dim / 2 : 1)) {}
 };
 
-constexpr int kTile = 32;       // tokens that vLLM's CPU backend keeps side by side
+constexpr int kTile = 32;        // tokens that vLLM's CPU backend keeps side by side
 constexpr int kPairedTile = 16;  // the same for the matrix unit, of two channels
 
 // Tokens that follow each other inside a tile of a page at either end, and turn by one angle.
