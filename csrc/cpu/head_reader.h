@@ -83,9 +83,7 @@ class HeadReader {
   // in `copy`, keys from `count` on 0.
   void key_tiles(int64_t first, int count, Code* copy, const Code** tiles_of_keys) const {
     const int channels = strides_.channels;
-    const bool ready = strides_.token_tile == 16 && strides_.token_lo == 2 &&
-                       strides_.channel_tile == 2 && strides_.channel_lo == 1 &&
-                       strides_.channel_hi == 32;
+    const bool ready = has_key_lines(strides_) && strides_.channel_hi == 32;
     if (ready && count == kChunk) {
       for (int k = 0; k < kChunk / 16; ++k) tiles_of_keys[k] = token(first + k * 16) + at_[0];
       return;
@@ -113,9 +111,8 @@ class HeadReader {
   // In the page itself, or in `copy`, keys from `count` on 0.
   ValueLines value_lines(int64_t first, int count, Code* copy) const {
     const int channels = strides_.channels;
-    const bool ready = strides_.token_tile == 2 && strides_.token_lo == 1 &&
-                       strides_.token_hi == 32 && strides_.block_size % 32 == 0 &&
-                       strides_.channel_tile == 16 && strides_.channel_lo == 2;
+    const bool ready =
+        has_value_lines(strides_) && strides_.token_hi == 32 && strides_.block_size % 32 == 0;
     ValueLines lines;
     if (ready && count == kChunk) {
       lines.step = strides_.channel_hi;

@@ -21,6 +21,18 @@ struct Part {
   Rotation rotation;
 };
 
+// Lines of 64 bytes of bfloat16, as vLLM packs pages for the matrix unit: 16 tokens by 2 channels.
+inline bool has_key_lines(const TiledStrides& strides) {
+  return strides.token_tile == 16 && strides.token_lo == 2 && strides.channel_tile == 2 &&
+         strides.channel_lo == 1;
+}
+
+// The same of values: 2 tokens by 16 channels.
+inline bool has_value_lines(const TiledStrides& strides) {
+  return strides.token_tile == 2 && strides.token_lo == 1 && strides.channel_tile == 16 &&
+         strides.channel_lo == 2;
+}
+
 struct AlignArgs {
   void* const* pages;  // of each layer
   int64_t layers, page_stride;  // in elements

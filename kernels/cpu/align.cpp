@@ -179,15 +179,12 @@ class HeadMover {
     dense_ = unit_channels_ && !rotation_.dim && strides_.token_lo == strides_.channels &&
              strides_.token_tile == strides_.block_size;
     // A line is of 32 tokens, of 16 by 2 channels, or of 2 by 16.
-    const bool in_pairs = strides_.channel_tile == 2 && strides_.channel_lo == 1;
     const int half = rotation_.neox ? rotation_.dim / 2 : rotation_.dim;
+    const bool whole_pairs = half % 2 == 0 && rotation_.first % 2 == 0;
     by_lanes_ = kHasLanes && strides_.token_tile == tile &&
                 (tile == kTile ? strides_.token_lo == 1
-                               : strides_.token_lo == 2 && in_pairs && half % 2 == 0 &&
-                                     rotation_.first % 2 == 0);
-    by_token_pairs_ = kHasLanes && !rotation_.dim && strides_.token_tile == 2 &&
-                      strides_.token_lo == 1 && strides_.channel_tile == 16 &&
-                      strides_.channel_lo == 2;
+                               : has_key_lines(strides_) && whole_pairs);
+    by_token_pairs_ = kHasLanes && !rotation_.dim && has_value_lines(strides_);
   }
 
   bool operator<(const HeadMover& other) const { return at_[0] < other.at_[0]; }
