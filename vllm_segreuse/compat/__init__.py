@@ -24,7 +24,10 @@ from vllm_segreuse.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
 FRONT_END = ("input_processor", "renderer", "openai_streams", "async_llm", "api_server")
-ENGINE = ("engine_core", "model_runner", "prefix_cache_stats", "sampler", "scheduler", "worker")
+ENGINE = (
+    *("engine_core", "model_runner", "omp_processes", "prefix_cache_stats"),
+    *("sampler", "scheduler", "worker"),
+)
 
 _MARKER = "VLLM_SEGREUSE_ENABLED"
 
