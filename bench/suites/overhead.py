@@ -8,9 +8,8 @@ batches a server wakes up over a shorter one, which is not timed. A ratio is the
 batches of (time of vLLM alone) / (time with the plugin): 1.0 means that it costs nothing. Its
 interval of 95 % is that of the median.
 
-- `throughput_ratio`: the servers bind their threads to cores as vLLM does by default. On CPU vLLM
-  sets one more core aside where a connector is configured, if there are enough, so that the two do
-  not compute on equally many: see `compute_cores` of the rows.
+- `throughput_ratio`: the servers bind their threads to cores as vLLM does by default, which sets
+  one aside for its scheduler (`compute_cores` of the rows).
 - `throughput_ratio_bound`: both compute on all cores (`VLLM_CPU_OMP_THREADS_BIND`).
 - `throughput_ratio_beside_reuse`: the same, while each batch has prompts of known documents beside
   it. With the plugin these reuse segments, without it they are prefilled.
