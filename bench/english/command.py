@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from bench import harness
 from bench.english import arms, donors, text
-from bench.english.figures import figures
+from bench.english.figures import figures, frontier, in_cells
 from bench.english.records import (
     Records,
     Setting,
@@ -103,12 +103,12 @@ def result_of(records: Records) -> harness.SuiteResult:
     """Figures of all records."""
     rows, summary = figures(records)
     setting = records.setting
-    return {"rows": rows, "summary": setting.entry() | summary}
+    return {"rows": [*rows, *frontier(records)], "summary": setting.entry() | summary}
 
 
 def shown(result: harness.SuiteResult) -> harness.SuiteResult:
     """What of a result fits a terminal's width."""
-    rows = [{key: row.get(key) for key in COLUMNS} for row in result["rows"] if "kind" not in row]
+    rows = [{key: row.get(key) for key in COLUMNS} for row in in_cells(result)]
     return {"rows": rows, "summary": result["summary"]}
 
 

@@ -20,7 +20,7 @@ from scipy import stats
 from bench.english.arms import CLOSE, DEFAULT, FULL, SHIFT
 from bench.english.donors import KNOWLEDGE
 from bench.english.records import Record
-from bench.harness import Row
+from bench.harness import Row, SuiteResult
 from bench.quality import statistics
 from bench.quality.figures import shown_p, verdict
 
@@ -60,6 +60,38 @@ def figures(records: Iterable[Record]) -> tuple[list[Row], Summary]:
     ]
     _correct(rows)
     return rows, _summary(cells, able, rows)
+
+
+def in_cells(result: SuiteResult) -> list[Row]:
+    """Rows of a task, donors and a policy: neither of one length, nor of all tasks together."""
+    return [row for row in result["rows"] if "task" in row and "kind" not in row]
+
+
+def frontier(records: Iterable[Record]) -> list[Row]:
+    """What each policy reaches at how much work, by donors: all tasks together.
+
+    Accuracy is of tasks that full prefill can do; work and divergence are of all.
+    """
+    cells = _cells(records)
+    able = _able(cells)
+    rows = []
+    for donors in dict.fromkeys(donors for _, donors in cells):
+        mine = {cell: found for cell, found in cells.items() if cell[1] == donors}
+        every = [*chain(*mine.values())]
+        for arm in dict.fromkeys(arm for record in every for arm in record.arms):
+            outcomes = [record.arms[arm] for record in _with(every, arm)]
+            rows.append(
+                {
+                    "pooled": arm,
+                    "donors": donors,
+                    "samples": len(outcomes),
+                    **_against_full(mine, able, arm),
+                    **_divergence("first_kl", [one.first_kl for one in outcomes]),
+                    "kl_p90": _p90([one.first_kl for one in outcomes]),
+                    **_divergence("answer_kl", [one.answer_kl for one in outcomes]),
+                }
+            )
+    return rows
 
 
 def _cells(records: Iterable[Record]) -> dict[Cell, list[Record]]:
@@ -175,7 +207,8 @@ def _summary(cells: Cells, able: Mapping[str, bool], rows: Sequence[Row]) -> Sum
     summary: Summary = {}
     for name, donors in POOLS.items():
         pooled = {cell: found for cell, found in cells.items() if cell[1] in donors}
-        summary |= _against_full(name, pooled, able)
+        found = _against_full(pooled, able, DEFAULT)
+        summary |= {f"{name}_{key}": value for key, value in found.items()}
     worse, further = harm(cells, able)
     tasks = sorted(able)
     return summary | {
@@ -213,27 +246,27 @@ def _tail(cells: Cells) -> Summary:
     return dict(zip(names, figures, strict=True))
 
 
-def _against_full(name: str, cells: Cells, able: Mapping[str, bool]) -> Summary:
-    """Accuracy of the default as a share of full prefill's, every cell of equal weight; its work.
+def _against_full(cells: Cells, able: Mapping[str, bool], arm: str) -> Summary:
+    """Accuracy of an arm as a share of full prefill's, every cell of equal weight; its work.
 
     Accuracy is of tasks that full prefill can do; work is of all.
     """
-    found = {cell: mine for cell, all_ in cells.items() if (mine := _with(all_, DEFAULT))}
+    found = {cell: mine for cell, all_ in cells.items() if (mine := _with(all_, arm))}
     capable = [mine for (task, _), mine in found.items() if able[task]]
-    empty = {f"{name}_over_full": None, f"{name}_work": None}
+    empty: Summary = {"over_full": None, "work": None}
     if not found:
         return empty
-    work = fmean(fmean(one.arms[DEFAULT].work for one in mine) for mine in found.values())
+    work = fmean(fmean(one.arms[arm].work for one in mine) for mine in found.values())
     if not capable:
-        return empty | {f"{name}_work": round(work, DIGITS)}
-    scores = [[one.arms[DEFAULT].score for one in mine] for mine in capable]
+        return empty | {"work": round(work, DIGITS)}
+    scores = [[one.arms[arm].score for one in mine] for mine in capable]
     full = [[one.full.score for one in mine] for mine in capable]
     low, high = statistics.difference_interval([*chain(*scores)], [*chain(*full)])
     return {
-        f"{name}_over_full": round(fmean(map(fmean, scores)) / fmean(map(fmean, full)), DIGITS),
-        f"{name}_less_full_low": round(low, DIGITS),
-        f"{name}_less_full_high": round(high, DIGITS),
-        f"{name}_work": round(work, DIGITS),
+        "over_full": round(fmean(map(fmean, scores)) / fmean(map(fmean, full)), DIGITS),
+        "less_full_low": round(low, DIGITS),
+        "less_full_high": round(high, DIGITS),
+        "work": round(work, DIGITS),
     }
 
 

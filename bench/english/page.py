@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench.english.arms import FULL
+from bench.english.figures import in_cells
 from bench.harness import Row, SuiteResult
 from bench.quality.page import STYLE, p_text, svg, table_of, with_interval
 
@@ -67,7 +68,7 @@ def write(file: Path, where: Mapping[str, Any], result: SuiteResult) -> None:
         result: its rows and summary.
     """
     mpl.rcParams["svg.hashsalt"] = "english"  # the same figures give the same file
-    rows, summary = [row for row in result["rows"] if "kind" not in row], result["summary"]
+    rows, summary = in_cells(result), result["summary"]
     head = '<meta charset=utf-8><meta name=viewport content="width=device-width">'
     title = "KV reuse on English text"
     parts = [

@@ -16,6 +16,7 @@ from bench import __main__ as bench
 from bench import harness
 from bench.english import engine, figures, page, run
 from bench.english.arms import Arm, arm
+from bench.english.donors import DONORS
 from bench.english.records import Outcome, Record, Records, Setting, model_digest
 from bench.english.tape import Tape, divergences, favourites
 from bench.english.tasks import draw
@@ -260,6 +261,23 @@ def test_the_summary_pools_cells_of_equal_weight() -> None:
     assert summary["drift_rank_correlation"] is None
 
 
+def test_the_frontier_has_every_policy_of_all_tasks_together() -> None:
+    records = [
+        *(record(n, "one-hop", "alone", default=outcome(1.0, work=0.1)) for n in range(2)),
+        *(record(n, "logs", "alone", default=outcome(0.5, work=0.3)) for n in range(6)),
+        *(record(n, "logs", "stream", epic=outcome(0.25, work=0.2)) for n in range(6)),
+        *(record(n, "react", "stream", full=0.0, epic=outcome(work=0.4)) for n in range(6)),
+    ]
+    first, second = figures.frontier(records)
+    assert (first["pooled"], first["donors"], first["samples"]) == ("default", "alone", 8)
+    assert (first["over_full"], first["work"]) == (0.75, 0.2), "cells are of equal weight"
+    assert (second["pooled"], second["donors"], second["samples"]) == ("epic", "stream", 12)
+    assert second["over_full"] == 0.25, "of what full prefill can do"
+    assert second["work"] == 0.3
+    assert second["less_full_low"] <= -0.75 <= second["less_full_high"]
+    assert figures.in_cells({"rows": [first], "summary": {}}) == []
+
+
 def test_harm_is_where_the_default_is_significantly_worse_than_shift() -> None:
     def cell(donors: str, number: int, worse: int) -> list[Record]:
         return [
@@ -397,6 +415,7 @@ def test_a_run_leaves_json_lines_and_a_page(start: Start, tmp_path: Path, lab: F
     assert set(keys.split()) <= set(summary)
     assert (summary["tasks"], summary["samples_per_cell"]) == (2, 3)
     assert (summary["model"], summary["seeds"]) == ("small", "reporting")
+    assert {row["donors"] for row in result["rows"] if "pooled" in row} == set(DONORS)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1 + 2 * 3 * 5
     written = html.read_text()
     assert "<h2>Donors: siblings</h2>" in written
