@@ -16,7 +16,7 @@ Price = Callable[[Any], float]
 
 
 def fit(
-    price: Price, layers: Sequence[int] = LAYERS, may_enter: bool = False
+    price: Price, layers: Sequence[int] = LAYERS, may_enter: bool = False, drift: float = 0.1
 ) -> tuple[list[Options], list[int]]:
     """What is tried where the cheapest is the best, and how many in each round."""
     rounds = []
@@ -25,7 +25,7 @@ def fit(
         rounds.append(len(options))
         return [
             Setting(
-                it, [Trial(0.0, 1.0, price(it.get("similarity", {})), 0.1 * n) for n in range(20)]
+                it, [Trial(0.0, 1.0, price(it.get("similarity", {})), drift * n) for n in range(20)]
             )
             for it in options
         ]
@@ -84,8 +84,13 @@ def test_nothing_is_tried_twice() -> None:
     def first(similarity: Any) -> float:
         return 1.0
 
-    tried, _ = fit(first)
+    tried, rounds = fit(first)
     assert len({repr(it) for it in tried}) == len(tried)
+    assert rounds[2] == 3
+    # Halos that are all as far off give one bound, not three.
+    tried, rounds = fit(halo_is_best, drift=0.0)
+    assert len({repr(it) for it in tried}) == len(tried)
+    assert rounds[2] == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 24, 80])

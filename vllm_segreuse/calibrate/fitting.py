@@ -59,8 +59,11 @@ def fit(tried: Try, best_of: Best, layers: Sequence[int], may_enter: bool) -> li
     policy = {} if may_enter else {"policy": ENTERING_POLICY}
 
     def go_on(proposals: Iterator[Options]) -> None:
-        known = [setting.options for setting in measured]
-        measured.extend(tried([it for it in proposals if it not in known]))
+        known, new = [setting.options for setting in measured], list[Options]()
+        for it in proposals:  # quantiles may be the same
+            if it not in known + new:
+                new.append(it)
+        measured.extend(tried(new))
 
     for proposed in (_halos, _bounds, _contexts):
         go_on(proposed(best_of(_with_similar(measured))))
