@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from bench import harness
 from bench.english import arms, donors, text
-from bench.english.figures import figures, frontier, in_cells
+from bench.english.figures import figures, in_cells
 from bench.english.records import (
     Records,
     Setting,
@@ -103,7 +103,7 @@ def result_of(records: Records) -> harness.SuiteResult:
     """Figures of all records."""
     rows, summary = figures(records)
     setting = records.setting
-    return {"rows": [*rows, *frontier(records)], "summary": setting.entry() | summary}
+    return {"rows": rows, "summary": setting.entry() | summary}
 
 
 def shown(result: harness.SuiteResult) -> harness.SuiteResult:

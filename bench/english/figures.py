@@ -19,7 +19,7 @@ from scipy import stats
 
 from bench.english.arms import CLOSE, DEFAULT, FULL, SHIFT
 from bench.english.donors import KNOWLEDGE
-from bench.english.records import Record
+from bench.english.records import Outcome, Record
 from bench.harness import Row, SuiteResult
 from bench.quality import statistics
 from bench.quality.figures import shown_p, verdict
@@ -59,7 +59,7 @@ def figures(records: Iterable[Record]) -> tuple[list[Row], Summary]:
         for row in _rows(found, {"task": task, "donors": donors}, able[task])
     ]
     _correct(rows)
-    return rows, _summary(cells, able, rows)
+    return [*rows, *_pooled(cells, able)], _summary(cells, able, rows)
 
 
 def in_cells(result: SuiteResult) -> list[Row]:
@@ -67,13 +67,11 @@ def in_cells(result: SuiteResult) -> list[Row]:
     return [row for row in result["rows"] if "task" in row and "kind" not in row]
 
 
-def frontier(records: Iterable[Record]) -> list[Row]:
+def _pooled(cells: Cells, able: Mapping[str, bool]) -> list[Row]:
     """What each policy reaches at how much work, by donors: all tasks together.
 
     Accuracy is of tasks that full prefill can do; work and divergence are of all.
     """
-    cells = _cells(records)
-    able = _able(cells)
     rows = []
     for donors in dict.fromkeys(donors for _, donors in cells):
         mine = {cell: found for cell, found in cells.items() if cell[1] == donors}
@@ -86,9 +84,7 @@ def frontier(records: Iterable[Record]) -> list[Row]:
                     "donors": donors,
                     "samples": len(outcomes),
                     **_against_full(mine, able, arm),
-                    **_divergence("first_kl", [one.first_kl for one in outcomes]),
-                    "kl_p90": _p90([one.first_kl for one in outcomes]),
-                    **_divergence("answer_kl", [one.answer_kl for one in outcomes]),
+                    **_divergences(outcomes),
                 }
             )
     return rows
@@ -149,9 +145,7 @@ def _row(records: Sequence[Record], arm: str, names: Row, able: bool) -> Row:
             "differing": statistics.differing(scores, full),
             "p_against_full": statistics.paired_p(scores, full),
         }
-    row |= _divergence("first_kl", [one.first_kl for one in mine])
-    row["kl_p90"] = _p90([one.first_kl for one in mine])
-    row |= _divergence("answer_kl", [one.answer_kl for one in mine])
+    row |= _divergences(mine)
     agreement = [one.agreement for one in mine]
     low, high = statistics.interval(agreement)
     return row | {
@@ -171,6 +165,16 @@ def _accuracy(scores: Sequence[float]) -> Row:
         "accuracy": round(fmean(scores), DIGITS),
         "low": round(low, DIGITS),
         "high": round(high, DIGITS),
+    }
+
+
+def _divergences(outcomes: Sequence[Outcome]) -> Row:
+    first = [one.first_kl for one in outcomes]
+    answer = [one.answer_kl for one in outcomes]
+    return {
+        **_divergence("first_kl", first),
+        "kl_p90": _p90(first),
+        **_divergence("answer_kl", answer),
     }
 
 

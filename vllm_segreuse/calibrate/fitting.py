@@ -59,11 +59,7 @@ def fit(tried: Try, best_of: Best, layers: Sequence[int], may_enter: bool) -> li
     policy = {} if may_enter else {"policy": ENTERING_POLICY}
 
     def go_on(proposals: Iterator[Options]) -> None:
-        known, new = [setting.options for setting in measured], list[Options]()
-        for it in proposals:  # quantiles may be the same
-            if it not in known + new:
-                new.append(it)
-        measured.extend(tried(new))
+        measured.extend(tried([*proposals]))
 
     for proposed in (_halos, _bounds, _contexts):
         go_on(proposed(best_of(_with_similar(measured))))
@@ -93,8 +89,8 @@ def _halos(best: Setting) -> Iterator[Options]:
 def _bounds(best: Setting) -> Iterator[Options]:
     choosing = halves(best.trials)[0]
     drifts = sorted(it.drift for it in choosing if it.drift is not None)
-    for quantile in QUANTILES if drifts else ():
-        bound = float(f"{drifts[int(quantile * (len(drifts) - 1))]:.3g}")
+    found = [drifts[int(quantile * (len(drifts) - 1))] for quantile in QUANTILES if drifts]
+    for bound in dict.fromkeys(float(f"{it:.3g}") for it in found):
         yield _laid_over(best, max_boundary_drift=bound)
 
 
