@@ -145,7 +145,14 @@ def setting_of(model: Path, which: str, kv_cache_dtype: str = "auto") -> Setting
         UsageError: there is no model in the folder.
     """
     require_model(model)
-    return Setting(model.resolve().name, model_digest(model), which, text.digest(), kv_cache_dtype)
+    return Setting(
+        model=model.resolve().name,
+        model_digest=model_digest(model),
+        seeds=which,
+        seed=seeds.SETS[which],
+        text=text.digest(),
+        kv_cache_dtype=kv_cache_dtype,
+    )
 
 
 def require_model(model: Path) -> None:

@@ -89,6 +89,7 @@ class Setting:
         model: name of its folder.
         model_digest: see `model_digest`.
         seeds: name of the set of seeds.
+        seed: of that set, which has another one once a policy was changed (`quality.seeds`).
         text: digest of the paragraphs that documents are made of.
         kv_cache_dtype: vLLM's option.
     """
@@ -96,6 +97,7 @@ class Setting:
     model: str
     model_digest: str
     seeds: str
+    seed: str
     text: str
     kv_cache_dtype: str = "auto"
 

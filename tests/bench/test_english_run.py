@@ -25,7 +25,7 @@ from bench.quality import seeds
 from bench.records import RecordsError
 from tests.bench.english_lab import Words, use_lab
 
-SETTING = Setting("small", "0123", "reporting", "4567")
+SETTING = Setting("small", "0123", "reporting", "1", "4567")
 FULL = Outcome(score=1.0, said="4821", ttft_ms=1000.0, tokens=8)
 
 
@@ -142,6 +142,7 @@ def test_only_new_policies_are_measured_again(tmp_path: Path) -> None:
         (replace(SETTING, kv_cache_dtype="fp8"), "with kv_cache_dtype auto, not fp8"),
         (replace(SETTING, model_digest="f"), "with model_digest 0123, not f"),
         (replace(SETTING, seeds="tuning"), "with seeds reporting, not tuning"),
+        (replace(SETTING, seed="2"), "with seed 1, not 2"),
         (replace(SETTING, text="x"), "with text 4567, not x"),
     ],
 )

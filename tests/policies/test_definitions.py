@@ -211,16 +211,20 @@ def chosen_of(recipe: Recipe) -> int:
 
 
 def test_focus_computes_more_of_what_was_computed_alone():
-    """A number and a share of tokens; unless a ratio is given, which holds for all."""
+    """A number and a share of the reused tokens, and a number for each segment; unless a ratio is
+    given, which holds for all."""
     in_context, alone = ("S", 1000), ("A", 500)
     for parts, chosen, at_a_tenth in (
         ((in_context,), 225, 100),
-        ((alone,), 325, 50),
-        ((in_context, ("N", 5), alone), 362, 150),  # 105 * 2/3 + 230 / 3 + 120 + 95
-        ((alone, in_context), 362, 150),
-        ((alone, in_context, alone), 478, 200),
+        ((alone,), 185, 50),
+        ((in_context, ("N", 5), alone), 305, 150),  # 105 + 180 + 20
+        ((alone, in_context), 305, 150),
+        ((alone, in_context, alone), 385, 200),
+        ((("S", 500),) * 2, 225, 100),
+        ((("A", 100),) * 10, 425, 100),
+        ((("A", 45),) * 20, 513, 90),  # a third of each
         ((("S", 50),), 50, 5),
-        ((("A", 20_000),), 4030, 2000),
+        ((("A", 20_000),), 2525, 2000),
     ):
         prompt = prompt_of(*parts, ("N", 3))
         assert chosen_of(recipe_of("focus", prompt, recompute_ratio=None)) == chosen
