@@ -118,6 +118,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
         "model_digest": model_digest(args.model),
         "dtype": load.dtype,
         "seeds": load.seeds,
+        "seed": seeds.SETS[load.seeds],
         "text": text.digest(),
     }
     file = beside(args.json) if args.json and {DISTANCE, SUCCESS} & set(load.parts) else None

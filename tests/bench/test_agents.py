@@ -19,6 +19,7 @@ from bench.agents.episodes import CALCULATOR, FINAL, SEARCH, Step
 from bench.agents.records import Compared
 from bench.agents.serving import Answered, Free, Taken
 from bench.agents.tokens import Tokens
+from bench.quality import seeds
 from bench.records import RecordsError
 from examples.agents import react, tools
 
@@ -577,6 +578,7 @@ def test_a_run_has_rows_of_all_that_was_asked(
     assert result["summary"]["latency_saving_over_none"] == 0.5
     assert result["summary"]["conversations"] == 10
     assert result["summary"]["seeds"] == "reporting"
+    assert result["summary"]["seed"] == seeds.SETS["reporting"]
     served = [row for row in result["rows"] if "trace" in row]
     assert len(served) == (len(traces.KINDS) + 1) * len(arms.ARMS)
     assert [row["reruns_of"] for row in result["rows"] if "reruns_of" in row] == [*arms.ARMS]

@@ -418,6 +418,7 @@ def test_a_run_leaves_json_lines_and_a_page(start: Start, tmp_path: Path, lab: F
     assert set(keys.split()) <= set(summary)
     assert (summary["tasks"], summary["samples_per_cell"]) == (2, 3)
     assert (summary["model"], summary["seeds"]) == ("small", "reporting")
+    assert summary["seed"] == seeds.SETS["reporting"]
     assert {row["donors"] for row in result["rows"] if "pooled" in row} == set(DONORS)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1 + 2 * 3 * 5
     written = html.read_text()
