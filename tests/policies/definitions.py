@@ -162,9 +162,9 @@ def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
     layers; without a ratio, 20 tokens more, or a third, of each segment that was computed alone."""
     found = by_the_question(prompt, 1.0 if ratio is None else ratio)
     if ratio is None:
-        alone = [len(one) for one in segments(prompt) if one[0] == "A"]
-        budget = 105 + Fraction(12 * sum(map(len, segments(prompt))), 100)
-        budget += sum((min(20, Fraction(length, 3)) for length in alone), Fraction(0))
+        pieces = segments(prompt)
+        budget = 105 + Fraction(12 * sum(map(len, pieces)), 100)
+        budget += sum(min(20, Fraction(len(one), 3)) for one in pieces if one[0] == "A")
         found.at_most = min(round(budget), len(prompt) - len(found.always))
     found.score, found.from_layer = "both", layers // 2
     return at_once(found, prompt)
