@@ -3,7 +3,8 @@
 
 Every policy is compared with full prefill on the same examples, and the default with `shift`. Each
 of these two families of comparisons is corrected for all of its cells (Holm). Tasks of which full
-prefill answers less than half are reported by divergence only: there is no accuracy to lose.
+prefill answers less than half are reported by divergence only: there is no accuracy to lose. What
+counts in figures of all tasks together is decided on other examples (`_counted`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ KL_DIGITS = 5
 
 Cell = tuple[str, str]
 Cells = Mapping[Cell, Sequence[Record]]
+Counted = Mapping[str, set[int]]
 Summary = dict[str, Any]
 
 
@@ -59,7 +61,8 @@ def figures(records: Iterable[Record]) -> tuple[list[Row], Summary]:
         for row in _rows(found, {"task": task, "donors": donors}, able[task])
     ]
     _correct(rows)
-    return [*rows, *_pooled(cells, able)], _summary(cells, able, rows)
+    counted = _counted(cells)
+    return [*rows, *_pooled(cells, counted)], _summary(cells, able, counted, rows)
 
 
 def in_cells(result: SuiteResult) -> list[Row]:
@@ -67,10 +70,10 @@ def in_cells(result: SuiteResult) -> list[Row]:
     return [row for row in result["rows"] if "task" in row and "kind" not in row]
 
 
-def _pooled(cells: Cells, able: Mapping[str, bool]) -> list[Row]:
+def _pooled(cells: Cells, counted: Counted) -> list[Row]:
     """What each policy reaches at how much work, by donors: all tasks together.
 
-    Accuracy is of tasks that full prefill can do; work and divergence are of all.
+    Accuracy is of the examples that count; work and divergence are of all.
     """
     rows = []
     for donors in dict.fromkeys(donors for _, donors in cells):
@@ -83,7 +86,7 @@ def _pooled(cells: Cells, able: Mapping[str, bool]) -> list[Row]:
                     "pooled": arm,
                     "donors": donors,
                     "samples": len(outcomes),
-                    **_against_full(mine, able, arm),
+                    **_against_full(mine, counted, arm),
                     **_divergences(outcomes),
                 }
             )
@@ -98,11 +101,36 @@ def _cells(records: Iterable[Record]) -> dict[Cell, list[Record]]:
 
 
 def _able(cells: Cells) -> dict[str, bool]:
-    """Of each task, whether full prefill answers at least half of it; every example counts once."""
+    """Of each task, whether full prefill answers at least half of it."""
+    return {task: fmean(by_number.values()) >= ABLE for task, by_number in _full(cells).items()}
+
+
+def _counted(cells: Cells) -> dict[str, set[int]]:
+    """Of each task, the numbers of the examples whose answers count.
+
+    One half of them, the even or the odd numbers, counts where full prefill answers at least half
+    of the other. By its own answers a half would count where full prefill was lucky and be left out
+    where it was not, and a policy that loses nothing would seem to lose: 3 % with three examples of
+    a task, 1 % with eight. The only example of a task counts.
+    """
+    counted: dict[str, set[int]] = {}
+    for task, scores in _full(cells).items():
+        halves = [{number for number in scores if number % 2 == odd} for odd in (0, 1)]
+        counted[task] = {
+            number
+            for half, other in zip(halves, reversed(halves), strict=True)
+            if not other or fmean(scores[one] for one in other) >= ABLE
+            for number in half
+        }
+    return counted
+
+
+def _full(cells: Cells) -> dict[str, dict[int, float]]:
+    """Scores of full prefill by task and number: every example once, whatever its donors."""
     scores: dict[str, dict[int, float]] = defaultdict(dict)
     for (task, _), records in cells.items():
         scores[task] |= {record.number: record.full.score for record in records}
-    return {task: fmean(by_number.values()) >= ABLE for task, by_number in scores.items()}
+    return scores
 
 
 def _rows(records: Sequence[Record], names: Row, able: bool) -> list[Row]:
@@ -207,11 +235,13 @@ def _correct(rows: Iterable[Row]) -> None:
         row["verdict"] = verdict(row)
 
 
-def _summary(cells: Cells, able: Mapping[str, bool], rows: Sequence[Row]) -> Summary:
+def _summary(
+    cells: Cells, able: Mapping[str, bool], counted: Counted, rows: Sequence[Row]
+) -> Summary:
     summary: Summary = {}
     for name, donors in POOLS.items():
         pooled = {cell: found for cell, found in cells.items() if cell[1] in donors}
-        found = _against_full(pooled, able, DEFAULT)
+        found = _against_full(pooled, counted, DEFAULT)
         summary |= {f"{name}_{key}": value for key, value in found.items()}
     worse, further = harm(cells, able)
     tasks = sorted(able)
@@ -250,27 +280,33 @@ def _tail(cells: Cells) -> Summary:
     return dict(zip(names, figures, strict=True))
 
 
-def _against_full(cells: Cells, able: Mapping[str, bool], arm: str) -> Summary:
+def _against_full(cells: Cells, counted: Counted, arm: str) -> Summary:
     """Accuracy of an arm as a share of full prefill's, every cell of equal weight; its work.
 
-    Accuracy is of tasks that full prefill can do; work is of all.
+    Accuracy is of the examples that count; work is of all.
     """
     found = {cell: mine for cell, all_ in cells.items() if (mine := _with(all_, arm))}
-    capable = [mine for (task, _), mine in found.items() if able[task]]
-    empty: Summary = {"over_full": None, "work": None}
+    figures: Summary = {"over_full": None, "work": None}
     if not found:
-        return empty
+        return figures
     work = fmean(fmean(one.arms[arm].work for one in mine) for mine in found.values())
-    if not capable:
-        return empty | {"work": round(work, DIGITS)}
-    scores = [[one.arms[arm].score for one in mine] for mine in capable]
-    full = [[one.full.score for one in mine] for mine in capable]
-    low, high = statistics.difference_interval([*chain(*scores)], [*chain(*full)])
-    return {
-        "over_full": round(fmean(map(fmean, scores)) / fmean(map(fmean, full)), DIGITS),
+    figures["work"] = round(work, DIGITS)
+    scores, full, weights = [], [], []
+    for (task, _), mine in found.items():
+        for record in mine:
+            if record.number in counted[task]:
+                scores.append(record.arms[arm].score)
+                full.append(record.full.score)
+                weights.append(1 / len(mine))
+    of_full = np.dot(weights, full)
+    if not of_full:
+        return figures
+    low, high = statistics.difference_interval(scores, full)
+    return figures | {
+        "over_full": round(float(np.dot(weights, scores) / of_full), DIGITS),
         "less_full_low": round(low, DIGITS),
         "less_full_high": round(high, DIGITS),
-        "work": round(work, DIGITS),
+        "counted": len(scores),
     }
 
 

@@ -32,12 +32,16 @@ _DONORS = {
 }
 _KEYS = {
     "default_over_full": "default over full, siblings and reversed",
+    "default_counted": "answers that count",
     "default_work": "its work",
     "alone_over_full": "default over full, alone",
+    "alone_counted": "answers that count",
     "alone_work": "its work",
     "stream_over_full": "default over full, stream",
+    "stream_counted": "answers that count",
     "stream_work": "its work",
     "kb_over_full": "default over full, knowledge bases",
+    "kb_counted": "answers that count",
     "kb_work": "its work",
     "harm": "cells where the default answers fewer than shift",
     "harm_kl": "cells where the default is further from full prefill than shift",
@@ -56,7 +60,9 @@ significantly below full prefill on the same examples (two-sided, corrected by H
 nats: of the first token, and the mean along full prefill's answer (32 tokens at most, its tokens
 forced). Agreement: share of these tokens that would have been chosen. Work: share of (token, layer)
 pairs computed. TTFT: median. Of tasks that full prefill answers to less than half no accuracy is
-shown.</small></p>"""
+shown. Over full: right answers of all tasks together, as a share of full prefill's. Answers to the
+even examples of a task count where full prefill answers at least half of the odd ones, and the
+other way round.</small></p>"""
 
 
 def write(file: Path, where: Mapping[str, Any], result: SuiteResult) -> None:

@@ -227,7 +227,7 @@ def test_all_cells_are_one_family() -> None:
 def test_tasks_that_the_model_cannot_do_are_reported_by_divergence_only() -> None:
     able = [record(n, shift=outcome(0.0), default=outcome()) for n in range(8)]
     unable = [
-        record(n, "react", full=float(n < 3), shift=outcome(0.0), default=outcome(0.0))
+        record(n, "react", full=float(n < 2), shift=outcome(0.0), default=outcome(0.0))
         for n in range(8)
     ]
     (row,) = rows_of([*able, *unable], task="react", policy="default")
@@ -242,6 +242,41 @@ def test_tasks_that_the_model_cannot_do_are_reported_by_divergence_only() -> Non
 def test_half_of_the_answers_is_able() -> None:
     half = [record(n, full=n % 2, default=outcome()) for n in range(4)]
     assert rows_of(half, policy="default")[0]["able"]
+
+
+def of_even_and_odd(even: float, odd: float, **arms: Outcome) -> list[Record]:
+    return [record(n, full=(even, odd)[n % 2], **arms) for n in range(6)]
+
+
+def test_answers_count_by_the_other_half_of_the_examples() -> None:
+    _, summary = figures.figures(of_even_and_odd(0.5, 0.25, default=outcome(0.125)))
+    assert summary["alone_over_full"] == 0.5, "the odd ones, for the even ones are answered"
+    assert summary["alone_counted"] == 3
+    assert summary["tasks_by_kl_only"] == "one-hop"
+
+
+def test_without_a_right_answer_of_full_prefill_there_is_no_share() -> None:
+    _, summary = figures.figures(of_even_and_odd(1.0, 0.0, default=outcome(work=0.3)))
+    assert (summary["alone_over_full"], summary["alone_work"]) == (None, 0.3)
+
+
+def test_the_only_example_of_a_task_counts() -> None:
+    _, summary = figures.figures([record(3, full=0.25, default=outcome(0.125))])
+    assert summary["alone_over_full"] == 0.5
+
+
+def test_a_policy_of_equal_luck_loses_nothing() -> None:
+    """Answers of both are right half of the time, whatever the other's are."""
+    rng = Random(0)
+    tasks = [f"task {index}" for index in range(2000)]
+    records = [
+        record(n, task, full=rng.randrange(2), default=outcome(rng.randrange(2)))
+        for task in tasks
+        for n in range(3)
+    ]
+    cells = figures._cells(records)
+    found = figures._against_full(cells, figures._counted(cells), "default")
+    assert found["over_full"] == pytest.approx(1, abs=0.05)
 
 
 def test_the_summary_pools_cells_of_equal_weight() -> None:
