@@ -39,11 +39,7 @@ def opened(
         told = {name: value for name, value in setting.items() if value != usual.get(name)}
         append(file, {command: told})
         return []
-    whole = file.read_bytes().rpartition(b"\n")[0]
-    first, *entries = map(_entry, whole.splitlines()) if whole else (None,)
-    other = first.get(command) if isinstance(first, dict) else None
-    if not isinstance(other, dict):
-        raise RecordsError(f"{file} is no file of `bench {command}`: choose another name")
+    other, entries = read(file, command)
     for name, value in setting.items():
         found = other.get(name, usual.get(name))
         if found != value:
@@ -51,8 +47,24 @@ def opened(
                 f"{file} was measured with {name} {found}, not {value}: choose "
                 "another file, or remove this one"
             )
-    os.truncate(file, len(whole) + 1)
+    os.truncate(file, len(_whole_lines(file)) + 1)
     return entries
+
+
+def read(file: Path, command: str) -> tuple[dict[str, Any], list[Any]]:
+    """What was asked, and what a file holds behind that: None for a line that is no JSON.
+
+    Raises:
+        RecordsError: the file is of another command, or there is none.
+    """
+    try:
+        first, *entries = map(_entry, _whole_lines(file).splitlines() or [b""])
+    except OSError as error:
+        raise RecordsError(f"{file} cannot be read: {error.strerror}") from None
+    other = first.get(command) if isinstance(first, dict) else None
+    if not isinstance(other, dict):
+        raise RecordsError(f"{file} is no file of `bench {command}`: choose another name")
+    return other, entries
 
 
 def append(file: Path, entry: Mapping[str, Any]) -> None:
@@ -83,6 +95,10 @@ def not_of_this_version(file: Path, number: int) -> RecordsError:
 def beside(json_file: Path) -> Path:
     """Where the records of a result are."""
     return json_file.with_suffix(".jsonl")
+
+
+def _whole_lines(file: Path) -> bytes:
+    return file.read_bytes().rpartition(b"\n")[0]
 
 
 def _entry(line: bytes) -> Any:

@@ -4,27 +4,24 @@
 Every example is asked in full, and with documents that were computed elsewhere (`donors`), under
 every policy. Beside the file of `--json` each example is kept in a file of lines: a second start
 goes on where the first stopped. `BENCH_QUALITY_SEEDS=tuning` asks the examples on which policies
-are chosen.
+are chosen. `--records` reports on what is in such files, of several processes or an earlier version
+of the figures, and asks nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bench import harness
 from bench.english import arms, donors, text
 from bench.english.figures import figures, in_cells
-from bench.english.records import (
-    Records,
-    Setting,
-    model_digest,
-    weights,
-)
+from bench.english.records import Record, Records, Setting, model_digest, weights
 from bench.english.run import Load, measure
 from bench.english.tasks import TASKS
 from bench.quality import seeds
@@ -52,7 +49,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run it; returns the exit status: 2 for bad input, 130 if it was interrupted."""
     try:
-        return run(_parser().parse_args(argv))
+        args = _parser().parse_args(argv)
+        return reported_again(args) if args.records else run(args)
     except (UsageError, RecordsError) as error:
         print(f"bench english: {error}", file=sys.stderr)
         return 2
@@ -68,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         UsageError: the model, a name or a number is wrong.
         RecordsError: the records beside `--json` are of another run.
     """
+    if args.model is None:
+        raise UsageError("--model DIR is needed: a folder of Hugging Face")
     load = load_of(args)
     commit = harness.commit()
     file = beside(args.json) if args.json else None
@@ -85,9 +85,45 @@ def run(args: argparse.Namespace) -> int:
         return 130
     where |= {
         "seconds": round(time.monotonic() - started, 1),
-        "commits": sorted({str(record.commit) for record in records}),
+        "commits": commits(records),
         "interrupted": not done,
     }
+    tell(args, where, records)
+    return 0 if done else 130
+
+
+def reported_again(args: argparse.Namespace) -> int:
+    """Report on records that are there; no model is loaded.
+
+    The environment stays that of `--json`, where that exists: where the records were measured.
+
+    Raises:
+        RecordsError: files do not belong together, or are none of this command.
+    """
+    records = Records.joined([Path(name) for name in _split(args.records)])
+    where = harness.environment()
+    if args.json:
+        if args.json.exists():
+            where = _environment(args.json)
+        records.write(beside(args.json))
+    tell(args, where | {"commits": commits(records)}, records)
+    return 0
+
+
+def _environment(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text())["environment"])
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{file} is no result of `bench`: choose another name") from None
+
+
+def commits(records: Iterable[Record]) -> list[str]:
+    """Those that records were measured at."""
+    return sorted({str(record.commit) for record in records})
+
+
+def tell(args: argparse.Namespace, where: dict[str, Any], records: Records) -> None:
+    """Print the figures; write the result and the page where they are wanted."""
     result = result_of(records)
     harness.report("english", where, shown(result))
     if args.json:
@@ -96,7 +132,6 @@ def run(args: argparse.Namespace) -> int:
         from bench.english import page
 
         page.write(args.html, where, result)
-    return 0 if done else 130
 
 
 def result_of(records: Records) -> harness.SuiteResult:
@@ -182,9 +217,7 @@ def _split(given: str | None) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m bench english", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="a folder of Hugging Face"
-    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of Hugging Face")
     parser.add_argument("--quick", action="store_true", help="a rough answer, sooner")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
@@ -200,6 +233,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on with records of another commit, too"
+    )
+    parser.add_argument(
+        "--records",
+        metavar="FILES",
+        help="report on these files of records together, and measure nothing",
     )
     parser.add_argument(
         "--kv-space-gib", type=int, default=4, metavar="N", help="memory for KV on the CPU (4)"

@@ -8,12 +8,14 @@ donors.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import records
+from bench.records import RecordsError
 
 DIGITS = 6
 _SAMPLE = 1 << 20
@@ -135,10 +137,42 @@ class Records:
         kept = cls(setting, file)
         if file is None:
             return kept
-        for number, entry in enumerate(records.opened(file, "english", asdict(setting), _USUAL)):
-            kept._take(file, number, entry)
+        kept._take(file, records.opened(file, "english", asdict(setting), _USUAL))
         records.require_commit(file, {one.commit for one in kept}, commit, any_commit)
         return kept
+
+    @classmethod
+    def joined(cls, files: Sequence[Path]) -> Records:
+        """Records of several files together, whatever their commits; nothing is written.
+
+        Raises:
+            RecordsError: a file is of another setting than the first, or holds something else.
+        """
+        kept = None
+        for file in files:
+            asked, entries = records.read(file, "english")
+            try:
+                setting = Setting(**{**_USUAL, **asked})
+            except TypeError:
+                raise records.not_of_this_version(file, -1) from None
+            kept = kept or cls(setting)
+            if setting != kept.setting:
+                raise RecordsError(
+                    f"{file} was measured with {setting.entry()}, {files[0]} with "
+                    f"{kept.setting.entry()}: only records of equal settings can be joined"
+                )
+            kept._take(file, entries)
+        if kept is None or not len(kept):
+            raise RecordsError("no records to join")
+        return kept
+
+    def write(self, file: Path) -> None:
+        """All of them as a file of their own, in place of what is there."""
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+        records.opened(unfinished, "english", asdict(self.setting), _USUAL)
+        for record in self:
+            records.append(unfinished, asdict(record))
+        unfinished.replace(file)
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._by_key.values())
@@ -162,12 +196,13 @@ class Records:
         arms = {**known.arms, **record.arms} if known else record.arms
         self._by_key[record.key] = Record(**{**vars(record), "arms": arms})
 
-    def _take(self, file: Path, number: int, entry: Any) -> None:
-        try:
-            arms = {name: Outcome(**one) for name, one in entry["arms"].items()}
-            self._keep(Record(**{**entry, "full": Outcome(**entry["full"]), "arms": arms}))
-        except (AttributeError, KeyError, TypeError):
-            raise records.not_of_this_version(file, number) from None
+    def _take(self, file: Path, entries: Iterable[Any]) -> None:
+        for number, entry in enumerate(entries):
+            try:
+                arms = {name: Outcome(**one) for name, one in entry["arms"].items()}
+                self._keep(Record(**{**entry, "full": Outcome(**entry["full"]), "arms": arms}))
+            except (AttributeError, KeyError, TypeError):
+                raise records.not_of_this_version(file, number) from None
 
 
 def model_digest(folder: Path) -> str:

@@ -181,6 +181,36 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
         Records.open(file, SETTING, "abc")
 
 
+def of_tasks(file: Path, tasks: Sequence[str], setting: Setting = SETTING) -> Path:
+    records = Records.open(file, setting, "abc")
+    for task in tasks:
+        records.add(record(0, task, default=outcome()))
+    return file
+
+
+def test_records_of_several_processes_are_joined(tmp_path: Path) -> None:
+    files = [of_tasks(tmp_path / f"{task}.jsonl", [task]) for task in ("logs", "react")]
+    joined = Records.joined(files)
+    assert [one.task for one in joined] == ["logs", "react"]
+    joined.write(files[0])
+    assert list(Records.open(files[0], SETTING, "abc")) == list(joined)
+    assert len(list(tmp_path.iterdir())) == 2, "nothing else is left"
+
+
+def test_records_of_other_settings_are_not_joined(tmp_path: Path) -> None:
+    first = of_tasks(tmp_path / "first.jsonl", ["logs"])
+    second = of_tasks(tmp_path / "second.jsonl", ["react"], replace(SETTING, seed="2"))
+    with pytest.raises(RecordsError, match=r"second\.jsonl was measured with .*'seed': '2'"):
+        Records.joined([first, second])
+    with pytest.raises(RecordsError, match="no records to join"):
+        Records.joined([of_tasks(tmp_path / "empty.jsonl", [])])
+    with pytest.raises(RecordsError, match=r"third\.jsonl cannot be read: No such file"):
+        Records.joined([tmp_path / "third.jsonl"])
+    second.write_text('{"english": {"model": "small"}}\n')
+    with pytest.raises(RecordsError, match="line 1 is no record of this version"):
+        Records.joined([second])
+
+
 def test_other_weights_have_another_digest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
@@ -244,8 +274,8 @@ def test_half_of_the_answers_is_able() -> None:
     assert rows_of(half, policy="default")[0]["able"]
 
 
-def of_even_and_odd(even: float, odd: float, **arms: Outcome) -> list[Record]:
-    return [record(n, full=(even, odd)[n % 2], **arms) for n in range(6)]
+def of_even_and_odd(even: float, odd: float, default: Outcome) -> list[Record]:
+    return [record(n, full=(even, odd)[n % 2], default=default) for n in range(6)]
 
 
 def test_answers_count_by_the_other_half_of_the_examples() -> None:
@@ -464,6 +494,41 @@ def test_a_run_leaves_json_lines_and_a_page(start: Start, tmp_path: Path, lab: F
     lab.asked.clear()
     assert start("--json", str(out), "--tasks", "needles,logs") == 0
     assert lab.asked == [], "everything is there"
+
+
+def again(*arguments: str) -> int:
+    return bench.main(["english", *arguments])
+
+
+def test_figures_are_made_anew_from_records(
+    start: Start, tmp_path: Path, lab: FakeLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = [tmp_path / "first.json", tmp_path / "second.json"]
+    for half, task in zip(halves, ("needles", "logs"), strict=True):
+        assert start("--json", str(half), "--tasks", task) == 0
+    whole, html = tmp_path / "whole.json", tmp_path / "whole.html"
+    files = ",".join(str(half.with_suffix(".jsonl")) for half in halves)
+    lab.asked.clear()
+    assert again("--records", files, "--json", str(whole), "--html", str(html)) == 0
+    result = json.loads(whole.read_text())
+    assert (result["summary"]["tasks"], result["environment"]["commits"]) == (2, ["abc"])
+    assert "<h2>Donors: siblings</h2>" in html.read_text()
+    assert len(whole.with_suffix(".jsonl").read_text().splitlines()) == 1 + 2 * 3 * 5
+    assert lab.asked == []
+    monkeypatch.setattr(harness, "environment", lambda: {"cpu": "another", "commit": "def"})
+    assert again("--records", files, "--json", str(whole)) == 0
+    assert json.loads(whole.read_text()) == result, "it was measured where it was"
+
+
+def test_without_records_a_model_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert again("--quick") == 2
+    assert "--model DIR is needed" in capsys.readouterr().err
+    (tmp_path / "other.json").write_text("[]")
+    records = str(of_tasks(tmp_path / "some.jsonl", ["logs"]))
+    assert again("--records", records, "--json", str(tmp_path / "other.json")) == 2
+    assert "is no result of `bench`" in capsys.readouterr().err
 
 
 def test_an_interrupt_keeps_what_was_measured(start: Start, tmp_path: Path, lab: FakeLab) -> None:
