@@ -95,17 +95,21 @@ def run(args: argparse.Namespace) -> int:
 def reported_again(args: argparse.Namespace) -> int:
     """Report on records that are there; no model is loaded.
 
-    The environment stays that of `--json`, where that exists: where the records were measured.
+    The environment is where they were measured: that of `--json`, where it exists, or of the result
+    beside the first file of records.
 
     Raises:
+        UsageError: a result is none.
         RecordsError: files do not belong together, or are none of this command.
     """
-    records = Records.joined([Path(name) for name in _split(args.records)])
-    where = harness.environment()
+    files = [Path(name) for name in _split(args.records)]
+    records = Records.joined(files)
+    results = [*filter(None, [args.json]), files[0].with_suffix(".json")]
+    where = next((_environment(one) for one in results if one.exists()), harness.environment())
     if args.json:
-        if args.json.exists():
-            where = _environment(args.json)
         records.write(beside(args.json))
+    of_one_process = ("seconds", "interrupted")
+    where = {name: value for name, value in where.items() if name not in of_one_process}
     tell(args, where | {"commits": commits(records)}, records)
     return 0
 

@@ -512,12 +512,19 @@ def test_figures_are_made_anew_from_records(
     assert again("--records", files, "--json", str(whole), "--html", str(html)) == 0
     result = json.loads(whole.read_text())
     assert (result["summary"]["tasks"], result["environment"]["commits"]) == (2, ["abc"])
+    assert "interrupted" not in result["environment"], "that was one of the processes"
     assert "<h2>Donors: siblings</h2>" in html.read_text()
     assert len(whole.with_suffix(".jsonl").read_text().splitlines()) == 1 + 2 * 3 * 5
     assert lab.asked == []
-    monkeypatch.setattr(harness, "environment", lambda: {"cpu": "another", "commit": "def"})
+    assert result["environment"]["chat_template"] is True, "as where the first half was measured"
+    elsewhere = {**harness.environment(), "cpu": "another"}
+    monkeypatch.setattr(harness, "environment", lambda: elsewhere)
     assert again("--records", files, "--json", str(whole)) == 0
     assert json.loads(whole.read_text()) == result, "it was measured where it was"
+    halves[0].unlink()
+    whole.unlink()
+    assert again("--records", files, "--json", str(whole)) == 0
+    assert json.loads(whole.read_text())["environment"]["cpu"] == "another", "nothing else is known"
 
 
 def test_without_records_a_model_is_needed(
