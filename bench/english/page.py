@@ -7,7 +7,6 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
@@ -32,15 +31,23 @@ _DONORS = {
 }
 _KEYS = {
     "default_over_full": "default over full, siblings and reversed",
+    "default_less_full_low": "difference of accuracy, at least",
+    "default_less_full_high": "and at most",
     "default_counted": "answers that count",
     "default_work": "its work",
     "alone_over_full": "default over full, alone",
+    "alone_less_full_low": "difference of accuracy, at least",
+    "alone_less_full_high": "and at most",
     "alone_counted": "answers that count",
     "alone_work": "its work",
     "stream_over_full": "default over full, stream",
+    "stream_less_full_low": "difference of accuracy, at least",
+    "stream_less_full_high": "and at most",
     "stream_counted": "answers that count",
     "stream_work": "its work",
     "kb_over_full": "default over full, knowledge bases",
+    "kb_less_full_low": "difference of accuracy, at least",
+    "kb_less_full_high": "and at most",
     "kb_counted": "answers that count",
     "kb_work": "its work",
     "harm": "cells where the default answers fewer than shift",
@@ -82,8 +89,8 @@ def write(file: Path, where: Mapping[str, Any], result: SuiteResult) -> None:
         f"<style>{STYLE}{_MORE_STYLE}</style><h1>{title}</h1>",
         f"<p>{html.escape(_sentence(where, summary))}</p>",
         summary_list(summary),
-        "<h2>Accuracy and divergence against computed work</h2>",
-        svg(frontier(rows)),
+        "<h2>Right answers and divergence against computed work</h2>",
+        svg(frontier(result["rows"])),
     ]
     for donors in dict.fromkeys(row["donors"] for row in rows):
         mine = [row for row in rows if row["donors"] == donors]
@@ -139,30 +146,34 @@ def lengths_table(rows: Sequence[Row]) -> str:
 
 
 def frontier(rows: Sequence[Row]) -> Figure:
-    """By donors: mean accuracy over work, and below it mean divergence; a point is a policy."""
+    """By donors, all tasks together: right answers over full prefill's against work, and below them
+    mean divergence; a point is a policy."""
+    rows = [row for row in rows if "pooled" in row]
     donors = list(dict.fromkeys(row["donors"] for row in rows))
+    policies = dict.fromkeys(row["pooled"] for row in rows)
     figure = Figure(figsize=(3.1 * len(donors) + 1.8, 5.6), layout="constrained")
     axes = np.atleast_2d(figure.subplots(2, len(donors), sharey="row", squeeze=False))
     for column, name in enumerate(donors):
-        mine = [row for row in rows if row["donors"] == name]
-        for policy, mark in zip(_policies(rows), cycle(_MARKS), strict=False):
-            points = [row for row in mine if row["policy"] == policy]
-            able = [row["accuracy"] for row in points if row["able"]]
-            apart = [row["answer_kl"] for row in points if "answer_kl" in row]
-            if not points:
-                continue
-            work = fmean(row["work"] for row in points)
-            for upper, values in ((True, able), (False, apart)):
-                at = axes[0 if upper else 1, column]
-                shown = ([work], [fmean(values)]) if values else ([], [])
-                at.plot(*shown, mark, label=policy)
-        axes[0, column].set(title=name, ylim=(-0.03, 1.03))
+        for policy, mark in zip(policies, cycle(_MARKS), strict=False):
+            points = [row for row in rows if (row["donors"], row["pooled"]) == (name, policy)]
+            for at, figure_of in zip(axes[:, column], ("over_full", "answer_kl"), strict=True):
+                known = [row for row in points if row[figure_of] is not None]
+                at.plot(
+                    [row["work"] for row in known],
+                    [row[figure_of] for row in known],
+                    mark,
+                    label=policy,
+                )
+        axes[0, column].axhline(1, color="grey", linewidth=1)
+        axes[0, column].set(title=name)
         axes[1, column].set(xlabel="computed work")
         for at in axes[:, column]:
             at.set(xlim=(0, 1.03))
             at.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("accuracy")
-    axes[1, 0].set_ylabel("KL along the answer, nats")
+    axes[0, 0].set(ylabel="right answers over full prefill's")
+    axes[0, 0].set_ylim(bottom=0)
+    axes[1, 0].set(ylabel="KL along the answer, nats")
+    axes[1, 0].set_ylim(bottom=0)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
     return figure
 
