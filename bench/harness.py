@@ -197,9 +197,14 @@ def write_json(file: Path, name: str, where: dict[str, Any], result: SuiteResult
             "measure a clean commit",
             file=sys.stderr,
         )
+    write_whole(file, json.dumps(content, indent=1) + "\n")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file, all of it or nothing, in place of what is there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(file)
 
 

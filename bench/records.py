@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.harness import write_whole
+
 
 class RecordsError(ValueError):
     """A file of records does not belong to this run; the text is one sentence."""
@@ -36,10 +38,10 @@ def opened(
     usual = usual or {}
     if not file.exists() or not file.stat().st_size:
         file.parent.mkdir(parents=True, exist_ok=True)
-        told = {name: value for name, value in setting.items() if value != usual.get(name)}
-        append(file, {command: told})
+        append(file, _first(command, setting, usual))
         return []
-    other, entries = read(file, command)
+    whole = _whole_lines(file)
+    other, entries = _parsed(file, whole, command)
     for name, value in setting.items():
         found = other.get(name, usual.get(name))
         if found != value:
@@ -47,7 +49,7 @@ def opened(
                 f"{file} was measured with {name} {found}, not {value}: choose "
                 "another file, or remove this one"
             )
-    os.truncate(file, len(_whole_lines(file)) + 1)
+    os.truncate(file, len(whole) + 1)
     return entries
 
 
@@ -58,19 +60,28 @@ def read(file: Path, command: str) -> tuple[dict[str, Any], list[Any]]:
         RecordsError: the file is of another command, or there is none.
     """
     try:
-        first, *entries = map(_entry, _whole_lines(file).splitlines() or [b""])
+        whole = _whole_lines(file)
     except OSError as error:
         raise RecordsError(f"{file} cannot be read: {error.strerror}") from None
-    other = first.get(command) if isinstance(first, dict) else None
-    if not isinstance(other, dict):
-        raise RecordsError(f"{file} is no file of `bench {command}`: choose another name")
-    return other, entries
+    return _parsed(file, whole, command)
+
+
+def write(
+    file: Path,
+    command: str,
+    setting: Mapping[str, Any],
+    entries: Iterable[Mapping[str, Any]],
+    usual: Mapping[str, Any] | None = None,
+) -> None:
+    """A file of these entries, all of it or nothing, in place of what is there; see `opened`."""
+    lines = [_first(command, setting, usual or {}), *entries]
+    write_whole(file, "".join(map(_line, lines)))
 
 
 def append(file: Path, entry: Mapping[str, Any]) -> None:
     """One more line."""
     with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(entry) + "\n")
+        out.write(_line(entry))
 
 
 def require_commit(
@@ -95,6 +106,22 @@ def not_of_this_version(file: Path, number: int) -> RecordsError:
 def beside(json_file: Path) -> Path:
     """Where the records of a result are."""
     return json_file.with_suffix(".jsonl")
+
+
+def _first(command: str, setting: Mapping[str, Any], usual: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {command: {name: value for name, value in setting.items() if value != usual.get(name)}}
+
+
+def _parsed(file: Path, whole: bytes, command: str) -> tuple[dict[str, Any], list[Any]]:
+    first, *entries = map(_entry, whole.splitlines() or [b""])
+    asked = first.get(command) if isinstance(first, dict) else None
+    if not isinstance(asked, dict):
+        raise RecordsError(f"{file} is no file of `bench {command}`: choose another name")
+    return asked, entries
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry) + "\n"
 
 
 def _whole_lines(file: Path) -> bytes:

@@ -110,8 +110,8 @@ def _counted(cells: Cells) -> dict[str, set[int]]:
 
     One half of them, the even or the odd numbers, counts where full prefill answers at least half
     of the other. By its own answers a half would count where full prefill was lucky and be left out
-    where it was not, and a policy that loses nothing would seem to lose: 3 % with three examples of
-    a task, 1 % with eight. The only example of a task counts.
+    where it was not, and with few examples a policy that loses nothing would seem to lose. The only
+    example of a task counts.
     """
     counted: dict[str, set[int]] = {}
     for task, scores in _full(cells).items():
@@ -286,11 +286,11 @@ def _against_full(cells: Cells, counted: Counted, arm: str) -> Summary:
     Accuracy is of the examples that count; work is of all.
     """
     found = {cell: mine for cell, all_ in cells.items() if (mine := _with(all_, arm))}
-    figures: Summary = {"over_full": None, "work": None}
+    summary: Summary = {"over_full": None, "work": None}
     if not found:
-        return figures
+        return summary
     work = fmean(fmean(one.arms[arm].work for one in mine) for mine in found.values())
-    figures["work"] = round(work, DIGITS)
+    summary["work"] = round(work, DIGITS)
     scores, full, weights = [], [], []
     for (task, _), mine in found.items():
         for record in mine:
@@ -300,9 +300,9 @@ def _against_full(cells: Cells, counted: Counted, arm: str) -> Summary:
                 weights.append(1 / len(mine))
     of_full = np.dot(weights, full)
     if not of_full:
-        return figures
+        return summary
     low, high = statistics.difference_interval(scores, full)
-    return figures | {
+    return summary | {
         "over_full": round(float(np.dot(weights, scores) / of_full), DIGITS),
         "less_full_low": round(low, DIGITS),
         "less_full_high": round(high, DIGITS),

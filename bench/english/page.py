@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -176,10 +176,6 @@ def frontier(rows: Sequence[Row]) -> Figure:
     axes[1, 0].set_ylim(bottom=0)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
     return figure
-
-
-def _policies(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row["policy"] for row in rows))
 
 
 def _cell(row: Row | None) -> str:

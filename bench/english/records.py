@@ -8,7 +8,6 @@ donors.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -168,11 +167,7 @@ class Records:
 
     def write(self, file: Path) -> None:
         """All of them as a file of their own, in place of what is there."""
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-        records.opened(unfinished, "english", asdict(self.setting), _USUAL)
-        for record in self:
-            records.append(unfinished, asdict(record))
-        unfinished.replace(file)
+        records.write(file, "english", asdict(self.setting), map(asdict, self), _USUAL)
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._by_key.values())
