@@ -45,6 +45,7 @@ class Kernels:
             (triton_attention, "_attend"),
             (triton_attention, "_join"),
             (triton_scores, "_row_sums"),
+            (triton_scores, "_join_sums"),
             (triton_scores, "_columns"),
         ):
             compiled = triton_compiling.Compiled(getattr(module, name), arch)
@@ -196,6 +197,6 @@ def test_one_compilation_serves_every_pass(kernels: Kernels) -> None:
         inputs = query, positions, cache[0], keys, tables[0], 16 * blocks
         for highest in (False, True):
             triton_scores.token_scores(*inputs, 1.0, highest, splits=splits)
-    for name in ("_move", "_attend", "_join", "_row_sums"):
+    for name in ("_move", "_attend", "_join", "_row_sums", "_join_sums"):
         assert kernels.variants(name) == 1, name
     assert kernels.variants("_columns") == 2, "sums and peaks"

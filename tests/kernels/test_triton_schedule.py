@@ -88,24 +88,26 @@ def test_on_hopper_four_warps_hold_a_tile(
 
 
 @pytest.mark.parametrize(
-    ("programs", "keys", "splits"),
+    ("programs", "keys", "each", "splits"),
     [
-        (108, 1 << 16, 1),  # one for each multiprocessor
-        (107, 1 << 16, 3),  # twice 108 programs, at least
-        (8, 1 << 16, 27),
-        (1, 1 << 16, 32),  # not more
-        (8, 1024, 4),  # 256 keys each
-        (8, 100, 1),
-        (0, 1024, 4),
+        (216, 1 << 16, 2, 1),  # two for each multiprocessor
+        (215, 1 << 16, 2, 2),  # twice 108 programs, at least
+        (215, 1 << 16, 8, 5),
+        (8, 1 << 16, 2, 27),
+        (1, 1 << 16, 2, 32),  # not more
+        (8, 1024, 2, 4),  # 256 keys each
+        (8, 100, 2, 1),
+        (0, 1024, 2, 4),
     ],
 )
 def test_keys_are_split_to_fill_the_gpu(
-    programs: int, keys: int, splits: int, monkeypatch: pytest.MonkeyPatch
+    programs: int, keys: int, each: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a100 = SimpleNamespace(multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: a100)
-    assert triton_schedule.splits_to_fill(programs, keys, torch.device("cuda")) == splits
-    assert triton_schedule.splits_to_fill(programs, keys, torch.device("cpu")) == 1
+    found = triton_schedule.splits_to_fill(programs, keys, torch.device("cuda"), each)
+    assert found == splits
+    assert triton_schedule.splits_to_fill(programs, keys, torch.device("cpu"), each) == 1
 
 
 def test_heads_that_cannot_share_a_tile_are_refused() -> None:

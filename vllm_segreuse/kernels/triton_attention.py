@@ -66,7 +66,7 @@ def sparse_attention(
     queries, heads, _ = query.shape
     if not queries:
         return
-    check_inputs(query, pages, keys, block_tables)
+    check_inputs(query, pages, keys, block_tables, scale)
     check_strides(values, pages)
     check_places(query, block_tables, request, positions, keys.shape[1])
     check_weights(query, window, sinks, soft_cap)
@@ -141,12 +141,18 @@ def sparse_attention(
 
 
 def check_inputs(
-    query: torch.Tensor, pages: torch.Tensor, keys: TiledStrides, block_tables: torch.Tensor
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    keys: TiledStrides,
+    block_tables: torch.Tensor,
+    scale: float,
 ) -> None:
     """Raises ValueError where a kernel would read something else than what is meant."""
     check_queries(query, pages, keys, DTYPES)
     if not 16 <= keys.shape[2] <= 256:
         raise ValueError(f"keys have {keys.shape[2]} channels; expected 16 to 256")
+    if not scale > 0:  # the largest logit is found before they are scaled
+        raise ValueError(f"scale is {scale}; expected more than 0")
     if query.stride(2) != 1 or block_tables.stride(-1) != 1:
         raise ValueError(
             f"strides of query are {query.stride()} and of the block tables "
@@ -300,19 +306,22 @@ def _step(
         pages, page_stride, block_table, token, end, kv_head, KEYS, KEY_CHANNELS, MASKED
     )
     k = in_type(k, q.dtype)
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+    # Scaled with the subtraction below, in one instruction; the largest is so by itself.
+    factor = scale_log2
     if CAPPED:
-        logits = capped(logits, cap_log2)
+        logits = capped(logits * scale_log2, cap_log2)
+        factor = 1.0
     if MASKED:
         visible = token[None, :] <= position[:, None]
         if WINDOW > 0:
             visible &= token[None, :] > position[:, None] - WINDOW
         logits = tl.where(visible, logits, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(logits, axis=1))
+    new_highest = tl.maximum(highest, tl.max(logits, axis=1) * factor)
     reference = new_highest
     if MASKED:  # a row that has seen no key yet: -inf - -inf is not a number
         reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(logits - reference[:, None])
+    weights = tl.exp2(logits * factor - reference[:, None])
     decay = tl.exp2(highest - reference)
     total = total * decay + tl.sum(weights, axis=1)
     v = load_tokens(pages, page_stride, block_table, token, end, kv_head, VALUES, CHANNELS, MASKED)

@@ -12,6 +12,9 @@ from vllm_segreuse.kernels.pages import TiledStrides
 
 MAX_SPLITS = 32
 _MIN_KEYS_PER_SPLIT = 256
+# The keys of a tile are those before its last query, so programs differ in length; two run on a
+# multiprocessor at a time. With a few more each, short ones fill what long ones leave idle.
+_ATTENTION_PROGRAMS = 8
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ def plan(
     # How many tiles there are is known on the device only; this many are enough in any case.
     most = min(queries, queries // per_tile + requests)
     if splits is None:
-        splits = splits_to_fill(most * kv_heads, block_tables.shape[1] * block_size, device)
+        most_keys = block_tables.shape[1] * block_size
+        splits = splits_to_fill(most * kv_heads, most_keys, device, _ATTENTION_PROGRAMS)
     begins = torch.searchsorted(request, torch.arange(requests + 1, device=device))
     needed = (begins.diff() + per_tile - 1) // per_tile
     ends = needed.cumsum(0)
@@ -151,10 +155,17 @@ def heads_per_kv_head(heads: int, kv_heads: int) -> int:
     return heads // kv_heads
 
 
-def splits_to_fill(programs: int, keys: int, device: torch.device) -> int:
-    """Among how many programs to divide `keys`, so that each multiprocessor gets two of them."""
+def splits_to_fill(programs: int, keys: int, device: torch.device, per_processor: int = 2) -> int:
+    """Among how many programs to divide `keys`, so that each multiprocessor gets so many.
+
+    Args:
+        programs: there are without splits.
+        keys: of each.
+        device: a GPU, or the host, where nothing is divided.
+        per_processor: programs that each multiprocessor is to get.
+    """
     if device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = 1 if programs >= processors else triton.cdiv(2 * processors, max(1, programs))
+    wanted = triton.cdiv(per_processor * processors, max(1, programs))
     return max(1, min(wanted, keys // _MIN_KEYS_PER_SPLIT, MAX_SPLITS))

@@ -21,11 +21,14 @@ from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_attention import capped, check_inputs, with_sinks
 from vllm_segreuse.kernels.triton_formats import in_type, readable
 from vllm_segreuse.kernels.triton_schedule import (
+    MAX_SPLITS,
     Tuning,
     default_tuning,
     heads_per_kv_head,
     splits_to_fill,
 )
+
+_JOINED_ROWS = 128
 
 
 def supports(layout: PageLayout, dtype: torch.dtype, queries: torch.dtype | None = None) -> bool:
@@ -68,7 +71,7 @@ def token_scores(
         raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
     if not queries or not num_tokens:
         return torch.zeros(num_tokens, device=device)
-    check_inputs(query, pages, keys, block_ids)
+    check_inputs(query, pages, keys, block_ids, scale)
     check_positions(query, positions)
     check_weights(query, 0, sinks, soft_cap)
     check_blocks(block_ids, triton.cdiv(num_tokens, keys.shape[1]), pages)
@@ -111,17 +114,21 @@ def token_scores(
         **sizes,
     )
     if shares > 1:
-        largest = lse.amax(0)
-        lse = largest + torch.exp2(lse - largest).sum(0).log2()
+        parts, lse = lse, torch.empty(queries, heads, device=device)
+        _join_sums[(triton.cdiv(queries * heads, _JOINED_ROWS),)](
+            lse,
+            parts,
+            queries * heads,
+            shares,
+            ROWS=_JOINED_ROWS,
+            MAX_SPLITS=max(MAX_SPLITS, triton.next_power_of_2(shares)),
+            enable_fp_fusion=True,
+        )
 
     shares = splits or splits_to_fill(key_tiles * kv_heads, queries * group, device)
-    # First query that sees a key of the tile, and first that sees all of them.
-    begins = torch.arange(key_tiles + 1, device=device) * tuning.keys
-    some = torch.searchsorted(positions, begins[:-1])
-    every = torch.searchsorted(positions, begins[1:] - 1)
     mass = torch.empty(shares * kv_heads, num_tokens, device=device)
     _columns[(key_tiles * kv_heads, shares)](
-        mass, lse, some, every, *inputs, *numbers, shares, HIGHEST=highest, **sizes
+        mass, lse, *inputs, *numbers, shares, HIGHEST=highest, **sizes
     )
     return mass.amax(0) if highest else mass.sum(0)
 
@@ -236,19 +243,54 @@ def _add_keys(
     token = first_token + tl.arange(0, STEP)
     k = load_tokens(pages, page_stride, block_table, token, end, kv_head, KEYS, CHANNELS, MASKED)
     k = in_type(k, q.dtype)
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+    factor = scale_log2
     if CAPPED:
-        logits = capped(logits, cap_log2)
+        logits = capped(logits * scale_log2, cap_log2)
+        factor = 1.0
     if MASKED:
         visible = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         logits = tl.where(visible, logits, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(logits, axis=1))
+    new_highest = tl.maximum(highest, tl.max(logits, axis=1) * factor)
     reference = new_highest
     if MASKED:  # a row that has seen no key yet: -inf - -inf is not a number
         reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     total = total * tl.exp2(highest - reference)
-    total += tl.sum(tl.exp2(logits - reference[:, None]), axis=1)
+    total += tl.sum(tl.exp2(logits * factor - reference[:, None]), axis=1)
     return total, new_highest
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits"])
+def _join_sums(
+    lse,  # float32 [rows], base 2, written
+    parts,  # float32 [splits, rows], base 2
+    num_rows,
+    splits,
+    ROWS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Log-sum-exp of the splits of each row. Grid: tiles of rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.arange(0, MAX_SPLITS)
+    at = split.to(tl.int64)[:, None] * num_rows + row[None, :]
+    valid = (split < splits)[:, None] & (row < num_rows)[None, :]
+    logs = tl.load(parts + at, mask=valid, other=float("-inf"))
+    largest = tl.max(logs, axis=0)
+    joined = largest + tl.log2(tl.sum(tl.exp2(logs - largest[None, :]), axis=0))
+    tl.store(lse + row, joined, mask=row < num_rows)
+
+
+@triton.jit
+def _first_at(positions, num_queries, position):
+    """The first of ascending positions that is not below a given one."""
+    low = num_queries * 0
+    high = num_queries
+    while low < high:
+        middle = (low + high) // 2
+        below = tl.load(positions + middle) < position
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(below, high, middle)
+    return low
 
 
 @triton.jit(
@@ -258,8 +300,6 @@ def _add_keys(
 def _columns(
     mass,  # float32 [splits x KV heads, tokens], written
     lse,  # float32 [queries, heads], base 2
-    some,  # int64 [tiles of keys]: first query that sees a key of the tile
-    every,  # int64 [tiles of keys]: first query that sees all of them
     query,
     positions,
     pages,
@@ -293,8 +333,10 @@ def _columns(
     )
     k = in_type(k, query.dtype.element_ty)
 
-    first = tl.load(some + tile).to(tl.int32)
-    masked = tl.cdiv(tl.load(every + tile).to(tl.int32) - first, per_tile)
+    # First query that sees a key of the tile, and first that sees all of them.
+    first = _first_at(positions, num_queries, tile * STEP)
+    every = _first_at(positions, num_queries, (tile + 1) * STEP - 1)
+    masked = tl.cdiv(every - first, per_tile)
     share = tl.cdiv(tl.cdiv(num_queries - first, per_tile), splits)
     begin = first + split * share * per_tile
     stop = tl.minimum(begin + share * per_tile, num_queries)

@@ -69,6 +69,7 @@ class Queries:
         self._layers = layers
         self._selected = selected
         self._kept: dict[int, list[torch.Tensor]] = {id(layer): [] for layer in layers}
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}
         self._seen = dict.fromkeys(self._kept, 0)
 
     def keep(self, layer: torch.nn.Module, query: torch.Tensor) -> None:
@@ -82,15 +83,24 @@ class Queries:
         else:
             first = self._seen[id(layer)]
             self._seen[id(layer)] = last = first + len(query)
-            here = self._selected[slice(*np.searchsorted(self._selected, [first, last]))]
-            query = query[upload(here - first, query.device)]
+            query = query[self._rows_of(self._selected, first, last, query.device)]
         if token_kv.is_latent(layer):
             query = absorbed_queries(layer, query)
         self._kept[id(layer)].append(query)
 
+    def _rows_of(
+        self, selected: np.ndarray, first: int, last: int, device: torch.device
+    ) -> torch.Tensor:
+        """Where the selected ones are among `[first, last)`: the same at each layer."""
+        if (first, last) not in self._rows:
+            here = selected[slice(*np.searchsorted(selected, [first, last]))]
+            self._rows[first, last] = upload(here - first, device)
+        return self._rows[first, last]
+
     def by_layer(self) -> list[torch.Tensor]:
         """What was collected: `[tokens, heads, channels]` of each layer, as scores take them."""
-        return [torch.cat(self._kept[id(layer)]) for layer in self._layers]
+        kept = (self._kept[id(layer)] for layer in self._layers)
+        return [each[0] if len(each) == 1 else torch.cat(each) for each in kept]
 
 
 class PassAttention:

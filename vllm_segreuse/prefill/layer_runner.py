@@ -301,7 +301,7 @@ class LayerRunner:
             first = behind
             mass = known.kernels.token_scores(
                 queries[mine],
-                probed[mine] - int(batch.bounds[row]) + plan.start,
+                probed[mine] + (plan.start - int(batch.bounds[row])),
                 pages,
                 keys,
                 batch.block_tables[row],
@@ -311,4 +311,4 @@ class LayerRunner:
                 **softmax,
             )
             paid.append(mass[plan.start :])
-        return torch.cat(paid)
+        return paid[0] if len(paid) == 1 else torch.cat(paid)

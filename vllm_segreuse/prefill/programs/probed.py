@@ -49,7 +49,7 @@ def _attention(
     queries, once, before = yield from layers.queries(probes, batch.always, scored, batch)
     for layer, of_layer in zip(scored, queries, strict=True):
         asked = batch, layer, probes.device, counts, of_layer
-        scores[0] = add(scores[0], layers.attention_paid(*asked, gather=gather))
+        add(scores[0], layers.attention_paid(*asked, gather=gather), out=scores[0])
         if gather is Gather.SUM_AND_LAST:
             scores[1] += layers.attention_paid(*asked, last=LAST_PROBES)
         yield len(probes)  # about what these tokens' attention at one layer takes
