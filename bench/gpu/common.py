@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,21 @@ def running(shape: str, max_model_len: int, eager: bool) -> AbstractContextManag
         block_size=engine.BLOCK_TOKENS if on_cpu else BLOCK_TOKENS,
         **options,
     )
+
+
+@contextmanager
+def watched_passes(watch: Callable[[Callable[[list[Any]], Any], list[Any]], Any]) -> Iterator[Any]:
+    """Meanwhile the worker of this process's engine calls `watch(take, plans)` instead of
+    `take(plans)`, once a step; yields what holds its plans (`prefill/backlog.py`)."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    backlog: Any = get_kv_transfer_group().worker_side.backlog
+    take = backlog.take
+    backlog.take = lambda plans: watch(take, plans)
+    try:
+        yield backlog
+    finally:
+        del backlog.take  # hides the class's own
 
 
 class Policy(NamedTuple):

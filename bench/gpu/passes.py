@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import engine, harness
 from bench.gpu import models
-from bench.gpu.common import NAMESPACE, Found, Policy, Prompts, running
+from bench.gpu.common import NAMESPACE, Found, Policy, Prompts, running, watched_passes
 from bench.gpu.ttft import HEADLINE
 
 POLICIES = (
@@ -93,20 +93,14 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
 
 def planned(llm: Any, prompts: Prompts, extra_args: dict[str, Any] | None) -> tuple[Any, Any]:
     """Sends a prompt; the worker's sparse pass, and the plan that it carried out."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    seen = list[Any]()
 
-    backlog: Any = get_kv_transfer_group().worker_side.backlog
-    take, seen = backlog.take, list[Any]()
-
-    def noting(plans: list[Any]) -> Any:
+    def noting(take: Callable[[list[Any]], Any], plans: list[Any]) -> Any:
         seen.extend(plans)
         return take(plans)
 
-    backlog.take = noting
-    try:
+    with watched_passes(noting) as backlog:
         engine.first_token(llm, prompts.next(), extra_args)
-    finally:
-        del backlog.take  # hides the class's own
     if len(seen) != 1:
         raise harness.BenchError(f"one prompt made {len(seen)} plans: {extra_args}")
     return backlog.prefill, seen[0]

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts `ttft-SHAPE` of the suite `gpu`: the time to the first token, one request at a time."""
+"""Parts `ttft-SHAPE` of the suite `gpu`: the time to the first token, one request at a time.
+
+Beside full prefill and every policy stands `cached`: a prompt that vLLM's own prefix cache holds in
+full. Nothing can be faster than that, and it is a good part of what a reused prompt takes.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import engine, harness
 from bench.gpu import models
-from bench.gpu.common import NAMESPACE, Found, Policy, Prompts, running
+from bench.gpu.common import NAMESPACE, Found, Policy, Prompts, running, watched_passes
 
 HEADLINE = ("qwen3-8b", 16384, 0.98)
+TRACES = "SEGREUSE_BENCH_TRACES"
+"""Names a folder: then a request of each policy is profiled, for chrome://tracing."""
+_WARM_UP = 2
 
 POLICIES = (
     Policy("full"),
@@ -58,7 +68,10 @@ def measured(llm: Any, shape: str, load: Load) -> Found:
     for number, (tokens, share) in enumerate(harness.progress(cells, f"ttft {shape}")):
         prompts = Prompts(tokens, share, seed=number)
         rows += cell(llm, shape, layers, prompts, tokens, share, load.rounds)
-        print(json.dumps(rows[-len(POLICIES) :]), file=sys.stderr, flush=True)
+        print(json.dumps(rows[-len(POLICIES) - 1 :]), file=sys.stderr, flush=True)
+    if folder := os.environ.get(TRACES):
+        prompts = Prompts(max(load.contexts), max(load.shares), seed=len(cells))
+        write_traces(llm, prompts, layers, Path(folder))
     return rows, dict[str, float | str](summary(rows))
 
 
@@ -66,21 +79,42 @@ def cell(
     llm: Any, shape: str, layers: int, prompts: Prompts, tokens: int, share: float, rounds: int
 ) -> Iterator[harness.Row]:
     """One context and share: every policy, in turns."""
-    taken: dict[str, list[engine.Timed]] = {policy.label: [] for policy in POLICIES}
-    for turn in range(rounds + 1):
-        for document in prompts.documents:  # a long round may have driven them out
-            engine.first_token(llm, document, {"extra_keys": NAMESPACE})
-        for policy in harness.rotated(POLICIES, turn):
-            timed = engine.first_token(llm, prompts.next(), policy.extra_args(layers))
-            if policy.name is not None:
-                engine.require_reuse(timed, policy.name, prompts.donated_tokens)
-            if turn:  # the first round warms up
-                taken[policy.label].append(timed)
+    cached = Policy("cached")
+    taken: dict[str, list[engine.Timed]] = {policy.label: [] for policy in (*POLICIES, cached)}
+    passes: dict[str, list[float]] = {label: [] for label in taken}
+    spent = list[float]()
+
+    def timed_pass(take: Callable[[list[Any]], Any], plans: list[Any]) -> Any:
+        started = time.perf_counter()
+        report = take(plans)
+        spent.append(1e3 * (time.perf_counter() - started))
+        return report
+
+    def ask(policy: Policy, prompt: list[int]) -> engine.Timed:
+        spent.clear()
+        timed = engine.first_token(llm, prompt, policy.extra_args(layers))
+        if turn >= _WARM_UP:
+            taken[policy.label].append(timed)
+            passes[policy.label].append(sum(spent))
+        return timed
+
+    with watched_passes(timed_pass):
+        for turn in range(rounds + _WARM_UP):
+            for document in prompts.documents:  # a long round may have driven them out
+                engine.first_token(llm, document, {"extra_keys": NAMESPACE})
+            for policy in harness.rotated(POLICIES, turn):
+                prompt = prompts.next()
+                timed = ask(policy, prompt)
+                if policy.name is not None:
+                    engine.require_reuse(timed, policy.name, prompts.donated_tokens)
+                else:  # while it is there
+                    ask(cached, prompt)
     full = statistics.median(timed.ms for timed in taken["full"])
-    for policy in POLICIES:
+    for policy in (*POLICIES, cached):
         times = [timed.ms for timed in taken[policy.label]]
-        report = taken[policy.label][-1].report or {}
-        computed = float(report.get("computed_share", 1.0))
+        last = taken[policy.label][-1]
+        report = last.report or {}
+        computed = float(report.get("computed_share", 1.0 - last.cached_tokens / tokens))
         speedup = full / statistics.median(times)
         yield {
             "shape": shape,
@@ -92,10 +126,24 @@ def cell(
             "median_ms": statistics.median(times),
             "min_ms": min(times),
             "max_ms": max(times),
+            "pass_ms": statistics.median(passes[policy.label]),
             "speedup": speedup,
             "efficiency": speedup * computed,
             "rounds": len(times),
         }
+
+
+def write_traces(llm: Any, prompts: Prompts, layers: int, folder: Path) -> None:
+    """What host and device do for one request of each policy: `POLICY.json.gz` each."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for document in prompts.documents:
+        engine.first_token(llm, document, {"extra_keys": NAMESPACE})
+    for policy in POLICIES[1:]:
+        engine.first_token(llm, prompts.next(), policy.extra_args(layers))
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+            engine.first_token(llm, prompts.next(), policy.extra_args(layers))
+        taken.export_chrome_trace(str(folder / f"{policy.label}.json.gz"))
 
 
 def summary(rows: list[harness.Row]) -> dict[str, float]:
@@ -105,16 +153,17 @@ def summary(rows: list[harness.Row]) -> dict[str, float]:
     here = [row for row in rows if (row["shape"], row["tokens"], row["share"]) == HEADLINE]
     by_policy = {row["policy"]: row for row in here}
     if by_policy:
+        figures["cached_speedup"] = by_policy["cached"]["speedup"]
         figures["shift_speedup"] = by_policy["shift"]["speedup"]
         figures["hybrid_efficiency"] = by_policy["hybrid"]["efficiency"]
         figures["one_dense_speedup"] = by_policy["one_dense"]["speedup"]
         cheap = [
             row["speedup"]
             for row in here
-            if row["computed_share"] <= 0.07 and row["policy"] not in ("full", "shift")
+            if row["computed_share"] <= 0.07 and row["policy"] not in ("full", "shift", "cached")
         ]
         figures["best_speedup_at_7_percent"] = max(cheap, default=0.0)
-    for policy in {row["policy"] for row in rows} - {"full"}:
+    for policy in {row["policy"] for row in rows} - {"full", "cached"}:
         figures[f"break_even_tokens_{shape}_{policy}"] = break_even(
             [row for row in rows if row["policy"] == policy]
         )

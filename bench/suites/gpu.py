@@ -3,8 +3,8 @@
 
 Parts, each within ten minutes, chosen by `--part` (all of them if none is named):
 
-headline    one model of eight billion parameters, 16,384 tokens: full prefill against every policy,
-            then what sets the pace of each pass. The first to run on a new machine.
+headline    one model of eight billion parameters, 4,096 and 16,384 tokens: full prefill against
+            every policy, then what sets the pace of each pass. The first to run on a new machine.
 ttft-SHAPE  concurrency 1: full prefill against every policy, at several contexts and shares of
             reused tokens. The break-even point follows: the fewest reused tokens that still pay.
 sizes       sparse-query attention with programs of several sizes: which are fastest.
@@ -17,7 +17,8 @@ others      inter-token latency of decoding requests while long prompts come in.
 The last three share their servers.
 
 `--quick` runs everything on a tiny shape, on the CPU too: that is the suite's own test.
-`SEGREUSE_BENCH_BACKEND` names an attention backend other than vLLM's choice.
+`SEGREUSE_BENCH_BACKEND` names an attention backend other than vLLM's choice,
+`SEGREUSE_BENCH_TRACES` a folder for profiles of a request of each policy.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _part(part: str, quick: bool, on_gpu: bool) -> common.Found:
 
 def _headline(quick: bool, on_gpu: bool) -> common.Found:
     shape, tokens = ("tiny", 1024) if quick else ttft.HEADLINE[:2]
-    load = ttft.Load((tokens,), (0.98, 0.9, 0.5), 1 if quick else 5)
+    load = ttft.Load((tokens // 4, tokens), (0.98, 0.9), 1 if quick else 8)
     with common.running(shape, tokens + 64, eager=quick) as llm:
         rows, figures = ttft.measured(llm, shape, load)
         profiled = DeviceType.CUDA if on_gpu else DeviceType.CPU

@@ -182,10 +182,11 @@ def moves_of(case: Case, place: tuple[int, int], tokens: int) -> Moves:
     )
 
 
-def _scattered(context: int) -> torch.Tensor:
-    """Random positions, ascending."""
+def _scattered(context: int, count: int | None = None) -> torch.Tensor:
+    """Random positions, ascending; a tenth of the context, or so many."""
     generator = torch.Generator().manual_seed(context)
-    return torch.randperm(context, generator=generator)[: int(SHARE * context)].sort().values
+    count = int(SHARE * context) if count is None else count
+    return torch.randperm(context, generator=generator)[:count].sort().values
 
 
 def _runs(context: int, length: int) -> torch.Tensor:

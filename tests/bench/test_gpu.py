@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +64,30 @@ SHARES = {
 }
 
 
+class Backlog:
+    prefill = "the pass"
+
+    def take(self, plans: list[str]) -> str:
+        time.sleep(0.002)
+        return f"report on {plans}"
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Backlog:
+    """What holds the plans of an engine that is not there."""
+    backlog = Backlog()
+    connector = SimpleNamespace(worker_side=SimpleNamespace(backlog=backlog))
+    transfer = SimpleNamespace(get_kv_transfer_group=lambda: connector)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", transfer)
+    return backlog
+
+
 class Engine:
-    """Answers in a time that depends on the share of the prompt that is computed."""
+    """Answers in a time that depends on the share of the prompt that is computed; a prompt that it
+    has seen without reuse is cached."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
+        self._seen = list[list[int]]()
 
     def first_token(
         self, llm: Any, prompt: list[int], extra_args: dict[str, Any] | None = None
@@ -74,7 +97,11 @@ class Engine:
             if (extra_args is None or "segreuse_policy" in extra_args)
             else "full"
         )
-        share = SHARES[label]
+        cached = 0
+        if extra_args is None:
+            cached = len(prompt) - 16 if prompt in self._seen else 0
+            self._seen.append(prompt)
+        share = SHARES[label] - cached / len(prompt)
         report = None
         if extra_args is not None and "segreuse_policy" in extra_args:
             report = {
@@ -82,20 +109,29 @@ class Engine:
                 "reused_tokens": int(0.98 * len(prompt)),
                 "computed_share": share,
             }
-        return engine.Timed(len(prompt) * share, 1, 0, report)
+            self._backlog.take(["plan"])
+        return engine.Timed(len(prompt) * share, 1, cached, report)
 
 
 def test_the_headline_is_in_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "first_token", Engine().first_token)
+    backlog = in_this_process(monkeypatch)
+    asked = Engine(backlog)
+    monkeypatch.setattr(engine, "first_token", asked.first_token)
     prompts = common.Prompts(16384, 0.98, seed=0)
     rows = list(ttft.cell(None, "qwen3-8b", 36, prompts, 16384, 0.98, rounds=2))
-    assert {row["policy"] for row in rows} == {policy.label for policy in ttft.POLICIES}
+    by_policy = {row["policy"]: row for row in rows}
+    assert by_policy.keys() == {policy.label for policy in ttft.POLICIES} | {"cached"}
+    assert by_policy["cached"]["computed_share"] == pytest.approx(16 / 16384)
+    assert by_policy["full"]["pass_ms"] == by_policy["cached"]["pass_ms"] == 0
+    assert by_policy["shift"]["pass_ms"] >= 2
+    assert "take" not in vars(backlog)
     summary = ttft.summary(rows)
     assert summary["shift_speedup"] == pytest.approx(50)
+    assert summary["cached_speedup"] == pytest.approx(1024)
     assert summary["hybrid_efficiency"] == pytest.approx(1.0)
     assert summary["one_dense_speedup"] == pytest.approx(1 / 0.07)
     assert summary["best_speedup_at_7_percent"] == pytest.approx(20)
-    assert summary["break_even_tokens_qwen3-8b_focus"] == rows[-1]["reused"]
+    assert summary["break_even_tokens_qwen3-8b_focus"] == by_policy["focus"]["reused"]
 
 
 def test_what_ran_is_counted_by_name() -> None:
@@ -117,16 +153,7 @@ def test_what_ran_is_counted_by_name() -> None:
 def test_the_plan_of_a_request_is_caught_and_the_worker_left_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Backlog:
-        prefill = "the pass"
-
-        def take(self, plans: list[str]) -> str:
-            return f"report on {plans}"
-
-    backlog, answers = Backlog(), list[str]()
-    connector = SimpleNamespace(worker_side=SimpleNamespace(backlog=backlog))
-    transfer = SimpleNamespace(get_kv_transfer_group=lambda: connector)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", transfer)
+    backlog, answers = in_this_process(monkeypatch), list[str]()
     prompts = common.Prompts(256, 0.5, seed=0)
 
     def answering(*plans: str) -> None:
