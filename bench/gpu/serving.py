@@ -12,6 +12,7 @@ import json
 import os
 import re
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,8 @@ def run(parts: Sequence[str], model: Path, tokens: int, quick: bool) -> Found:
                 found, more = _saturated(servers["segreuse"], model, tokens, quick)
             else:
                 found, more = _others(servers["segreuse"], model, tokens, quick)
+            # Said at once: a run on a lent machine may be cut off.
+            print(json.dumps({"part": part, "rows": found} | more), file=sys.stderr, flush=True)
             rows += found
             figures |= more
     return rows, figures

@@ -88,11 +88,11 @@ def test_on_hopper_four_warps_hold_a_tile(
 
 
 @pytest.mark.parametrize(
-    ("programs", "keys", "each", "splits"),
+    ("programs", "keys", "resident", "splits"),
     [
         (216, 1 << 16, 2, 1),  # two for each multiprocessor
         (215, 1 << 16, 2, 2),  # twice 108 programs, at least
-        (215, 1 << 16, 8, 5),
+        (215, 1 << 16, 1, 1),
         (8, 1 << 16, 2, 27),
         (1, 1 << 16, 2, 32),  # not more
         (8, 1024, 2, 4),  # 256 keys each
@@ -101,13 +101,12 @@ def test_on_hopper_four_warps_hold_a_tile(
     ],
 )
 def test_keys_are_split_to_fill_the_gpu(
-    programs: int, keys: int, each: int, splits: int, monkeypatch: pytest.MonkeyPatch
+    programs: int, keys: int, resident: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a100 = SimpleNamespace(multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: a100)
-    found = triton_schedule.splits_to_fill(programs, keys, torch.device("cuda"), each)
-    assert found == splits
-    assert triton_schedule.splits_to_fill(programs, keys, torch.device("cpu"), each) == 1
+    assert triton_schedule.splits_to_fill(programs, keys, torch.device("cuda"), resident) == splits
+    assert triton_schedule.splits_to_fill(programs, keys, torch.device("cpu"), resident) == 1
 
 
 def test_heads_that_cannot_share_a_tile_are_refused() -> None:

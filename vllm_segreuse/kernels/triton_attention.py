@@ -122,6 +122,7 @@ def sparse_attention(
         STEP=tuning.keys,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
+        maxnreg=tuning.registers,
         enable_fp_fusion=True,
     )
     if splits > 1:

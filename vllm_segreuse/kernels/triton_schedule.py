@@ -12,9 +12,6 @@ from vllm_segreuse.kernels.pages import TiledStrides
 
 MAX_SPLITS = 32
 _MIN_KEYS_PER_SPLIT = 256
-# The keys of a tile are those before its last query, so programs differ in length; two run on a
-# multiprocessor at a time. With a few more each, short ones fill what long ones leave idle.
-_ATTENTION_PROGRAMS = 8
 
 
 @dataclass(frozen=True)
@@ -25,13 +22,18 @@ class Tuning:
         rows: queries times heads per KV head, a power of two from 16.
         keys: tokens per step, a power of two from 16.
         warps: of 32 threads.
-        stages: loads in flight, in steps.
+        stages: loads in flight, in steps. Blocks are looked up in a table, which takes some: from
+            five on, keys and values are loaded two steps ahead.
+        registers: most of a thread; None: as many as the compiler likes.
+        resident: programs that run on a multiprocessor at a time.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
+    resident: int = 2
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def plan(
     most = min(queries, queries // per_tile + requests)
     if splits is None:
         most_keys = block_tables.shape[1] * block_size
-        splits = splits_to_fill(most * kv_heads, most_keys, device, _ATTENTION_PROGRAMS)
+        splits = splits_to_fill(most * kv_heads, most_keys, device, tuning.resident)
     begins = torch.searchsorted(request, torch.arange(requests + 1, device=device))
     needed = (begins.diff() + per_tile - 1) // per_tile
     ends = needed.cumsum(0)
@@ -155,17 +157,19 @@ def heads_per_kv_head(heads: int, kv_heads: int) -> int:
     return heads // kv_heads
 
 
-def splits_to_fill(programs: int, keys: int, device: torch.device, per_processor: int = 2) -> int:
-    """Among how many programs to divide `keys`, so that each multiprocessor gets so many.
+def splits_to_fill(programs: int, keys: int, device: torch.device, resident: int = 2) -> int:
+    """Among how many programs to divide `keys`, so that every multiprocessor has what it can run.
+
+    More than that was slower on an H100 (docs/gpu.md): what is divided is joined.
 
     Args:
         programs: there are without splits.
         keys: of each.
         device: a GPU, or the host, where nothing is divided.
-        per_processor: programs that each multiprocessor is to get.
+        resident: programs that run on a multiprocessor at a time.
     """
     if device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = triton.cdiv(per_processor * processors, max(1, programs))
+    wanted = triton.cdiv(resident * processors, max(1, programs))
     return max(1, min(wanted, keys // _MIN_KEYS_PER_SPLIT, MAX_SPLITS))
