@@ -100,7 +100,7 @@ def commit() -> str | None:
     `SEGREUSE_BENCH_COMMIT`.
     """
     if named := os.environ.get("SEGREUSE_BENCH_COMMIT"):
-        return named
+        return named[:10]
     try:
         head = git("rev-parse", "--short=10", "HEAD").strip()
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)

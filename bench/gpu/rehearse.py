@@ -82,11 +82,21 @@ def load_libraries(site: Path) -> str:
 
 
 def import_serving(site: Path) -> str:
-    """Runners, backends, models and the server can be imported."""
+    """Runners, backends, models and the server can be imported, and the server has its routes."""
     pretend()
     for module in SERVING:
         importlib.import_module(module)
-    return f"{len(SERVING)} modules"
+    return f"{len(SERVING)} modules, {len(routes())} routes"
+
+
+def routes() -> list[Any]:
+    """Those of vLLM's server; some of their modules are imported no sooner than they are added."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    return list(build_app(args, ("generate",), None).routes)
 
 
 def find_hooks(site: Path) -> str:

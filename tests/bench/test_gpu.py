@@ -413,3 +413,12 @@ def test_a_rehearsal_says_which_step_does_not_work(
     assert rehearse.main(["--into", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "libraries: does not work: OSError" in said
+
+
+@pytest.mark.slow  # imports vLLM's server
+def test_the_routes_of_the_server_are_built() -> None:
+    """Some of what they import is imported no sooner: a bundle without it served nothing."""
+    script = "from bench.gpu import rehearse; print('model_hosting', len(rehearse.routes()))"
+    command = [sys.executable, "-c", script]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert int(said.split("model_hosting ")[1]) > 20

@@ -13,7 +13,7 @@ from tests.kernels.align_cases import nhd
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from vllm_segreuse.kernels import triton_schedule
+from vllm_segreuse.kernels import triton_attention, triton_schedule
 from vllm_segreuse.kernels.triton_schedule import Tuning, attention_tuning, default_tuning, plan
 
 
@@ -68,23 +68,24 @@ def test_programs_fit_the_smallest_gpu(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "queries", "capability", "warps"),
+    ("dtype", "head_size", "queries", "capability", "ahead"),
     [
-        (torch.bfloat16, 128, 64, (9, 0), 4),
-        (torch.float16, 80, 64, (9, 0), 4),
-        (torch.bfloat16, 128, 64, (8, 0), 8),  # not measured
-        (torch.bfloat16, 128, 64, (10, 0), 8),  # not measured
-        (torch.bfloat16, 64, 64, (9, 0), 8),  # not measured
-        (torch.bfloat16, 128, 9, (9, 0), 4),
-        (torch.float32, 128, 64, (9, 0), 8),
+        (torch.bfloat16, 128, 64, (9, 0), True),
+        (torch.float16, 80, 64, (9, 0), True),
+        (torch.bfloat16, 128, 64, (8, 0), False),  # not measured
+        (torch.bfloat16, 128, 64, (10, 0), False),  # not measured
+        (torch.bfloat16, 64, 64, (9, 0), False),  # not measured
+        (torch.bfloat16, 128, 9, (9, 0), False),
+        (torch.float32, 128, 64, (9, 0), False),
     ],
 )
-def test_on_hopper_four_warps_hold_a_tile(
-    dtype: torch.dtype, head_size: int, queries: int, capability: tuple[int, int], warps: int
+def test_on_hopper_keys_are_loaded_two_steps_ahead(
+    dtype: torch.dtype, head_size: int, queries: int, capability: tuple[int, int], ahead: bool
 ) -> None:
     found = attention_tuning(dtype, head_size, queries, 4, capability)
     usual = default_tuning(dtype, head_size, queries, 4)
-    assert found == dataclasses.replace(usual, warps=warps)
+    sizes = {"stages": 5, "resident": 1} if ahead else {}
+    assert found == dataclasses.replace(usual, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +118,12 @@ def test_heads_that_cannot_share_a_tile_are_refused() -> None:
     where = torch.zeros(1, 1).int(), torch.zeros(1).long(), torch.zeros(1).long()
     with pytest.raises(ValueError, match="tiles of 16 rows cannot hold 17 heads"):
         plan(torch.empty(1, 17, 32), nhd(1, 16, 32).keys, *where, tuning=Tuning(16, 16, 4, 2))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
+    """The largest logit is that of the largest product."""
+    query, pages = torch.zeros(2, 4, 32), torch.zeros(3, nhd(2, 16, 32).page_elements)
+    table = torch.zeros(1, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"scale is {scale}; expected more than 0"):
+        triton_attention.check_inputs(query, pages, nhd(2, 16, 32).keys, table, scale)

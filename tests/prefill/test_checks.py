@@ -243,6 +243,28 @@ def _scores_of_the_token_before(patch: Patch) -> None:
     patch.setattr(cpu, "token_scores", lambda *given: scores(*given).roll(-1))
 
 
+def _no_key_beyond_a_step(patch: Patch) -> None:
+    """Of what a program loads ahead, only the first is there."""
+    attend = cpu.sparse_attention
+
+    def forgetting(out: Any, query: Any, pages: Any, *given: Any, **more: Any) -> None:
+        tables = given[2].clone()
+        tables[:, 10:] = tables[:, 9:10]
+        attend(out, query, pages, *given[:2], tables, *given[3:], **more)
+
+    patch.setattr(cpu, "sparse_attention", forgetting)
+
+
+def _no_score_beyond_a_step(patch: Patch) -> None:
+    scores = cpu.token_scores
+    far = torch.arange(4096) < 160
+    patch.setattr(
+        cpu,
+        "token_scores",
+        lambda *given, **more: (found := scores(*given, **more)) * far[: len(found)],
+    )
+
+
 def _others(index: Any) -> Any:
     return index if isinstance(index, slice) else index.roll(1)
 
@@ -264,6 +286,8 @@ MISTAKES = {
     _the_least_attended: "the scores of tokens are not the attention that queries pay them",
     _sums_for_peaks: "the scores of tokens are not the attention that queries pay them",
     _scores_of_the_token_before: "the scores of tokens are not the attention",
+    _no_key_beyond_a_step: "over 2048 tokens attention of the pass is not what plain torch",
+    _no_score_beyond_a_step: "over 2048 tokens scores of tokens are not what plain torch",
     _states_of_other_tokens: "does not reproduce this model's own forward",
 }
 

@@ -95,8 +95,11 @@ def test_no_scores_are_computed_at_a_layer_with_a_window(gemma: Loaded, monkeypa
 
     monkeypatch.setattr(cpu, "token_scores", noting)
     prove(gemma)
-    full = [layer for layer in gemma.attention.values() if not layer.sliding_window]
-    assert scored == {flat_pages(layer.kv_cache).data_ptr() for layer in full}
+    pages = {
+        flat_pages(layer.kv_cache).data_ptr(): layer.sliding_window
+        for layer in gemma.attention.values()
+    }
+    assert scored & pages.keys() == {at for at, window in pages.items() if not window}
 
 
 def test_scores_without_the_cap_are_found(gemma: Loaded, monkeypatch: Patch) -> None:

@@ -80,9 +80,9 @@ def attention_tuning(
 ) -> Tuning:
     """Sizes for `sparse_attention`: `default_tuning`, but what was measured to be faster.
 
-    On Hopper four warps hold 128 rows in their registers, and two such programs fit a
-    multiprocessor: one multiplies while the other does its softmax. Of 15 sizes tried on an H200
-    these were the fastest, 1.2 to 1.3 times as fast as eight warps (docs/gpu.md).
+    On Hopper keys and values are loaded two steps ahead, for which a program takes so much of the
+    shared memory that there is one on a multiprocessor. Of 18 sizes tried on an H100 none was more
+    than 2 % faster for passes of 384 to 1,664 queries (docs/gpu.md).
 
     Args:
         dtype, head_size, queries, group: see `default_tuning`.
@@ -90,7 +90,7 @@ def attention_tuning(
     """
     tuning = default_tuning(dtype, head_size, queries, group)
     if capability[0] == 9 and tuning.rows == 128 and 64 < head_size <= 128:
-        return replace(tuning, warps=4)
+        return replace(tuning, stages=5, resident=1)
     return tuning
 
 

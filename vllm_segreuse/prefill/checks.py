@@ -43,6 +43,7 @@ from vllm_segreuse.prefill.proofs.causal import (
 from vllm_segreuse.prefill.proofs.codecs import prove_codec
 from vllm_segreuse.prefill.proofs.drafts import DraftProof
 from vllm_segreuse.prefill.proofs.images import prove_images
+from vllm_segreuse.prefill.proofs.long_contexts import prove_long_contexts
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
@@ -217,6 +218,7 @@ def prove(
             with pass_attention.splitting_keys(2):
                 prove_attention(scratch, known, rows, pass_attention)
                 warm_up(scratch, prefill)
+        prove_long_contexts(known, scratch.dtype)
         prefill.merge_size = prove_images(model, vllm_config.model_config, scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
         return Runtime(prefill, max_deviation, structure.description)
