@@ -56,12 +56,8 @@ def _computed(
     known: LayerKv, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """What is computed, by the kernels and by plain torch, float32."""
-    layer, kernels, layout, device = (
-        known.attention,
-        known.kernels,
-        known.layout,
-        known.pages.device,
-    )
+    layer, kernels, layout = known.attention, known.kernels, known.layout
+    device = known.pages.device
     generator = torch.Generator().manual_seed(0)
     blocks = CONTEXT // layout.keys.shape[1]
     size = (blocks, known.pages.shape[1])
