@@ -8,14 +8,18 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from bench import engine, harness
 from bench.gpu import models
 
 BACKEND = "SEGREUSE_BENCH_BACKEND"
+TRACES = "SEGREUSE_BENCH_TRACES"
+"""Names a folder for profiles, which chrome://tracing shows."""
 BLOCK_TOKENS = 16
 KV_BYTES = 30 << 30
 DOCUMENTS = 4
@@ -64,6 +68,17 @@ def watched_passes(watch: Callable[[Callable[[list[Any]], Any], list[Any]], Any]
         yield backlog
     finally:
         del backlog.take  # hides the class's own
+
+
+def write_trace(name: str, work: Callable[[], object]) -> None:
+    """Do some work, if there is a folder for profiles: `NAME.json.gz` there is what host and device
+    did for it."""
+    folder = os.environ.get(TRACES)
+    if not folder:
+        return
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+        work()
+    taken.export_chrome_trace(str(Path(folder, f"{name}.json.gz")))
 
 
 class Policy(NamedTuple):

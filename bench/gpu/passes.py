@@ -20,7 +20,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import engine, harness
 from bench.gpu import models
-from bench.gpu.common import NAMESPACE, Found, Policy, Prompts, running, watched_passes
+from bench.gpu.common import (
+    NAMESPACE,
+    Found,
+    Policy,
+    Prompts,
+    running,
+    watched_passes,
+    write_trace,
+)
 from bench.gpu.ttft import HEADLINE
 
 POLICIES = (
@@ -70,6 +78,7 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
         prefill, plan = planned(llm, prompts, policy.extra_args(layers))
         work = partial(prefill.run, [plan])  # ends once the device has answered
         wall_ms = _median_ms(work)
+        write_trace(f"{shape}-{policy.label}-again", work)
         us_per_layer = 1e3 * wall_ms / layers
         row: harness.Row = {
             "shape": shape,

@@ -14,16 +14,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 from bench import engine, harness
 from bench.gpu import models
-from bench.gpu.common import NAMESPACE, Found, Policy, Prompts, running, watched_passes
+from bench.gpu.common import (
+    NAMESPACE,
+    TRACES,
+    Found,
+    Policy,
+    Prompts,
+    running,
+    watched_passes,
+    write_trace,
+)
 
 HEADLINE = ("qwen3-8b", 16384, 0.98)
-TRACES = "SEGREUSE_BENCH_TRACES"
-"""Names a folder: then a request of each policy is profiled, for chrome://tracing."""
 _WARM_UP = 2
 
 POLICIES = (
@@ -69,9 +76,8 @@ def measured(llm: Any, shape: str, load: Load) -> Found:
         prompts = Prompts(tokens, share, seed=number)
         rows += cell(llm, shape, layers, prompts, tokens, share, load.rounds)
         print(json.dumps(rows[-len(POLICIES) - 1 :]), file=sys.stderr, flush=True)
-    if folder := os.environ.get(TRACES):
-        prompts = Prompts(max(load.contexts), max(load.shares), seed=len(cells))
-        write_traces(llm, prompts, layers, Path(folder))
+    if os.environ.get(TRACES):
+        write_traces(llm, shape, Prompts(max(load.contexts), max(load.shares), seed=len(cells)))
     return rows, dict[str, float | str](summary(rows))
 
 
@@ -133,17 +139,16 @@ def cell(
         }
 
 
-def write_traces(llm: Any, prompts: Prompts, layers: int, folder: Path) -> None:
-    """What host and device do for one request of each policy: `POLICY.json.gz` each."""
-    from torch.profiler import ProfilerActivity, profile
-
+def write_traces(llm: Any, shape: str, prompts: Prompts) -> None:
+    """Of one request of each policy."""
+    layers = models.num_layers(shape)
     for document in prompts.documents:
         engine.first_token(llm, document, {"extra_keys": NAMESPACE})
     for policy in POLICIES[1:]:
-        engine.first_token(llm, prompts.next(), policy.extra_args(layers))
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
-            engine.first_token(llm, prompts.next(), policy.extra_args(layers))
-        taken.export_chrome_trace(str(folder / f"{policy.label}.json.gz"))
+        extra_args, prompt = policy.extra_args(layers), prompts.next()
+        engine.first_token(llm, prompts.next(), extra_args)
+        ask = partial(engine.first_token, llm, prompt, extra_args)
+        write_trace(f"{shape}-{policy.label}", ask)
 
 
 def summary(rows: list[harness.Row]) -> dict[str, float]:

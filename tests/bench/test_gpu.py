@@ -3,6 +3,7 @@
 
 import argparse
 import ctypes
+import gzip
 import importlib.metadata
 import json
 import os
@@ -168,6 +169,24 @@ def test_the_plan_of_a_request_is_caught_and_the_worker_left_as_it_was(
     with pytest.raises(harness.BenchError, match="made 2 plans"):
         passes.planned(None, prompts, {})
     assert "take" not in vars(backlog)
+
+
+def test_profiles_are_written_where_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[int]()
+
+    def work() -> None:
+        done.append(len(done))
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+
+    monkeypatch.delenv(common.TRACES, raising=False)
+    common.write_trace("one", work)
+    assert done == []
+    monkeypatch.setenv(common.TRACES, str(tmp_path))
+    common.write_trace("one", work)
+    assert done == [0]
+    assert b"aten::mm" in gzip.decompress((tmp_path / "one.json.gz").read_bytes())
 
 
 def test_break_even_is_behind_the_last_loss() -> None:
