@@ -74,8 +74,9 @@ def measured(llm: Any, shape: str, load: Load) -> Found:
     cells = list(itertools.product(load.contexts, load.shares))
     for number, (tokens, share) in enumerate(harness.progress(cells, f"ttft {shape}")):
         prompts = Prompts(tokens, share, seed=number)
-        rows += cell(llm, shape, layers, prompts, tokens, share, load.rounds)
-        print(json.dumps(rows[-len(POLICIES) - 1 :]), file=sys.stderr, flush=True)
+        here = list(cell(llm, shape, layers, prompts, tokens, share, load.rounds))
+        rows += here
+        print(json.dumps(here), file=sys.stderr, flush=True)
     if os.environ.get(TRACES):
         write_traces(llm, shape, Prompts(max(load.contexts), max(load.shares), seed=len(cells)))
     return rows, dict[str, float | str](summary(rows))

@@ -278,6 +278,19 @@ def capped(logits, cap):
 
 
 @triton.jit
+def exponentials(logits, highest, scale_log2, MASKED: tl.constexpr, CAPPED: tl.constexpr):
+    """Of a step's logits, and of `highest`, the largest before; both relative to the largest so
+    far, which comes last. Logits are scaled here, unless they are capped: with the subtraction, in
+    one instruction, and the largest of each row by itself."""
+    factor = 1.0 if CAPPED else scale_log2
+    new_highest = tl.maximum(highest, tl.max(logits, axis=1) * factor)
+    reference = new_highest
+    if MASKED:  # a row that has seen no key yet: -inf - -inf is not a number
+        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    return tl.exp2(logits * factor - reference[:, None]), tl.exp2(highest - reference), new_highest
+
+
+@triton.jit
 def _step(
     summed,  # float32 [rows, channels]: weighted values so far
     total,  # [rows]: sum of weights so far
@@ -308,22 +321,14 @@ def _step(
     )
     k = in_type(k, q.dtype)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-    # Scaled with the subtraction below, in one instruction; the largest is so by itself.
-    factor = scale_log2
     if CAPPED:
         logits = capped(logits * scale_log2, cap_log2)
-        factor = 1.0
     if MASKED:
         visible = token[None, :] <= position[:, None]
         if WINDOW > 0:
             visible &= token[None, :] > position[:, None] - WINDOW
         logits = tl.where(visible, logits, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(logits, axis=1) * factor)
-    reference = new_highest
-    if MASKED:  # a row that has seen no key yet: -inf - -inf is not a number
-        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(logits * factor - reference[:, None])
-    decay = tl.exp2(highest - reference)
+    weights, decay, new_highest = exponentials(logits, highest, scale_log2, MASKED, CAPPED)
     total = total * decay + tl.sum(weights, axis=1)
     v = load_tokens(pages, page_stride, block_table, token, end, kv_head, VALUES, CHANNELS, MASKED)
     v = in_type(v, q.dtype)

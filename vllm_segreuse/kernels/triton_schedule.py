@@ -157,7 +157,7 @@ def heads_per_kv_head(heads: int, kv_heads: int) -> int:
     return heads // kv_heads
 
 
-def splits_to_fill(programs: int, keys: int, device: torch.device, resident: int = 2) -> int:
+def splits_to_fill(programs: int, keys: int, device: torch.device, resident: int) -> int:
     """Among how many programs to divide `keys`, so that every multiprocessor has what it can run.
 
     More than that was slower on an H100 (docs/gpu.md): what is divided is joined.
@@ -166,7 +166,7 @@ def splits_to_fill(programs: int, keys: int, device: torch.device, resident: int
         programs: there are without splits.
         keys: of each.
         device: a GPU, or the host, where nothing is divided.
-        resident: programs that run on a multiprocessor at a time.
+        resident: see `Tuning`.
     """
     if device.type != "cuda":
         return 1

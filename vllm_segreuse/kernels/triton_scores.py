@@ -18,7 +18,7 @@ from vllm_segreuse.kernels import triton_attention
 from vllm_segreuse.kernels.arguments import check_blocks, check_positions, check_weights
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
-from vllm_segreuse.kernels.triton_attention import capped, check_inputs, with_sinks
+from vllm_segreuse.kernels.triton_attention import capped, check_inputs, exponentials, with_sinks
 from vllm_segreuse.kernels.triton_formats import in_type, readable
 from vllm_segreuse.kernels.triton_schedule import (
     MAX_SPLITS,
@@ -102,7 +102,7 @@ def token_scores(
         "enable_fp_fusion": True,
     }
 
-    shares = splits or splits_to_fill(row_tiles * kv_heads, num_tokens, device)
+    shares = splits or splits_to_fill(row_tiles * kv_heads, num_tokens, device, tuning.resident)
     lse = torch.empty(shares, queries, heads, device=device)
     _row_sums[(row_tiles * kv_heads, shares)](
         lse,
@@ -125,7 +125,9 @@ def token_scores(
             enable_fp_fusion=True,
         )
 
-    shares = splits or splits_to_fill(key_tiles * kv_heads, queries * group, device)
+    shares = splits or splits_to_fill(
+        key_tiles * kv_heads, queries * group, device, tuning.resident
+    )
     mass = torch.empty(shares * kv_heads, num_tokens, device=device)
     _columns[(key_tiles * kv_heads, shares)](
         mass, lse, *inputs, *numbers, shares, HIGHEST=highest, **sizes
@@ -244,20 +246,13 @@ def _add_keys(
     k = load_tokens(pages, page_stride, block_table, token, end, kv_head, KEYS, CHANNELS, MASKED)
     k = in_type(k, q.dtype)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-    factor = scale_log2
     if CAPPED:
         logits = capped(logits * scale_log2, cap_log2)
-        factor = 1.0
     if MASKED:
         visible = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         logits = tl.where(visible, logits, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(logits, axis=1) * factor)
-    reference = new_highest
-    if MASKED:  # a row that has seen no key yet: -inf - -inf is not a number
-        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    total = total * tl.exp2(highest - reference)
-    total += tl.sum(tl.exp2(logits * factor - reference[:, None]), axis=1)
-    return total, new_highest
+    weights, decay, new_highest = exponentials(logits, highest, scale_log2, MASKED, CAPPED)
+    return total * decay + tl.sum(weights, axis=1), new_highest
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])

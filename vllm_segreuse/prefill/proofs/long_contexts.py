@@ -18,8 +18,7 @@ from vllm_segreuse.kernels import reference
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import UnsupportedModelError
-from vllm_segreuse.plan import Gather
-from vllm_segreuse.prefill.proofs.scratch import tolerance
+from vllm_segreuse.prefill.proofs.scratch import relative_error, tolerance
 
 CONTEXT = 2048
 QUERIES = 80
@@ -44,7 +43,7 @@ def prove_long_contexts(layers: list[LayerKv], dtype: torch.dtype) -> None:
             alike.setdefault(shape, known)
     for known in alike.values():
         for what, found, expected in _computed(known, dtype):
-            error = float((found - expected).norm() / expected.norm())
+            error = relative_error(found, expected)
             if not error <= tolerance(dtype):
                 raise UnsupportedModelError(
                     f"{known.attention.layer_name}: over {CONTEXT} tokens {what} what plain torch "
@@ -55,7 +54,7 @@ def prove_long_contexts(layers: list[LayerKv], dtype: torch.dtype) -> None:
 def _computed(
     known: LayerKv, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """What is computed, by the kernels and by plain torch, float32."""
+    """What is computed, by the kernels and, in float32, by plain torch."""
     layer, kernels, layout = known.attention, known.kernels, known.layout
     device = known.pages.device
     generator = torch.Generator().manual_seed(0)
@@ -79,11 +78,10 @@ def _computed(
         found = torch.empty_like(expected, dtype=dtype)
         assert kernels.sparse_attention is not None
         kernels.sparse_attention(found, *given, **more, **schedule)
-        yield "attention of the pass is not", found.float(), expected
+        yield "attention of the pass is not", found, expected
     if not known.kind.sees_all:
         return
-    for gather in Gather:
-        highest = gather is Gather.MAX
+    for highest in (False, True):
         asked = (positions, pages, layout.keys, table, CONTEXT, scale, highest)
         scores = reference.token_scores(query.float(), *asked, **softmax)
         yield "scores of tokens are not", kernels.token_scores(query, *asked, **softmax), scores

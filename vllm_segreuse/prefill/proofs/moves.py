@@ -11,7 +11,7 @@ from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.prefill.align import Aligner, TokenCopies
-from vllm_segreuse.prefill.proofs.scratch import Scratch
+from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error
 
 _MOST = torch.finfo(torch.bfloat16).eps
 """In fp8, too: a few numbers may be rounded the other way, not all of them."""
@@ -44,7 +44,7 @@ def prove_moves(
                 for blocks, first in ((scratch.own, 0), (scratch.copy, 1))
             )
             expected = before if rotation is None else rotation.rotate(before, distances)
-            error = float((after.float() - expected.float()).norm() / expected.float().norm())
+            error = relative_error(after, expected)
             if not error <= min(torch.finfo(before.dtype).eps, _MOST):
                 raise UnsupportedModelError(
                     f"{layer.layer_name}: moved keys or values are not where and what they "

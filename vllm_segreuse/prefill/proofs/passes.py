@@ -15,7 +15,7 @@ from vllm_segreuse.plan import BoolArray, Boundary, Fixed, Pieces, Program, Reci
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.programs.base import SHORT_STRETCH
-from vllm_segreuse.prefill.proofs.scratch import Scratch, tolerance
+from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error, tolerance
 
 _MOST = 0.4
 """What is not rounded but wrong is off by more."""
@@ -112,7 +112,6 @@ def _deviation(scratch: Scratch) -> float:
     worst = 0.0
     for layer in scratch.stack.attention:
         pages = typed_pages(layer)
-        full, sparse = pages[scratch.own.tolist()].float(), pages[scratch.copy.tolist()].float()
-        error = float((full - sparse).norm() / full.norm())
+        error = relative_error(pages[scratch.copy.tolist()], pages[scratch.own.tolist()])
         worst = max(worst, math.inf if math.isnan(error) else error)
     return worst

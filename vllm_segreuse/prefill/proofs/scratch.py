@@ -183,6 +183,12 @@ def _attend_to_all_before(
     return output.copy_(attend(query, key, value, positions, layer.impl.scale))
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far two tensors are apart, as a share of the norm of what is expected."""
+    expected = expected.float()
+    return float((found.float() - expected).norm() / expected.norm())
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """How far two ways of computing the same may be apart, as a share of the norm."""
     return float(max(8 * torch.finfo(dtype).eps, 1e-4))
