@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tp_group
@@ -10,14 +11,22 @@ from vllm.logger import init_logger
 
 from vllm_segreuse.audit.recorder import Recorder
 from vllm_segreuse.compat import sampler
-from vllm_segreuse.compat.model_runner import loaded_drafter, loaded_model
+from vllm_segreuse.compat.model_runner import (
+    captured_graphs,
+    loaded_drafter,
+    loaded_model,
+    once_captured,
+)
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.prefill.proofs.graphs import GraphProof
+from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.cells import cell_content_bytes
 from vllm_segreuse.tier.region import HostRegion, open_region
 from vllm_segreuse.tier.weights import Weights
@@ -176,6 +185,8 @@ def _proven_backlog(
         runtime.max_deviation,
         runtime.kernels,
     )
+    if runtime.graphs is not None:
+        once_captured(partial(_prove_graphs, runtime.graphs))
     states = runtime.prefill.states
     if states is not None:
         stats.note_states(states.num_bytes)
@@ -185,3 +196,23 @@ def _proven_backlog(
             states.num_bytes / (1 << 30),
         )
     return Backlog(runtime.prefill, step_work or 0)
+
+
+def _prove_graphs(proof: GraphProof) -> None:
+    """vLLM has captured its CUDA graphs: passes may run by them from here on.
+
+    Raises:
+        RefusedError: they do not compute what the model does.
+    """
+    captured = captured_graphs()
+    if captured is None:
+        return
+    try:
+        proof.prove(captured)
+    except UnsupportedModelError as error:
+        raise RefusedError(
+            f"{error}; start without these graphs: -cc.cudagraph_mode=FULL_DECODE_ONLY"
+        ) from error
+    logger.info(
+        "segment reuse: passes of up to %d tokens run by vLLM's CUDA graphs", captured.sizes[-1]
+    )

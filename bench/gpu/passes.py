@@ -2,7 +2,8 @@
 """Part `pass` of the suite `gpu`: what sets the pace of the sparse pass, the device or the host
 that starts its kernels.
 
-The plan of a real request is carried out again and again, with nothing else in the engine. First on
+The plan of a real request is carried out again and again, with nothing else in the engine, with
+vLLM's CUDA graphs and without. First on
 a model with the layers of the real one and next to no width: that takes as long as the host does.
 Then, on a GPU, on the real one, under the profiler: the time in which kernels ran is the device's.
 """
@@ -78,6 +79,9 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
         prefill, plan = planned(llm, prompts, policy.extra_args(layers))
         work = partial(prefill.run, [plan])  # ends once the device has answered
         wall_ms = _median_ms(work)
+        graphs, prefill._layers.graphs = prefill._layers.graphs, None
+        without_graphs_ms = _median_ms(work)
+        prefill._layers.graphs = graphs
         write_trace(f"{shape}-{policy.label}-again", work)
         us_per_layer = 1e3 * wall_ms / layers
         row: harness.Row = {
@@ -86,6 +90,7 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
             "most_active": plan.active_tokens,
             "layer_tokens": plan.layer_tokens(prefill.layers),
             "wall_ms": wall_ms,
+            "without_graphs_ms": without_graphs_ms,
             "us_per_layer": us_per_layer,
         }
         rows.append(row)

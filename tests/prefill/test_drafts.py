@@ -210,7 +210,7 @@ def test_kv_that_nobody_has_written_is_no_proof() -> None:
     scratch: Any = SimpleNamespace(
         stack=SimpleNamespace(attention=[layer]), own=np.array([0]), copy=np.array([1])
     )
-    assert passes._deviation(scratch) == math.inf
+    assert passes.deviation(scratch) == math.inf
 
 
 @HEADS

@@ -8,6 +8,8 @@ the runner of this process. So are proposers of drafts reached.
 Nor can connectors report how much memory they need. While vLLM measures what the model needs
 (`profile_run`), what the pass needs on top is held, so that the KV cache leaves room for it.
 
+Nor are connectors told when CUDA graphs have been captured (`capture_model`), or what these read.
+
 Obsolete when connectors are given the model (vllm-project/vllm#37339) and can reserve memory (none
 filed that we know of).
 """
@@ -18,7 +20,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_segreuse.compat.patching import of_this_platform, wrap
 
@@ -30,7 +32,25 @@ _RUNNERS = (
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"),
 )
 
+if TYPE_CHECKING:
+    import torch
+
 _latest: weakref.ref[Any] | None = None
+_once_captured: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+
+
+class CapturedGraphs(NamedTuple):
+    """Piecewise CUDA graphs of the whole model (`compilation/cuda_graph.py`).
+
+    Attributes:
+        sizes: of how many tokens there is one, ascending.
+        token_ids: int32 `[most tokens]`; a graph reads as many as it has.
+        positions: int64 `[most tokens]`, likewise.
+    """
+
+    sizes: tuple[int, ...]
+    token_ids: torch.Tensor
+    positions: torch.Tensor
 
 
 def install() -> None:
@@ -40,6 +60,7 @@ def install() -> None:
         wrap(runner, "load_model", _load_model)
         if class_name == "GPUModelRunner":
             wrap(runner, "profile_run", _profile_run)
+            wrap(runner, "capture_model", _capture_model)
 
 
 def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,6 +79,17 @@ def _profile_run(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return profile_run
+
+
+def _capture_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        # V2 also captures to measure memory, and drops what it has captured.
+        if not kwargs.get("profile_only") and self in _once_captured:
+            _once_captured.pop(self)()
+        return result
+
+    return capture_model
 
 
 @contextmanager
@@ -96,6 +128,44 @@ def loaded_drafter() -> Any | None:
     """
     drafter = getattr(_runner(), "drafter", None)
     return drafter if getattr(drafter, "_draft_attn_layer_names", None) else None
+
+
+def once_captured(then: Callable[[], None]) -> None:
+    """Call this when the runner of that model has captured its CUDA graphs, if it does.
+
+    Raises:
+        RuntimeError: as `loaded_model`.
+    """
+    _once_captured[_runner()] = then
+
+
+def captured_graphs() -> CapturedGraphs | None:
+    """The piecewise CUDA graphs of that model; None: there are none that a pass could run by.
+
+    Graphs for adapters are no such, nor those that vLLM breaks up without compiling the model.
+
+    Raises:
+        RuntimeError: as `loaded_model`.
+    """
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+    from vllm.config import CUDAGraphMode
+
+    runner = _runner()
+    if is_breakable_cudagraph_enabled():
+        return None
+    if hasattr(runner, "cudagraph_manager"):  # V2
+        manager = runner.cudagraph_manager
+        if manager is None or runner.pcp_manager is not None:
+            return None
+        captured = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, ())
+        sizes = {graph.num_tokens for graph in captured if not graph.num_active_loras}
+        buffers = runner.input_buffers
+        inputs = buffers.input_ids, buffers.positions
+    else:
+        captured = runner.cudagraph_dispatcher.cudagraph_keys[CUDAGraphMode.PIECEWISE]
+        sizes = {graph.num_tokens for graph in captured if not graph.has_lora}
+        inputs = runner.input_ids.gpu, runner.positions
+    return CapturedGraphs(tuple(sorted(sizes)), *inputs) if sizes else None
 
 
 def _runner() -> Any:

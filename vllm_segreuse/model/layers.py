@@ -108,6 +108,7 @@ class DecoderStack:
     Attributes:
         layers: decoder layers.
         attention: the vLLM `Attention` layer inside each decoder layer.
+        position_rows: as given.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class DecoderStack:
         position_rows: int | None = None,
     ) -> None:
         self._model = model
-        self._position_rows = position_rows
+        self.position_rows = position_rows
         self.layers, self.attention = _find_layers(model, attention_by_name)
         parameters = inspect.signature(self.layers[0].forward).parameters
         if "positions" not in parameters or "hidden_states" not in parameters:
@@ -204,13 +205,15 @@ class DecoderStack:
         self, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same, and what enters each of `auxiliary_layers`, which EAGLE-3 drafts are given."""
-        if self._position_rows is not None and positions.ndim == 1:
-            positions = positions.expand(self._position_rows, -1)
-        hidden_states = self._model(
-            input_ids=token_ids.to(torch.int32, copy=True),
-            positions=positions.clone(),
-        )
-        return _with_auxiliary(hidden_states)
+        if self.position_rows is not None and positions.ndim == 1:
+            positions = positions.expand(self.position_rows, -1)
+        return self.forward_of(token_ids.to(torch.int32, copy=True), positions.clone())
+
+    def forward_of(
+        self, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same on these very tensors, for CUDA graphs, which read where they were captured."""
+        return _with_auxiliary(self._model(input_ids=token_ids, positions=positions))
 
     @property
     def auxiliary_layers(self) -> tuple[int, ...]:

@@ -25,7 +25,13 @@ from vllm_segreuse.compat.attention_impl import (
 from vllm_segreuse.model import token_kv
 from vllm_segreuse.model.kv_format import kv_scales, plain_queries
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.prefill.rows import RowBuilder, has_long_runs, pass_context
+from vllm_segreuse.prefill.rows import (
+    EAGER,
+    Execution,
+    RowBuilder,
+    has_long_runs,
+    pass_context,
+)
 from vllm_segreuse.prefill.tokens import TokenTable, upload
 
 
@@ -165,23 +171,23 @@ class PassAttention:
             self._least_splits = 1
 
     def stock_context(
-        self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool
+        self, tokens: TokenTable, block_tables: torch.Tensor, execution: Execution
     ) -> AbstractContextManager[None]:
         """Forward context in which the whole model computes these tokens as vLLM would.
 
         Args:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
-            compiled: let it run as vLLM has compiled it.
+            execution: how the model runs.
         """
-        return self._rows.forward_context(tokens, block_tables, compiled)
+        return self._rows.forward_context(tokens, block_tables, execution)
 
     @contextmanager
     def forward_context(
         self,
         tokens: TokenTable,
         block_tables: torch.Tensor,
-        compiled: bool = False,
+        execution: Execution = EAGER,
         queries: Queries | None = None,
     ) -> Iterator[None]:
         """Forward context in which the model's attention layers compute these tokens.
@@ -189,22 +195,24 @@ class PassAttention:
         Args:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
-            compiled: let the model run as vLLM has compiled it, if it runs as a whole.
+            execution: how the model runs.
             queries: collects those that reach attention.
         """
         if self._attends_in_rows(tokens):
             with (
-                _watched(self._by_kernel + self._in_rows, queries),
-                self._rows.forward_context(tokens, block_tables, compiled),
+                _watched(self._by_kernel + self._in_rows, queries, len(tokens)),
+                self._rows.forward_context(tokens, block_tables, execution),
             ):
                 yield
             return
-        attend = self._attend if queries is None else _kept_in(queries, self._attend)
+        attend: Callable[..., torch.Tensor] = self._attend
+        if queries is not None:
+            attend = _kept_in(queries, attend, len(tokens))
         with (
             replaced_forward(self._by_kernel, attend),
-            _watched(self._in_rows, queries),
+            _watched(self._in_rows, queries, len(tokens)),
             pass_context(
-                self._rows.vllm_config, self._metadata(tokens, block_tables), tokens, compiled
+                self._rows.vllm_config, self._metadata(tokens, block_tables), tokens, execution
             ),
         ):
             yield
@@ -242,7 +250,8 @@ class PassAttention:
         known, scales = self._layers[id(layer)], kv_scales(layer)
         kernels, layout = known.kernels, known.layout
         assert kernels.sparse_attention is not None
-        query = plain_queries(layer, query)
+        count = len(queries.positions)  # what is behind is padding of a CUDA graph
+        query = plain_queries(layer, query[:count])
         where = (queries.block_tables, queries.request, queries.positions)
         more = known.softmax()
         if known.kind.window:
@@ -254,7 +263,7 @@ class PassAttention:
                 queries.schedule = replace(planned, splits=splits)
             more["schedule"] = queries.schedule
         kernels.sparse_attention(
-            output,
+            output[:count],
             query,
             known.pages,
             layout.keys,
@@ -268,20 +277,24 @@ class PassAttention:
 
 
 def _watched(
-    layers: list[torch.nn.Module], queries: Queries | None
+    layers: list[torch.nn.Module], queries: Queries | None, count: int
 ) -> AbstractContextManager[None]:
     """Layers that attend in rows, and whose queries are collected, if anybody wants them."""
     if queries is None:
         return nullcontext()
-    return replaced_forward(layers, _kept_in(queries, stock_forward))
+    return replaced_forward(layers, _kept_in(queries, stock_forward, count))
 
 
-def _kept_in(queries: Queries, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _kept_in(
+    queries: Queries, attend: Callable[..., torch.Tensor], count: int
+) -> Callable[..., torch.Tensor]:
+    """`attend`, which first keeps the queries of the pass's `count` tokens, without padding."""
+
     @functools.wraps(attend)
     def keep_and_attend(
         layer: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        queries.keep(layer, query)
+        queries.keep(layer, query[:count])
         return attend(layer, query, *args, **kwargs)
 
     return keep_and_attend

@@ -42,6 +42,7 @@ from vllm_segreuse.prefill.proofs.causal import (
 )
 from vllm_segreuse.prefill.proofs.codecs import prove_codec
 from vllm_segreuse.prefill.proofs.drafts import DraftProof
+from vllm_segreuse.prefill.proofs.graphs import GraphProof
 from vllm_segreuse.prefill.proofs.images import prove_images
 from vllm_segreuse.prefill.proofs.long_contexts import prove_long_contexts
 from vllm_segreuse.prefill.proofs.moves import prove_moves
@@ -66,11 +67,13 @@ class Runtime:
         max_deviation: how far the KV of the sparse pass was from that of the model's own forward,
             relative to its norm, at the worst layer.
         kernels: which kernels the pass runs.
+        graphs: proves CUDA graphs, once they are captured; None: passes do not run as compiled.
     """
 
     prefill: SparsePrefill
     max_deviation: float
     kernels: str
+    graphs: GraphProof | None
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,8 @@ def prove(
         prove_long_contexts(known, scratch.dtype)
         prefill.merge_size = prove_images(model, vllm_config.model_config, scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
-        return Runtime(prefill, max_deviation, structure.description)
+        graphs = GraphProof(scratch, prefill, layers) if layers.compiled else None
+        return Runtime(prefill, max_deviation, structure.description, graphs)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
 

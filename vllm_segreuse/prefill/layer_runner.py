@@ -21,6 +21,8 @@ from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.graphs import CudaGraphs
+from vllm_segreuse.prefill.rows import Execution
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.tokens import Index, TokenTable, upload
 from vllm_segreuse.prefill.waves import Waves
@@ -67,10 +69,12 @@ class LayerRunner:
         model: the layers, as programs see them.
         layouts: page layout of each layer.
         compiled: whether passes through all layers run as vLLM has compiled them; set once it has.
+        graphs: by which compiled passes run where one is large enough; set once they are proven.
         states: where tokens enter between layers; None: nowhere.
     """
 
     compiled = False
+    graphs: CudaGraphs | None = None
 
     def __init__(
         self,
@@ -200,11 +204,16 @@ class LayerRunner:
     ) -> Waves[LayerState]:
         outputs = Collected(len(tokens))
         for part, wave in self._waves(tokens, len(self), batch):
-            attending = context(wave, batch.block_tables, self.compiled)
+            graphs = self.graphs if self.compiled else None
+            size = 0 if graphs is None else graphs.size_for(wave)
+            attending = context(wave, batch.block_tables, Execution(self.compiled, size))
             with attending, self._adapters.applied(batch.lora_id, len(wave)):
-                hidden_states, entering = self.stack.forward_for_drafts(
-                    wave.token_ids, wave.rotary_positions
-                )
+                if graphs is not None and size:
+                    hidden_states, entering = graphs.forward(wave, size)
+                else:
+                    hidden_states, entering = self.stack.forward_for_drafts(
+                        wave.token_ids, wave.rotary_positions
+                    )
             for layer, stream in zip(self._for_drafts.entering, entering, strict=True):
                 batch.keep_auxiliary(layer, wave, stream)
             outputs.add(part, LayerState(hidden_states, None))

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor, get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_segreuse.compat.metadata_builder import build_rows, private_builder
@@ -29,20 +29,42 @@ MOST_DECODES = 256
 each over many programs, whose partial results are held in float32."""
 
 
+class Execution(NamedTuple):
+    """How vLLM runs the model in a pass.
+
+    Attributes:
+        compiled: as it has compiled it, if it runs as a whole; else eagerly.
+        graph_tokens: by the CUDA graphs of so many tokens, to which those of the pass are padded
+            (`graphs.py`); 0: by none.
+    """
+
+    compiled: bool
+    graph_tokens: int = 0
+
+
+EAGER = Execution(compiled=False)
+
+
 @contextmanager
 def pass_context(
     vllm_config: VllmConfig,
     metadata: Mapping[str, Any],
     tokens: TokenTable,
-    compiled: bool = False,
+    execution: Execution = EAGER,
 ) -> Iterator[None]:
     """vLLM's forward context for a pass over these tokens, with metadata by layer."""
+    size = execution.graph_tokens
+    slots = tokens.slots
+    if size:  # keys and values of the padding are written nowhere, as in vLLM's own steps
+        slots = torch.nn.functional.pad(slots, (0, size - len(tokens)), value=-1)
     with set_forward_context(
         dict(metadata),
         vllm_config,
-        num_tokens=len(tokens),
-        slot_mapping=dict.fromkeys(metadata, tokens.slots),
-        skip_compiled=not compiled,
+        num_tokens=size or len(tokens),
+        slot_mapping=dict.fromkeys(metadata, slots),
+        skip_compiled=not execution.compiled,
+        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if size else CUDAGraphMode.NONE,
+        batch_descriptor=BatchDescriptor(size) if size else None,
     ):
         # Otherwise mixture-of-experts layers are told apart by counting calls per context (vLLM
         # forward_context.py), and a pass over part of the layers would pick wrong experts.
@@ -108,20 +130,20 @@ class RowBuilder:
 
     @contextmanager
     def forward_context(
-        self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool = False
+        self, tokens: TokenTable, block_tables: torch.Tensor, execution: Execution = EAGER
     ) -> Iterator[None]:
         """Forward context in which the model's attention layers compute these tokens.
 
         Args:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
-            compiled: whether the model may run as vLLM has compiled it, or does so eagerly.
+            execution: how the model runs.
 
         Raises:
             ValueError: more rows than the builders have room for.
         """
         metadata = self.metadata(tokens, block_tables)
-        with pass_context(self.vllm_config, metadata, tokens, compiled):
+        with pass_context(self.vllm_config, metadata, tokens, execution):
             yield
 
     def metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:

@@ -35,16 +35,16 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | No
         The largest deviation of a layer's keys and values, relative to their norm.
     """
     positions = np.arange(scratch.count)
-    allowed, worst = _allowed(scratch), 0.0
+    allowed, worst = allowed_deviation(scratch), 0.0
     both = [scratch] if drafted is None else [scratch, drafted]
     cases = programs.proof_cases(len(scratch.stack))
     plans = [
-        _plan(scratch, (positions // stretch) % 2 == 1, program, top_k)
+        plan_of(scratch, (positions // stretch) % 2 == 1, program, top_k)
         for program, top_k, stretch in cases
     ]
     reused = (positions // SHORT_STRETCH) % 2 == 1
     for cut in () if prefill.states is None else prefill.states.cuts:
-        plan = _plan(scratch, reused, Fixed(), 0)
+        plan = plan_of(scratch, reused, Fixed(), 0)
         enters = np.where(reused, cut, -1).astype(np.int32)
         plans.append(replace(plan, recipe=plan.recipe.entering(enters)))
     for plan in plans:
@@ -54,7 +54,7 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | No
             raise UnsupportedModelError(
                 f"the sparse pass meets NaN or infinity ({plan.recipe.program})"
             )
-        worst = max(worst, *map(_deviation, both))
+        worst = max(worst, *map(deviation, both))
     if not worst <= allowed:
         raise UnsupportedModelError(
             "the sparse pass does not reproduce this model's own forward (off by "
@@ -68,10 +68,10 @@ def warm_up(scratch: Scratch, prefill: SparsePrefill) -> None:
     for few in (1, 2, 4, 8, 16):
         reused = np.ones(scratch.count, dtype=np.bool_)
         reused[: 3 * few : 3] = False
-        prefill.run([_plan(scratch, reused, Boundary(), top_k=1)])
+        prefill.run([plan_of(scratch, reused, Boundary(), top_k=1)])
 
 
-def _plan(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -> ReusePlan:
+def plan_of(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -> ReusePlan:
     """A plan that takes some of the scratch tokens as they are, and computes the others."""
     size, where = scratch.block_size, np.flatnonzero(reused)
     pieces = np.stack(
@@ -92,7 +92,7 @@ def _plan(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -> 
     )
 
 
-def _allowed(scratch: Scratch) -> float:
+def allowed_deviation(scratch: Scratch) -> float:
     """How far KV may be from that of the model's own forward.
 
     fp8 rounds numbers that are nearly equal to others that are far apart, and each layer attends to
@@ -105,10 +105,11 @@ def _allowed(scratch: Scratch) -> float:
     scratch.forward_rounded_otherwise()
     # Numbers apart by e are stored a step apart in e / step of all cases.
     least = math.sqrt(tolerance(scratch.dtype) * torch.finfo(stored).eps)
-    return min(max(least, 3 * _deviation(scratch)), _MOST)
+    return min(max(least, 3 * deviation(scratch)), _MOST)
 
 
-def _deviation(scratch: Scratch) -> float:
+def deviation(scratch: Scratch) -> float:
+    """How far the copy's keys and values are from the tokens' own, at the worst layer."""
     worst = 0.0
     for layer in scratch.stack.attention:
         pages = typed_pages(layer)

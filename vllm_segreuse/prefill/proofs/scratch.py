@@ -149,8 +149,15 @@ class Scratch:
 
     def clear_copy(self) -> None:
         """Zero the blocks that passes and moves write to."""
+        self._clear(self.copy)
+
+    def clear_own(self) -> None:
+        """Zero the blocks of the tokens' own KV, where the engine has run since it was computed."""
+        self._clear(self.own)
+
+    def _clear(self, blocks: np.ndarray) -> None:
         for layer in self.stack.attention:
-            typed_pages(layer)[self.copy.tolist()] = 0
+            typed_pages(layer)[blocks.tolist()] = 0
 
     @contextmanager
     def unrounded(self) -> Iterator[None]:
