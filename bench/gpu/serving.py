@@ -28,7 +28,7 @@ from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server
 
 PARTS = ("decode", "serve", "others")
 _START_S = 200
-_TURNS = 3
+_TURNS = 4
 _REUSED = r'^vllm:segreuse_tokens_total\{.*kind="reused".*\} (\S+)$'
 _FIGURES = (
     *("completed", "output_throughput", "total_token_throughput"),
