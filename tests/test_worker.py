@@ -3,6 +3,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from vllm_segreuse import worker as module
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import TierOrders
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.worker import TierWorker
 from vllm_segreuse.worker import WorkerSide
 
@@ -240,7 +243,7 @@ def test_the_model_is_proven(
     monkeypatch.setattr(module, "loaded_model", lambda: model)
     monkeypatch.setattr(module, "loaded_drafter", lambda: drafter)
     prefill = SimpleNamespace(states=None)
-    runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels")
+    runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels", graphs=None)
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
     assert proven == [(model, vllm_config, kv_cache_config, (), Codec.RAW, drafter)]
@@ -252,9 +255,8 @@ def test_boundary_states_are_logged_and_counted(
     llama: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = SimpleNamespace(cuts=(1, 2), num_bytes=3 << 29)
-    runtime = SimpleNamespace(
-        prefill=SimpleNamespace(states=states), max_deviation=0.0, kernels="kernels"
-    )
+    prefill = SimpleNamespace(states=states)
+    runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels", graphs=None)
     proven = []
     monkeypatch.setattr(module, "loaded_model", lambda: None)
     monkeypatch.setattr(module, "loaded_drafter", lambda: None)
@@ -265,3 +267,66 @@ def test_boundary_states_are_logged_and_counted(
     assert proven == [(1, 2)]
     assert side._stats.data["states"] == [3 << 29]
     assert "boundary states at layers 1, 2 take 1.50 GiB beside the KV cache" in caplog.text
+
+
+GRAPHS: Any = SimpleNamespace(sizes=(1, 2, 512))
+
+
+class GraphProof:
+    """Notes what is to be proven, and refuses it for a reason."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        self.reason = reason
+        self.seen: list[Any] = []
+
+    def prove(self, captured: Any) -> None:
+        self.seen.append(captured)
+        if self.reason is not None:
+            raise UnsupportedModelError(self.reason)
+
+
+def awaiting_graphs(proof: GraphProof, llama: Any, patch: Patch) -> Callable[[], None]:
+    """What a worker's half wants called once vLLM has captured its graphs."""
+    awaited: list[Callable[[], None]] = []
+    prefill = SimpleNamespace(states=None)
+    runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels", graphs=proof)
+    for name, replacement in {
+        "loaded_model": lambda: None,
+        "loaded_drafter": lambda: None,
+        "prove": lambda *_: runtime,
+        "once_captured": awaited.append,
+        "captured_graphs": lambda: GRAPHS,
+    }.items():
+        patch.setattr(module, name, replacement)
+    patch.setattr(module.logger, "propagate", True)
+    started(llama)
+    [then] = awaited
+    assert proof.seen == []
+    return then
+
+
+def test_cuda_graphs_are_proven_once_they_are_captured(
+    llama: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    proof = GraphProof()
+    then = awaiting_graphs(proof, llama, monkeypatch)
+    with caplog.at_level(logging.INFO):
+        then()
+    assert proof.seen == [GRAPHS]
+    assert "passes of up to 512 tokens run by vLLM's CUDA graphs" in caplog.text
+
+
+def test_cuda_graphs_that_compute_something_else_are_refused(
+    llama: Any, monkeypatch: Patch
+) -> None:
+    then = awaiting_graphs(GraphProof("they are off"), llama, monkeypatch)
+    with pytest.raises(RefusedError, match=r"they are off; start without these graphs: -cc\."):
+        then()
+
+
+def test_where_nothing_is_captured_nothing_is_proven(llama: Any, monkeypatch: Patch) -> None:
+    proof = GraphProof()
+    then = awaiting_graphs(proof, llama, monkeypatch)
+    monkeypatch.setattr(module, "captured_graphs", lambda: None)
+    then()
+    assert proof.seen == []

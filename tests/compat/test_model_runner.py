@@ -4,11 +4,13 @@
 import importlib
 import inspect
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 
 from vllm_segreuse import memory
 from vllm_segreuse.compat import model_runner
@@ -148,3 +150,103 @@ def test_nothing_is_held_elsewhere(
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was held"))
     runner = SimpleNamespace(vllm_config=config(connector=connector), device=device)
     assert model_runner._profile_run(lambda self: "measured")(runner) == "measured"
+
+
+# CUDA graphs.
+
+
+@pytest.fixture
+def latest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(model_runner, "_latest", None)
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
+    yield
+    model_runner._once_captured.clear()
+
+
+def loaded(kind: Any) -> Any:
+    """A runner of a class whose methods are wrapped, and that has loaded a model."""
+    model_runner.install()
+    runner = kind.__new__(kind)
+    runner.load_model()
+    return runner
+
+
+@pytest.mark.usefixtures("unwrapped", "latest")
+@pytest.mark.parametrize("kind", MEASURING, ids=lambda kind: kind.__module__)
+def test_who_asked_is_told_once_that_graphs_are_captured(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(kind, "capture_model", lambda self, **_: log.append("captured") or 3)
+    other, runner = loaded(kind), loaded(kind)
+    model_runner.once_captured(lambda: log.append("told"))
+    assert other.capture_model() == 3
+    assert runner.capture_model(profile_only=True) == 3
+    assert log == ["captured"] * 2, "another model's, and what is only measured"
+    assert runner.capture_model() == runner.capture_model() == 3
+    assert log == ["captured"] * 3 + ["told", "captured"]
+
+
+def descriptors(**graphs: list[dict[str, Any]]) -> dict[Any, Any]:
+    """By mode, what each runner says of its graphs: both names for adapters."""
+    return {
+        CUDAGraphMode[mode]: [
+            SimpleNamespace(**{"has_lora": False, "num_active_loras": 0, **graph})
+            for graph in given
+        ]
+        for mode, given in graphs.items()
+    }
+
+
+def runner_with_graphs(kind: Any, graphs: dict[Any, Any]) -> Any:
+    runner = loaded(kind)
+    token_ids, positions = torch.zeros(9, dtype=torch.int32), torch.arange(9)
+    if "worker.gpu.model_runner" in kind.__module__:
+        runner.cudagraph_manager = SimpleNamespace(_capture_descs=graphs)
+        runner.pcp_manager = None
+        runner.input_buffers = SimpleNamespace(input_ids=token_ids, positions=positions)
+    else:
+        runner.cudagraph_dispatcher = SimpleNamespace(
+            cudagraph_keys={CUDAGraphMode.PIECEWISE: [], **graphs}
+        )
+        runner.input_ids, runner.positions = SimpleNamespace(gpu=token_ids), positions
+    return runner
+
+
+ADAPTED = {"num_tokens": 3, "has_lora": True, "num_active_loras": 2}
+
+
+@pytest.mark.usefixtures("unwrapped", "latest")
+@pytest.mark.parametrize("kind", MEASURING, ids=lambda kind: kind.__module__)
+def test_piecewise_graphs_and_what_they_read(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = descriptors(
+        PIECEWISE=[{"num_tokens": 8}, ADAPTED, {"num_tokens": 1}, {"num_tokens": 4}],
+        FULL=[{"num_tokens": 2}],
+    )
+    runner = runner_with_graphs(kind, graphs)
+    found = model_runner.captured_graphs()
+    assert found is not None
+    assert found.sizes == (1, 4, 8)
+    assert found.token_ids.dtype == torch.int32
+    assert found.positions.tolist() == list(range(9))
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert model_runner.captured_graphs() is None
+    del runner
+
+
+@pytest.mark.usefixtures("unwrapped", "latest")
+@pytest.mark.parametrize(
+    "graphs", [descriptors(), descriptors(PIECEWISE=[ADAPTED]), descriptors(FULL=[ADAPTED])]
+)
+@pytest.mark.parametrize("kind", MEASURING, ids=lambda kind: kind.__module__)
+def test_a_pass_has_no_graphs_of_other_kinds(kind: Any, graphs: dict[Any, Any]) -> None:
+    runner = runner_with_graphs(kind, graphs)
+    assert model_runner.captured_graphs() is None
+    if hasattr(runner, "pcp_manager"):
+        given = descriptors(PIECEWISE=[{"num_tokens": 8}])
+        runner.cudagraph_manager._capture_descs = given
+        assert model_runner.captured_graphs() is not None
+        runner.pcp_manager = object()
+        assert model_runner.captured_graphs() is None, "ranks compute parts of a prompt"
+        runner.pcp_manager, runner.cudagraph_manager = None, None
+        assert model_runner.captured_graphs() is None

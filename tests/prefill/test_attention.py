@@ -18,6 +18,7 @@ from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill.attention import PassAttention, Queries, ScatteredQueries
+from vllm_segreuse.prefill.rows import Execution
 from vllm_segreuse.prefill.tokens import TokenTable
 
 TABLES = torch.arange(6, dtype=torch.int32).view(2, 3)
@@ -49,7 +50,7 @@ class World:
     ) -> None:
         self.log: list[str] = []
         self.metadata: Any = None
-        self.compiled: bool | None = None
+        self.execution: Execution | None = None
         self.scheduled: list[Any] = []
         pages = [make_layer("HND") for _ in range(2)]
         self.layers = [
@@ -83,16 +84,18 @@ class World:
 
     @contextmanager
     def _context(
-        self, config: Any, metadata: dict[str, Any], tokens: Any, compiled: bool
+        self, config: Any, metadata: dict[str, Any], tokens: Any, execution: Execution
     ) -> Iterator[None]:
         assert metadata["a"] is metadata["b"], "layers that are alike share a schedule"
-        self.metadata, self.compiled = metadata["a"], compiled
+        self.metadata, self.execution = metadata["a"], execution
         yield
 
     @contextmanager
-    def _rows(self, tokens: TokenTable, tables: torch.Tensor, compiled: bool) -> Iterator[None]:
+    def _rows(
+        self, tokens: TokenTable, tables: torch.Tensor, execution: Execution
+    ) -> Iterator[None]:
         self.log.append("rows")
-        self.compiled = compiled
+        self.execution = execution
         yield
 
     def _attend(self, out: torch.Tensor, query: torch.Tensor, *args: Any, **more: Any) -> None:
@@ -156,24 +159,28 @@ def test_kernels_say_from_which_runs_on_rows_are_faster(
     assert set(world.log) == {expected}
 
 
+@pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("positions", [[1, 5, 9], list(range(16))], ids=["kernel", "rows"])
 def test_queries_are_captured_however_they_attend(
-    positions: list[int], monkeypatch: pytest.MonkeyPatch
+    positions: list[int], padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    execution = Execution(compiled=True, graph_tokens=padding and len(positions) + padding)
     world = World(monkeypatch, kernel=True, plans=False)
     queries = [torch.randn(len(positions), 4, 32) for _ in world.layers]
     kept = Queries(world.layers)  # type: ignore[arg-type]
     few = Queries(world.layers[1:], np.array([1, len(positions), len(positions) + 2]))  # type: ignore[arg-type]
     for collected in (kept, few):
         for _ in range(2):  # two waves
-            context = world.subject.forward_context(tokens(*positions), TABLES, True, collected)
-            with context:
-                assert world.compiled
+            where = tokens(*positions), TABLES
+            with world.subject.forward_context(*where, execution, collected):
+                assert world.execution == execution
                 for layer, query in zip(world.layers, queries, strict=True):
-                    out, given = torch.empty_like(query), query.clone()
+                    given = torch.cat([query, torch.full((padding, 4, 32), torch.nan)])
+                    out = torch.zeros_like(given)
                     layer.impl.forward(
                         layer, given, None, None, layer.kv_cache, world.metadata, out
                     )
+                    assert not out[len(positions) :].any(), "nobody attends for padding"
                     given.zero_()  # the backend may reuse its memory
     for found, query in zip(kept.by_layer(), queries, strict=True):
         assert torch.equal(found, torch.cat([query, query]))

@@ -14,6 +14,7 @@ from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.plan import Fixed, Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import checks
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.rows import EAGER
 
 TOKENS, RANK = 4 * BLOCK_SIZE - 3, 8
 
@@ -90,7 +91,7 @@ def own_forward(model: Loaded, runtime: checks.Runtime, number: int) -> list[tor
     layers = runtime.prefill._layers
     plan = plan_of(number)
     batch = Batch([plan], BLOCK_SIZE, torch.device("cpu"))
-    attending = layers._attention.stock_context(batch.tokens, batch.block_tables, False)
+    attending = layers._attention.stock_context(batch.tokens, batch.block_tables, EAGER)
     with torch.inference_mode(), attending, Adapters(model.model).applied(number, TOKENS):
         layers.stack.forward(batch.tokens.token_ids, batch.tokens.positions)
     return pages_of(model, plan)

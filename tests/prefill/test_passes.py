@@ -17,6 +17,7 @@ from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill import tokens as tokens_module
 from vllm_segreuse.prefill.attention import ScatteredQueries
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.rows import EAGER
 
 CPU = torch.device("cpu")
 RECIPES: dict[str, dict[str, Any]] = {
@@ -177,7 +178,32 @@ def test_a_compiled_model_gives_the_same(name: str, monkeypatch: pytest.MonkeyPa
     world.layers.compiled = True
     check(world, name)
     whole = not dense_layers_of(RECIPES[name]) and name != "stages"
-    assert world.contexts[-1][2] == whole, "only whole models are compiled"
+    assert world.contexts[-1][2].compiled == whole, "only whole models are compiled"
+
+
+@pytest.mark.parametrize("most", [7, 1000], ids=["waves", "at once"])
+@pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_pass_by_cuda_graphs_gives_the_same(
+    name: str, scattered: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, scattered, max_wave_tokens=most)
+    world.capture(4, 8, 16)
+    check(world, name)
+    assert world.captured is not None
+    assert set(world.captured.token_ids.tolist()) == {7}, "the runner's own step was laid out"
+    assert torch.equal(world.captured.positions, torch.arange(19))
+    for _, tokens, (compiled, size) in world.contexts:
+        fitting = [each for each in (4, 8, 16) if each >= len(tokens)]
+        assert size == (fitting[0] if compiled and fitting else 0)
+
+
+def test_a_model_that_runs_eagerly_runs_by_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.capture(4, 8, 16, 64)
+    world.layers.compiled = False
+    check(world, "fixed")
+    assert {execution for _, _, execution in world.contexts} == {EAGER}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 
 from vllm_segreuse.prefill import rows
 from vllm_segreuse.prefill.rows import common_metadata
@@ -202,13 +204,25 @@ def test_layers_are_grouped_as_the_runner_groups_them(monkeypatch: pytest.Monkey
     assert len({id(of_layer) for of_layer in metadata.values()}) == 4
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("execution", "count", "mode"),
+    [
+        (rows.EAGER, 3, CUDAGraphMode.NONE),
+        (rows.Execution(compiled=True), 3, CUDAGraphMode.NONE),
+        (rows.Execution(compiled=True, graph_tokens=3), 3, CUDAGraphMode.PIECEWISE),
+        (rows.Execution(compiled=True, graph_tokens=8), 8, CUDAGraphMode.PIECEWISE),
+    ],
+)
 def test_all_layers_attend_by_one_metadata_and_write_to_the_tokens_slots(
-    builder: rows.RowBuilder, forward_contexts: list, compiled: bool
+    builder: rows.RowBuilder,
+    forward_contexts: list,
+    execution: rows.Execution,
+    count: int,
+    mode: CUDAGraphMode,
 ) -> None:
     tokens = table_of([[3, 4], [8]])
     tables = torch.arange(14, dtype=torch.int32).view(2, 7)
-    with builder.forward_context(tokens, tables, compiled):
+    with builder.forward_context(tokens, tables, execution):
         pass
     [((metadata, config), options), _] = forward_contexts
     assert config is builder.vllm_config
@@ -216,8 +230,15 @@ def test_all_layers_attend_by_one_metadata_and_write_to_the_tokens_slots(
     prefix_len, common = metadata["a"]
     assert (prefix_len, common.seq_lens.tolist()) == (0, [5, 9])
     slots = options.pop("slot_mapping")
-    assert [slots[name].tolist() for name in ("a", "b")] == [[3, 4, 1008]] * 2
-    assert options == {"num_tokens": 3, "skip_compiled": not compiled}
+    padding = [-1] * (count - 3)
+    assert [slots[name].tolist() for name in ("a", "b")] == [[3, 4, 1008, *padding]] * 2
+    assert common.num_actual_tokens == 3, "backends attend by the tokens there are"
+    assert options == {
+        "num_tokens": count,
+        "skip_compiled": not execution.compiled,
+        "cudagraph_runtime_mode": mode,
+        "batch_descriptor": BatchDescriptor(count) if execution.graph_tokens else None,
+    }
 
 
 def test_the_pass_is_eager_unless_it_may_be_compiled(

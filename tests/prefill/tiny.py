@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from vllm_segreuse.compat.lora_manager import Adapters
+from vllm_segreuse.compat.model_runner import CapturedGraphs
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.dispatch import Kernels
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
@@ -31,8 +32,9 @@ from vllm_segreuse.prefill import selection, states
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.graphs import CudaGraphs
 from vllm_segreuse.prefill.layer_runner import LayerRunner
-from vllm_segreuse.prefill.rows import common_metadata
+from vllm_segreuse.prefill.rows import EAGER, Execution, common_metadata
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.tokens import TokenTable
 
@@ -73,7 +75,9 @@ class Backend:
         kv_cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        self._world.written.append((self._index, slots.tolist()))
+        self._world.written.append((self._index, slots[slots >= 0].tolist()))
+        kept = slots >= 0
+        key, value, slots = key[kept], value[kept], slots[kept]
         kv_cache[slots // SIZE, 0, :, slots % SIZE] = key
         kv_cache[slots // SIZE, 1, :, slots % SIZE] = value
 
@@ -114,10 +118,10 @@ class Attention(nn.Module):
         self.impl = Backend(world, index)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        tokens, metadata = self.world.context
+        _, metadata = self.world.context
         query = query.view(-1, HEADS, CHANNELS)
         key, value = (x.view(-1, KV_HEADS, CHANNELS) for x in (key, value))
-        self.impl.do_kv_cache_update(self, key, value, self.kv_cache, tokens.slots)
+        self.impl.do_kv_cache_update(self, key, value, self.kv_cache, self.world.slots)
         out = torch.full_like(query, torch.nan)
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
@@ -161,15 +165,18 @@ class Model(nn.Module):
 
     def __init__(self, world: "World", caches: list[torch.Tensor]) -> None:
         super().__init__()
+        self.world = world
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Embedding(POSITIONS, HIDDEN)
         self.layers = nn.ModuleList(Decoder(world, i, cache) for i, cache in enumerate(caches))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        replayed = self.world.replayed(input_ids, positions)
         hidden, residual = self.tokens(input_ids) + self.positions(positions), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
-        return norm(hidden + residual)
+        found = norm(hidden + residual)
+        return found if replayed is None else replayed.copy_(found)
 
 
 class Rows:
@@ -180,10 +187,10 @@ class Rows:
 
     @contextmanager
     def forward_context(
-        self, tokens: TokenTable, block_tables: torch.Tensor, compiled: bool = False
+        self, tokens: TokenTable, block_tables: torch.Tensor, execution: Execution = EAGER
     ) -> Iterator[None]:
         metadata = common_metadata(tokens, block_tables)
-        with self.vllm_config.entered(metadata, tokens, compiled):
+        with self.vllm_config.entered(metadata, tokens, execution):
             yield
 
     def most_tokens(self, tokens: TokenTable) -> int:
@@ -208,6 +215,7 @@ class World:
     Attributes:
         kinds: of the layers.
         in_place: whether norms write over their input.
+        captured: what CUDA graphs read, if there are any.
         written: (layer, slots) of every write of keys and values.
         in_rows: calls of the stock backend.
         align: the kernel that moves tokens.
@@ -231,7 +239,10 @@ class World:
         self.in_place = True
         self.spoil: Any = None
         self.context: Any = None
-        self.contexts: list[tuple[Any, TokenTable, bool]] = []
+        self.contexts: list[tuple[Any, TokenTable, Execution]] = []
+        self.slots = torch.empty(0, dtype=torch.int64)
+        self.captured: CapturedGraphs | None = None
+        self._outputs = torch.empty(0)
         self.caches = [torch.randn(100, 2, KV_HEADS, SIZE, CHANNELS) for _ in range(LAYERS)]
         self.model = Model(self, self.caches).requires_grad_(False)
         for layer in self.model.layers:
@@ -271,19 +282,42 @@ class World:
         patch.setattr(attention_module, "pass_context", _pass_context)
         patch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
+    def capture(self, *sizes: int) -> None:
+        """Compiled passes run by CUDA graphs of these sizes from here on."""
+        self.captured = CapturedGraphs(
+            sizes, torch.full((sizes[-1] + 3,), 7, dtype=torch.int32), torch.arange(sizes[-1] + 3)
+        )
+        self._outputs = torch.empty(sizes[-1], HIDDEN)
+        self.layers.compiled = True
+        self.layers.graphs = CudaGraphs(self.stack, self.captured)
+
+    def replayed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Where the graph of this forward context leaves its output: the next one overwrites it."""
+        size = self.contexts[-1][2].graph_tokens if self.contexts else 0
+        if not size:
+            return None
+        assert self.captured is not None
+        for read, given in zip(self.captured[1:], (token_ids, positions), strict=True):
+            assert given.data_ptr() == read.data_ptr(), "a graph reads where it was captured"
+            assert len(given) == size
+        return self._outputs[:size]
+
     @contextmanager
-    def entered(self, metadata: Any, tokens: TokenTable, compiled: bool) -> Iterator[None]:
+    def entered(self, metadata: Any, tokens: TokenTable, execution: Execution) -> Iterator[None]:
         """vLLM's forward context, as far as attention layers ask it."""
         assert self.context is None
-        self.context = (tokens, metadata)
-        self.contexts.append((metadata, tokens, compiled))
+        self.context, self.slots = (tokens, metadata), tokens.slots
+        padding = execution.graph_tokens - len(tokens)
+        if padding > 0:
+            self.slots = torch.cat([tokens.slots, torch.full((padding,), -1)])
+        self.contexts.append((metadata, tokens, execution))
         try:
             yield
         finally:
             self.context = None
 
     def _slots_of_forward(self, layer_name: str) -> torch.Tensor | None:
-        return None if self.context is None else self.context[0].slots
+        return None if self.context is None else self.slots
 
     def left_layer(self, index: int, *state: torch.Tensor) -> None:
         if self.spoil is not None:
@@ -305,9 +339,9 @@ class World:
 
 
 def _pass_context(
-    world: World, metadata: Any, tokens: TokenTable, compiled: bool
+    world: World, metadata: Any, tokens: TokenTable, execution: Execution
 ) -> AbstractContextManager[None]:
-    return world.entered(metadata, tokens, compiled)
+    return world.entered(metadata, tokens, execution)
 
 
 def make_plan(
