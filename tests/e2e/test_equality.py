@@ -8,9 +8,14 @@ any mistake there changes every token behind it.
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 
 from bench.shapes import SUPPORTED
 from tests.e2e.engine import BF16_NOISE, NAMESPACE, Answer, Engine, Prompts, diagnosed, engine
+from vllm_segreuse.compat import model_runner
+from vllm_segreuse.prefill.graphs import CudaGraphs
+from vllm_segreuse.prefill.tokens import TokenTable
 
 EVERYTHING = NAMESPACE | {
     "segreuse_policy": "sparsex",
@@ -133,28 +138,67 @@ def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["qwen3", "gemma3"])
-def test_passes_of_a_compiled_model_answer_like_eager_ones(shape: str) -> None:
-    """Only a model that vLLM has compiled runs compiled passes; all other tests here are eager."""
+def test_passes_of_a_compiled_model_answer_like_eager_ones(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a model that vLLM has compiled runs compiled passes; all other tests here are eager.
+
+    There are no CUDA graphs on a CPU: as if there were, passes are then padded to their sizes, and
+    run on the runner's input buffers.
+    """
     ways = {
         "scattered tokens": NAMESPACE | {"segreuse_policy": "shift"},
         "beginnings": NAMESPACE | {"segreuse_policy": "epic"},
         "everything, scored at one layer": WAYS["sparse from the first layer"],
         "everything, scored at all layers": EVERYTHING | {"segreuse_policy": "prophet"},
     }
-    answers: dict[bool, list[list[Answer]]] = {}
-    for eager in (True, False):
-        with engine(shape, dtype="float32", enforce_eager=eager) as reusing:
-            documents, prompts = prompts_for(reusing.vocab_size)
-            answers[eager] = []
-            for options in ways.values():
-                reusing.reset()
-                reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
-                answers[eager].append(reusing.ask(*prompts, options=options))
-    for way, ours, theirs in zip(ways, answers[False], answers[True], strict=True):
-        for mine, reference in zip(ours, theirs, strict=True):
-            assert mine.report == reference.report, way
-            assert mine.report["reused_tokens"] > 200
-            assert_same(mine, reference, noise=2e-3)
+
+    def asked(reusing: Engine) -> list[list[Answer]]:
+        documents, prompts = prompts_for(reusing.vocab_size)
+        answers = []
+        for options in ways.values():
+            reusing.reset()
+            reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+            answers.append(reusing.ask(*prompts, options=options))
+        return answers
+
+    with engine(shape, dtype="float32", enforce_eager=True) as reusing:
+        eager = asked(reusing)
+    with engine(shape, dtype="float32", enforce_eager=False) as reusing:
+        compiled = asked(reusing)
+        ran = padded_as_for_graphs(monkeypatch)
+        padded = asked(reusing)
+    assert len(ran) > len(ways)
+    assert any(count < size for count, size in ran)
+    for found in (compiled, padded):
+        for way, ours, theirs in zip(ways, found, eager, strict=True):
+            for mine, reference in zip(ours, theirs, strict=True):
+                assert mine.report == reference.report, way
+                assert mine.report["reused_tokens"] > 200
+                assert_same(mine, reference, noise=2e-3)
+
+
+def padded_as_for_graphs(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Have the runner of this process say that it has captured graphs.
+
+    Returns:
+        Tokens of each pass from here on, and of its graph, where it has one; also of the proof.
+    """
+    ran: list[tuple[int, int]] = []
+    forward = CudaGraphs.forward
+
+    def noted(self: CudaGraphs, tokens: TokenTable, size: int) -> Any:
+        ran.append((len(tokens), size))
+        return forward(self, tokens, size)
+
+    patch.setattr(CudaGraphs, "forward", noted)
+    runner = model_runner._runner()
+    sizes = (1, 2, 4, *range(8, 513, 8))
+    keys = {BatchDescriptor(size) for size in sizes}
+    patch.setitem(runner.cudagraph_dispatcher.cudagraph_keys, CUDAGraphMode.PIECEWISE, keys)
+    model_runner._once_captured.pop(runner)()
+    assert [size for _, size in ran] == list(sizes), "each is proven"
+    return ran
 
 
 def test_the_comparison_can_fail() -> None:
