@@ -4,12 +4,11 @@
 Every policy is compared with full prefill on the same examples, and the default with `shift`. Each
 of these two families of comparisons is corrected for all of its cells (Holm). Tasks of which full
 prefill answers less than half are reported by divergence only: there is no accuracy to lose. What
-counts in figures of all tasks together is decided on other examples (`_counted`).
+counts in figures of all tasks together is decided on other examples (`pooling.py`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, median
@@ -20,13 +19,25 @@ from scipy import stats
 
 from bench.english.arms import CLOSE, DEFAULT, FULL, SHIFT
 from bench.english.donors import KNOWLEDGE
+from bench.english.losses import by_documents, by_max_drift
+from bench.english.pooling import (
+    DIGITS,
+    KL_DIGITS,
+    Cells,
+    Counted,
+    Summary,
+    able_tasks,
+    against_full,
+    by_cell,
+    counted_numbers,
+    p90,
+    with_arm,
+)
 from bench.english.records import Outcome, Record
 from bench.harness import Row, SuiteResult
 from bench.quality import statistics
 from bench.quality.figures import shown_p, verdict
 
-ABLE = 0.5
-"""Least accuracy of full prefill at which accuracy is reported."""
 POOLS = {
     "default": ("siblings", "reversed"),
     "alone": ("alone",),
@@ -36,13 +47,6 @@ POOLS = {
 """Which donors a figure of the summary is about."""
 IN_FULL = 0.999
 """Work from which on a request counts as computed in full."""
-DIGITS = 4
-KL_DIGITS = 5
-
-Cell = tuple[str, str]
-Cells = Mapping[Cell, Sequence[Record]]
-Counted = Mapping[str, set[int]]
-Summary = dict[str, Any]
 
 
 def figures(records: Iterable[Record]) -> tuple[list[Row], Summary]:
@@ -51,18 +55,21 @@ def figures(records: Iterable[Record]) -> tuple[list[Row], Summary]:
     Raises:
         ValueError: no records.
     """
-    cells = _cells(records)
+    cells = by_cell(records)
     if not cells:
         raise ValueError("nothing was measured")
-    able = _able(cells)
+    able = able_tasks(cells)
     rows = [
         row
         for (task, donors), found in cells.items()
         for row in _rows(found, {"task": task, "donors": donors}, able[task])
     ]
     _correct(rows)
-    counted = _counted(cells)
-    return [*rows, *_pooled(cells, counted)], _summary(cells, able, counted, rows)
+    counted = counted_numbers(cells)
+    rows += _pooled(cells, counted)
+    rows += by_documents(cells, counted)
+    rows += by_max_drift(cells, counted)
+    return rows, _summary(cells, able, counted, rows)
 
 
 def in_cells(result: SuiteResult) -> list[Row]:
@@ -80,57 +87,17 @@ def _pooled(cells: Cells, counted: Counted) -> list[Row]:
         mine = {cell: found for cell, found in cells.items() if cell[1] == donors}
         every = [*chain(*mine.values())]
         for arm in dict.fromkeys(arm for record in every for arm in record.arms):
-            outcomes = [record.arms[arm] for record in _with(every, arm)]
+            outcomes = [record.arms[arm] for record in with_arm(every, arm)]
             rows.append(
                 {
                     "pooled": arm,
                     "donors": donors,
                     "samples": len(outcomes),
-                    **_against_full(mine, counted, arm),
+                    **against_full(mine, counted, arm),
                     **_divergences(outcomes),
                 }
             )
     return rows
-
-
-def _cells(records: Iterable[Record]) -> dict[Cell, list[Record]]:
-    cells: dict[Cell, list[Record]] = defaultdict(list)
-    for record in records:
-        cells[record.task, record.donors].append(record)
-    return dict(cells)
-
-
-def _able(cells: Cells) -> dict[str, bool]:
-    """Of each task, whether full prefill answers at least half of it."""
-    return {task: fmean(by_number.values()) >= ABLE for task, by_number in _full(cells).items()}
-
-
-def _counted(cells: Cells) -> dict[str, set[int]]:
-    """Of each task, the numbers of the examples whose answers count.
-
-    One half of them, the even or the odd numbers, counts where full prefill answers at least half
-    of the other. By its own answers a half would count where full prefill was lucky and be left out
-    where it was not, and with few examples a policy that loses nothing would seem to lose. The only
-    example of a task counts.
-    """
-    counted: dict[str, set[int]] = {}
-    for task, scores in _full(cells).items():
-        halves = [{number for number in scores if number % 2 == odd} for odd in (0, 1)]
-        counted[task] = {
-            number
-            for half, other in zip(halves, reversed(halves), strict=True)
-            if not other or fmean(scores[one] for one in other) >= ABLE
-            for number in half
-        }
-    return counted
-
-
-def _full(cells: Cells) -> dict[str, dict[int, float]]:
-    """Scores of full prefill by task and number: every example once, whatever its donors."""
-    scores: dict[str, dict[int, float]] = defaultdict(dict)
-    for (task, _), records in cells.items():
-        scores[task] |= {record.number: record.full.score for record in records}
-    return scores
 
 
 def _rows(records: Sequence[Record], names: Row, able: bool) -> list[Row]:
@@ -144,12 +111,8 @@ def _rows(records: Sequence[Record], names: Row, able: bool) -> list[Row]:
             some = [record for record in records if record.kind == kind]
             mine = names | {"kind": kind}
             rows.append(_full_row(some, mine, able))
-            rows += [_row(some, arm, mine, able) for arm in arms if _with(some, arm)]
+            rows += [_row(some, arm, mine, able) for arm in arms if with_arm(some, arm)]
     return rows
-
-
-def _with(records: Sequence[Record], arm: str) -> list[Record]:
-    return [record for record in records if arm in record.arms]
 
 
 def _full_row(records: Sequence[Record], names: Row, able: bool) -> Row:
@@ -159,7 +122,7 @@ def _full_row(records: Sequence[Record], names: Row, able: bool) -> Row:
 
 
 def _row(records: Sequence[Record], arm: str, names: Row, able: bool) -> Row:
-    pairs = [(record.arms[arm], record.full) for record in _with(records, arm)]
+    pairs = [(record.arms[arm], record.full) for record in with_arm(records, arm)]
     mine = [one for one, _ in pairs]
     row: Row = names | {"policy": arm, "samples": len(pairs), "able": able}
     scores, full = [one.score for one in mine], [one.score for _, one in pairs]
@@ -201,7 +164,7 @@ def _divergences(outcomes: Sequence[Outcome]) -> Row:
     answer = [one.answer_kl for one in outcomes]
     return {
         **_divergence("first_kl", first),
-        "kl_p90": _p90(first),
+        "kl_p90": p90(first),
         **_divergence("answer_kl", answer),
     }
 
@@ -213,10 +176,6 @@ def _divergence(name: str, values: Sequence[float]) -> Row:
         f"{name}_low": None if low is None else round(low, KL_DIGITS),
         f"{name}_high": None if high is None else round(high, KL_DIGITS),
     }
-
-
-def _p90(values: Sequence[float]) -> float:
-    return round(float(np.quantile(values, 0.9)), KL_DIGITS)
 
 
 def _ttft(values: Sequence[float]) -> float:
@@ -241,7 +200,7 @@ def _summary(
     summary: Summary = {}
     for name, donors in POOLS.items():
         pooled = {cell: found for cell, found in cells.items() if cell[1] in donors}
-        found = _against_full(pooled, counted, DEFAULT)
+        found = against_full(pooled, counted, DEFAULT)
         summary |= {f"{name}_{key}": value for key, value in found.items()}
     worse, further = harm(cells, able)
     tasks = sorted(able)
@@ -264,50 +223,20 @@ def _tail(cells: Cells) -> Summary:
     """How far the tenth that is furthest off is from full prefill, and what it took: under
     `max_drift` where that was measured, else of the default itself."""
     records = list(chain(*cells.values()))
-    bounded = _with(records, CLOSE)
+    bounded = with_arm(records, CLOSE)
     arm = CLOSE if bounded else DEFAULT
-    outcomes = [record.arms[arm] for record in bounded or _with(records, DEFAULT)]
+    outcomes = [record.arms[arm] for record in bounded or with_arm(records, DEFAULT)]
     names = ("kl_p90", "kl_p90_of", "kl_p90_work", "in_full")
     if not outcomes:
         return dict.fromkeys(names)
     work = [one.work for one in outcomes]
     figures = (
-        _p90([one.first_kl for one in outcomes]),
+        p90([one.first_kl for one in outcomes]),
         arm,
         round(fmean(work), DIGITS),
         round(fmean(one >= IN_FULL for one in work), DIGITS),
     )
     return dict(zip(names, figures, strict=True))
-
-
-def _against_full(cells: Cells, counted: Counted, arm: str) -> Summary:
-    """Accuracy of an arm as a share of full prefill's, every cell of equal weight; its work.
-
-    Accuracy is of the examples that count; work is of all.
-    """
-    found = {cell: mine for cell, all_ in cells.items() if (mine := _with(all_, arm))}
-    summary: Summary = {"over_full": None, "work": None}
-    if not found:
-        return summary
-    work = fmean(fmean(one.arms[arm].work for one in mine) for mine in found.values())
-    summary["work"] = round(work, DIGITS)
-    scores, full, weights = [], [], []
-    for (task, _), mine in found.items():
-        for record in mine:
-            if record.number in counted[task]:
-                scores.append(record.arms[arm].score)
-                full.append(record.full.score)
-                weights.append(1 / len(mine))
-    of_full = np.dot(weights, full)
-    if not of_full:
-        return summary
-    low, high = statistics.difference_interval(scores, full)
-    return summary | {
-        "over_full": round(float(np.dot(weights, scores) / of_full), DIGITS),
-        "less_full_low": round(low, DIGITS),
-        "less_full_high": round(high, DIGITS),
-        "counted": len(scores),
-    }
 
 
 def harm(cells: Cells, able: Mapping[str, bool]) -> tuple[list[str] | None, list[str] | None]:
@@ -316,7 +245,7 @@ def harm(cells: Cells, able: Mapping[str, bool]) -> tuple[list[str] | None, list
     Returns:
         Their names; None where the two were not compared.
     """
-    both = {cell: _with(_with(found, DEFAULT), SHIFT) for cell, found in cells.items()}
+    both = {cell: with_arm(with_arm(found, DEFAULT), SHIFT) for cell, found in cells.items()}
     both = {cell: found for cell, found in both.items() if found}
     if not both:
         return None, None
@@ -349,7 +278,7 @@ def drift_rank_correlation(cells: Cells) -> float | None:
     pairs = [
         (outcome.drift, outcome.first_kl)
         for found in cells.values()
-        for record in _with(found, DEFAULT)
+        for record in with_arm(found, DEFAULT)
         if (outcome := record.arms[DEFAULT]).drift is not None
     ]
     if len(pairs) < 3:

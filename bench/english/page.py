@@ -99,6 +99,13 @@ def write(file: Path, where: Mapping[str, Any], result: SuiteResult) -> None:
             cells_table(mine),
         ]
     parts.append(_NOTES.format(comparisons=summary.get("comparisons", "?")))
+    parts.append("<h2>The default by number of documents</h2>")
+    parts.append(documents_table([row for row in result["rows"] if "documents" in row]))
+    parts.append("<h2>The default with a bound on drift</h2>")
+    parts.append(
+        "<p>What is above it is computed in full behind its pass; made of the same answers.</p>"
+    )
+    parts.append(bounds_table([row for row in result["rows"] if "max_drift" in row]))
     parts.append("<h2>RULER's tasks by length</h2>")
     parts.append(lengths_table([row for row in result["rows"] if "kind" in row]))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +132,54 @@ def cells_table(rows: Sequence[Row]) -> str:
         name = f"{html.escape(task)}<small>n = {first['samples']}</small>"
         lines.append([name, *(_cell(cells.get((task, policy))) for policy in policies)])
     return table_of(["task", *map(html.escape, policies)], lines)
+
+
+def documents_table(rows: Sequence[Row]) -> str:
+    """A line for each kind of donors and number of documents."""
+    names = ["donors", "documents", "n", "answers that count", "full", "default", "default - full"]
+    names += ["shift", "drift", "KL", "answer KL", "work"]
+    lines = [
+        [
+            *(html.escape(str(row[key])) for key in ("donors", "documents", "samples", "counted")),
+            *(_number(row.get(key), 2) for key in ("full", "default")),
+            f"{row['less_full_low']:+.2f} to {row['less_full_high']:+.2f}"
+            if row["counted"]
+            else "",
+            *(_number(row.get(key), 2) for key in ("shift", "drift")),
+            *(_number(row[key], 3) for key in ("first_kl", "answer_kl", "work")),
+        ]
+        for row in rows
+    ]
+    return table_of(names, lines)
+
+
+def bounds_table(rows: Sequence[Row]) -> str:
+    """A line for each kind of donors and bound."""
+    if not rows:
+        return "<p>No drift was reported.</p>"
+    names = [
+        "donors",
+        "max_drift",
+        "n",
+        "in full",
+        "work",
+        "over full",
+        "KL",
+        "its 90th percentile",
+    ]
+    lines = [
+        [
+            *(html.escape(str(row[key])) for key in ("donors", "max_drift", "samples")),
+            *(_number(row[key], 2) for key in ("in_full", "work", "over_full")),
+            *(_number(row[key], 3) for key in ("first_kl", "kl_p90")),
+        ]
+        for row in rows
+    ]
+    return table_of(names, lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def lengths_table(rows: Sequence[Row]) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from bench import __main__ as bench
 from bench import harness
-from bench.english import engine, figures, page, run
+from bench.english import engine, figures, page, pooling, run
 from bench.english.arms import Arm, arm
 from bench.english.donors import DONORS
 from bench.english.records import Outcome, Record, Records, Setting, model_digest
@@ -304,8 +304,8 @@ def test_a_policy_of_equal_luck_loses_nothing() -> None:
         for task in tasks
         for n in range(3)
     ]
-    cells = figures._cells(records)
-    found = figures._against_full(cells, figures._counted(cells), "default")
+    cells = pooling.by_cell(records)
+    found = pooling.against_full(cells, pooling.counted_numbers(cells), "default")
     assert found["over_full"] == pytest.approx(1, abs=0.05)
 
 

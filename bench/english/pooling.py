@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many examples together: which of their answers count, and how an arm compares with full prefill
+on these."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from bench.english.records import Record
+from bench.quality import statistics
+
+ABLE = 0.5
+"""Least accuracy of full prefill at which accuracy is reported."""
+DIGITS = 4
+KL_DIGITS = 5
+
+Cell = tuple[str, str]
+"""A task, and how its documents were computed."""
+Cells = Mapping[Cell, Sequence[Record]]
+Counted = Mapping[str, set[int]]
+Summary = dict[str, Any]
+
+
+def by_cell(records: Iterable[Record]) -> dict[Cell, list[Record]]:
+    cells: dict[Cell, list[Record]] = defaultdict(list)
+    for record in records:
+        cells[record.task, record.donors].append(record)
+    return dict(cells)
+
+
+def able_tasks(cells: Cells) -> dict[str, bool]:
+    """Of each task, whether full prefill answers at least half of it."""
+    return {
+        task: fmean(by_number.values()) >= ABLE for task, by_number in full_scores(cells).items()
+    }
+
+
+def counted_numbers(cells: Cells) -> dict[str, set[int]]:
+    """Of each task, the numbers of the examples whose answers count.
+
+    One half of them, the even or the odd numbers, counts where full prefill answers at least half
+    of the other. By its own answers a half would count where full prefill was lucky and be left out
+    where it was not, and with few examples a policy that loses nothing would seem to lose. The only
+    example of a task counts.
+    """
+    counted: dict[str, set[int]] = {}
+    for task, scores in full_scores(cells).items():
+        halves = [{number for number in scores if number % 2 == odd} for odd in (0, 1)]
+        counted[task] = {
+            number
+            for half, other in zip(halves, reversed(halves), strict=True)
+            if not other or fmean(scores[one] for one in other) >= ABLE
+            for number in half
+        }
+    return counted
+
+
+def full_scores(cells: Cells) -> dict[str, dict[int, float]]:
+    """Scores of full prefill by task and number: every example once, whatever its donors."""
+    scores: dict[str, dict[int, float]] = defaultdict(dict)
+    for (task, _), records in cells.items():
+        scores[task] |= {record.number: record.full.score for record in records}
+    return scores
+
+
+def with_arm(records: Sequence[Record], arm: str) -> list[Record]:
+    return [record for record in records if arm in record.arms]
+
+
+def against_full(cells: Cells, counted: Counted, arm: str) -> Summary:
+    """Accuracy of an arm as a share of full prefill's, every cell of equal weight; its work.
+
+    Accuracy is of the examples that count; work is of all.
+    """
+    found = {cell: mine for cell, all_ in cells.items() if (mine := with_arm(all_, arm))}
+    summary: Summary = {"over_full": None, "work": None}
+    if not found:
+        return summary
+    work = fmean(fmean(one.arms[arm].work for one in mine) for mine in found.values())
+    summary["work"] = round(work, DIGITS)
+    scores, full, weights = [], [], []
+    for (task, _), mine in found.items():
+        for record in mine:
+            if record.number in counted[task]:
+                scores.append(record.arms[arm].score)
+                full.append(record.full.score)
+                weights.append(1 / len(mine))
+    of_full = np.dot(weights, full)
+    if not of_full:
+        return summary
+    low, high = statistics.difference_interval(scores, full)
+    return summary | {
+        "over_full": round(float(np.dot(weights, scores) / of_full), DIGITS),
+        "less_full_low": round(low, DIGITS),
+        "less_full_high": round(high, DIGITS),
+        "counted": len(scores),
+    }
+
+
+def p90(values: Sequence[float]) -> float:
+    return round(float(np.quantile(values, 0.9)), KL_DIGITS)
