@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm/v1/worker/*model_runner.py`: a handle on the loaded model, and room for the pass.
+"""`vllm/v1/worker/*model_runner.py`: the loaded model, room for the pass, and its CUDA graphs.
 
 vLLM gives connectors the KV caches but not the model (`register_kv_caches`,
 `v1/worker/gpu_model_runner.py`). Wrapping `load_model` of each runner class keeps a reference to
