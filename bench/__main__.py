@@ -2,13 +2,14 @@
 """Command line: `python -m bench SUITE [--quick] [--json FILE]`, `bench all`, `bench tables`."""
 
 import argparse
+import functools
 import importlib
 import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from bench import harness
 
@@ -76,8 +77,10 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"{args.suite} has no part {part!r}; its parts: {', '.join(parts) or '-'}")
     where = harness.environment() | {"quick": args.quick}
     started = time.monotonic()
+    more: dict[str, Any] = {"parts": args.part} if args.part else {}
+    if args.json and getattr(suite, "KEEPS_PARTS", False):
+        more["keep"] = functools.partial(harness.write_json, args.json, args.suite, where)
     try:
-        more = {"parts": args.part} if args.part else {}
         result = suite.run(args.quick, **more)
     except harness.BenchError as error:
         print(f"bench {args.suite}: {error}", file=sys.stderr)

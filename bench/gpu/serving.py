@@ -12,9 +12,8 @@ import json
 import os
 import re
 import statistics
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -45,14 +44,12 @@ class Load(NamedTuple):
     concurrency: int
 
 
-def run(parts: Sequence[str], model: Path, tokens: int, quick: bool) -> Found:
-    """Parts by name; all that need the plugin ask one server."""
+def run(parts: Sequence[str], model: Path, tokens: int, quick: bool) -> Iterator[Found]:
+    """What each part finds, by name; all that need the plugin ask one server."""
     if "serve" in parts and importlib.util.find_spec("pandas") is None:
         raise harness.BenchError(
             "part serve: `vllm bench serve` reads prompts with pandas: pip install pandas"
         )
-    rows: list[harness.Row] = []
-    figures: dict[str, float | str] = {}
     with contextlib.ExitStack() as stack:
         names = ("segreuse", "vllm") if "decode" in parts else ("segreuse",)
         servers = {name: _server(model, tokens, name == "segreuse", quick) for name in names}
@@ -60,16 +57,11 @@ def run(parts: Sequence[str], model: Path, tokens: int, quick: bool) -> Found:
             list(starting.map(stack.enter_context, servers.values()))
         for part in parts:
             if part == "decode":
-                found, more = _decode(servers, model, quick)
+                yield _decode(servers, model, quick)
             elif part == "serve":
-                found, more = _saturated(servers["segreuse"], model, tokens, quick)
+                yield _saturated(servers["segreuse"], model, tokens, quick)
             else:
-                found, more = _others(servers["segreuse"], model, tokens, quick)
-            # Said at once: a run on a lent machine may be cut off.
-            print(json.dumps({"part": part, "rows": found} | more), file=sys.stderr, flush=True)
-            rows += found
-            figures |= more
-    return rows, figures
+                yield _others(servers["segreuse"], model, tokens, quick)
 
 
 def _server(model: Path, tokens: int, plugin: bool, quick: bool) -> Server:

@@ -62,6 +62,8 @@ STAGES = {
         420,
         f"{BENCH} gpu --part decode --part others --part serve --json {{out}}/serving.json",
     ),
+    "decode": (300, f"{BENCH} gpu --part decode --json {{out}}/decode.json"),
+    "serve": (300, f"{BENCH} gpu --part serve --json {{out}}/serve.json"),
     "long": (540, f"{BENCH} gpu --part ttft-qwen3-8b --json {{out}}/long.json"),
 }
 _LAST_LINES = 12

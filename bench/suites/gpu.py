@@ -14,7 +14,8 @@ decode      `vllm bench serve` without segment requests: vLLM alone against the 
 serve       `vllm bench serve` at saturation, prompts of known documents: full against reuse.
 others      inter-token latency of decoding requests while long prompts come in.
 
-The last three share their servers.
+The last three share their servers. What a part has found is written before the next one begins, so
+that a run which is cut off, or a part that fails, loses nothing but its own.
 
 `--quick` runs everything on a tiny shape, on the CPU too: that is the suite's own test.
 `SEGREUSE_BENCH_BACKEND` names an attention backend other than vLLM's choice,
@@ -23,8 +24,7 @@ The last three share their servers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.autograd import DeviceType
@@ -40,25 +40,36 @@ PARTS = (
 )
 
 
-def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
-    """Run the parts named, or all."""
+KEEPS_PARTS = True
+
+
+def run(
+    quick: bool,
+    parts: Sequence[str] = (),
+    keep: Callable[[harness.SuiteResult], None] = lambda result: None,
+) -> harness.SuiteResult:
+    """Run the parts named, or all; `keep` is given what is found so far, after each."""
     on_gpu = torch.cuda.is_available()
     if not (quick or on_gpu):
         raise harness.BenchError("there is no GPU here; --quick runs a tiny shape on the CPU")
     engine.prepare_environment(2)
-    rows: list[harness.Row] = []
-    summary: dict[str, float | str] = {"device": common.device()}
+    result: harness.SuiteResult = {"rows": [], "summary": {"device": common.device()}}
     parts = parts or (("ttft-tiny", "decode", "others") if quick else PARTS)
+    for found, figures in _found(parts, quick, on_gpu):
+        result = {"rows": [*result["rows"], *found], "summary": {**result["summary"], **figures}}
+        keep(result)
+    return result
+
+
+def _found(parts: Sequence[str], quick: bool, on_gpu: bool) -> Iterator[common.Found]:
+    """What each part finds; those that need servers come last."""
     served = [part for part in parts if part in serving.PARTS]
-    jobs = [partial(_part, part, quick, on_gpu) for part in parts if part not in served]
+    for part in parts:
+        if part not in served:
+            yield _part(part, quick, on_gpu)
     if served:
         shape, tokens = ("tiny", 256) if quick else (ttft.HEADLINE[0], SERVED_TOKENS)
-        jobs.append(partial(serving.run, served, models.make_model(shape), tokens, quick))
-    for job in jobs:
-        found, figures = job()
-        rows += found
-        summary |= figures
-    return {"rows": rows, "summary": summary}
+        yield from serving.run(served, models.make_model(shape), tokens, quick)
 
 
 def _part(part: str, quick: bool, on_gpu: bool) -> common.Found:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,7 +23,18 @@ from torch.autograd import DeviceType
 
 from bench import __main__ as command
 from bench import engine, harness
-from bench.gpu import common, fatbin, models, pack, passes, rehearse, stages, ttft, unpack
+from bench.gpu import (
+    common,
+    fatbin,
+    models,
+    pack,
+    passes,
+    rehearse,
+    serving,
+    stages,
+    ttft,
+    unpack,
+)
 from bench.suites import gpu as suite
 
 
@@ -40,6 +51,37 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "gpu has no part 'ttft-gpt'; its parts: headline, ttft-qwen3-8b" in capsys.readouterr().err
     )
+
+
+def test_what_a_part_has_found_is_written_before_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    written: list[Any] = []
+
+    def part(name: str, *_: Any) -> common.Found:
+        written.append(json.loads(file.read_text()) if file.exists() else None)
+        return [{"of": name}], {f"figure_{name}": 1.0}
+
+    def served(parts: list[str], *_: Any) -> Iterator[common.Found]:
+        assert parts == ["decode", "serve"]
+        yield part("decode")
+        raise harness.BenchError("the documents were driven out")
+
+    monkeypatch.setattr(suite, "_part", part)
+    monkeypatch.setattr(serving, "run", served)
+    monkeypatch.setattr(models, "make_model", lambda shape: tmp_path)
+    chosen = ["--part", "decode", "--part", "sizes", "--part", "pass", "--part", "serve"]
+    assert command.main(["gpu", "--quick", "--json", str(file), *chosen]) == 1
+    assert "bench gpu: the documents were driven out" in capsys.readouterr().err
+    nothing, first, second = written
+    assert nothing is None
+    assert first["rows"] == [{"of": "sizes"}]
+    assert second["rows"] == [{"of": "sizes"}, {"of": "pass"}]
+    left = json.loads(file.read_text())
+    assert left["rows"] == [{"of": "sizes"}, {"of": "pass"}, {"of": "decode"}]
+    assert left["summary"].keys() == {"device", "figure_sizes", "figure_pass", "figure_decode"}
+    assert left["suite"] == "gpu"
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(256, 0.5), (512, 0.9), (16384, 0.98)])
