@@ -174,6 +174,7 @@ def load_of(args: argparse.Namespace) -> Load:
         arms=tuple(chosen) or tuple(map(arms.arm, usual)),
         samples=samples,
         seeds=which,
+        least_documents=args.least_documents,
     )
 
 
@@ -234,6 +235,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--samples", type=int, metavar="N", help=f"examples of each task ({SAMPLES})"
+    )
+    parser.add_argument(
+        "--least-documents",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of these, only prompts of so many documents",
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on with records of another commit, too"

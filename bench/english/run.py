@@ -29,6 +29,7 @@ class Load:
         arms: ways to reuse.
         samples: examples of each task.
         seeds: name of the set of seeds that they are drawn from.
+        least_documents: examples of fewer are passed over.
     """
 
     tasks: tuple[str, ...]
@@ -36,6 +37,7 @@ class Load:
     arms: tuple[Arm, ...]
     samples: int
     seeds: str
+    least_documents: int = 1
 
 
 class Asks(Protocol):
@@ -75,6 +77,8 @@ def measure(lab: Asks, load: Load, records: Records, commit: str | None) -> bool
     try:
         for task, number, missing in harness.progress(steps, "examples"):
             drawn = draw(task, number, seeds.rng(load.seeds, task, number), lab.prompts.measure)
+            if len(drawn.documents) < load.least_documents:
+                continue
             full = lab.full(drawn)
             for donors, arms in missing.items():
                 rng = seeds.rng(load.seeds, f"{task} {donors}", number)

@@ -105,6 +105,17 @@ def test_examples_are_those_of_the_set_that_is_named(which: str) -> None:
     ]
 
 
+def test_examples_of_few_documents_are_passed_over_where_that_is_asked() -> None:
+    every = Records(SETTING)
+    ask(FakeLab(), load(samples=8), every)
+    least = sorted(one.documents for one in every)[len(every) // 2]
+    lab, many = FakeLab(), Records(SETTING)
+    assert ask(lab, replace(load(samples=8), least_documents=least), many)
+    assert [one.key for one in many] == [one.key for one in every if one.documents >= least]
+    assert 0 < len(many) < len(every)
+    assert len(lab.asked) == len(many)
+
+
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     file = tmp_path / "new" / "out.jsonl"
     lab = FakeLab()
