@@ -2,8 +2,8 @@
 """Part `pass` of the suite `gpu`: what sets the pace of the sparse pass, the device or the host
 that starts its kernels.
 
-The plan of a real request is carried out again and again, with nothing else in the engine, with
-vLLM's CUDA graphs and without. First on
+The plan of a real request is carried out again and again, with nothing else in the engine: as it
+is, without vLLM's CUDA graphs, and in chunks of no more than the largest of these. First on
 a model with the layers of the real one and next to no width: that takes as long as the host does.
 Then, on a GPU, on the real one, under the profiler: the time in which kernels ran is the device's.
 """
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -79,9 +80,12 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
         prefill, plan = planned(llm, prompts, policy.extra_args(layers))
         work = partial(prefill.run, [plan])  # ends once the device has answered
         wall_ms = _median_ms(work)
-        graphs, prefill._layers.graphs = prefill._layers.graphs, None
-        without_graphs_ms = _median_ms(work)
-        prefill._layers.graphs = graphs
+        runner = prefill._layers
+        with patch.object(runner, "graphs", None):
+            without_graphs_ms = _median_ms(work)
+        most = runner._max_wave_tokens if runner.graphs is None else runner.graphs.sizes[-1]
+        with patch.object(runner, "_max_wave_tokens", most):
+            in_graphs_ms = _median_ms(work)
         write_trace(f"{shape}-{policy.label}-again", work)
         us_per_layer = 1e3 * wall_ms / layers
         row: harness.Row = {
@@ -91,6 +95,7 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
             "layer_tokens": plan.layer_tokens(prefill.layers),
             "wall_ms": wall_ms,
             "without_graphs_ms": without_graphs_ms,
+            "in_graphs_ms": in_graphs_ms,
             "us_per_layer": us_per_layer,
         }
         rows.append(row)
