@@ -55,6 +55,15 @@ def test_the_forward_of_a_model_with_mrope_has_three_rows_and_passes_have_one(
     assert rotations(mrope) == {(3,), ()}
 
 
+def test_passes_run_by_no_cuda_graph_which_would_read_rows(
+    mrope: Loaded, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(checks, "_may_run_compiled", lambda _: True)
+    runtime = prove(mrope)
+    assert runtime.prefill._layers.compiled
+    assert runtime.graphs is None
+
+
 def test_three_equal_rows_must_do_what_one_does(mrope: Loaded, monkeypatch: Patch) -> None:
     forward = MRotaryEmbedding.forward_native
 

@@ -67,7 +67,7 @@ class Runtime:
         max_deviation: how far the KV of the sparse pass was from that of the model's own forward,
             relative to its norm, at the worst layer.
         kernels: which kernels the pass runs.
-        graphs: proves CUDA graphs, once they are captured; None: passes do not run as compiled.
+        graphs: proves CUDA graphs, once they are captured; None: passes run by none.
     """
 
     prefill: SparsePrefill
@@ -224,7 +224,9 @@ def prove(
         prove_long_contexts(known, scratch.dtype)
         prefill.merge_size = prove_images(model, vllm_config.model_config, scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
-        graphs = GraphProof(scratch, prefill, layers) if layers.compiled else None
+        graphs = None
+        if layers.compiled and stack.position_rows is None:  # those would be other buffers
+            graphs = GraphProof(scratch, prefill, layers)
         return Runtime(prefill, max_deviation, structure.description, graphs)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error

@@ -38,8 +38,6 @@ class CudaGraphs:
 
     def size_for(self, tokens: TokenTable) -> int:
         """Tokens of the smallest graph that has room for these; 0: there is none."""
-        if self._stack.position_rows is not None:
-            return 0
         at = bisect.bisect_left(self.sizes, max(len(tokens), self._least))
         return self.sizes[at] if at < len(self.sizes) else 0
 
@@ -55,14 +53,23 @@ class CudaGraphs:
     def forward(self, tokens: TokenTable, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """What `DecoderStack.forward_for_drafts` returns, by the graph of `size` tokens.
 
-        Runs in the forward context of that graph. The runner has laid out its own step by then, so
-        what the graph reads is put back. What it returns is overwritten by the next one.
+        Runs in the forward context of that graph. What the graph returns is overwritten by the next
+        one.
         """
         count = len(tokens)
+        with self._lent(size) as (token_ids, positions):
+            token_ids[:count], positions[:count] = tokens.token_ids, tokens.positions
+            token_ids[count:], positions[count:] = 0, 0
+            hidden_states, entering = self._stack.forward_of(token_ids, positions)
+        return hidden_states[:count].clone(), [each[:count].clone() for each in entering]
+
+    @contextmanager
+    def _lent(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What the graph reads. The runner has laid out its own step there, and finds it again,
+        also behind a pass that fails: its prompt is then computed by that step."""
         token_ids, positions = self._captured.token_ids[:size], self._captured.positions[:size]
         kept = token_ids.clone(), positions.clone()
-        token_ids[:count], positions[:count] = tokens.token_ids, tokens.positions
-        token_ids[count:], positions[count:] = 0, 0
-        hidden_states, entering = self._stack.forward_of(token_ids, positions)
-        token_ids[:], positions[:] = kept
-        return hidden_states[:count].clone(), [each[:count].clone() for each in entering]
+        try:
+            yield token_ids, positions
+        finally:
+            token_ids[:], positions[:] = kept
