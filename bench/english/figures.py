@@ -29,6 +29,7 @@ from bench.english.pooling import (
     able_tasks,
     against_full,
     by_cell,
+    by_donors,
     counted_numbers,
     p90,
     with_arm,
@@ -83,8 +84,7 @@ def _pooled(cells: Cells, counted: Counted) -> list[Row]:
     Accuracy is of the examples that count; work and divergence are of all.
     """
     rows = []
-    for donors in dict.fromkeys(donors for _, donors in cells):
-        mine = {cell: found for cell, found in cells.items() if cell[1] == donors}
+    for donors, mine in by_donors(cells):
         every = [*chain(*mine.values())]
         for arm in dict.fromkeys(arm for record in every for arm in record.arms):
             outcomes = [record.arms[arm] for record in with_arm(every, arm)]

@@ -7,13 +7,22 @@ default recomputes a smaller share of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean
 
 from bench.english.arms import DEFAULT, SHIFT
-from bench.english.pooling import DIGITS, KL_DIGITS, Cells, Counted, against_full, p90, with_arm
+from bench.english.pooling import (
+    DIGITS,
+    KL_DIGITS,
+    Cells,
+    Counted,
+    against_full,
+    by_donors,
+    p90,
+    with_arm,
+)
 from bench.english.records import Outcome, Record
 from bench.harness import Row
 from bench.quality import statistics
@@ -28,8 +37,8 @@ def by_documents(cells: Cells, counted: Counted) -> list[Row]:
     """Of each kind of donors and each group of `GROUPS`: answers of full prefill, the default and
     plain reuse, of the examples that count; divergence, drift and work of the default, of all."""
     rows: list[Row] = []
-    for donors, mine in _by_donors(cells):
-        records = with_arm(list(chain(*mine.values())), DEFAULT)
+    for donors, mine in by_donors(_of_default(cells)):
+        records = [*chain(*mine.values())]
         for least, most in GROUPS:
             some = [one for one in records if least <= one.documents <= (most or one.documents)]
             if some:
@@ -78,14 +87,13 @@ def by_max_drift(cells: Cells, counted: Counted) -> list[Row]:
     it were computed in full behind their pass. Nothing more is measured for it: what full prefill
     answers is known."""
     rows: list[Row] = []
-    for donors, mine in _by_donors(cells):
-        outcomes = [one.arms[DEFAULT] for one in with_arm(list(chain(*mine.values())), DEFAULT)]
+    for donors, mine in by_donors(_of_default(cells)):
+        outcomes = [one.arms[DEFAULT] for one in chain(*mine.values())]
         if all(one.drift is None for one in outcomes):
             continue
         for bound in (None, *BOUNDS):
             bounded = {
-                cell: [_bounded(one, bound) for one in with_arm(found, DEFAULT)]
-                for cell, found in mine.items()
+                cell: [_bounded(one, bound) for one in found] for cell, found in mine.items()
             }
             first_kl = [one.arms[DEFAULT].first_kl for one in chain(*bounded.values())]
             rows.append(
@@ -102,13 +110,10 @@ def by_max_drift(cells: Cells, counted: Counted) -> list[Row]:
     return rows
 
 
-def _by_donors(cells: Cells) -> Iterator[tuple[str, Cells]]:
-    """Cells of each kind of donors under which the default was asked."""
-    for donors in dict.fromkeys(donors for _, donors in cells):
-        mine = {cell: with_arm(found, DEFAULT) for cell, found in cells.items()}
-        mine = {cell: found for cell, found in mine.items() if cell[1] == donors and found}
-        if mine:
-            yield donors, mine
+def _of_default(cells: Cells) -> Cells:
+    """The records of which the default was asked, and the cells that have any."""
+    asked = {cell: with_arm(found, DEFAULT) for cell, found in cells.items()}
+    return {cell: found for cell, found in asked.items() if found}
 
 
 def _above(outcome: Outcome, bound: float | None) -> bool:

@@ -5,7 +5,7 @@ on these."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +31,12 @@ def by_cell(records: Iterable[Record]) -> dict[Cell, list[Record]]:
     for record in records:
         cells[record.task, record.donors].append(record)
     return dict(cells)
+
+
+def by_donors(cells: Cells) -> Iterator[tuple[str, Cells]]:
+    """The cells of each kind of donors."""
+    for donors in dict.fromkeys(donors for _, donors in cells):
+        yield donors, {cell: found for cell, found in cells.items() if cell[1] == donors}
 
 
 def able_tasks(cells: Cells) -> dict[str, bool]:

@@ -38,9 +38,8 @@ PARTS = (
     *(f"ttft-{shape}" for shape in ttft.LOADS if shape != "tiny"),
     *("sizes", "pass", *serving.PARTS),
 )
-
-
 KEEPS_PARTS = True
+"""`run` takes `keep`."""
 
 
 def run(

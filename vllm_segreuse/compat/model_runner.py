@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_segreuse.compat.patching import of_this_platform, wrap
 
+if TYPE_CHECKING:
+    import torch
+
 CHECKED = ("0.32", "0.33")
 
 _RUNNERS = (
@@ -31,9 +34,6 @@ _RUNNERS = (
     ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner"),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"),
 )
-
-if TYPE_CHECKING:
-    import torch
 
 _latest: weakref.ref[Any] | None = None
 _once_captured: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()

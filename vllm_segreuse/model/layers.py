@@ -212,7 +212,7 @@ class DecoderStack:
     def forward_of(
         self, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The same on these very tensors, for CUDA graphs, which read where they were captured."""
+        """The same on these very tensors: CUDA graphs read where they were captured."""
         return _with_auxiliary(self._model(input_ids=token_ids, positions=positions))
 
     @property
@@ -237,7 +237,7 @@ class DecoderStack:
         for layer in self.layers:
             layer.__dict__["forward"] = hand_on
         try:
-            return _with_auxiliary(self._model(input_ids=token_ids, positions=positions))[0]
+            return self.forward_of(token_ids, positions)[0]
         finally:
             for layer in self.layers:
                 del layer.__dict__["forward"]

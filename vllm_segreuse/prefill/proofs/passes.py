@@ -55,12 +55,17 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | No
                 f"the sparse pass meets NaN or infinity ({plan.recipe.program})"
             )
         worst = max(worst, *map(deviation, both))
-    if not worst <= allowed:
-        raise UnsupportedModelError(
-            "the sparse pass does not reproduce this model's own forward (off by "
-            f"{worst:.2g} of its norm, allowed {allowed:.2g})"
-        )
+    require_equal("the sparse pass", worst, allowed)
     return worst
+
+
+def require_equal(what: str, found: float, allowed: float) -> None:
+    """Raises UnsupportedModelError if the deviation of what computed the KV is not allowed."""
+    if not found <= allowed:
+        raise UnsupportedModelError(
+            f"{what} does not reproduce this model's own forward (off by {found:.2g} of its norm, "
+            f"allowed {allowed:.2g})"
+        )
 
 
 def warm_up(scratch: Scratch, prefill: SparsePrefill) -> None:
