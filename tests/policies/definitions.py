@@ -159,12 +159,16 @@ def segments(prompt: str) -> list[str]:
 
 def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
     """The same by what all queries pay and by what the last ones do, in the second half of the
-    layers; without a ratio, 20 tokens more, or a third, of each segment that was computed alone."""
+    layers; without a ratio, tokens and a share of each segment, by where it was computed."""
     found = by_the_question(prompt, 1.0 if ratio is None else ratio)
     if ratio is None:
-        pieces = segments(prompt)
-        budget = 105 + Fraction(12 * sum(map(len, pieces)), 100)
-        budget += sum(min(20, Fraction(len(one), 3)) for one in pieces if one[0] == "A")
-        found.at_most = min(round(budget), len(prompt) - len(found.always))
+        behind = alone = Fraction(0)
+        for one in segments(prompt):
+            third = Fraction(len(one), 3)
+            if one[0] == "A":
+                alone += min(20, third) + Fraction(12 * len(one), 100)
+            else:
+                behind += min(18, third) + Fraction(6 * len(one), 100)
+        found.at_most = min(round(max(105, behind) + alone), len(prompt) - len(found.always))
     found.score, found.from_layer = "both", layers // 2
     return at_once(found, prompt)

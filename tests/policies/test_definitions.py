@@ -210,20 +210,23 @@ def chosen_of(recipe: Recipe) -> int:
     return recipe.top_k or int(recipe.always.sum()) - 3
 
 
-def test_focus_computes_more_of_what_was_computed_alone():
-    """A number and a share of the reused tokens, and a number for each segment; unless a ratio is
-    given, which holds for all."""
+def test_focus_computes_of_each_segment_and_more_of_what_was_computed_alone():
+    """A number and a share of each segment, and a least number; unless a ratio is given, which
+    holds for all."""
     in_context, alone = ("S", 1000), ("A", 500)
     for parts, chosen, at_a_tenth in (
-        ((in_context,), 225, 100),
-        ((alone,), 185, 50),
-        ((in_context, ("N", 5), alone), 305, 150),  # 105 + 180 + 20
-        ((alone, in_context), 305, 150),
-        ((alone, in_context, alone), 385, 200),
-        ((("S", 500),) * 2, 225, 100),
+        ((in_context,), 105, 100),  # not 18 + 60
+        ((in_context,) * 2, 156, 200),
+        ((("S", 80),) * 30, 684, 240),  # 30 * (18 + 4.8)
+        ((("S", 45),) * 20, 354, 90),  # a third of each, and 54
+        ((("S", 45),) * 4, 105, 18),
+        ((alone,), 185, 50),  # 105 + 20 + 60
+        ((in_context, ("N", 5), alone), 185, 150),
+        ((alone, in_context, in_context, alone), 316, 300),  # 156 + 160
         ((("A", 100),) * 10, 425, 100),
         ((("A", 45),) * 20, 513, 90),  # a third of each
         ((("S", 50),), 50, 5),
+        ((("S", 20_000),), 1218, 2000),
         ((("A", 20_000),), 2525, 2000),
     ):
         prompt = prompt_of(*parts, ("N", 3))

@@ -10,17 +10,18 @@ pretrained models (docs/quality.md):
 - What the last few queries pay counts as much as what all of them pay: the score is the geometric
   mean of both sums. The last ones begin to answer, and attend to what the answer is read from; the
   others attend to what the question is about.
-- The budget is a number of tokens and a share, since what a question looks up grows less than the
-  prompt does; and a number for each segment that was computed with little in front of it, since
-  each of these lacks its context. All segments of a prompt share one budget. `recompute_ratio`,
-  where it is set, is the share of all of them.
+- The budget grows with the number of segments more than with their length: each has something that
+  the others of its prompt change, and what a question looks up grows less than what it looks it up
+  in. Segments that were computed with little in front of them lack all of their context, and add
+  more. All segments of a prompt share one budget. `recompute_ratio`, where it is set, is the share
+  of all of them.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from vllm_segreuse.plan import Gather, Probed, Recipe
+from vllm_segreuse.plan import Gather, IntArray, Probed, Recipe
 from vllm_segreuse.policies.base import Situation
 from vllm_segreuse.policies.prophet import by_the_question
 
@@ -28,12 +29,18 @@ FEW_TOKENS = 64
 """A segment that was computed behind fewer tokens was computed alone: what stands there is a chat
 template, or a sentence at most."""
 
-TOKENS, SHARE = 105, 0.12
-"""Tokens, and a share of the reused ones, that are recomputed."""
+TOKENS = 105
+"""Segments that were computed behind other text add so many together at least, even if there are
+none."""
 
-ALONE, ALONE_AT_MOST = 20, 1 / 3
-"""Tokens for each segment that was computed alone, in addition; and the share of its own that these
-are at most."""
+BEHIND, BEHIND_SHARE = 18, 0.06
+"""Tokens that each of these adds, and the share of its own."""
+
+ALONE, ALONE_SHARE = 20, 0.12
+"""The same of each segment that was computed alone."""
+
+AT_MOST = 1 / 3
+"""The tokens that a segment adds, beside its share, are at most so many of its own."""
 
 
 def recipe(situation: Situation) -> Recipe:
@@ -47,6 +54,11 @@ def _budget(situation: Situation) -> int:
         return situation.budget()
     of_other_context = ~situation.segments.in_context
     lengths = situation.lengths[of_other_context]
-    alone = lengths[situation.segments.position[of_other_context] < FEW_TOKENS]
-    in_addition = float(np.minimum(ALONE, ALONE_AT_MOST * alone).sum())
-    return round(TOKENS + SHARE * int(lengths.sum()) + in_addition)
+    is_alone = situation.segments.position[of_other_context] < FEW_TOKENS
+    behind = _added(lengths[~is_alone], BEHIND, BEHIND_SHARE)
+    return round(max(TOKENS, behind) + _added(lengths[is_alone], ALONE, ALONE_SHARE))
+
+
+def _added(lengths: IntArray, tokens: int, share: float) -> float:
+    """What segments of these lengths add to the budget."""
+    return float(np.minimum(tokens, AT_MOST * lengths).sum()) + share * int(lengths.sum())
