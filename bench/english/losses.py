@@ -29,7 +29,7 @@ from bench.quality import statistics
 
 GROUPS = ((1, 7), (8, 15), (16, 23), (24, None))
 """Numbers of documents, the least and the most."""
-BOUNDS = (5.0, 4.0, 3.0, 2.0, 1.0)
+BOUNDS = (4.0, 3.0, 2.5, 2.0, 1.5, 1.0)
 """Of drift, beside none."""
 
 

@@ -78,20 +78,20 @@ def test_answers_of_tasks_beyond_the_model_do_not_count() -> None:
 
 def test_what_is_above_a_bound_is_answered_and_paid_in_full() -> None:
     records = [
-        *of_documents(4, 0.0, 4.5, numbers=(0, 1)),
+        *of_documents(4, 0.0, 3.5, numbers=(0, 1)),
         *of_documents(4, 0.5, 2.0, numbers=(2, 3)),
     ]
     rows = rows_with("max_drift", records)
-    assert [row["max_drift"] for row in rows] == ["none", "5", "4", "3", "2", "1"]
+    assert [row["max_drift"] for row in rows] == ["none", "4", "3", "2.5", "2", "1.5", "1"]
     by_bound = {row["max_drift"]: row for row in rows}
-    assert by_bound["none"] == by_bound["5"] | {"max_drift": "none"}
-    none, four, two, one = (by_bound[bound] for bound in ("none", "4", "2", "1"))
+    assert by_bound["none"] == by_bound["4"] | {"max_drift": "none"}
+    none, three, two, one = (by_bound[bound] for bound in ("none", "3", "2", "1"))
     assert (none["in_full"], none["work"], none["over_full"]) == (0, 0.2, 0.25)
-    assert (four["in_full"], four["work"], four["over_full"]) == (0.5, 0.7, 0.75)
+    assert (three["in_full"], three["work"], three["over_full"]) == (0.5, 0.7, 0.75)
     assert two["in_full"] == 0.5, "at its bound a request is left as it is"
     assert (one["in_full"], one["work"], one["over_full"]) == (1, 1.2, 1)
-    assert (none["first_kl"], four["first_kl"], one["first_kl"]) == (0.325, 0.1, 0)
-    assert none["kl_p90"] > four["kl_p90"] > one["kl_p90"] == 0
+    assert (none["first_kl"], three["first_kl"], one["first_kl"]) == (0.275, 0.1, 0)
+    assert none["kl_p90"] > three["kl_p90"] > one["kl_p90"] == 0
 
 
 def test_policies_without_drift_have_no_bound() -> None:
