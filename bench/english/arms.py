@@ -21,7 +21,7 @@ CLOSE_CONFIG = Path(__file__).parents[2] / "configs/close.yaml"
 NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         DEFAULT: {},
-        CLOSE: yaml.safe_load(CLOSE_CONFIG.read_text("utf-8")),
+        CLOSE: SegReuseConfig.from_yaml(CLOSE_CONFIG).model_dump(exclude_unset=True),
         SHIFT: {"policy": "shift"},
         "epic": {"policy": "epic", "recompute_ratio": 0.15},
         "cacheblend": {"policy": "cacheblend", "recompute_ratio": 0.15},

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the default loses: by the number of documents, and what a bound on drift would leave of it.
 
-A prompt of many documents has many that were not in front when another was computed, and the
-default recomputes a smaller share of each.
+A prompt of many documents has many that were not in front when another was computed.
 """
 
 from __future__ import annotations
