@@ -60,7 +60,7 @@ STAGES = {
     "pass": (300, f"{BENCH} gpu --part pass --json {{out}}/pass.json"),
     "serving": (
         420,
-        f"{BENCH} gpu --part decode --part others --part serve --json {{out}}/serving.json",
+        f"{BENCH} gpu --part decode --part serve --part others --json {{out}}/serving.json",
     ),
     "decode": (300, f"{BENCH} gpu --part decode --json {{out}}/decode.json"),
     "serve": (300, f"{BENCH} gpu --part serve --json {{out}}/serve.json"),
