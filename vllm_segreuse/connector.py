@@ -230,19 +230,28 @@ class SegReuseConnector(KVConnectorBase_V1):
             self.worker_side.recorder.take(connector_metadata.audits)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if not self._step.plans:
+            return
         with self._own_pass() as metadata:
             self.worker_side.before_forward(metadata.plans)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if not self._step.called_back and self.worker_side.is_idle:
+            return None, None
         with self._own_pass() as metadata:
             return None, self.worker_side.after_forward(metadata.called_back, finished_req_ids)
+
+    @property
+    def _step(self) -> SegReuseMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, SegReuseMetadata)
+        return metadata
 
     @contextmanager
     def _own_pass(self) -> Iterator[SegReuseMetadata]:
         """The step's metadata, which vLLM does not find meanwhile: the attention layers of our own
         pass must not call a connector's per-layer hooks."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, SegReuseMetadata)
+        metadata = self._step
         self.clear_connector_metadata()
         try:
             yield metadata
@@ -255,7 +264,7 @@ class SegReuseConnector(KVConnectorBase_V1):
         tier = self.worker_side.end_step()
         if not (outcomes or audits or tier):
             return None
-        return SegReuseWorkerMetadata(outcomes, audits, tier)
+        return SegReuseWorkerMetadata(outcomes, audits, tier or TierDone())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the forward starts."""

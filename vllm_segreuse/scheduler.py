@@ -624,8 +624,7 @@ class SchedulerSide:
 
     def next_reference(self, running: int, waiting: int) -> Request | None:
         """A step is over: a request that is to be added to the engine, to audit another."""
-        has_room = functools.partial(self._has_room, self._manager.watermark_blocks)
-        reference: Request | None = self._audits.next_reference(running, waiting, has_room)
+        reference: Request | None = self._audits.next_reference(running, waiting, self._has_room)
         return reference
 
     def take_documents(self) -> list[Request]:
@@ -636,8 +635,8 @@ class SchedulerSide:
         """A step is over: requests that are to be ended with an error."""
         return [] if self._isolated is None else self._isolated.take_failed()
 
-    def _has_room(self, watermark_blocks: int, num_tokens: int) -> bool:
-        needed = -(-num_tokens // self._block_size) + watermark_blocks
+    def _has_room(self, num_tokens: int) -> bool:
+        needed = -(-num_tokens // self._block_size) + self._manager.watermark_blocks
         return self._pool.num_free_blocks() >= needed
 
     def reset_audits(self) -> str | None:

@@ -111,13 +111,18 @@ class WorkerSide:
         if orders is not None and self._tier is not None:
             self._tier.begin(orders)
 
-    def end_step(self) -> TierDone:
+    def end_step(self) -> TierDone | None:
         """All of a step's plans are queued.
 
         Returns:
-            Orders of the second tier that are over since the last call.
+            Orders of the second tier that are over since the last call; None: there is no tier.
         """
-        return TierDone() if self._tier is None else self._tier.end()
+        return None if self._tier is None else self._tier.end()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no plan is under way that takes several steps."""
+        return self.backlog.is_empty and not self._spans.is_open
 
     def before_forward(self, plans: list[ReusePlan]) -> None:
         """Carry out a step's plans, or begin those that take several steps."""
@@ -150,6 +155,8 @@ class WorkerSide:
 
     def take_outcomes(self) -> dict[str, PlanOutcome]:
         """How plans have ended since the last call, by request, where they report it."""
+        if not self._outcomes:
+            return {}
         taken, self._outcomes = self._outcomes, {}
         return taken
 

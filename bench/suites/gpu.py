@@ -3,8 +3,9 @@
 
 Parts, each within ten minutes, chosen by `--part` (all of them if none is named):
 
-headline    one model of eight billion parameters, 4,096 and 16,384 tokens: full prefill against
-            every policy, then what sets the pace of each pass. The first to run on a new machine.
+headline    one model of eight billion parameters, 65,536 tokens, then 4,096 and 16,384: full
+            prefill against every policy; then what sets the pace of each pass. The first to run on
+            a new machine.
 ttft-SHAPE  concurrency 1: full prefill against every policy, at several contexts and shares of
             reused tokens. The break-even point follows: the fewest reused tokens that still pay.
 sizes       sparse-query attention with programs of several sizes: which are fastest.
@@ -14,8 +15,9 @@ decode      `vllm bench serve` without segment requests: vLLM alone against the 
 serve       `vllm bench serve` at saturation, prompts of known documents: full against reuse.
 others      inter-token latency of decoding requests while long prompts come in.
 
-The last three share their servers. What a part has found is written before the next one begins, so
-that a run which is cut off, or a part that fails, loses nothing but its own.
+The last three share their servers. What a part has found is written before the next one begins, in
+`headline` also before its next step, so that a run which is cut off, or a part that fails, loses
+nothing but its own.
 
 `--quick` runs everything on a tiny shape, on the CPU too: that is the suite's own test.
 `SEGREUSE_BENCH_BACKEND` names an attention backend other than vLLM's choice,
@@ -65,30 +67,36 @@ def _found(parts: Sequence[str], quick: bool, on_gpu: bool) -> Iterator[common.F
     served = [part for part in parts if part in serving.PARTS]
     for part in parts:
         if part not in served:
-            yield _part(part, quick, on_gpu)
+            yield from _part(part, quick, on_gpu)
     if served:
         shape, tokens = ("tiny", 256) if quick else (ttft.HEADLINE[0], SERVED_TOKENS)
         yield from serving.run(served, models.make_model(shape), tokens, quick)
 
 
-def _part(part: str, quick: bool, on_gpu: bool) -> common.Found:
+def _part(part: str, quick: bool, on_gpu: bool) -> Iterator[common.Found]:
     if part == "headline":
-        return _headline(quick, on_gpu)
-    if part == "sizes":
+        yield from _headline(quick, on_gpu)
+    elif part == "sizes":
         if not on_gpu:
             raise harness.BenchError("part sizes: only a GPU can show which sizes are fast")
-        return sizes.run()
-    if part == "pass":
+        yield sizes.run()
+    elif part == "pass":
         # Quick: whole blocks, nearly, so that the CPU has next to nothing to compute.
-        return passes.run(528 if quick else ttft.HEADLINE[1], on_gpu and not quick)
-    return ttft.run("tiny" if quick else part.removeprefix("ttft-"), eager=quick)
+        yield passes.run(528 if quick else ttft.HEADLINE[1], on_gpu and not quick)
+    else:
+        yield ttft.run("tiny" if quick else part.removeprefix("ttft-"), eager=quick)
 
 
-def _headline(quick: bool, on_gpu: bool) -> common.Found:
+def _headline(quick: bool, on_gpu: bool) -> Iterator[common.Found]:
     shape, tokens = ("tiny", 1024) if quick else ttft.HEADLINE[:2]
-    load = ttft.Load((tokens // 4, tokens), (0.98, 0.9), 1 if quick else 8)
-    with common.running(shape, tokens + 64, eager=quick) as llm:
-        rows, figures = ttft.measured(llm, shape, load)
-        profiled = DeviceType.CUDA if on_gpu else DeviceType.CPU
-        more, of_passes = passes.measured(llm, shape, tokens, profiled)
-    return rows + more, figures | of_passes
+    loads = (
+        ttft.Load((2 * tokens if quick else ttft.FAR,), (0.98,), 1 if quick else 3),
+        ttft.Load((tokens // 4, tokens), (0.98, 0.9), 1 if quick else 8),
+    )
+    rows: list[harness.Row] = []
+    with common.running(shape, max(loads[0].contexts) + 64, eager=quick) as llm:
+        for load in loads:
+            here = ttft.measured(llm, shape, load)
+            rows += here
+            yield here, ttft.summary(rows)
+        yield passes.measured(llm, shape, tokens, DeviceType.CUDA if on_gpu else DeviceType.CPU)

@@ -33,7 +33,8 @@ class BlockListener:
     """
 
     def named(self, blocks: NamedBlocks) -> None:
-        """Blocks got their names; their KV may not be there before the next step."""
+        """Blocks of a request with extra keys got their names; their KV may not be there before the
+        next step."""
 
     def evicting(self, block_ids: Sequence[int]) -> None:
         """vLLM is about to take these blocks, in this order, for other tokens. They have their

@@ -17,7 +17,7 @@ evicted. vllm-project/vllm#44223 proposes to keep approximate KV out of the exac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -204,7 +204,8 @@ class SegmentBlockPool(BlockPool):
         (`v1/core/sched/scheduler.py`); answering "wait" to each would cost a prefix lookup each.
         Running requests have been served by then.
         """
-        return 0 if self.is_closed else super().get_num_free_blocks()
+        # For every request of every step: nothing but attributes are looked up.
+        return 0 if self._budget.closed else self.free_block_queue.num_free_blocks
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Blocks from the front of the free queue; listeners are notified before they lose their
@@ -243,9 +244,21 @@ class SegmentBlockPool(BlockPool):
         if num_cached_blocks >= num_full_blocks or not request.block_hashes:
             return
         tracked = self._requests.get(request.request_id)
-        ends = (TO_THE_END, TO_THE_END) if tracked is None else tracked.exact_ends
+        if tracked is None:
+            super().cache_full_blocks(
+                request,
+                blocks,
+                num_cached_blocks,
+                num_full_blocks,
+                block_size,
+                kv_cache_group_id,
+                block_mask,
+            )
+            self._note_fresh(request, blocks[num_cached_blocks:num_full_blocks], num_full_blocks)
+            return
         known_end, exact_end = (
-            max(num_cached_blocks, min(num_full_blocks, until // block_size)) for until in ends
+            max(num_cached_blocks, min(num_full_blocks, until // block_size))
+            for until in tracked.exact_ends
         )
         super().cache_full_blocks(
             request,
@@ -257,14 +270,10 @@ class SegmentBlockPool(BlockPool):
             block_mask,
         )
         names = [self._own_name(block) for block in blocks[known_end:num_full_blocks]]
-        block_ids = [block.block_id for block in blocks[num_cached_blocks:num_full_blocks]]
-        if num_full_blocks * block_size > request.num_computed_tokens:
-            # Named by a step that is being scheduled, not by the output of one that has left.
-            self._fresh.update(block_ids)
+        self._note_fresh(request, blocks[num_cached_blocks:num_full_blocks], num_full_blocks)
         if known_end == exact_end:
             self._report_named(request, blocks, num_cached_blocks, num_full_blocks)
             return
-        assert tracked is not None
         assert tracked.plan is not None
         assert tracked.plan.restoration is not None
         self._awaited.setdefault(tracked.plan.restoration.number, []).append(
@@ -272,6 +281,14 @@ class SegmentBlockPool(BlockPool):
         )
         self._report_named(request, blocks, num_cached_blocks, known_end)
         self._report_named(request, blocks, exact_end, num_full_blocks)
+
+    def _note_fresh(
+        self, request: Request, named: Iterable[KVCacheBlock], num_full_blocks: int
+    ) -> None:
+        """Blocks got their names: in a step that is being scheduled, or by the output of one that
+        has left."""
+        if num_full_blocks * self.group.block_size > request.num_computed_tokens:
+            self._fresh.update([block.block_id for block in named])
 
     def _own_name(self, block: KVCacheBlock) -> BlockHashWithGroupId:
         """Give a block a name that no token sequence hashes to."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
-from vllm_segreuse.serve.report import StreamReport
+from vllm_segreuse.serve.report import StreamReport, has_report
 
 CHECKED = ("0.32", "0.33")
 
@@ -29,14 +29,17 @@ def install() -> None:
 
 def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
-    if "result_generator" not in signature.parameters:
-        raise RuntimeError(
-            f"segment reuse has to watch the result_generator of {original.__qualname__}, which "
-            "this vLLM does not have; install a supported vLLM, or start without segment reuse"
-        )
+    for needed in ("result_generator", "request"):
+        if needed not in signature.parameters:
+            raise RuntimeError(
+                f"segment reuse has to see the {needed} of {original.__qualname__}, which this "
+                "vLLM does not have; install a supported vLLM, or start without segment reuse"
+            )
 
-    def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
-        call = signature.bind(*args, **kwargs)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+        call = signature.bind(self, *args, **kwargs)
+        if not has_report(call.arguments["request"], self.model_config):
+            return original(self, *args, **kwargs)
         report = StreamReport()
         call.arguments["result_generator"] = report.watch(call.arguments["result_generator"])
         return report.complete(original(*call.args, **call.kwargs))

@@ -37,6 +37,11 @@ class Backlog:
         self._step_work = step_work
         self._under_way: dict[str, Waves[PassReport]] = {}  # in order of arrival
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no plan is under way."""
+        return not self._under_way
+
     def take(self, plans: list[ReusePlan]) -> PassReport | None:
         """A step's plans: align all, finish those that are not spread.
 

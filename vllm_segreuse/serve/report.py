@@ -11,8 +11,25 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from vllm_segreuse.config import EXTRA_KEYS
+from vllm_segreuse.documents.layout import KEY
+
 _DONE = "data: [DONE]"
 _END = "}\n\n"
+
+
+def has_report(request: Any, model_config: Any) -> bool:
+    """Whether the answer to a request may come with a report.
+
+    All others are left to vLLM: what is done for each token counts where many requests decode.
+
+    Args:
+        request: to vLLM's server, with its `vllm_xargs`.
+        model_config: vLLM's. A model that was trained on documents computed alone reuses these
+            without extra keys.
+    """
+    has_keys = (request.vllm_xargs or {}).get(EXTRA_KEYS) is not None
+    return has_keys or getattr(model_config.hf_config, KEY, None) is not None
 
 
 class StreamReport:
