@@ -370,6 +370,17 @@ def test_a_steps_metadata_reach_the_workers_half(
     assert stats.data["seconds"] == {"align": [0.25, 0.25], "sparse_pass": [0.5, 0.5]}
 
 
+def test_step_without_reuse_does_next_to_nothing(
+    worker: SegReuseConnector, backlog: Hidden
+) -> None:
+    """Most steps are; many requests may decode in them."""
+    assert step(worker, {"ended"}) == (None, None)
+    assert backlog.log == []
+    backlog.under_way = {"spread"}
+    assert step(worker) == (None, set())
+    assert [name for name, _ in backlog.log] == ["drop", "drop", "advance"]
+
+
 def test_audits_are_recorded_from_the_begin_of_the_step(worker: SegReuseConnector) -> None:
     """With vLLM's second runner loads may start after the step has sampled."""
     orders = AuditOrders({"audited": Recording(2, 1)})
@@ -427,6 +438,7 @@ def test_vllms_metadata_is_left_as_it_was(
     fails: bool, when: str, worker: SegReuseConnector, backlog: Hidden
 ) -> None:
     """vLLM ends the step with the connector as it was bound."""
+    backlog.under_way = {"spread"}
     metadata = SegReuseMetadata(plans=PLANS)
     worker.bind_connector_metadata(metadata)
     backlog.fails = fails

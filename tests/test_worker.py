@@ -35,6 +35,10 @@ class Backlog:
         self.done: dict[str, PassReport] = {}
         self.report: PassReport | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.under_way or self.done)
+
     def take(self, plans: list[Any]) -> PassReport | None:
         self.log.append(("take", list(plans)))
         return self.report

@@ -63,12 +63,15 @@ def test_what_a_part_has_found_is_written_before_the_next_begins(
         written.append(json.loads(file.read_text()) if file.exists() else None)
         return [{"of": name}], {f"figure_{name}": 1.0}
 
+    def own(name: str, *_: Any) -> Iterator[common.Found]:
+        yield part(name)
+
     def served(parts: list[str], *_: Any) -> Iterator[common.Found]:
         assert parts == ["decode", "serve"]
         yield part("decode")
         raise harness.BenchError("the documents were driven out")
 
-    monkeypatch.setattr(suite, "_part", part)
+    monkeypatch.setattr(suite, "_part", own)
     monkeypatch.setattr(serving, "run", served)
     monkeypatch.setattr(models, "make_model", lambda shape: tmp_path)
     chosen = ["--part", "decode", "--part", "sizes", "--part", "pass", "--part", "serve"]
