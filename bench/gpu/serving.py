@@ -57,11 +57,12 @@ def run(parts: Sequence[str], model: Path, tokens: int, quick: bool) -> Iterator
             list(starting.map(stack.enter_context, servers.values()))
         for part in parts:
             if part == "decode":
-                yield _decode(servers, model, quick)
+                rows, figures = _decode(servers, model, quick)
             elif part == "serve":
-                yield _saturated(servers["segreuse"], model, tokens, quick)
+                rows, figures = _saturated(servers["segreuse"], model, tokens, quick)
             else:
-                yield _others(servers["segreuse"], model, tokens, quick)
+                rows, figures = _others(servers["segreuse"], model, tokens, quick)
+            yield [{"part": part, **row} for row in rows], figures
 
 
 def _server(model: Path, tokens: int, plugin: bool, quick: bool) -> Server:
