@@ -96,14 +96,6 @@ def test_plans_are_carried_out_before_the_forward(
     assert stats.data["seconds"] == {"align": [0.25], "sparse_pass": [0.5]}
 
 
-def test_a_step_without_plans_does_nothing_before_its_forward(
-    side: WorkerSide, backlog: Backlog, stats: SegReuseStats
-) -> None:
-    side.before_forward([])
-    assert backlog.log == []
-    assert stats.is_empty()
-
-
 def test_after_the_forward_who_ended_is_dropped_and_others_go_on(
     side: WorkerSide, backlog: Backlog
 ) -> None:

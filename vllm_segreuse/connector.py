@@ -236,7 +236,7 @@ class SegReuseConnector(KVConnectorBase_V1):
             self.worker_side.before_forward(metadata.plans)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if not self._step.called_back and self.worker_side.is_idle:
+        if self.worker_side.is_idle:  # so there is nothing to be called back
             return None, None
         with self._own_pass() as metadata:
             return None, self.worker_side.after_forward(metadata.called_back, finished_req_ids)

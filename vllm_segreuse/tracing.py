@@ -71,11 +71,6 @@ class PassSpans:
         self._writes = rank == 0
         self._open: dict[str, tuple[ReusePlan, int]] = {}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the plan of a span is under way."""
-        return bool(self._open)
-
     def begin(self, plans: Iterable[ReusePlan]) -> None:
         """Plans of a step."""
         if self._writes:

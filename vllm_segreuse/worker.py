@@ -122,12 +122,10 @@ class WorkerSide:
     @property
     def is_idle(self) -> bool:
         """Whether no plan is under way that takes several steps."""
-        return self.backlog.is_empty and not self._spans.is_open
+        return self.backlog.is_empty
 
     def before_forward(self, plans: list[ReusePlan]) -> None:
         """Carry out a step's plans, or begin those that take several steps."""
-        if not plans:
-            return
         self._spans.begin(plans)
         report = self.backlog.take(plans)
         if report is not None:

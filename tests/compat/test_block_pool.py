@@ -266,6 +266,16 @@ def test_a_block_is_fresh_until_its_step_is_over(managed: Managed) -> None:
     assert not managed.pool.prefix_state(again, hit, 0).fresh
 
 
+def test_a_block_of_a_request_without_keys_is_fresh_too(managed: Managed) -> None:
+    """Who has keys may find its exact blocks."""
+    request = managed.request(DOCUMENT, options=None)
+    managed.named(request)
+    again = managed.request([*DOCUMENT, 7])
+    assert managed.pool.prefix_state(again, len(DOCUMENT), 0).fresh
+    managed.side.take_plans()
+    assert not managed.pool.prefix_state(again, len(DOCUMENT), 0).fresh
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_block_freed_before_it_was_computed_loses_its_name_unless_others_hold_it(
     shared: bool, managed: Managed

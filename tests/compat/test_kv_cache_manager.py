@@ -58,6 +58,16 @@ def test_drafts_need_room_too(managed: Managed) -> None:
     assert managed.warm == {"new"}
 
 
+def test_drafts_of_who_is_admitted_need_room_too(managed: Managed) -> None:
+    """vLLM names more arguments for these than for requests that run."""
+    request = managed.request([*range(2 * SIZE)])
+    given = managed.manager.allocate_slots(
+        request, 2 * SIZE, num_lookahead_tokens=SIZE, has_scheduled_reqs=False
+    )
+    assert given is not None
+    assert managed.warm == {"new"}
+
+
 def test_drafts_beyond_the_longest_request_need_none() -> None:
     managed = Managed()
     managed.freeze("document", 3)

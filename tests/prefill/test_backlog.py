@@ -54,8 +54,10 @@ def test_small_plans_are_done_and_large_ones_aligned_at_once(prefill: Prefill) -
 
 def test_a_step_does_its_share_of_the_oldest_first(prefill: Prefill) -> None:
     subject = Backlog(prefill, 20)  # type: ignore[arg-type]
+    assert subject.is_empty
     subject.take([plan("a", 3), plan("b", 2)])
     subject.take([plan("c", 0)])
+    assert not subject.is_empty
     prefill.log.clear()
     assert subject.advance() == {}
     assert prefill.log == ["a", "a"]
