@@ -5,7 +5,7 @@ pay to keys of the cache."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -120,7 +120,8 @@ class LayerRunner:
             return state
         whole = last if self._for_drafts.output else min(last, len(self.stack) - 1)
         outputs = Collected(len(tokens))
-        for part, wave in self._waves(tokens, last - first, batch):
+        most = batch.wave_tokens(self._max_wave_tokens, last - first)
+        for part, wave in self._attention.parts(tokens, most):
             attending = self._attention.forward_context(wave, batch.block_tables, queries=queries)
             with (
                 attending,
@@ -203,8 +204,11 @@ class LayerRunner:
         self, context: Callable[..., AbstractContextManager[None]], tokens: TokenTable, batch: Batch
     ) -> Waves[LayerState]:
         outputs = Collected(len(tokens))
-        for part, wave in self._waves(tokens, len(self), batch):
-            graphs = self.graphs if self.compiled else None
+        graphs = self.graphs if self.compiled else None
+        most = batch.wave_tokens(self._max_wave_tokens, len(self))
+        if graphs is not None:
+            most = graphs.at_once(len(tokens), most)
+        for part, wave in self._attention.parts(tokens, most):
             size = 0 if graphs is None else graphs.size_for(wave)
             attending = context(wave, batch.block_tables, Execution(self.compiled, size))
             with attending, self._adapters.applied(batch.lora_id, len(wave)):
@@ -265,13 +269,6 @@ class LayerRunner:
             keys.append(key)
             values.append(value)
         return torch.cat(keys), torch.cat(values)
-
-    def _waves(
-        self, tokens: TokenTable, num_layers: int, batch: Batch
-    ) -> Iterator[tuple[slice, TokenTable]]:
-        """What is computed at once, in order of position, and where it stands among the tokens."""
-        most = batch.wave_tokens(self._max_wave_tokens, num_layers)
-        return self._attention.parts(tokens, most)
 
     def attention_paid(
         self,
