@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's allocation gets frozen blocks before a request has to wait: enough, and no more."""
 
+from typing import Any
+
 import pytest
 from vllm.v1.request import RequestStatus
 
@@ -66,6 +68,13 @@ def test_drafts_of_who_is_admitted_need_room_too(managed: Managed) -> None:
     )
     assert given is not None
     assert managed.warm == {"new"}
+
+
+def test_allocation_without_room_for_drafts_is_refused_when_it_is_wrapped() -> None:
+    def allocate_slots(self: Any, request: Any, num_new_tokens: int) -> None: ...
+
+    with pytest.raises(RuntimeError, match=r"passes num_lookahead_tokens on to .*allocate_slots"):
+        kv_cache_manager._allocate_slots(allocate_slots)
 
 
 def test_drafts_beyond_the_longest_request_need_none() -> None:

@@ -35,6 +35,11 @@ def install() -> None:
 
 def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
+    if "num_lookahead_tokens" not in signature.parameters:
+        raise RuntimeError(
+            f"segment reuse passes num_lookahead_tokens on to {original.__qualname__}, which this "
+            "vLLM does not have; install a supported vLLM, or start without segment reuse"
+        )
     lookahead = signature.parameters["num_lookahead_tokens"].default
 
     def retried(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
