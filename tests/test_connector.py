@@ -376,6 +376,7 @@ def test_step_without_reuse_does_next_to_nothing(
     """Most steps are; many requests may decode in them."""
     assert step(worker, {"ended"}) == (None, None)
     assert backlog.log == []
+    assert worker.get_kv_connector_stats() is None
     backlog.under_way = {"spread"}
     assert step(worker) == (None, set())
     assert [name for name, _ in backlog.log] == ["drop", "drop", "advance"]

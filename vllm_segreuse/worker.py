@@ -153,8 +153,6 @@ class WorkerSide:
 
     def take_outcomes(self) -> dict[str, PlanOutcome]:
         """How plans have ended since the last call, by request, where they report it."""
-        if not self._outcomes:
-            return {}
         taken, self._outcomes = self._outcomes, {}
         return taken
 

@@ -73,7 +73,7 @@ def test_drafts_of_who_is_admitted_need_room_too(managed: Managed) -> None:
 def test_allocation_without_room_for_drafts_is_refused_when_it_is_wrapped() -> None:
     def allocate_slots(self: Any, request: Any, num_new_tokens: int) -> None: ...
 
-    with pytest.raises(RuntimeError, match=r"passes num_lookahead_tokens on to .*allocate_slots"):
+    with pytest.raises(RuntimeError, match=r"see the num_lookahead_tokens of .*allocate_slots"):
         kv_cache_manager._allocate_slots(allocate_slots)
 
 

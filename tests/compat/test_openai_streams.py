@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.documents.test_layout import CONFIG
 from vllm_segreuse.compat.openai_streams import _reporting
 
 ASKED = SimpleNamespace(vllm_xargs={"extra_keys": ["team"]})
@@ -65,7 +66,7 @@ def test_model_trained_on_documents_alone_reports_without_extra_keys() -> None:
     def generator(self: Any, request: Any, result_generator: Any) -> Any:
         return result_generator
 
-    here, request = server(segreuse={}), SimpleNamespace(vllm_xargs=None)
+    here, request = server(segreuse=CONFIG), SimpleNamespace(vllm_xargs=None)
     assert isinstance(_reporting(generator)(here, request, object()), AsyncGenerator)
 
 

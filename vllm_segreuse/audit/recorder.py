@@ -118,8 +118,6 @@ class Recorder:
 
     def take_results(self) -> dict[str, AuditResult]:
         """References that were compared since the last call, by id."""
-        if not self._running:
-            return {}
         done = [request_id for request_id, each in self._running.items() if each.is_done]
         return {request_id: self._running.pop(request_id).result() for request_id in done}
 

@@ -17,7 +17,7 @@ evicted. vllm-project/vllm#44223 proposes to keep approximate KV out of the exac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -244,21 +244,9 @@ class SegmentBlockPool(BlockPool):
         if num_cached_blocks >= num_full_blocks or not request.block_hashes:
             return
         tracked = self._requests.get(request.request_id)
-        if tracked is None:
-            super().cache_full_blocks(
-                request,
-                blocks,
-                num_cached_blocks,
-                num_full_blocks,
-                block_size,
-                kv_cache_group_id,
-                block_mask,
-            )
-            self._note_fresh(request, blocks[num_cached_blocks:num_full_blocks], num_full_blocks)
-            return
+        ends = (TO_THE_END, TO_THE_END) if tracked is None else tracked.exact_ends
         known_end, exact_end = (
-            max(num_cached_blocks, min(num_full_blocks, until // block_size))
-            for until in tracked.exact_ends
+            max(num_cached_blocks, min(num_full_blocks, until // block_size)) for until in ends
         )
         super().cache_full_blocks(
             request,
@@ -270,7 +258,13 @@ class SegmentBlockPool(BlockPool):
             block_mask,
         )
         names = [self._own_name(block) for block in blocks[known_end:num_full_blocks]]
-        self._note_fresh(request, blocks[num_cached_blocks:num_full_blocks], num_full_blocks)
+        if num_full_blocks * block_size > request.num_computed_tokens:
+            # Named by a step that is being scheduled, not by the output of one that has left.
+            self._fresh.update(
+                block.block_id for block in blocks[num_cached_blocks:num_full_blocks]
+            )
+        if tracked is None:
+            return
         if known_end == exact_end:
             self._report_named(request, blocks, num_cached_blocks, num_full_blocks)
             return
@@ -281,14 +275,6 @@ class SegmentBlockPool(BlockPool):
         )
         self._report_named(request, blocks, num_cached_blocks, known_end)
         self._report_named(request, blocks, exact_end, num_full_blocks)
-
-    def _note_fresh(
-        self, request: Request, named: Iterable[KVCacheBlock], num_full_blocks: int
-    ) -> None:
-        """Blocks got their names: in a step that is being scheduled, or by the output of one that
-        has left."""
-        if num_full_blocks * self.group.block_size > request.num_computed_tokens:
-            self._fresh.update([block.block_id for block in named])
 
     def _own_name(self, block: KVCacheBlock) -> BlockHashWithGroupId:
         """Give a block a name that no token sequence hashes to."""

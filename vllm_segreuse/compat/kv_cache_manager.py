@@ -15,14 +15,13 @@ range.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
-from vllm_segreuse.compat.patching import wrap
+from vllm_segreuse.compat.patching import signature_with, wrap
 
 CHECKED = ("0.32", "0.33")
 
@@ -34,12 +33,7 @@ def install() -> None:
 
 
 def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-    if "num_lookahead_tokens" not in signature.parameters:
-        raise RuntimeError(
-            f"segment reuse passes num_lookahead_tokens on to {original.__qualname__}, which this "
-            "vLLM does not have; install a supported vLLM, or start without segment reuse"
-        )
+    signature = signature_with(original, "num_lookahead_tokens")
     lookahead = signature.parameters["num_lookahead_tokens"].default
 
     def retried(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:

@@ -8,11 +8,10 @@ Obsolete when the last chunk of a stream carries `kv_transfer_params`: requested
 vllm-project/vllm#36308, proposed in vllm-project/vllm#40186.
 """
 
-import inspect
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from vllm_segreuse.compat.patching import wrap
+from vllm_segreuse.compat.patching import signature_with, wrap
 from vllm_segreuse.serve.report import StreamReport, has_report
 
 CHECKED = ("0.32", "0.33")
@@ -28,13 +27,7 @@ def install() -> None:
 
 
 def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-    for needed in ("result_generator", "request"):
-        if needed not in signature.parameters:
-            raise RuntimeError(
-                f"segment reuse has to see the {needed} of {original.__qualname__}, which this "
-                "vLLM does not have; install a supported vLLM, or start without segment reuse"
-            )
+    signature = signature_with(original, "result_generator", "request")
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
         call = signature.bind(self, *args, **kwargs)

@@ -2,6 +2,7 @@
 """How the files beside this one replace attributes of vLLM: once each, and never by accident."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,22 @@ def wrap(owner: type | ModuleType, name: str, make: Callable[[Any], Callable[...
     if isinstance(found, staticmethod | classmethod):
         replacement = type(found)(replacement)
     setattr(owner, name, replacement)
+
+
+def signature_with(original: Callable[..., Any], *names: str) -> inspect.Signature:
+    """The signature of a function that is wrapped, which has these parameters.
+
+    Raises:
+        RuntimeError: it lacks one.
+    """
+    signature = inspect.signature(original)
+    for name in names:
+        if name not in signature.parameters:
+            raise RuntimeError(
+                f"segment reuse has to see the {name} of {original.__qualname__}, which this vLLM "
+                "does not have; install a supported vLLM, or start without segment reuse"
+            )
+    return signature
 
 
 def add_method(owner: type, name: str, method: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_segreuse.config import EXTRA_KEYS
-from vllm_segreuse.documents.layout import KEY
+from vllm_segreuse.documents.model import names_of
 
 _DONE = "data: [DONE]"
 _END = "}\n\n"
@@ -29,7 +29,7 @@ def has_report(request: Any, model_config: Any) -> bool:
             without extra keys.
     """
     has_keys = (request.vllm_xargs or {}).get(EXTRA_KEYS) is not None
-    return has_keys or getattr(model_config.hf_config, KEY, None) is not None
+    return has_keys or names_of(model_config) is not None
 
 
 class StreamReport:
