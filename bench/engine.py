@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +91,14 @@ def first_token(
     return Timed(elapsed_ms, output.outputs[0].token_ids[0], output.num_cached_tokens, report)
 
 
+class Request(NamedTuple):
+    """What is asked: token ids, vLLM's `SamplingParams`, and its `cache_salt`."""
+
+    prompt: list[int]
+    sampling: Any
+    salt: str | None = None
+
+
 def generate(
     llm: Any, prompt: list[int], sampling: Any, salt: str | None = None
 ) -> tuple[Any, float]:
@@ -99,17 +107,36 @@ def generate(
     Returns:
         Its output, and the milliseconds until its first token.
     """
-    tokens = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+    [found] = generate_all(llm, [Request(prompt, sampling, salt)])
+    return found
+
+
+def generate_all(llm: Any, requests: Sequence[Request]) -> list[tuple[Any, float]]:
+    """Run requests that decode together: a step reads the weights once for all of them.
+
+    Each is sent when the one before it has its first token, so that its own comes as soon as if it
+    was alone, up to the others' rows of a step.
+
+    Returns:
+        The output of each, and the milliseconds until its first token.
+    """
     vllm_engine = llm.llm_engine
-    started, first_ms, output = time.perf_counter(), None, None
-    vllm_engine.add_request(f"bench-{next(_requests)}", tokens, sampling)
-    while vllm_engine.has_unfinished_requests():
-        for output in vllm_engine.step():
-            if first_ms is None and output.outputs[0].token_ids:
-                first_ms = (time.perf_counter() - started) * 1e3
-    assert output is not None
-    assert first_ms is not None
-    return output, first_ms
+    outputs: dict[str, Any] = {}
+    sent: dict[str, float] = {}
+    first_ms: dict[str, float] = {}
+    for prompt, sampling, salt in requests:
+        name = f"bench-{next(_requests)}"
+        tokens = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        sent[name] = time.perf_counter()
+        vllm_engine.add_request(name, tokens, sampling)
+        is_last = len(sent) == len(requests)
+        while vllm_engine.has_unfinished_requests() and (is_last or name not in first_ms):
+            for output in vllm_engine.step():
+                outputs[output.request_id] = output
+                if output.outputs[0].token_ids:
+                    since = time.perf_counter() - sent[output.request_id]
+                    first_ms.setdefault(output.request_id, since * 1e3)
+    return [(outputs[name], first_ms[name]) for name in sent]
 
 
 def require_reuse(timed: Timed, policy: str, at_least_tokens: int) -> Mapping[str, Any]:

@@ -26,6 +26,8 @@ KV_SPACE_GIB = 4
 MAX_TOKENS = 8192
 FORCED_TOKENS = 32
 """Tokens of the full answer along which distributions are compared."""
+TOGETHER = 4
+"""Requests that decode at the same time, so that few prompts take KV at once."""
 WARM_UP = "These words are not measured. " * 64
 EXACT_DONORS: Mapping[str, Any] = MappingProxyType({"max_provenance_depth": 0})
 COMPUTED_IN_FULL = {"segreuse_min_reused_tokens": 2**31 - 1}
@@ -40,6 +42,24 @@ class Answered(NamedTuple):
     ttft_ms: float
     cached_tokens: int
     report: Mapping[str, Any] | None
+
+
+class Question(NamedTuple):
+    """What one request is.
+
+    Attributes:
+        prompt: token ids.
+        most: tokens of the answer, unless they are forced.
+        extra_args: of the request; None: it reuses nothing.
+        forced: what it is made to say.
+        salt: vLLM's `cache_salt`.
+    """
+
+    prompt: list[int]
+    most: int
+    extra_args: Mapping[str, Any] | None
+    forced: Sequence[int] = ()
+    salt: str | None = None
 
 
 class Full(NamedTuple):
@@ -147,10 +167,10 @@ class Lab:
         self._spaces += 1
         self._rounds += 1
         with self._donated(example, donors, rng) as space:
-            outcomes = {
-                arm.name: self._outcome(example, full, {**space, **arm.extra_args})
-                for arm in harness.rotated(arms, self._rounds)
+            asked = {
+                arm.name: {**space, **arm.extra_args} for arm in harness.rotated(arms, self._rounds)
             }
+            outcomes = self._outcomes(example, full, asked)
         if not self.llm.reset_prefix_cache():
             raise harness.BenchError("the prefix cache could not be reset: a request still runs")
         return {arm.name: outcomes[arm.name] for arm in arms}
@@ -178,24 +198,54 @@ class Lab:
             self._generate(prompt, 1, {**space, **COMPUTED_IN_FULL})
         yield space
 
-    def _outcome(self, example: Example, full: Full, extra_args: Mapping[str, Any]) -> Outcome:
-        """One arm: along the full answer first, then freely where it would say something else."""
-        from bench.english.tape import divergences, favourites
+    def _outcomes(
+        self, example: Example, full: Full, asked: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Outcome]:
+        """Of arms, by their extra args: along the full answer first, then freely where one would
+        say something else."""
+        from bench.english.tape import favourites
 
-        forced = self._ask(example, extra_args, forced=full.tokens)
+        prompt = self.prompts.prompt(example.documents, example.question)
+        forced = self._ask_arms(
+            {name: Question(prompt, 0, args, full.tokens) for name, args in asked.items()}
+        )
+        would_say = {name: favourites(answered.logits) for name, answered in forced.items()}
+        free = self._ask_arms(
+            {
+                name: Question(prompt, example.answer_tokens, args)
+                for name, args in asked.items()
+                if would_say[name] != list(full.tokens)
+            }
+        )
+        return {
+            name: self._outcome(example, full, answered, would_say[name], free.get(name))
+            for name, answered in forced.items()
+        }
+
+    def _ask_arms(self, questions: Mapping[str, Question]) -> dict[str, Answered]:
+        return dict(zip(questions, self.ask_all([*questions.values()]), strict=True))
+
+    def _outcome(
+        self,
+        example: Example,
+        full: Full,
+        forced: Answered,
+        would_say: Sequence[int],
+        free: Answered | None,
+    ) -> Outcome:
+        from bench.english.tape import divergences
+
         if forced.report is None:
             raise harness.BenchError(
                 "a request with extra keys carries no segreuse report: the connector is not active"
             )
         apart = divergences(full.logits, forced.logits[: len(full.logits)])
-        would_say = favourites(forced.logits)
         agree = [a == b for a, b in zip(full.tokens, would_say, strict=True)]
-        same = all(agree)
-        tokens = full.tokens if same else self._ask(example, extra_args).tokens
+        tokens = full.tokens if free is None else free.tokens
         documents = sum(map(self.prompts.measure, example.documents))
         return Outcome(
             score=self._score(example, tokens),
-            said=None if same else self.prompts.answer(tokens),
+            said=None if free is None else self.prompts.answer(tokens),
             ttft_ms=rounded(forced.ttft_ms),
             first_kl=rounded(apart[0]),
             answer_kl=rounded(sum(apart) / len(apart)),
@@ -228,47 +278,60 @@ class Lab:
         forced: Sequence[int] = (),
         salt: str | None = None,
     ) -> Answered:
-        """One request; it ends where the model ends its answer, or with the forced tokens.
+        """One request, by itself; see `Question` and `ask_all`."""
+        [answered] = self.ask_all([Question(prompt, most, extra_args, forced, salt)])
+        return answered
 
-        Args:
-            prompt: token ids.
-            most: tokens of the answer, unless they are forced.
-            extra_args: of the request; None: it reuses nothing.
-            forced: what it is made to say.
-            salt: vLLM's `cache_salt`.
+    def ask_all(self, questions: Sequence[Question]) -> list[Answered]:
+        """Requests, `TOGETHER` at a time; each ends where the model ends its answer, or with the
+        forced tokens.
 
         Raises:
             BenchError: not every step was recorded.
         """
-        from bench.english.tape import TAPE
+        from bench.english.tape import Tape
 
-        TAPE.start(forced)
-        output, ttft_ms = self._generate(
-            prompt, len(forced) or most, extra_args, salt, bool(forced)
-        )
-        tokens = tuple(output.outputs[0].token_ids)
-        if len(TAPE.logits) < len(tokens):
-            raise harness.BenchError(
-                f"an answer of {len(tokens)} tokens came of {len(TAPE.logits)} recorded steps"
+        tapes = [Tape(question.forced) for question in questions]
+        requests = [
+            engine.Request(
+                question.prompt,
+                _sampling(
+                    len(question.forced) or question.most,
+                    {**(question.extra_args or {}), **tape.extra_args},
+                    ignore_eos=bool(question.forced),
+                ),
+                question.salt,
             )
-        report = (output.kv_transfer_params or {}).get("segreuse")
-        logits = TAPE.logits[: len(tokens)]
-        return Answered(tokens, logits, ttft_ms, output.num_cached_tokens or 0, report)
+            for question, tape in zip(questions, tapes, strict=True)
+        ]
+        found = [
+            one
+            for first in range(0, len(requests), TOGETHER)
+            for one in engine.generate_all(self.llm, requests[first : first + TOGETHER])
+        ]
+        return [_answered(*one, tape.logits) for one, tape in zip(found, tapes, strict=True)]
 
-    def _generate(
-        self,
-        prompt: list[int],
-        most: int,
-        extra_args: Mapping[str, Any] | None,
-        salt: str | None = None,
-        ignore_eos: bool = False,
-    ) -> tuple[Any, float]:
-        from vllm import SamplingParams
+    def _generate(self, prompt: list[int], most: int, extra_args: Mapping[str, Any] | None) -> None:
+        engine.generate(self.llm, prompt, _sampling(most, extra_args))
 
-        sampling = SamplingParams(
-            max_tokens=most,
-            temperature=0.0,
-            extra_args=dict(extra_args) if extra_args else None,
-            ignore_eos=ignore_eos,
+
+def _sampling(most: int, extra_args: Mapping[str, Any] | None, ignore_eos: bool = False) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=most,
+        temperature=0.0,
+        extra_args=dict(extra_args) if extra_args else None,
+        ignore_eos=ignore_eos,
+    )
+
+
+def _answered(output: Any, ttft_ms: float, logits: Sequence[Any]) -> Answered:
+    tokens = tuple(output.outputs[0].token_ids)
+    if len(logits) < len(tokens):
+        raise harness.BenchError(
+            f"an answer of {len(tokens)} tokens came of {len(logits)} recorded steps"
         )
-        return engine.generate(self.llm, prompt, sampling, salt)
+    report = (output.kv_transfer_params or {}).get("segreuse")
+    cached = output.num_cached_tokens or 0
+    return Answered(tokens, logits[: len(tokens)], ttft_ms, cached, report)

@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tape as a logits processor of vLLM."""
+"""Tapes as a logits processor of vLLM."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
-from bench.english.tape import TAPE
+from bench.english.tape import tape_of
 
 
-class Recorder(LogitsProcessor):
-    """vLLM's interface to `TAPE`; see `LLM(logits_processors=[Recorder])`."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        pass
+class Recorder(AdapterLogitsProcessor):
+    """Records each request on the tape that it names; see `LLM(logits_processors=[Recorder])`."""
 
     def is_argmax_invariant(self) -> bool:
         """It is applied to greedy requests, too."""
         return False
 
-    def update_state(self, batch_update: Any) -> None:
-        """There is one request at a time, and nothing to keep of it."""
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """What is applied to the logits `[vocabulary]` of each step of a request."""
+        tape = tape_of(params.extra_args)
+        if tape is None:
+            return None
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[requests, vocabulary]`: one request."""
-        if len(logits) == 1:  # start-up samples for a full batch
-            TAPE.record(logits[0])
-        return logits
+        def record(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            tape.record(logits)
+            return logits
+
+        return record

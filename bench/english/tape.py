@@ -5,47 +5,61 @@ So one request gives the exact distributions of a policy along the answer of ful
 prompt is computed as the policy says, each token of that answer is forced, and what the model would
 have said instead is on the tape. The whole vocabulary is recorded, not the most likely tokens.
 
-The engine runs in this process, one request at a time: the tape is a value of this module.
+The engine runs in this process, so a request only has to name its tape: `Tape.extra_args`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 Logits = list[torch.Tensor]
 """`[vocabulary]` each, float32, of steps one after the other."""
 
+EXTRA_ARG = "bench_tape"
+
 
 class Tape:
-    """What the request that runs was made to say, and what it would have said.
+    """What one request was made to say, and what it would have said.
+
+    Args:
+        forced: tokens to say in any case; behind them, and without any, decoding is greedy.
 
     Attributes:
-        forced: tokens to say in any case; behind them, and without any, decoding is greedy.
         logits: of every step so far, as the model gave them.
     """
 
-    def __init__(self) -> None:
-        self.forced: Sequence[int] = ()
+    def __init__(self, forced: Sequence[int] = ()) -> None:
+        self._forced = tuple(forced)
+        self._name = f"tape-{next(_NUMBERS)}"
         self.logits: Logits = []
+        _TAPES[self._name] = self
 
-    def start(self, forced: Sequence[int] = ()) -> None:
-        """Begin a request."""
-        self.forced = tuple(forced)
-        self.logits = []
+    @property
+    def extra_args(self) -> Mapping[str, Any]:
+        """What a request has among its `extra_args` to be recorded here."""
+        return {EXTRA_ARG: self._name}
 
     def record(self, logits: torch.Tensor) -> None:
         """Take one step's logits `[vocabulary]`, and change them so that the forced token wins."""
         step = len(self.logits)
         self.logits.append(logits.detach().to("cpu", torch.float32, copy=True))
-        if step < len(self.forced):
+        if step < len(self._forced):
             logits.fill_(float("-inf"))
-            logits[self.forced[step]] = 0.0
+            logits[self._forced[step]] = 0.0
 
 
-TAPE = Tape()
-"""Of the request that runs; `recorder.Recorder` writes it."""
+_TAPES: WeakValueDictionary[str, Tape] = WeakValueDictionary()
+_NUMBERS = count()
+
+
+def tape_of(extra_args: Mapping[str, Any] | None) -> Tape | None:
+    """The tape that a request names, if it names one that is still there."""
+    return _TAPES.get((extra_args or {}).get(EXTRA_ARG, ""))
 
 
 def divergences(full: Logits, other: Logits) -> list[float]:

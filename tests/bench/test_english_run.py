@@ -18,7 +18,7 @@ from bench.english import engine, figures, page, pooling, run
 from bench.english.arms import Arm, arm
 from bench.english.donors import DONORS
 from bench.english.records import Outcome, Record, Records, Setting, model_digest
-from bench.english.tape import Tape, divergences, favourites
+from bench.english.tape import Tape, divergences, favourites, tape_of
 from bench.english.tasks import draw
 from bench.english.tasks.base import Example
 from bench.quality import seeds
@@ -443,15 +443,21 @@ def test_divergence_is_over_the_whole_vocabulary() -> None:
 
 
 def test_a_tape_forces_tokens_and_keeps_what_would_have_been_said() -> None:
-    tape = Tape()
-    tape.start([2, 1])
+    tape = Tape([2, 1])
     for said in (2, 1, 0):  # the last one freely
         logits = torch.tensor([5.0, 1.0, 0.0])
         tape.record(logits)
         assert int(logits.argmax()) == said
     assert favourites(tape.logits) == [0, 0, 0]
-    tape.start()
-    assert tape.logits == []
+
+
+def test_requests_that_decode_together_have_tapes_of_their_own() -> None:
+    tapes = [Tape([1]), Tape([2])]
+    assert [tape_of(tape.extra_args) for tape in tapes] == tapes
+    assert tape_of(None) is None
+    assert tape_of({"extra_keys": ["docs"]}) is None
+    named = tapes.pop().extra_args
+    assert tape_of(named) is None, "nobody reads it any more"
 
 
 @pytest.fixture

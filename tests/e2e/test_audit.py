@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from bench.english.recorder import Recorder
-from bench.english.tape import TAPE, divergences
+from bench.english.tape import Tape, divergences
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 
 TOKENS = 8
@@ -97,23 +97,27 @@ def test_the_divergence_is_that_of_two_requests_side_by_side(
     for document in documents:
         ask(audited, text.around(document), NAMESPACE)
     prompt = text.around(*reversed(documents))
-    TAPE.start()
-    answer = ask(audited, prompt, options(policy))
-    reused = TAPE.logits[:TOKENS]
+    tape = Tape()
+    answer = ask(audited, prompt, {**options(policy), **tape.extra_args})
+    reused = tape.logits[:TOKENS]
     assert answer.report["reused_tokens"] > 300
     line = lines(log)[-1]
     assert line["outcome"] == "compared"
     assert line["policy"] == policy
 
-    TAPE.start(answer.token_ids)
-    (full,) = audited.ask({"prompt_token_ids": prompt, "cache_salt": policy}, max_tokens=TOKENS)
+    forced = Tape(answer.token_ids)
+    (full,) = audited.ask(
+        {"prompt_token_ids": prompt, "cache_salt": policy},
+        options=dict(forced.extra_args),
+        max_tokens=TOKENS,
+    )
     assert full.cached_tokens == 0
     assert full.token_ids == answer.token_ids
-    apart = divergences(TAPE.logits, reused)
+    apart = divergences(forced.logits, reused)
     assert apart[0] > 0
     assert line["kl"] == pytest.approx(apart[0], rel=1e-5)
     agreed = sum(
-        int(a.argmax()) == int(b.argmax()) for a, b in zip(TAPE.logits, reused, strict=True)
+        int(a.argmax()) == int(b.argmax()) for a, b in zip(forced.logits, reused, strict=True)
     )
     assert (line["agreed_tokens"], line["compared_tokens"]) == (agreed, TOKENS)
 

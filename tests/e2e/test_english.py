@@ -11,8 +11,9 @@ from bench.agents import arms as agents_arms
 from bench.agents import distance, traces
 from bench.agents.tokens import Tokens
 from bench.english import demo, donors
-from bench.english.arms import arm
+from bench.english.arms import Arm, arm
 from bench.english.engine import EXACT_DONORS, Lab, english_engine
+from bench.english.records import Outcome
 from bench.english.tasks import draw
 from bench.quality import seeds
 from bench.shapes import make_model
@@ -46,6 +47,20 @@ def test_documents_are_reused_and_full_recomputation_is_full_prefill(lab: Lab, k
     assert [*outcomes] == ["default", "shift", "all"]
     assert outcomes["all"].answer_kl < min(0.005, outcomes["shift"].answer_kl)
     assert outcomes["all"].work > 0.9
+
+
+def test_arms_that_decode_together_answer_as_each_by_itself(lab: Lab) -> None:
+    drawn = draw("needles", 0, seeds.rng("tuning", "needles", 2), lab.prompts.measure)
+    full = lab.full(drawn)
+
+    def ask(*arms: Arm) -> dict[str, Outcome]:
+        return lab.reuse(drawn, full, "reversed", arms, seeds.rng("tuning", "reversed", 0))
+
+    alone = {one.name: ask(one)[one.name] for one in ARMS}
+    for name, outcome in ask(*ARMS).items():
+        assert outcome.work == alone[name].work
+        assert outcome.first_kl == pytest.approx(alone[name].first_kl, abs=1e-3)
+        assert outcome.answer_kl == pytest.approx(alone[name].answer_kl, abs=1e-3)
 
 
 def test_what_is_forced_is_what_free_decoding_says(lab: Lab) -> None:
