@@ -11,7 +11,7 @@ class FakeEngine:
     """Stands for vLLM's: a prefill takes two steps, each step gives one more token to who has one.
 
     Attributes:
-        log: what happened: a request was added, or has its first token.
+        log: what happened: a request was added, has its first token, or has ended.
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,16 @@ class FakeEngine:
             self._prefill[name] -= 1
             if self._prefill[name] > 0:
                 continue
-            said = self._said[name]
+            said, number = self._said[name], [*self._said].index(name) + 1
             if not said:
-                self.log.append(f"first of {[*self._said].index(name) + 1}")
+                self.log.append(f"first of {number}")
             said.append(len(said))
             completion = SimpleNamespace(token_ids=[*said])
             outputs.append(SimpleNamespace(request_id=name, outputs=[completion]))
             self._left[name] -= 1
             if not self._left[name]:
                 del self._left[name]
+                self.log.append(f"end of {number}")
         return outputs
 
 
@@ -55,7 +56,9 @@ def test_each_is_sent_once_the_one_before_has_its_first_token_and_all_decode_tog
         [Request([n], n, salt="s" if n == 1 else None) for n in lengths],
     )
     assert [len(output.outputs[0].token_ids) for output, _ in found] == [5, 1, 3]
-    assert engine.log == ["add 1", "first of 1", "add 2", "first of 2", "add 3", "first of 3"]
+    assert engine.log[:3] == ["add 1", "first of 1", "add 2"]
+    assert engine.log[3:6] == ["first of 2", "end of 2", "add 3"]
+    assert engine.log[6:] == ["end of 1", "first of 3", "end of 3"], "both decoded beside the first"
     assert all(ms > 0 for _, ms in found)
     assert engine.added == [
         {"prompt_token_ids": [5]},
