@@ -205,25 +205,24 @@ class Lab:
         say something else."""
         from bench.english.tape import favourites
 
-        prompt = self.prompts.prompt(example.documents, example.question)
-        forced = self._ask_arms(
-            {name: Question(prompt, 0, args, full.tokens) for name, args in asked.items()}
-        )
+        forced = self._ask_arms(example, asked, full.tokens)
         would_say = {name: favourites(answered.logits) for name, answered in forced.items()}
-        free = self._ask_arms(
-            {
-                name: Question(prompt, example.answer_tokens, args)
-                for name, args in asked.items()
-                if would_say[name] != list(full.tokens)
-            }
-        )
+        said = list(full.tokens)
+        differing = {name: args for name, args in asked.items() if would_say[name] != said}
+        free = self._ask_arms(example, differing)
         return {
             name: self._outcome(example, full, answered, would_say[name], free.get(name))
             for name, answered in forced.items()
         }
 
-    def _ask_arms(self, questions: Mapping[str, Question]) -> dict[str, Answered]:
-        return dict(zip(questions, self.ask_all([*questions.values()]), strict=True))
+    def _ask_arms(
+        self, example: Example, asked: Mapping[str, Mapping[str, Any]], forced: Sequence[int] = ()
+    ) -> dict[str, Answered]:
+        prompt = self.prompts.prompt(example.documents, example.question)
+        questions = [
+            Question(prompt, example.answer_tokens, args, forced) for args in asked.values()
+        ]
+        return dict(zip(asked, self.ask_all(questions), strict=True))
 
     def _outcome(
         self,

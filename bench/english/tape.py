@@ -21,6 +21,8 @@ Logits = list[torch.Tensor]
 """`[vocabulary]` each, float32, of steps one after the other."""
 
 EXTRA_ARG = "bench_tape"
+_TAPES: WeakValueDictionary[str, Tape] = WeakValueDictionary()
+_NUMBERS = count()
 
 
 class Tape:
@@ -51,10 +53,6 @@ class Tape:
         if step < len(self._forced):
             logits.fill_(float("-inf"))
             logits[self._forced[step]] = 0.0
-
-
-_TAPES: WeakValueDictionary[str, Tape] = WeakValueDictionary()
-_NUMBERS = count()
 
 
 def tape_of(extra_args: Mapping[str, Any] | None) -> Tape | None:
