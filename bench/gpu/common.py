@@ -18,6 +18,8 @@ from bench import engine, harness
 from bench.gpu import models
 
 BACKEND = "SEGREUSE_BENCH_BACKEND"
+CAPTURE = "SEGREUSE_BENCH_CAPTURE"
+"""Tokens of the largest CUDA graph, where it is not what vLLM chooses."""
 TRACES = "SEGREUSE_BENCH_TRACES"
 """Names a folder for profiles, which chrome://tracing shows."""
 BLOCK_TOKENS = 16
@@ -43,6 +45,8 @@ def running(shape: str, max_model_len: int, eager: bool) -> AbstractContextManag
     options: dict[str, Any] = {} if on_cpu else dict[str, Any](memory)
     if backend := os.environ.get(BACKEND):
         options["attention_backend"] = backend
+    if tokens := os.environ.get(CAPTURE):
+        options["max_cudagraph_capture_size"] = int(tokens)
     return engine.engine(
         models.make_model(shape),
         segreuse=True,

@@ -52,11 +52,11 @@ STAGES = {
     "equality-triton": (200, f"SEGREUSE_TEST_BACKEND=TRITON_ATTN {EQUALITY}"),
     "equality-v1": (200, f"VLLM_USE_V2_MODEL_RUNNER=0 {EQUALITY}"),
     # In float32 vLLM's Triton attention would multiply in TF32, which the start-up proof refuses.
-    "engine": (240, f"TRITON_F32_DEFAULT=ieee {PYTEST} -n 4 --dist loadfile {ENGINE}"),
+    "engine": (240, f"TRITON_F32_DEFAULT=ieee {PYTEST} -n {len(_ENGINE)} --dist loadfile {ENGINE}"),
     "tiny": (200, f"{BENCH} gpu --quick --part headline --json {{out}}/tiny.json"),
     "kernels": (150, f"{BENCH} kernels --json {{out}}/kernels.json"),
     "sizes": (150, f"{BENCH} gpu --part sizes --json {{out}}/sizes.json"),
-    "headline": (300, f"{BENCH} gpu --part headline --json {{out}}/headline.json"),
+    "headline": (420, f"{BENCH} gpu --part headline --json {{out}}/headline.json"),
     "pass": (300, f"{BENCH} gpu --part pass --json {{out}}/pass.json"),
     "serving": (
         420,
@@ -64,7 +64,6 @@ STAGES = {
     ),
     "decode": (300, f"{BENCH} gpu --part decode --json {{out}}/decode.json"),
     "serve": (300, f"{BENCH} gpu --part serve --json {{out}}/serve.json"),
-    "long": (540, f"{BENCH} gpu --part ttft-qwen3-8b --json {{out}}/long.json"),
 }
 _LAST_LINES = 12
 _writing = threading.Lock()

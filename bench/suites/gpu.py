@@ -3,9 +3,9 @@
 
 Parts, each within ten minutes, chosen by `--part` (all of them if none is named):
 
-headline    one model of eight billion parameters, 65,536 tokens, then 4,096 and 16,384: full
-            prefill against every policy; then what sets the pace of each pass. The first to run on
-            a new machine.
+headline    one model of eight billion parameters, 65,536 and 32,768 tokens, then 4,096 and 16,384:
+            full prefill against every policy; then what sets the pace of each pass. The first to
+            run on a new machine.
 ttft-SHAPE  concurrency 1: full prefill against every policy, at several contexts and shares of
             reused tokens. The break-even point follows: the fewest reused tokens that still pay.
 sizes       sparse-query attention with programs of several sizes: which are fastest.
@@ -21,7 +21,8 @@ nothing but its own.
 
 `--quick` runs everything on a tiny shape, on the CPU too: that is the suite's own test.
 `SEGREUSE_BENCH_BACKEND` names an attention backend other than vLLM's choice,
-`SEGREUSE_BENCH_TRACES` a folder for profiles of a request of each policy.
+`SEGREUSE_BENCH_CAPTURE` the tokens of the largest CUDA graph, `SEGREUSE_BENCH_TRACES` a folder for
+profiles of a request of each policy.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def _part(part: str, quick: bool, on_gpu: bool) -> Iterator[common.Found]:
 def _headline(quick: bool, on_gpu: bool) -> Iterator[common.Found]:
     shape, tokens = ("tiny", 1024) if quick else ttft.HEADLINE[:2]
     loads = (
-        ttft.Load((2 * tokens if quick else ttft.FAR,), (0.98,), 1 if quick else 3),
+        ttft.Load(
+            (2 * tokens,) if quick else (ttft.FAR, ttft.FAR // 2), (0.98, 0.9), 1 if quick else 3
+        ),
         ttft.Load((tokens // 4, tokens), (0.98, 0.9), 1 if quick else 8),
     )
     rows: list[harness.Row] = []
