@@ -3,10 +3,9 @@
 that starts its kernels.
 
 The plan of a real request is carried out again and again, with nothing else in the engine: as it
-is, without vLLM's CUDA graphs, without dividing what two of these could run, and in chunks of no
-more than the largest takes. First on a model with the layers of the real one and next to no width:
-that takes as long as the host does. Then, on a GPU, on the real one, under the profiler: the time
-in which kernels ran is the device's.
+is, without vLLM's CUDA graphs, and in chunks of no more than the largest of these. First on
+a model with the layers of the real one and next to no width: that takes as long as the host does.
+Then, on a GPU, on the real one, under the profiler: the time in which kernels ran is the device's.
 """
 
 from __future__ import annotations
@@ -84,10 +83,6 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
         runner = prefill._layers
         with patch.object(runner, "graphs", None):
             without_graphs_ms = _median_ms(work)
-        undivided_ms = wall_ms
-        if runner.graphs is not None:
-            with patch.object(runner.graphs, "at_once", lambda count, most: most):
-                undivided_ms = _median_ms(work)
         most = runner._max_wave_tokens if runner.graphs is None else runner.graphs.sizes[-1]
         with patch.object(runner, "_max_wave_tokens", most):
             in_graphs_ms = _median_ms(work)
@@ -100,7 +95,6 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
             "layer_tokens": plan.layer_tokens(prefill.layers),
             "wall_ms": wall_ms,
             "without_graphs_ms": without_graphs_ms,
-            "undivided_ms": undivided_ms,
             "in_graphs_ms": in_graphs_ms,
             "us_per_layer": us_per_layer,
         }

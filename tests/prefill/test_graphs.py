@@ -59,16 +59,6 @@ def test_the_smallest_graph_with_room_for_a_pass(count: int, size: int, stack: A
     assert graphs.size_for(tokens(*range(count))) == size
 
 
-@pytest.mark.parametrize(
-    ("count", "most", "at_once"),
-    [(8, 64, 64), (9, 64, 5), (15, 64, 8), (16, 64, 8), (17, 64, 64), (16, 12, 12), (16, 3, 3)],
-)
-def test_what_two_graphs_have_room_for_is_computed_by_two(
-    count: int, most: int, at_once: int, stack: Any
-) -> None:
-    assert CudaGraphs(stack, captured()).at_once(count, most) == at_once
-
-
 def test_a_graph_reads_the_pass_and_the_runner_finds_its_step_again(stack: Any) -> None:
     given = captured()
     graphs = CudaGraphs(stack, given)

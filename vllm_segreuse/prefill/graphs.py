@@ -41,18 +41,6 @@ class CudaGraphs:
         at = bisect.bisect_left(self.sizes, max(len(tokens), self._least))
         return self.sizes[at] if at < len(self.sizes) else 0
 
-    def at_once(self, count: int, most: int) -> int:
-        """Tokens that a pass of `count` computes at once.
-
-        Up to twice as many as the largest graph takes are faster by two graphs than without any;
-        more are slower by three (docs/gpu.md).
-
-        Args:
-            most: that would be computed at once.
-        """
-        largest = self.sizes[-1]
-        return -(-count // 2) if largest < count <= min(most, 2 * largest) else most
-
     @contextmanager
     def of_at_least(self, size: int) -> Iterator[None]:
         """Meanwhile passes are padded to so many tokens, as far as they have fewer."""

@@ -206,8 +206,6 @@ class LayerRunner:
         outputs = Collected(len(tokens))
         graphs = self.graphs if self.compiled else None
         most = batch.wave_tokens(self._max_wave_tokens, len(self))
-        if graphs is not None:
-            most = graphs.at_once(len(tokens), most)
         for part, wave in self._attention.parts(tokens, most):
             size = 0 if graphs is None else graphs.size_for(wave)
             attending = context(wave, batch.block_tables, Execution(self.compiled, size))
