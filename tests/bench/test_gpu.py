@@ -30,6 +30,7 @@ from bench.gpu import (
     pack,
     passes,
     rehearse,
+    roofline,
     serving,
     stages,
     ttft,
@@ -486,3 +487,42 @@ def test_the_routes_of_the_server_are_built() -> None:
     command = [sys.executable, "-c", script]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert int(said.split("model_hosting ")[1]) > 20
+
+
+def test_the_least_time_of_a_request_by_the_data_sheet(tmp_path: Path) -> None:
+    load = {"shape": "qwen3-8b", "tokens": 1000, "share": 0.98}
+    rows = [
+        load | {"policy": "full", "median_ms": 100.0, "reused": 0, "computed_share": 1.0},
+        load | {"policy": "cached", "median_ms": 10.0, "reused": 0, "computed_share": 0.0},
+        load | {"policy": "shift", "median_ms": 40.0, "reused": 980, "computed_share": 0.1},
+        {"policy": "shift", "wall_ms": 1.0},  # of another part
+    ]
+    measured, file = tmp_path / "headline.json", tmp_path / "roofline.json"
+    where = {"commit": "abcdef0", "gpu": "NVIDIA H200"}
+    measured.write_text(json.dumps({"environment": where, "rows": rows}))
+    assert roofline.main([str(measured), "--json", str(file)]) == 0
+    written = json.loads(file.read_text())
+    assert written["environment"] == where, "of the measurement"
+    full, shift = written["rows"]
+    weights = 36 * 4096 * (4096 + 4096 + 1024 + 1024 + 3 * 12288)
+    assert full["products_ms"] == pytest.approx(1e3 * 1000 * 2 * weights / 989e12)
+    assert full["attention_ms"] == pytest.approx(1e3 * 36 * 1000 * 500 * 4 * 4096 / 989e12)
+    assert (full["vllm_ms"], full["moving_ms"]) == (0, 0)
+    assert shift["products_ms"] == pytest.approx(1e3 * 2 * weights / 4.8e12), "they are read once"
+    assert shift["attention_ms"] == pytest.approx(full["attention_ms"] / 10)
+    kv_bytes = 980 * 36 * 2 * 1024 * 2
+    assert shift["moving_ms"] == pytest.approx(1e3 * 2 * kv_bytes / 4.8e12), "read and written"
+    parts = ("vllm_ms", "products_ms", "attention_ms", "moving_ms")
+    assert shift["vllm_ms"] == 10.0
+    assert shift["least_ms"] == pytest.approx(sum(shift[part] for part in parts))
+    assert shift["most_speedup"] == pytest.approx(100.0 / shift["least_ms"])
+
+
+def test_bounds_of_a_gpu_that_is_not_known_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = tmp_path / "headline.json"
+    measured.write_text(json.dumps({"environment": {"gpu": "Abacus"}, "rows": []}))
+    assert roofline.main([str(measured), "--json", str(tmp_path / "roofline.json")]) == 1
+    assert "'Abacus'" in capsys.readouterr().err
+    assert not (tmp_path / "roofline.json").exists()
