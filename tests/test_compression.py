@@ -203,7 +203,7 @@ def test_text_behind_a_document_stands_in_no_known_context(world: World, donor_n
 
 def test_a_request_for_exact_kv_computes_documents(world: World) -> None:
     tracked = world.managed.tracked(world.managed.request(DOCUMENT))
-    tracked.finder = exact = world.managed.side._by_residence
+    tracked.finder = exact = world.managed.side.methods.by_residence
     world.compression.name(tracked, ["a"])
     assert tracked.finder is exact
     assert not tracked.names_documents

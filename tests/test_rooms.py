@@ -15,7 +15,7 @@ ORDER = (
     *("knowledge", "explain", "viewer", "serve", "compat", "model", "tier", "prefill"),
     *("accounts", "arrival", "cold_documents", "compression"),
     *("isolated_options", "isolated"),
-    *("similarity", "tracing", "scheduler", "worker"),
+    *("similarity", "methods", "tracing", "scheduler", "worker"),
     *("connector", "plugin", "doctor", "estimate", "calibrate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""

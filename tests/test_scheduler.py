@@ -645,7 +645,7 @@ def test_later_turns_that_would_find_the_prompt_are_weighed(
     policy: str, more: dict[str, Any], later: float, weighs: bool, reused: bool
 ) -> None:
     world = cached_document()
-    world.side._turns = Seen(later)  # type: ignore[assignment]
+    world.side.methods.turns = Seen(later)  # type: ignore[assignment]
     options = {"segreuse_policy": policy, "segreuse_weigh_turns": weighs}
     request = world.add(PROMPT, OPTIONS | options | more)
     assert bool(world.run(request)) is reused
@@ -654,7 +654,7 @@ def test_later_turns_that_would_find_the_prompt_are_weighed(
 
 def test_prompts_are_counted_of_those_who_weigh_turns() -> None:
     world = cached_document()
-    seen = world.side._turns = Seen(0.0)  # type: ignore[assignment]
+    seen = world.side.methods.turns = Seen(0.0)  # type: ignore[assignment]
     world.run(world.add(PROMPT))
     assert seen.prompts == []
     weighing = OPTIONS | {"segreuse_weigh_turns": True}
@@ -828,7 +828,7 @@ def test_policies_that_find_the_same_are_known() -> None:
     def alike(one: str, other: str, **options: Any) -> bool:
         world = World(similarity=SIMILARITY | options)
         both = [RequestOptions(policy=policy, similarity=True) for policy in (one, other)]
-        return world.side.finds_alike(*both)
+        return world.side.methods.finds_alike(*both)
 
     assert alike("shift", "focus")
     assert not alike("exact", "focus")
@@ -836,8 +836,8 @@ def test_policies_that_find_the_same_are_known() -> None:
     assert alike("shift", "epic", w_exact={1: 2})
     assert alike("focus", "sparsex", w_exact={1: 2})
     once = RequestOptions(recompute_once=True)
-    assert not World().side.finds_alike(once, RequestOptions())
-    assert World().side.finds_alike(once, once)
+    assert not World().side.methods.finds_alike(once, RequestOptions())
+    assert World().side.methods.finds_alike(once, once)
 
 
 def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
@@ -845,7 +845,7 @@ def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
     world.run(world.add(DOCUMENT))
     wanted = OPTIONS | {"segreuse_policy": "shift"}
     earlier = world.add([7, *CHANGED, 8], wanted)
-    world.side.set_similarity({"halo_tokens": 3, "w_exact": None})
+    world.side.methods.set_similarity({"halo_tokens": 3, "w_exact": None})
     later = world.add([9, *CHANGED, 8], wanted)
     world.run(earlier)
     [first] = world.plans
@@ -855,8 +855,10 @@ def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
     assert not first.recipe.always[2:5].any()
     assert set(second.pieces.layers.tolist()) == {ALL_LAYERS}
     assert second.recipe.always[2:5].all(), "the halo of the first segment"
-    world.side.set_similarity({})
-    assert world.side._finder(RequestOptions(policy="shift", similarity=True)).halo == NO_HALO
+    world.side.methods.set_similarity({})
+    assert (
+        world.side.methods.finder(RequestOptions(policy="shift", similarity=True)).halo == NO_HALO
+    )
 
 
 @pytest.mark.parametrize(
@@ -872,12 +874,12 @@ def test_options_that_the_server_cannot_search_by_are_refused(
     options: dict[str, Any], said: str
 ) -> None:
     world = World(similarity=SIMILARITY | {"w_exact": {1: 0}})
-    before = world.side._by_similarity
+    before = world.side.methods.by_similarity
     with pytest.raises(ValueError, match=said):
-        world.side.set_similarity(options)
-    assert world.side._by_similarity is before
+        world.side.methods.set_similarity(options)
+    assert world.side.methods.by_similarity is before
     with pytest.raises(ValueError, match="the server has no option `similarity`"):
-        World().side.set_similarity({})
+        World().side.methods.set_similarity({})
 
 
 def test_runs_that_are_no_longer_than_the_halo_are_not_reused() -> None:

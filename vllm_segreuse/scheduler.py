@@ -32,23 +32,20 @@ from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.contexts import ContextArray, contexts_of
 from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.cache.donors import Donors
-from vllm_segreuse.cache.exact import ResidentFinder
 from vllm_segreuse.cache.explain import Reasons, Unused, explain, unexplored, with_recomputed
 from vllm_segreuse.cache.finder import ContentFinder, Finder
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.freezing import Freezing
 from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.image_finder import ImageFinder
-from vllm_segreuse.cache.images import ImageIds, PromptImages
+from vllm_segreuse.cache.images import ImageIds
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.cache.planner import Planner, least_work
+from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
-from vllm_segreuse.cache.turns import Turns
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
@@ -56,9 +53,7 @@ from vllm_segreuse.compression import Compression
 from vllm_segreuse.config import (
     OBSERVE,
     STEP_TOKENS,
-    RequestOptions,
     SegReuseConfig,
-    SimilarityOptions,
     Switch,
     parse_request,
 )
@@ -66,22 +61,19 @@ from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.isolated import IsolatedRequests
 from vllm_segreuse.isolated_options import POLICY as LINK
 from vllm_segreuse.kv_group import KvGroup
+from vllm_segreuse.methods import Methods
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
     AuditOrders,
     AuditResult,
-    BoolArray,
     FreezeOrder,
     IntArray,
     ModelLayers,
     PlanOutcome,
-    Recipe,
     ReusePlan,
-    Segments,
     TierDone,
     TierOrders,
 )
-from vllm_segreuse.policies import POLICIES, WITHOUT_CHOICE, Situation
 from vllm_segreuse.similarity import similar_segments
 from vllm_segreuse.tier.fingerprint import model_fingerprint
 from vllm_segreuse.tier.own_prefix import OwnPrefix
@@ -184,10 +176,11 @@ class SchedulerSide:
         index = SegmentIndex(pool.num_gpu_blocks + records, group.block_size)
         health = Health()
         self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
-        self._by_content: Finder = ContentFinder(index, config.max_provenance_depth)
-        self._by_similarity = similar_segments(
-            *(vllm_config.model_config, config, index, self._namespaces, self._by_content, stats)
+        by_content: Finder = ContentFinder(index, config.max_provenance_depth)
+        by_similarity = similar_segments(
+            *(vllm_config.model_config, config, index, self._namespaces, by_content, stats)
         )
+        self.methods = Methods(config, group.block_size, self._layers, by_content, by_similarity)
         requests: dict[str, TrackedRequest] = {}
         self._merge_size: int | None = None
         self._image_ids = ImageIds(functools.partial(_image_ids_in_use, index, requests))
@@ -197,12 +190,11 @@ class SchedulerSide:
         self._pool = pool
         self._index = index
         self._health = health
-        self._by_residence: Finder = ResidentFinder(group.block_size)
         num_blocks = pool.num_gpu_blocks - 1  # without vLLM's null block
         self._adapters = Adapters()
         self._forgotten = Forgotten(index, self._namespaces, FORGOTTEN_PER_BLOCK * num_blocks)
         depth = config.max_provenance_depth
-        followers = [] if self._by_similarity is None else [self._by_similarity.store]
+        followers = [] if by_similarity is None else [by_similarity.store]
         self._tier = None
         if region is not None:
             ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -226,7 +218,6 @@ class SchedulerSide:
         documents = None if self._tier is None else self._tier.documents
         self._freezing = Freezing(entries, index, pool.is_exact, health, documents)
         self._compression = Compression(pool, entries, group.block_size)
-        self._turns = Turns()
         self._planner = Planner(
             requests,
             pool,
@@ -314,8 +305,8 @@ class SchedulerSide:
         )
         # What later turns take as it is costs them nothing.
         weighs_turns = options.weigh_turns and not recompute_once
-        work = self._work_of(options)
-        finder = self._finder(options, images)
+        work = self.methods.work_of(options)
+        finder = self.methods.finder(options, images)
         if recompute_once:
             finder = ContinuingFinder(finder, self._conversations)
         tracked = TrackedRequest(
@@ -325,10 +316,10 @@ class SchedulerSide:
             min_reused_tokens=options.min_reused_tokens,
             # A named document is more than less work: its tokens as a text have other KV.
             make_recipe=functools.partial(
-                self._recipe, options, None if parsed.documents else work
+                self.methods.recipe, options, None if parsed.documents else work
             ),
             work=work if is_text else None,
-            later_turns=self._later_turns if weighs_turns else None,
+            later_turns=self.methods.later_turns if weighs_turns else None,
             max_drift=math.inf if options.max_drift is None else options.max_drift,
             policy=options.policy,
             observes=options.observe,
@@ -435,7 +426,7 @@ class SchedulerSide:
         if tracked.later_turns is not None and not request.num_preemptions:
             _, exact_end = tracked.exact_ends
             names, size = tracked.prompt.names(0, len(block_ids)), self._block_size
-            self._turns.began(names, len(hit_blocks), min(exact_end // size, len(names)))
+            self.methods.turns.began(names, len(hit_blocks), min(exact_end // size, len(names)))
         self._donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         if request.num_preemptions:
             self._audits.forget(request.request_id)
@@ -584,36 +575,6 @@ class SchedulerSide:
         if self._tier is not None:
             self._tier.note(done)
 
-    def computed_by(self, plan: ReusePlan, options: RequestOptions) -> ReusePlan | None:
-        """The plan of a request with other options, if these find the same; see `ReusePlan`. None:
-        they would reuse less of it, nothing, or more than was planned."""
-        work = self._work_of(options)
-        make_recipe = functools.partial(self._recipe, options, work)
-        weighs_turns = options.weigh_turns and not options.recompute_once
-        later = self._later_turns() if weighs_turns else 0.0
-        pieces, recipe = least_work(make_recipe, work, plan.pieces, plan.start, plan.stop, later)
-        if recipe is None or len(pieces) < len(plan.pieces) or plan.left_out:
-            return None
-        return plan.computed_by(recipe, self._finder(options).halo)
-
-    def set_similarity(self, options: Mapping[str, Any]) -> None:
-        """Search under other options of `similarity` from the next request on: what
-        `vllm-segreuse calibrate --similarity` compares.
-
-        Args:
-            options: laid over the server's.
-
-        Raises:
-            ValueError: the server has no `similarity`, or one that these cannot be tried with.
-        """
-        of_server = self._config.similarity
-        if self._by_similarity is None or of_server is None:
-            raise ValueError("the server has no option `similarity`")
-        wanted = SimilarityOptions.model_validate({**of_server.model_dump(), **options})
-        if not set(wanted.cuts) <= set(of_server.cuts):
-            raise ValueError(f"w_exact={wanted.w_exact} has other layers than {of_server.cuts}")
-        self._by_similarity = self._by_similarity.under(wanted)
-
     def take_audit_orders(self) -> AuditOrders | None:
         """What the workers are to record from this step on; None for nothing new."""
         return self._audits.take_orders()
@@ -666,9 +627,8 @@ class SchedulerSide:
         chosen = self._compression.ended(request.request_id)
         if tracked is None:
             return None
-        if self._by_similarity is not None:
-            with self._health.contained("the similarity index"):
-                self._by_similarity.store.catch_up()
+        with self._health.contained("the similarity index"):
+            self.methods.catch_up()
         try:
             frozen = request.status in _COMPLETED and self._freezing.finish(tracked, block_ids)
         finally:
@@ -690,7 +650,7 @@ class SchedulerSide:
 
     def take_layers(self, layers: ModelLayers) -> None:
         """What the workers have found the model's layers to be, before the first request."""
-        self._layers = self._accounts.layers = layers
+        self._layers = self._accounts.layers = self.methods.layers = layers
 
     def take_merge_size(self, merge_size: int | None) -> None:
         """What the workers have proven of images: patches per token in a row, and in a column;
@@ -727,61 +687,6 @@ class SchedulerSide:
             pieces = pieces if new_image is None else pieces.up_to(new_image)
         found = explain(pieces, start, tracked.num_tokens, reason, new_image)
         return with_recomputed(found, plan.recomputed_positions if plan else None)
-
-    def _finder(self, options: RequestOptions, images: PromptImages | None = None) -> Finder:
-        if images is not None:
-            is_exact = options.policy == "exact"
-            return ImageFinder(self._by_residence if is_exact else self._by_content, images)
-        if options.policy == "exact":
-            return self._by_residence
-        if self._by_similarity is None or not options.similarity:
-            return self._by_content
-        takes_cuts = options.policy in WITHOUT_CHOICE
-        return self._by_similarity if takes_cuts else self._by_similarity.without_cuts()
-
-    def finds_alike(self, one: RequestOptions, other: RequestOptions) -> bool:
-        """Whether requests with these options find the same."""
-        cuts = [bool(self._config.cuts) and it.policy in WITHOUT_CHOICE for it in (one, other)]
-        return (
-            cuts[0] is cuts[1]
-            and (one.policy == "exact") is (other.policy == "exact")
-            and one.recompute_once is other.recompute_once
-            and one.weigh_turns is other.weigh_turns
-        )
-
-    def _recipe(
-        self,
-        options: RequestOptions,
-        work: Callable[[Recipe], int] | None,
-        reused: BoolArray,
-        segments: Segments,
-    ) -> Recipe | None:
-        """What a policy computes of what was found. None: that is no less work than to compute
-        everything, where `work` counts it."""
-        recipe = POLICIES[options.policy](
-            Situation(
-                reused=reused,
-                segments=segments,
-                block_size=self._block_size,
-                num_layers=self._layers.count,
-                recompute_ratio=options.recompute_ratio,
-                dense_layers=options.dense_layers,
-                overflow_tokens=options.overflow_tokens,
-            )
-        )
-        everything = len(reused) * self._layers.count
-        return None if work is not None and work(recipe) >= everything else recipe
-
-    def _work_of(self, options: RequestOptions) -> Callable[[Recipe], int] | None:
-        """What counts the work of a recipe. None: a share that is given is taken as it is."""
-        return self._work if options.recompute_ratio is None else None
-
-    def _later_turns(self) -> float:
-        return self._turns.later
-
-    def _work(self, recipe: Recipe) -> int:
-        """Layer-tokens of it, at most."""
-        return recipe.program.cost(recipe.counts(recipe.top_k), self._layers)
 
     def _frozen_limit(self, max_model_len: int, num_blocks: int) -> int:
         """Most blocks that may be frozen: the configured share, and never so many that a request of

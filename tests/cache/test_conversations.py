@@ -261,7 +261,7 @@ def test_what_is_computed_although_it_was_found_is_explained() -> None:
     world.run(request)
     assert in_context(world.plans[0]) == world.plans[0].num_reused == len(HISTORY)
     assert world.plans[0].left_out == len(other)
-    assert world.side.computed_by(world.plans[0], RequestOptions(policy="shift")) is None
+    assert world.side.methods.computed_by(world.plans[0], RequestOptions(policy="shift")) is None
     first, found, *_ = world.report(request)["explain"]
     assert first["in_context"]
     assert found["reason"] == "not_worth_it"

@@ -138,7 +138,7 @@ def _test_similar(running: Engine, bound: float | None) -> None:
     """From here on; as with these options of the server."""
     halo_tokens = 0 if bound is None else HALO_TOKENS
     side = running.scheduler.connector.scheduler_side
-    side.set_similarity({"halo_tokens": halo_tokens, "max_boundary_drift": bound})
+    side.methods.set_similarity({"halo_tokens": halo_tokens, "max_boundary_drift": bound})
 
 
 def _approximate(

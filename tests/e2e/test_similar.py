@@ -114,7 +114,7 @@ def accepting(
     """As with these options of the server."""
     side = reusing.scheduler.connector.scheduler_side
     options = SimilarityOptions(halo_tokens=halo_tokens, max_boundary_drift=bound)
-    patch.setattr(side, "_by_similarity", side._by_similarity.under(options))
+    patch.setattr(side.methods, "by_similarity", side.methods.by_similarity.under(options))
 
 
 FEW = {"segreuse_recompute_ratio": 0.05, "segreuse_overflow_tokens": 0}

@@ -54,9 +54,9 @@ class Faults:
         self._wrap(world.index, "missing", "missing")
         self._wrap(world.scheduler.connector._stats, "count_tokens", "count")
         self._wrap(side._namespaces, "release", "release", before=False)
-        if side._by_similarity is not None:
-            self._wrap(side._by_similarity.store, "slots", "search")
-            self._wrap(side._by_similarity.store, "inserted", "listed")
+        if side.methods.by_similarity is not None:
+            self._wrap(side.methods.by_similarity.store, "slots", "search")
+            self._wrap(side.methods.by_similarity.store, "inserted", "listed")
         if side._tier is not None:
             self._wrap(side._tier._catalogue, "see", "see", before=False)
             self._wrap(side._tier._manager, "prepare_store", "store", before=False)

@@ -170,7 +170,7 @@ def _check_rows(world: World) -> None:
 
 def _check_windows(world: World) -> None:
     """Windows of similar text end in blocks that donate."""
-    finder = world.side._by_similarity
+    finder = world.side.methods.by_similarity
     if finder is None or world.side._health.broken:
         return
     kept = finder.store.windows

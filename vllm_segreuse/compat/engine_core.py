@@ -56,7 +56,7 @@ def segreuse_unfreeze(self: Any, entries: list[str]) -> None:
 
 def segreuse_set_similarity(self: Any, options: dict[str, Any]) -> None:
     """Search for similar segments under other options, for the requests to come."""
-    _side(self).set_similarity(options)
+    _side(self).methods.set_similarity(options)
 
 
 def _side(core: Any) -> Any:
