@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is to be run on a GPU machine, in the order of docs/gpu.md, with one command.
+"""Everything that is to be run on a GPU machine (docs/gpu-machine.md), with one command.
 
     python3 bench/gpu/stages.py --out DIR unpack+build check+tests+cuda kernels headline
 

@@ -82,7 +82,7 @@ def attention_tuning(
 
     On Hopper keys and values are loaded two steps ahead, for which a program takes so much of the
     shared memory that there is one on a multiprocessor. Of 18 sizes tried on an H100 none was more
-    than 2 % faster for passes of 384 to 1,664 queries (docs/gpu.md).
+    than 2 % faster for passes of 384 to 1,664 queries (docs/gpu-kernels.md).
 
     Args:
         dtype, head_size, queries, group: see `default_tuning`.
@@ -160,7 +160,7 @@ def heads_per_kv_head(heads: int, kv_heads: int) -> int:
 def splits_to_fill(programs: int, keys: int, device: torch.device, resident: int) -> int:
     """Among how many programs to divide `keys`, so that every multiprocessor has what it can run.
 
-    More than that was slower on an H100 (docs/gpu.md): what is divided is joined.
+    More than that was slower on an H100 (docs/gpu-kernels.md): what is divided is joined.
 
     Args:
         programs: there are without splits.
