@@ -33,7 +33,7 @@ DECIDING = {
     "compat.block_pool.SegmentBlockPool.resident_blocks": EXACT,
     "compat.block_pool.SegmentBlockPool.room_beside": SHIFT,
     "compat.block_pool.SegmentBlockPool.pin": SHIFT,
-    "scheduler.SchedulerSide._recipe": SHIFT,
+    "methods.Methods.recipe": SHIFT,
 }
 # What runs when a request arrives, has got its blocks, or ends.
 ELSEWHERE = [

@@ -47,7 +47,7 @@ class Faults:
         side, pool = world.side, world.pool
         self._wrap(side._planner, "add", "add", before=False)
         self._wrap(side._planner, "_match", "match")
-        self._wrap(side, "_recipe", "recipe")
+        self._wrap(side.methods, "recipe", "recipe")
         self._wrap(pool, "prefix_state", "prefix")
         self._wrap(pool, "pin", "pin")
         self._wrap(world.index, "insert", "insert")
