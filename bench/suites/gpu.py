@@ -90,11 +90,11 @@ def _part(part: str, quick: bool, on_gpu: bool) -> Iterator[common.Found]:
 
 def _headline(quick: bool, on_gpu: bool) -> Iterator[common.Found]:
     shape, tokens = ("tiny", 1024) if quick else ttft.HEADLINE[:2]
+    far = (2 * tokens,) if quick else (ttft.FAR, ttft.FAR // 2)
+    shares, rounds = (0.98, 0.9), (1, 1) if quick else (3, 8)
     loads = (
-        ttft.Load(
-            (2 * tokens,) if quick else (ttft.FAR, ttft.FAR // 2), (0.98, 0.9), 1 if quick else 3
-        ),
-        ttft.Load((tokens // 4, tokens), (0.98, 0.9), 1 if quick else 8),
+        ttft.Load(far, shares, rounds[0]),
+        ttft.Load((tokens // 4, tokens), shares, rounds[1]),
     )
     rows: list[harness.Row] = []
     with common.running(shape, max(loads[0].contexts) + 64, eager=quick) as llm:
