@@ -11,10 +11,10 @@ import pytest
 
 from tests.tier import records
 from tests.tier.records import SLOTS, folder, key_of, payload_of, record
-from vllm_segreuse.tier.encryption import KEY_ENV, Aes256Gcm, master_key
+from vllm_segreuse.tier.encryption import Aes256Gcm, master_key
 from vllm_segreuse.tier.folder import LostError
 from vllm_segreuse.tier.format import record_of
-from vllm_segreuse.tier.sealing import CorruptError
+from vllm_segreuse.tier.sealing import KEY_ENV, CorruptError
 
 KEY = bytes(range(100, 132))
 

@@ -26,14 +26,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-from vllm_segreuse.tier.sealing import CorruptError
+from vllm_segreuse.tier.sealing import KEY_ENV, CorruptError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 logger = logging.getLogger("vllm.segreuse")
-
-KEY_ENV = "SEGREUSE_TIER_KEY"
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12

@@ -41,7 +41,7 @@ from vllm_segreuse.tier.format import Kept, record_of
 from vllm_segreuse.tier.jobs import Job, Jobs, Settle
 from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.residents import Residents
-from vllm_segreuse.tier.sealing import Checksum, Sealer
+from vllm_segreuse.tier.sealing import KEY_ENV, Checksum, Sealer
 from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.watching import Watcher
 from vllm_segreuse.tier_options import TierOptions
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.segreuse")
 
-KEY_ENV = "SEGREUSE_TIER_KEY"
 DEADLINE_S = 30.0
 PAUSES_S = (1.0, 300.0)
 """Writes pause after an error: for so long at first, twice as long each time, so long at most."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 PROOF_BYTES = 28
+KEY_ENV = "SEGREUSE_TIER_KEY"
+"""The environment's variable that holds the operator's key, where no file does."""
 
 
 class CorruptError(ValueError):
