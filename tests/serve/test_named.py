@@ -139,7 +139,7 @@ def test_what_the_base_refuses_has_its_status(sent: dict[str, Any], status: int)
 def test_without_knowledge_bases_there_is_nothing_to_name() -> None:
     with pytest.raises(HTTPException) as refused:
         resolve(body("handbook/a"), None)
-    assert refused.value.status_code == 503
+    assert refused.value.status_code == 400
 
 
 # Behind vLLM's routes.

@@ -52,7 +52,7 @@ async def _found(
 ) -> tuple[NamedDocument, ...]:
     if service is None:
         raise HTTPException(
-            503,
+            400,
             f"{DOCUMENTS}: this server has no knowledge bases: it needs an admin token, and "
             "one API server",
         )
