@@ -62,6 +62,7 @@ def test_a_score_probes_the_chunk_with_the_chunk(world: World) -> None:
     wanted = [*range(first), *range(stop, 2 * stop - first)]
     assert np.flatnonzero(recipe.always).tolist() == wanted, "the context is no candidate"
     assert (tracked.bypass, tracked.donates, tracked.required) == (None, False, True)
+    assert tracked.exact_stop == 0, "a prefix hit would be computed in another context"
 
 
 def test_without_its_source_a_score_chooses_nothing(world: World) -> None:
@@ -109,6 +110,7 @@ def test_a_copy_is_taken_from_the_blocks_of_its_source(world: World) -> None:
     assert found.pieces.block.tolist() == [blocks[0], blocks[1], blocks[2]]
     assert found.pieces.position.tolist() == [1, SIZE + 1, 3 * SIZE - 1]
     assert (tracked.kept, tracked.min_reused_tokens) == (Kept(4, 4), 1)
+    assert tracked.exact_stop == 0, "its tokens as a text may be in vLLM's cache"
     segments: Any = None
     assert tracked.make_recipe(np.array([True, False]), segments).always.tolist() == [False, True]
 

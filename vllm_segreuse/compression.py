@@ -102,10 +102,10 @@ class Compression:
             parts = partial(self._entries.compressed, order.entry, namespace, so_far=True)
             tracked.finder = PartsFinder(parts, order.copied, self._block_size)
             tracked.kept = Kept(order.kept, order.copied)
-            tracked.exact_stop = 0  # no prefix hit, which would not be the parts
         tracked.policy = POLICY
         tracked.bypass, tracked.donates, tracked.required = None, False, True
-        tracked.restores = False  # its own prefix is not what the order says
+        # Its own prefix, in vLLM's cache or in the second tier, is not what the order says.
+        tracked.exact_stop, tracked.restores = 0, False
         tracked.min_reused_tokens = 1
 
     def _copies(self, asker: Request, source: IntArray, positions: IntArray) -> CopyFinder:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import BLOCK_SIZE, Answer, Engine, Prompts, engine
+from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
+from vllm_segreuse.knowledge.engine import answer_of, own_parameters
 from vllm_segreuse.knowledge.naming import NamedDocument
-from vllm_segreuse.knowledge.offline import KnowledgeBase
+from vllm_segreuse.knowledge.offline import KnowledgeBase, OfflineEngine
 from vllm_segreuse.knowledge.schemas import NewDocument
 from vllm_segreuse.prefill import executor
 
@@ -80,7 +81,9 @@ class Reference:
 def running() -> Iterator[Engine]:
     options = {"frozen_share": 0.5, "min_reused_tokens": 1, "policy": "shift"}
     options["knowledge_chunk_tokens"] = 64
-    with engine("qwen3", options, dtype="float32") as started:
+    # A chunk and its probes are more than vLLM computes in a step.
+    budget = {"max_num_batched_tokens": 128, "max_num_seqs": 16}
+    with engine("qwen3", options, dtype="float32", **budget) as started:
         yield started
 
 
@@ -144,6 +147,32 @@ def test_answers_are_those_of_the_kept_kv(
     assert again.report["prefix_tokens"] == 0, "what is behind a document has no exact name"
 
 
+def test_a_copy_is_kept_beside_a_request_that_reuses(
+    running: Engine, reference: Reference, base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where any request of a step has KV moved, all is moved before the model runs."""
+    text = Prompts(4000, seed=14)
+    known, document = text.tokens(2 * BLOCK_SIZE), text.tokens(40)
+    running.ask(known, options=NAMESPACE)
+    from vllm import SamplingParams
+
+    other = SamplingParams(max_tokens=1, extra_args=NAMESPACE)
+    reports = []
+
+    async def answers(self: Any, tokens: list[int], asked: Any, **sampling: Any) -> list[Any]:
+        client = {"prompt_token_ids": [7, *known, 9]}
+        with own_parameters(asked, **sampling) as params:
+            prompts = [client, {"prompt_token_ids": tokens}]
+            both = running.llm.generate(prompts, [other, params], use_tqdm=False)
+        reports.append(both[0].kv_transfer_params["segreuse"])
+        return [answer_of(both[1], tokens)]
+
+    monkeypatch.setattr(OfflineEngine, "answers", answers)
+    add(base, 0.5, "attention", a=document)
+    assert [report["reused_tokens"] for report in reports] == [2 * BLOCK_SIZE] * 3
+    check_kept(running, reference, base, document, text)
+
+
 def test_a_copy_that_failed_is_made_again(
     running: Engine, reference: Reference, base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,8 +186,14 @@ def test_a_copy_that_failed_is_made_again(
     monkeypatch.setattr(executor, "token_copies", broken)
     add(base, 0.5, "uniform", a=document)
     assert executor.token_copies is not broken, "it was the copy"
+    check_kept(running, reference, base, document, Prompts(4000, seed=13))
+
+
+def check_kept(
+    running: Engine, reference: Reference, base: KnowledgeBase, document: list[int], text: Prompts
+) -> None:
+    """A prompt with half of a document answers as with the KV of its kept tokens."""
     a = base.named("a")
-    text = Prompts(4000, seed=13)
     head, question = text.tokens(9), text.tokens(12)
     answer = ask(running, [*head, *a.tokens.tolist(), *question], a)
     assert answer.report["reused_tokens"] == 20

@@ -132,7 +132,7 @@ async def _chosen(
     source = work.prompts[part][:stop]
     prompt = np.concatenate((source, source[first:], source[-1:])).tolist()
     asked = {SCORE: ScoreOrder(first, stop, count).encode(), EXTRA_KEYS: [work.extra_key]}
-    [answer, *_] = await engine.answers(prompt, asked, skip_reading_prefix_cache=True)
+    [answer, *_] = await engine.answers(prompt, asked)
     chosen = answer.report.get("chosen")
     return None if chosen is None else np.asarray(chosen, np.int32) - first
 
@@ -151,7 +151,7 @@ async def _copied(engine: Engine, work: Work, order: FreezeOrder, kept: Tokens) 
         COPY: CopyOrder(source.tolist(), positions.tolist()).encode(),
     }
     prompt = np.concatenate((tokens, filler)).tolist()
-    answers = await engine.answers(prompt, asked, skip_reading_prefix_cache=True)
+    answers = await engine.answers(prompt, asked)
     return all(answer.report.get("frozen") for answer in answers)
 
 
