@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import numpy as np
 import pytest
 
 from tests.tier.world import SIZE, World
+from vllm_segreuse.cache.links import MAX_VIEWS
+from vllm_segreuse.cache.namespace import namespace_key
 from vllm_segreuse.plan import Tier
 
 DOCUMENT = [*range(100, 112)]
@@ -63,4 +66,64 @@ def test_what_the_index_has_no_room_for_is_not_found() -> None:
     world.evict(blocks)
     world.step()
     assert world.match(DOCUMENT).num_tokens == SIZE
+    world.check_idle()
+
+
+def test_blocks_keep_their_context_when_the_one_in_front_is_stored() -> None:
+    world = World(rows=8)
+    blocks = world.compute(DOCUMENT)
+    world.index.contexts[blocks] = contexts = np.array([11, 12, 13], np.uint64)
+    world.step()
+    world.evict(blocks[:1])
+    world.step()
+    assert world.match(DOCUMENT).num_segments == 1, "it is linked"
+    assert world.index.contexts[blocks[1:]].tolist() == contexts[1:].tolist()
+
+
+def names(*keys: str) -> list[bytes]:
+    return [namespace_key((key,), None, None, ()) for key in keys]
+
+
+def test_a_record_that_is_shown_late_is_shown_to_its_own_namespaces() -> None:
+    """An id that nobody held would have been given to another namespace by then."""
+    world = World(rows=4)
+    world.catalogue._next = world.index.num_blocks
+    owner, second, stranger = names("owner", "second", "stranger")
+    for key in (owner, second):
+        blocks = world.compute(DOCUMENT[:SIZE], key=key)
+        world.step()
+        world.evict(blocks)
+        world.step()
+    [record] = world.catalogue
+    assert not record.shown
+    world.namespaces.intern(stranger)
+    world.catalogue._next = world.num_blocks
+    world.catalogue.show([record])
+    found = [world.match(DOCUMENT, key).num_tokens for key in (owner, second, stranger)]
+    assert found == [SIZE, SIZE, 0]
+    world.namespaces.release(world.namespaces.find(stranger) or 0)
+    world.check_idle()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_files_are_told_of_namespaces_that_are_in_use_only(is_late: bool) -> None:
+    """The index knows a record in so many namespaces; a further one may be forgotten."""
+    world = World(rows=4)
+    if is_late:
+        world.catalogue._next = world.index.num_blocks
+    keys = names(*map(str, range(MAX_VIEWS + 2)))
+    for key in keys:
+        blocks = world.compute(DOCUMENT[:SIZE], key=key)
+        world.step()
+        world.evict(blocks)
+        world.step()
+    [record] = world.catalogue
+    if is_late:
+        world.catalogue._next = world.num_blocks
+        world.catalogue.show([record])
+    told = world.catalogue.describe(record.key)
+    assert told is not None
+    assert list(told.namespaces) == keys[:MAX_VIEWS]
+    assert world.match(DOCUMENT, keys[0]).num_tokens == SIZE
+    assert world.match(DOCUMENT, keys[-1]).num_tokens == 0
     world.check_idle()

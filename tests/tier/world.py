@@ -272,5 +272,7 @@ class World:
         assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
         assert all(chunk.ref_cnt == 0 for chunk in self.chunks.values()), "a row is still held"
         assert self.rows._num_evictable_cache_chunks == len(self.chunks)
-        assert all(record.last_seen is None for record in self.catalogue)
-        assert not any(self.namespaces._references)
+        unshown = [record.last_seen for record in self.catalogue if not record.shown]
+        held = sum(0 if seen is None else len(seen.namespaces) for seen in unshown)
+        assert sum(record.last_seen is not None for record in self.catalogue) == len(unshown)
+        assert sum(self.namespaces._references) == held

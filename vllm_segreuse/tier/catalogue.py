@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.links import NODE
+from vllm_segreuse.cache.links import MAX_VIEWS, NODE
 from vllm_segreuse.cache.namespace import HeldNamespaces, NamespaceTable, has_lora
 from vllm_segreuse.plan import IntArray
 
@@ -76,7 +76,9 @@ class Record:
     Attributes:
         entry: its id in the segment index; -1: the index does not know it.
         in_host, on_disk: where its content may be read.
-        last_seen: the block that it was made from; its namespaces are held until it is shown.
+        namespaces: ids; not forgotten as long as the index knows the record in them, and held
+            until it is shown.
+        last_seen: the block that it was made from; None: it is shown.
         storing: whether a copy to host memory is under way.
         durable: see `StoredRecord`.
     """
@@ -278,7 +280,7 @@ class Catalogue:
         for record in shown:
             seen = record.last_seen
             self.adopt(record, () if seen is None else seen.children)
-        for record in records:
+        for record in shown:
             self._settle(record)
 
     def _has_entry(self, record: Record) -> bool:
@@ -291,11 +293,18 @@ class Catalogue:
         return True
 
     def see_again(self, record: Record, seen: Seen) -> None:
-        """A block with the content of a shown record was removed from the index."""
-        for namespace in seen.namespaces:
-            if namespace not in record.namespaces:
-                record.namespaces.append(namespace)
-                self._insert(namespace, [record])
+        """A block with the content of a record was removed from the index, or files know it in a
+        further namespace. Namespaces beyond what the index takes do without."""
+        further = [namespace for namespace in seen.namespaces if namespace not in record.namespaces]
+        further = further[: MAX_VIEWS - len(record.namespaces)]
+        record.namespaces += further
+        if record.last_seen is not None:
+            for namespace in further:
+                self.held.acquire(namespace)
+            record.last_seen = record.last_seen._replace(namespaces=tuple(record.namespaces))
+            return
+        for namespace in further:
+            self._insert(namespace, [record])
         self.adopt(record, seen.children)
 
     def adopt(self, record: Record, children: Iterable[tuple[int, bytes]]) -> None:
@@ -325,6 +334,7 @@ class Catalogue:
             depths=int(node["depth"]),
             fresh=False,
             lags=self._index.lags_of(np.asarray([block], np.int32)),
+            contexts=self._index.contexts[[block]],
         )
 
     def _insert(self, namespace: int, run: Sequence[Record]) -> None:
@@ -367,7 +377,7 @@ class Catalogue:
                 self.held.acquire(namespace)
                 record = self.add(seen)
                 new.append(record)
-            elif record.shown:
+            else:
                 self.see_again(record, seen)
             self.place(record, in_host=record.in_host, on_disk=True)
         self.show(new)

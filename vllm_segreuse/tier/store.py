@@ -456,8 +456,7 @@ class TierStore(BlockListener):
             if record is None:
                 record = self._catalogue.add(seen)
             else:
-                if record.shown:
-                    self._catalogue.see_again(record, seen)
+                self._catalogue.see_again(record, seen)
                 self._catalogue.done_with(seen)
             if record.in_host:
                 used.append(key)
