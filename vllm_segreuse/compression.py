@@ -104,8 +104,7 @@ class Compression:
             tracked.kept = Kept(order.kept, order.copied)
         tracked.policy = POLICY
         tracked.bypass, tracked.donates, tracked.required = None, False, True
-        # Its own prefix, in vLLM's cache or in the second tier, is not what the order says.
-        tracked.exact_stop, tracked.restores = 0, False
+        tracked.exact_stop = 0  # its own prefix, cached or stored, is not what the order says
         tracked.min_reused_tokens = 1
 
     def _copies(self, asker: Request, source: IntArray, positions: IntArray) -> CopyFinder:
