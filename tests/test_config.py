@@ -65,6 +65,23 @@ def test_defaults_are_the_documented_ones() -> None:
     assert SegReuseConfig(policy="auto") == SegReuseConfig()
 
 
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [("segreuse_polcy", "segreuse_polcy"), ("segreuse_\ud800", r"segreuse_\ud800")],
+)
+def test_06_an_unknown_option_of_a_request_is_named(key: str, shown: str) -> None:
+    with pytest.raises(RequestError, match="unknown option") as caught:
+        parse_request({key: 1}, CONFIG)
+    assert caught.value.option == shown, "an answer can be sent with it"
+
+
+def test_06_the_name_of_an_unknown_option_is_cut() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({"segreuse_" + "a" * 10**6: 1}, CONFIG)
+    assert len(caught.value.option) < 100
+    assert len(str(caught.value)) < 1000
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError):
         CONFIG.policy = "shift"  # type: ignore[misc]
@@ -93,6 +110,7 @@ BAD_OPTIONS = [
     ("max_drift", -0.01),
     ("max_drift", float("nan")),
     ("max_drift", float("inf")),
+    ("max_drift", 10**400),
     ("max_drift", True),
     ("max_drift", "4"),
     ("dense_layers", -1),

@@ -81,8 +81,15 @@ def test_reused_are_the_tokens_of_the_pieces(runs: list[tuple[int, int]], start:
 
 
 def test_a_block_that_is_read_twice_is_one_donor() -> None:
-    found = Pieces.from_table([(0, 2, 9, 0, 0), (2, 2, 4, 1, 5), (6, 1, 9, 3, 3)])
-    assert found.donor_blocks == [4, 9]
+    found = Pieces.from_table([(0, 2, 4, 0, 0), (2, 2, 9, 1, 5), (6, 1, 4, 3, 3)])
+    assert found.donor_blocks == [9, 4]
+
+
+def test_donors_are_evicted_from_the_end_of_their_sequence() -> None:
+    """Its beginning is what vLLM finds the rest behind."""
+    table = [(8, 4, 1, 0, 0), (12, 4, 2, 0, 4), (16, 4, 7, 0, 4), (20, 4, 6, 0, 8)]
+    found = Pieces.from_table(table)
+    assert found.donor_blocks == [6, 2, 7, 1]
 
 
 def test_blocks_of_another_tier_are_no_donors_of_vllms_pool() -> None:

@@ -1218,7 +1218,7 @@ def test_resident_blocks_behind_a_hole_are_reused_in_place() -> None:
     tracked = world.side._planner.get(request.request_id)
     assert tracked is not None
     assert tracked.plan is not None
-    assert tracked.plan.donor_blocks == [first + i for i in (2, 3, 5, 6, 7)]
+    assert tracked.plan.donor_blocks == [first + i for i in (7, 6, 5, 3, 2)]
     pieces = tracked.plan.pieces
     assert (pieces.destination == pieces.position).all()
 

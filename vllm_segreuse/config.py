@@ -548,7 +548,7 @@ def parse_request(
         name = key.removeprefix(OPTION_PREFIX)
         if name not in fields:
             allowed = [OPTION_PREFIX + field for field in RequestOptions.model_fields]
-            raise RequestError(key, _unknown_text(key, allowed))
+            raise RequestError(short_repr(key)[1:-1], _unknown_text(key, allowed))
         fields[name] = value
     try:
         options = RequestOptions.model_validate(fields)

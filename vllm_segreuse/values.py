@@ -39,10 +39,13 @@ def short_repr(value: object) -> str:
 
 
 def is_number(value: object) -> bool:
-    """True for finite int and float; bool is no number here."""
+    """True for finite float, and int that is one; bool is no number here."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return isinstance(value, int) or math.isfinite(value)
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_int(value: object) -> bool:

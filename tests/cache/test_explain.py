@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_segreuse.cache.explain import Reasons, Stretch, explain, unexplored, with_recomputed
+from vllm_segreuse.cache.explain import (
+    Reasons,
+    Stretch,
+    explain,
+    unexplored,
+    with_acceptance,
+    with_recomputed,
+)
 from vllm_segreuse.cache.forgotten import Forgotten, Why
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import find_matches
@@ -103,6 +110,18 @@ def test_a_segment_of_two_tiers_is_shown_in_parts() -> None:
         {"start": 2, "tokens": 4, "source": "segment", "position": 40},
         {"start": 6, "tokens": 8, "source": "segment", "position": 44, "tier": "host"},
     ]
+
+
+def test_parts_of_a_similar_segment_have_its_boundary_drift() -> None:
+    table = [[2, 4, 7, 0, 40], [6, 4, 1, 0, 44], [10, 4, 2, 0, 80], [14, 4, 3, 0, 84]]
+    pieces = Pieces.from_table(table, is_similar=True)
+    pieces.source[[1, 3]] = Tier.HOST
+    assert len(pieces.similar_segments(0)[0]) == 2
+    found = explain(pieces, 0, 19, lambda start, stop: "unknown")
+    tested = with_acceptance(found, [0.25, 0.5], np.array([False, True]))
+    similar = [each for each in tested if each["source"] == "similar"]
+    assert [each["boundary_drift"] for each in similar] == [0.25, 0.25, 0.5, 0.5]
+    assert [each["rejected"] for each in similar] == [False, False, True, True]
 
 
 def test_evicted_text_is_told_from_text_that_never_was(world: World) -> None:

@@ -198,7 +198,7 @@ def test_an_admitted_plan_is_pinned_until_the_step_ends(world, document):
     (plan,) = world.end_step()
     assert world.pins.blocks == []
     assert (world.pins.pinned, world.pins.unpinned) == (1, 1)
-    assert (plan.start, plan.stop, plan.donor_blocks) == (0, 16, blocks)
+    assert (plan.start, plan.stop, plan.donor_blocks) == (0, 16, blocks[::-1])
     assert plan.block_ids.tolist() == [7, 8, 9, 10, 11]
     assert plan.token_ids.tolist() == tracked.prompt.tokens[:16].tolist()
     assert plan.token_at_stop == tracked.prompt.tokens[16]

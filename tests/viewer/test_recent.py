@@ -123,6 +123,7 @@ def test_tokens_are_kept_only_where_that_is_wanted_and_the_prompt_is_explained(
         ({"extra_keys": ["a"]}, 0, 0),
         ({}, 5, 0),
         ({"extra_keys": ["a"], "segreuse_freeze": "x"}, 5, 0),
+        ({"extra_keys": ["a"], "segreuse_score": "x"}, 5, 0),
     ],
 )
 def test_what_is_watched(options: dict[str, Any], capacity: int, count: int) -> None:

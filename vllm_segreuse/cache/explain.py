@@ -104,14 +104,22 @@ def with_acceptance(
         drifts, is_rejected: of each similar segment, in order.
     """
     tested = zip(drifts, is_rejected.tolist(), strict=True)
-    found = []
+    found: list[Stretch] = []
     for each in stretches:
         if each["source"] == "similar":
-            drift, rejected = next(tested)
+            if not (found and _continues(each, found[-1])):
+                drift, rejected = next(tested)
             shown = round(drift, 4) if math.isfinite(drift) else None
             each = each | {"boundary_drift": shown, "rejected": rejected}
         found.append(each)
     return found
+
+
+def _continues(stretch: Stretch, before: Stretch) -> bool:
+    """Whether two stretches are of one segment, whose parts lie in different tiers."""
+    is_next = before["start"] + before["tokens"] == stretch["start"]
+    same = before["source"], before.get("in_context"), before.get("position", 0) + before["tokens"]
+    return is_next and same == (stretch["source"], stretch.get("in_context"), stretch["position"])
 
 
 def _runs_within(stretch: Stretch, positions: IntArray) -> list[list[int]]:

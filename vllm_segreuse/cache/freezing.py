@@ -17,6 +17,7 @@ from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool, Use
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.kept import KeepingTier, Place
+from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.rolling_hash import window_hashes
@@ -115,7 +116,10 @@ class Freezing(BlockListener):
             if not self._is_exact(block):
                 raise ValueError(f"block {block} is not exact")
         if self._index.missing(prompt.namespace, np.asarray(blocks, np.int32)).size:
-            raise ValueError("a block is not indexed")
+            raise ValueError(
+                f"a block is not indexed in its namespace: {MAX_VIEWS} others hold its text "
+                "already, or it may not donate"
+            )
         middle = (-(-first_token // size) + last - 1) // 2
         window = prompt.tokens[middle * size : (middle + 1) * size]
         probe = None

@@ -189,7 +189,10 @@ class Warming:
             finally:
                 self._computing -= 1
             if not frozen:
-                self._errors[entry] = "the frozen pool had no room for it: warm it again later"
+                self._errors[entry] = (
+                    "the frozen pool had no room for it, or the server's log has another reason: "
+                    "warm it again later"
+                )
                 return
         if work.compression is not None:
             await self._chosen(entry, joined(work, kept))

@@ -155,8 +155,11 @@ class Pieces:
 
     @property
     def donor_blocks(self) -> list[int]:
-        """Distinct blocks of vLLM's pool that are read, ascending."""
-        return np.unique(self.block[self.source == Tier.GPU]).tolist()
+        """Distinct blocks of vLLM's pool that are read. The last of a sequence come first: vLLM
+        evicts in the order in which blocks become free."""
+        of_pool = np.flatnonzero(self.source == Tier.GPU)
+        blocks = self.block[of_pool[np.argsort(-self.position[of_pool], kind="stable")]]
+        return list(dict.fromkeys(blocks.tolist()))
 
     @property
     def num_tiered(self) -> int:

@@ -10,7 +10,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vllm_segreuse.config import EXTRA_KEYS, FREEZE
+from vllm_segreuse.config import EXTRA_KEYS, ORDERS
 
 MAX_EXPLAINED = 20
 """Explanations that are kept: one of a long prompt takes megabytes, and clients ask for them."""
@@ -129,9 +129,10 @@ def watched(
 ) -> AsyncGenerator[Any, None]:
     """The same outputs; remembered, if somebody watches and the request has extra keys.
 
-    Requests that compute documents of knowledge bases are not clients'.
+    Requests that compute documents of knowledge bases, or compress them, are not clients'.
     """
     options = getattr(params, "extra_args", None) or {}
-    if _watching is None or options.get(EXTRA_KEYS) is None or FREEZE in options:
+    is_own = not options.keys().isdisjoint(ORDERS)
+    if _watching is None or options.get(EXTRA_KEYS) is None or is_own:
         return outputs
     return _watching.watch(request_id, outputs)
