@@ -7,7 +7,7 @@ vLLM's own labels (`model_name`, `engine`) come first on every metric.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -103,20 +103,15 @@ class SegReuseStats(KVConnectorStats):
         similar and tiered are parts of reused, entering of similar."""
         if kind not in TOKEN_KINDS:
             raise ValueError(f"unknown kind of tokens {kind!r}; known are {', '.join(TOKEN_KINDS)}")
-        if n:
-            tokens = self.data["tokens"]
-            tokens[kind] = tokens.get(kind, 0) + n
+        _add(self.data["tokens"], kind, n)
 
     def count_observed(self, kind: ObservedKind, n: int) -> None:
         """Adds `n` prompt tokens that would have been reused, or computed again of these."""
-        if n:
-            observed = self.data["observed"]
-            observed[kind] = observed.get(kind, 0) + n
+        _add(self.data["observed"], kind, n)
 
     def count_request(self, outcome: Outcome, reason: str = "") -> None:
         """Adds one request; `reason` says why it was bypassed, and is empty if it was reused."""
-        reasons = self.data["requests"].setdefault(outcome, {})
-        reasons[reason] = reasons.get(reason, 0) + 1
+        _add(self.data["requests"].setdefault(outcome, {}), reason, 1)
 
     def observe(self, timing: Timing, seconds: float) -> None:
         """Adds one measurement of `timing`."""
@@ -197,30 +192,7 @@ class SegReuseStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> Self:
         """Adds what `other` counted, and returns itself."""
-        for kind, n in other.data["tokens"].items():
-            self.count_tokens(kind, n)
-        for kind, n in other.data["observed"].items():
-            self.count_observed(kind, n)
-        self.data["frozen"].extend(other.data["frozen"])
-        self.data["states"].extend(other.data["states"])
-        for outcome, reasons in other.data["requests"].items():
-            mine = self.data["requests"].setdefault(outcome, {})
-            for reason, n in reasons.items():
-                mine[reason] = mine.get(reason, 0) + n
-        self.count_repeated(other.data["repeated"])
-        self.data["drift"].extend(other.data["drift"])
-        self.data["in_full"] += other.data["in_full"]
-        self.data["boundary_drift"].extend(other.data["boundary_drift"])
-        for outcome in ACCEPTANCE_OUTCOMES:
-            self.data[outcome] += other.data[outcome]
-        for timing, values in other.data["seconds"].items():
-            self.data["seconds"].setdefault(timing, []).extend(values)
-        for counted in ("tier_tokens", "tier_dropped", "tier_files"):
-            for label, n in other.data[counted].items():
-                _add(self.data[counted], label, n)
-        for listed in ("audits", "compared", "drifted", "tier"):
-            self.data[listed].extend(other.data[listed])
-        self.data["audit_log_errors"] += other.data["audit_log_errors"]
+        _add_all(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -467,6 +439,15 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
 def _add(counts: dict[str, int], label: str, n: int) -> None:
     if n:
         counts[label] = counts.get(label, 0) + n
+
+
+def _add_all(mine: dict[str, Any], others: Mapping[str, Any]) -> None:
+    """Adds numbers, joins lists, and does both within dictionaries."""
+    for name, value in others.items():
+        if isinstance(value, Mapping):
+            _add_all(mine.setdefault(name, {}), value)
+        else:
+            mine[name] = mine.get(name, type(value)()) + value
 
 
 def _observe_all(histogram: Any, values: Iterable[float]) -> None:

@@ -24,7 +24,8 @@ _REMEMBERED = 512
 class Turns:
     """Continued prompts of all namespaces; one per engine.
 
-    Names of blocks are vLLM's chained hashes, which hold the namespace, too.
+    Names of blocks are vLLM's chained hashes: a prompt that is continued in another namespace
+    counts, too.
     """
 
     def __init__(self) -> None:
