@@ -28,6 +28,12 @@ def test_a_prompt_is_its_parts_in_order(tmp_path):
     assert second.token_ids == [1, ord("x"), ord("y")]
 
 
+def test_other_separators_of_lines_are_text(tmp_path):
+    good = json.dumps(GOOD | {"suffix": "i\u2028j"}, ensure_ascii=False)
+    first, _ = read(write(tmp_path, good, GOOD))
+    assert first.token_ids[-3:] == [*map(ord, "i\u2028j")]
+
+
 def test_segments_are_computed_in_another_order_behind_another_text(tmp_path):
     prompts = read(write(tmp_path, GOOD, {"prefix": "P", "segments": ["Q", "R"], "suffix": "S"}))
     told = ["".join(map(chr, tokens)) for tokens in contexts(prompts, 0)]

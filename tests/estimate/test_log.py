@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs: what is read, and one clear sentence for what is not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def test_times_are_seconds_or_iso_8601(tmp_path: Path) -> None:
     times: list[Any] = [0, 1.5, "1970-01-01T00:00:02+00:00", "1970-01-01 00:00:03Z", None]
     found = read(tmp_path, *({"prompt": "a", "timestamp": time} for time in times))
     assert [one.time_s for one in found] == [0.0, 1.5, 2.0, 3.0, None]
+
+
+def test_other_separators_of_lines_are_text(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    text = "a\u2028b\u2029c\u0085d"
+    file.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert [one.body for one in read_log(file)] == [{"prompt": text}]
 
 
 def test_blank_lines_count_and_are_no_requests(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from vllm_segreuse.explain.client import (
     EXCERPT_TOKENS,
     ExplainError,
     InputError,
+    authorized,
     explain,
     read_file,
     read_request,
@@ -197,6 +198,23 @@ def test_a_server_that_does_not_explain(
     server.answers["/v1/completions"] = answer
     with pytest.raises(ExplainError, match=complaint):
         explain(server.client(), BODY)
+
+
+def test_half_a_surrogate_is_the_servers_to_refuse(server: Server) -> None:
+    explain(server.client(), BODY | {"prompt": "\ud800"})
+    assert server.sent[0][1]["prompt"] == "\ud800"
+
+
+def test_what_is_no_json_is_not_sent(server: Server) -> None:
+    with pytest.raises(InputError, match="cannot be sent as JSON"):
+        explain(server.client(), BODY | {"temperature": float("nan")})
+    assert server.sent == []
+
+
+def test_an_api_key_may_have_any_characters() -> None:
+    with httpx.Client(headers=authorized("schlüssel")) as client:
+        assert client.headers.raw[-1] == (b"Authorization", "Bearer schlüssel".encode())
+    assert authorized("") == {}
 
 
 def test_exit_codes_and_one_line_of_error(

@@ -86,16 +86,19 @@ def test_a_bad_file_does_not_stop_the_others(run: Run, docs: Path) -> None:
     run("create", "py")
     (docs / "bad.txt").write_bytes(b"\xff\xfe")
     (docs / "fails.md").write_text(FAULT)
-    (docs / "second.jsonl").write_text('{"text": "x", "id": "last"}\n{"text": "y"}\n')
+    second = ("last", 1), ("2", 2), (2, 3)
+    lines = (json.dumps({"text": "x" * count, "id": name}) for name, count in second)
+    (docs / "second.jsonl").write_text("\n".join([*lines, '{"text": "y"}']))
     added = run("add", "py", docs, "--json")
     assert added.exit_code == 1
     answer = json.loads(added.stdout)
     assert [d["id"] for d in answer["documents"]] == [
-        "a.md", "c.jsonl#1", "fails.md", "last", "second.jsonl#2", "sub/b.txt",
+        "2", "a.md", "c.jsonl#1", "fails.md", "last", "second.jsonl#4", "sub/b.txt",
     ]  # fmt: skip
     assert answer["problems"] == [
         f"{docs}/bad.txt is not UTF-8 (byte 0): convert it first",
         f"{docs}/second.jsonl: the id 'last' is taken by {docs}/c.jsonl",
+        f"{docs}/second.jsonl: the id '2' is used twice",
         "fails.md: it could not be computed: a faulty document",
     ]
     assert added.stderr.splitlines() == [f"vllm-segreuse kb: {p}" for p in answer["problems"]]
@@ -218,6 +221,9 @@ def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
         (["rm", "py", ".."], 2, "must have no"),
         (["rm", "py"], 2, "needs --yes"),
         (["lss"], 2, "No such command"),
+        (["add", "py", "x.md", "--keep", "nan"], 2, "less than or equal to 1"),
+        (["add", "py", "x.md", "--max-seconds", "inf"], 2, "max-seconds"),
+        (["add", "py", "x.md", "--max-bytes", "99999999999999999999"], 2, "max-bytes"),
     ],
 )
 def test_what_goes_wrong_is_said_in_one_sentence(

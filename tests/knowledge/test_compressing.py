@@ -314,6 +314,33 @@ def test_the_same_again_keeps_its_choice() -> None:
     run(test)
 
 
+def test_a_choice_stays_when_its_document_is_added_with_those_in_front() -> None:
+    """Another lead document gives it another context; `kb add` sends both."""
+
+    async def main() -> None:
+        engine = FakeEngine(limit=1000)
+        shape = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=400, chunk_tokens=200)
+        async with fake_engine.serving(engine, shape) as service:
+            await service.create_base(CreateBase(name="base"))
+            leads = {f"lead{i}": [*range(100 + i, 140 + i)] for i in range(3)}
+            await service.add("base", body(keep=None, **leads))
+            await service.add("base", body(a=TOKENS))
+            before = await kept(service, "a")
+            [was] = await service.named(["base/a"], ["base"])
+            engine.asked.clear()
+            other = body(keep=None, lead0=[*range(300, 340)]).documents
+            both = AddDocuments(documents=[*other, *body(a=TOKENS).documents], wait=True)
+            await service.add("base", both)
+            [found] = await service.named(["base/a"], ["base"])
+            assert found.entry != was.entry, "it is in another context"
+            assert await kept(service, "a") == before
+            assert not any(SCORE in asked for _, asked, _ in engine.asked)
+            await service.add("base", body(scorer="uniform", a=TOKENS))
+            assert await kept(service, "a") == [10, 20, 60, 15], "as another scorer says"
+
+    asyncio.run(main())
+
+
 # Names.
 
 

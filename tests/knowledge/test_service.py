@@ -245,6 +245,32 @@ def test_what_cannot_be_computed_says_why_and_can_be_tried_again(answer: Any) ->
     run(test)
 
 
+def test_an_entry_that_is_computed_at_the_second_try_has_no_error() -> None:
+    """The second try was asked for while the first was under way."""
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        compute, gate, tries = engine.compute, asyncio.Event(), []
+
+        async def fails_first(*args: Any) -> bool:
+            tries.append(args)
+            await gate.wait()
+            return len(tries) > 1 and await compute(*args)
+
+        engine.compute = fails_first  # type: ignore[method-assign]
+        adding = asyncio.create_task(service.add("base", documents(a=[*range(9)])))
+        await until(lambda: asyncio.sleep(0, bool(tries)))
+        again = asyncio.create_task(service.add("base", documents(a=[*range(9)])))
+        await until(lambda: asyncio.sleep(0, bool(service._warming._again)))
+        gate.set()
+        await asyncio.gather(adding, again)
+        assert len(tries) == 2
+        document = await service.document("base", "a")
+        assert (document.status, document.error) == ("warm", None)
+        assert not service._warming._errors
+
+    run(test)
+
+
 def test_one_chunk_at_a_time_beside_users() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         engine.gate.clear()

@@ -274,6 +274,35 @@ def test_documents_without_a_manifest_are_given_up_by_the_next_engine(
     assert third.there(1, 3) == [3]
 
 
+def test_a_relative_manifest_is_looked_for_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that share a store run in folders of their own."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    Path("manifest").touch()
+    store = folder(tmp_path / "store", owner=Owner("manifest"))
+    journal = Path(store.journal)
+    journal.touch()
+    store.close()
+    monkeypatch.chdir(tmp_path / "b")
+    folder(tmp_path / "store", owner=Owner("other")).close()
+    assert journal.exists()
+    (tmp_path / "a" / "manifest").unlink()
+    folder(tmp_path / "store", owner=Owner("other")).close()
+    assert not journal.exists()
+
+
+def test_what_has_gone_is_not_remembered_for_a_namespace_that_nobody_names(start: Start) -> None:
+    first, second = start(slots=2), start(slots=2)
+    for number in range(6):
+        first.store(number)
+        second.see()
+    assert sum(map(len, second.tier._unnamed.values())) == 2
+    assert len(second.tier.records_in(b"alice")) == 2
+
+
 # Opening, and seats.
 
 

@@ -47,7 +47,8 @@ def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None
         PromptError: the file cannot be read, holds fewer than two prompts, or a line is no prompt.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not by `splitlines`: text in JSON may hold other separators of lines.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read {file}: {error}") from None
     distinct: dict[tuple[int, ...], Prompt] = {}

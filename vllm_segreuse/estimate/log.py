@@ -56,7 +56,8 @@ def read_log(file: Path) -> list[Logged]:
         LogError: the file cannot be read, holds no request, or a line is none.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not by `splitlines`: text in JSON may hold other separators of lines.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"cannot read {file}: {error}") from None
     found = list(_logged(file, lines))

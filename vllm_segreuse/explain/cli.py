@@ -18,6 +18,7 @@ from vllm_segreuse.explain.client import (
     ExplainError,
     Explanation,
     InputError,
+    authorized,
     explain,
     read_file,
 )
@@ -28,9 +29,9 @@ URL = "http://localhost:8000"
 def main(argv: list[str] | None = None) -> int:
     """Run it; returns the exit status: 1 if the server gave no explanation, 2 for bad input."""
     args = _parser().parse_args(argv)
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
         body = read_file(args.request)
+        headers = authorized(args.api_key)
         with httpx.Client(base_url=args.url, headers=headers, timeout=TIMEOUT_S) as server:
             found = explain(server, body, args.reuse)
     except (ExplainError, httpx.InvalidURL) as error:

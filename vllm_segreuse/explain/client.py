@@ -92,6 +92,11 @@ def read_file(file: Path) -> dict[str, Any]:
     return read_request(text, str(file))
 
 
+def authorized(api_key: str | None) -> dict[bytes, bytes]:
+    """Headers that name an API key, whatever its characters; none without one."""
+    return {b"Authorization": b"Bearer " + api_key.encode()} if api_key else {}
+
+
 def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) -> Explanation:
     """Ask a server.
 
@@ -158,7 +163,11 @@ def _shown(stretch: Mapping[str, Any]) -> int:
 
 def _post(server: httpx.Client, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        answer = server.post(route, json=body)
+        content = json.dumps(body, allow_nan=False).encode()
+    except ValueError as error:
+        raise InputError(f"the request cannot be sent as JSON: {error}") from None
+    try:
+        answer = server.post(route, content=content, headers={"Content-Type": "application/json"})
     except httpx.HTTPError as error:
         raise ExplainError(f"cannot reach {server.base_url}: {error}") from None
     try:

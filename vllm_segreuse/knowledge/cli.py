@@ -42,6 +42,8 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on the standard output,
 LOCAL = "http://localhost:8000"
 POLL_S = 0.5
 LIMITS = extract.Limits()
+MOST = 2**40
+"""Bytes that a limit may be; more is what a file cannot have."""
 
 _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
@@ -95,14 +97,17 @@ def add(
         bool, typer.Option(help="Until everything is computed, or only until it is stored.")
     ] = True,
     max_bytes: Annotated[
-        int, typer.Option(min=1, help="Largest file, and most text in one.")
+        int, typer.Option(min=1, max=MOST, help="Largest file, and most text in one.")
     ] = LIMITS.max_bytes,
     max_pages: Annotated[int, typer.Option(min=1, help="Most pages of a PDF.")] = LIMITS.max_pages,
     max_seconds: Annotated[
-        float, typer.Option(min=0.01, help="Longest time that one file may take.")
+        float, typer.Option(min=0.01, max=86400, help="Longest time that one file may take.")
     ] = LIMITS.max_seconds,
     max_memory: Annotated[
-        int, typer.Option(min=2**20, help="Most bytes of memory that parsing a file may take.")
+        int,
+        typer.Option(
+            min=2**20, max=MOST, help="Most bytes of memory that parsing a file may take."
+        ),
     ] = LIMITS.max_memory_bytes,
     keep: Annotated[
         float | None,
@@ -275,7 +280,7 @@ def _documents(
     advance: Callable[[], None],
 ) -> Iterator[NewDocument]:
     """Reads one file after the other; those that cannot be used become `problems`."""
-    seen: dict[str, Path] = {}
+    seen: dict[str, Path] = {}  # by id
     for source in sources:
         try:
             texts = extractor.read(source)
@@ -283,10 +288,11 @@ def _documents(
             problems.append(str(error))
             texts = []
         for text in texts:
-            other = seen.setdefault(text.id, source.path)
-            if other != source.path:
-                problems.append(f"{source.path}: the id {text.id!r} is taken by {other}")
+            if (other := seen.get(text.id)) is not None:
+                taken = "used twice" if other == source.path else f"taken by {other}"
+                problems.append(f"{source.path}: the id {text.id!r} is {taken}")
                 continue
+            seen[text.id] = source.path
             try:
                 document = NewDocument(id=text.id, text=text.text, metadata=text.metadata)
             except ValidationError as error:

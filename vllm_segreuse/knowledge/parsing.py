@@ -205,6 +205,8 @@ def main() -> None:
     """`python parsing.py SOCKET MEMORY`: descriptor of the socket, most bytes of address space."""
     descriptor, memory = map(int, sys.argv[1:])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    memory = memory if most == resource.RLIM_INFINITY else min(memory, most)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=descriptor) as connection:

@@ -486,18 +486,21 @@ class KnowledgeService:
         return ids
 
     def _with_choices(self, change: Change) -> Change:
-        """Where the tokens of a compressed entry were chosen, another document of it has them."""
+        """Where the tokens of a compressed entry were chosen, another document of it has them; and
+        so has the same document as it was, in another context."""
         return change._replace(records=[self._with_choice(record) for record in change.records])
 
     def _with_choice(self, record: DocumentRecord) -> DocumentRecord:
-        entry = self._catalogue.entries.get(record.entry)
-        if record.compression is None or entry is None:
+        if record.compression is None:
             return record
-        name, document_id = min(entry.owners)
+        entry = self._catalogue.entries.get(record.entry)
+        name, document_id = (record.base, record.id) if entry is None else min(entry.owners)
         extra_key = self._catalogue.bases[name].record.extra_key
         other = self._store.document(extra_key, name, document_id)
-        known = None if other is None or other.fault else other.kept
-        return record if known is None else replace(record, kept=known)
+        if other is None or other.fault or other.compression != record.compression:
+            return record
+        is_same = other.kept is not None and np.array_equal(other.tokens, record.tokens)
+        return replace(record, kept=other.kept) if is_same else record
 
     def _check_room(self, base: CatalogueBase, documents: list[CatalogueDocument]) -> None:
         needed = self._catalogue.num_blocks_with(base, documents)

@@ -155,6 +155,7 @@ class Warming:
 
     async def _work_on(self, entry: str) -> None:
         self._started.add(entry)
+        self._errors.pop(entry, None)
         try:
             await self._compute(entry)
         except Exception as error:

@@ -183,11 +183,12 @@ class FileTier(SecondaryTierManager):
         found = [kept for key in keys if (kept := self._residents.get(key)) is not None]
         return [record_of(kept)._replace(namespaces=(namespace,)) for kept in found]
 
-    def _by_namespace(self) -> dict[bytes, list[bytes]]:
-        found: dict[bytes, list[bytes]] = defaultdict(list)
+    def _by_namespace(self) -> dict[bytes, dict[bytes, None]]:
+        """Keys of records by digest of a namespace."""
+        found: dict[bytes, dict[bytes, None]] = defaultdict(dict)
         for record in self.records():
             for digest in record.namespaces:
-                found[digest].append(record.key)
+                found[digest][record.key] = None
         return found
 
     def _follow(self) -> None:
@@ -204,7 +205,7 @@ class FileTier(SecondaryTierManager):
                 self._event([kept.key for kept in new], removed=False)
             for kept in new:
                 for digest in record_of(kept).namespaces:
-                    self._unnamed[digest].append(kept.key)
+                    self._unnamed[digest][kept.key] = None
 
     def _count_found(self, records: Iterable[Kept]) -> None:
         if others := sum(not kept.mine for kept in records):
@@ -215,6 +216,12 @@ class FileTier(SecondaryTierManager):
         removed = [kept for name in names if (kept := self._residents.remove(name)) is not None]
         if removed:
             self.counts["removed"] += len(removed)
+        for kept in removed:
+            for digest in record_of(kept).namespaces:
+                if (keys := self._unnamed.get(digest)) is not None:
+                    keys.pop(kept.key, None)
+                    if not keys:
+                        del self._unnamed[digest]
         self._event([kept.key for kept in removed], removed=True)
 
     def hide(self) -> None:

@@ -339,8 +339,9 @@ class RecordFolder:
         Raises:
             OSError: nothing was done.
         """
-        self._database.leave(names)
-        self._database.settle((), names)
+        if names:
+            self._database.leave(names)
+            self._database.settle((), names)
 
     def release(self, keys: Collection[bytes]) -> list[str]:
         """This engine holds records no longer. Those that no engine holds are removed, and nothing

@@ -107,7 +107,9 @@ class Seats:
             if seat is not None:
                 self._held.append(seat)
                 self.name = name
-                self._disk.replace(seat, (self._owner.manifest or "").encode())
+                # Others look for it, in folders of their own.
+                manifest = os.path.abspath(self._owner.manifest) if self._owner.manifest else ""
+                self._disk.replace(seat, manifest.encode())
                 return
         raise OSError(f"all {_MOST_SEATS} seats of {self._store} are taken by other engines")
 
@@ -157,7 +159,7 @@ class Seats:
                 continue
             with open(os.path.join(self._folder, file), errors="replace") as opened:
                 manifest = opened.read()
-            if manifest and os.path.exists(manifest):
+            if manifest and (os.path.exists(manifest) or not os.path.isabs(manifest)):
                 continue
             dismiss(seat)
             for suffix in (".sqlite", ".sqlite-wal", ".sqlite-shm", _LOCK):

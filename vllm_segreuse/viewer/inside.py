@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from vllm_segreuse.explain.client import TIMEOUT_S, Explanation, explain
+from vllm_segreuse.explain.client import TIMEOUT_S, Explanation, authorized, explain
 
 
 class Inside(httpx.BaseTransport):
@@ -27,7 +27,11 @@ class Inside(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send it, and wait for all of the answer."""
         answer = asyncio.run_coroutine_threadsafe(self._answer(request), self._loop)
-        return answer.result(TIMEOUT_S)
+        try:
+            return answer.result(TIMEOUT_S)
+        except TimeoutError:
+            answer.cancel()
+            raise httpx.ReadTimeout(f"no answer in {TIMEOUT_S:g} s", request=request) from None
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         answer = await self._transport.handle_async_request(request)
@@ -49,7 +53,7 @@ async def explained(
     Raises:
         ExplainError: as of `explain`.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = authorized(api_key)
     inside = Inside(app, asyncio.get_running_loop())
     with httpx.Client(transport=inside, base_url="http://this-server", headers=headers) as server:
         return await asyncio.to_thread(explain, server, body, reuse)
