@@ -229,6 +229,7 @@ def test_piecewise_graphs_and_what_they_read(kind: Any, monkeypatch: pytest.Monk
     assert found.sizes == (1, 4, 8)
     assert found.token_ids.dtype == torch.int32
     assert found.positions.tolist() == list(range(9))
+    assert found.sampled_first is hasattr(runner, "cudagraph_manager"), "V2"
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     assert model_runner.captured_graphs() is None
     del runner

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spread plans get their share of each step, in order, and nobody hears of those that ended."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ class Prefill:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
+        self.is_behind = False
         monkeypatch.setattr(backlog, "contained", self)
 
     def prepare_or_in_full(
@@ -28,12 +31,19 @@ class Prefill:
         name = plans[0].request_id
         try:
             for _ in range(plans[0].waves):
+                assert self.is_behind is plans[0].spread
                 self.log.append(name)
                 yield 10
         except GeneratorExit:
             self.log.append(f"{name} is dropped")
             raise
         return f"report of {name}"
+
+    @contextmanager
+    def after_forward(self) -> Iterator[None]:
+        self.is_behind = True
+        yield
+        self.is_behind = False
 
 
 def plan(name: str, waves: int, spread: bool = True) -> Any:

@@ -48,7 +48,10 @@ class Pass:
         if (name, number) in self._fails:
             raise ArithmeticError(f"{name} {number}")
 
-    def prepare(self, plans: list[ReusePlan], wave_work: int | None = None) -> Any:
+    def prepare(
+        self, plans: list[ReusePlan], wave_work: int | None = None, apart: bool = False
+    ) -> Any:
+        assert apart is bool(self.calls), "what is computed in full is so one by one"
         self._call("prepare")
         return SimpleNamespace(plans=plans, wave_work=wave_work)
 

@@ -24,7 +24,7 @@ from vllm_segreuse.plan import (
 )
 from vllm_segreuse.prefill import executor
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.prefill.waves import Waves
+from vllm_segreuse.prefill.waves import Waves, finish
 
 NAN, INF = float("nan"), float("inf")
 DONOR = 90
@@ -170,6 +170,21 @@ def test_a_state_that_is_not_finite_is_noticed_by_itself(
     name: str, number: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_spoilt(spoils_state(number, value), RECIPES[name], monkeypatch)
+
+
+def test_plans_that_reuse_nothing_may_be_computed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step has memory for as many plans as it was given, as long as these reuse."""
+    plans = [plan.in_full() for plan in pair(RECIPES["fixed"])]
+    world, other = World(monkeypatch), World(monkeypatch)
+    together, apart = (each.prefill.prepare(plans, apart=each is other) for each in (world, other))
+    names = [[plan.request_id for plan in batch.plans] for batch in apart.batches]
+    assert (len(together.batches), names) == (1, [["one"], ["other"]])
+    for each, prepared in ((world, together), (other, apart)):
+        finish(each.prefill.compute(prepared))
+    for each in plans:
+        assert_equal(pages(other, each), pages(world, each), atol=1e-5)
 
 
 def test_both_plans_may_be_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ class Stack:
 
 
 def captured() -> CapturedGraphs:
-    return CapturedGraphs(SIZES, torch.arange(10, 20, dtype=torch.int32), torch.arange(30, 40))
+    inputs = torch.arange(10, 20, dtype=torch.int32), torch.arange(30, 40)
+    return CapturedGraphs(SIZES, *inputs, sampled_first=False)
 
 
 def tokens(*positions: int) -> TokenTable:
@@ -59,6 +60,16 @@ def test_the_smallest_graph_with_room_for_a_pass(count: int, size: int, stack: A
     assert graphs.size_for(tokens(*range(count))) == size
 
 
+@pytest.mark.parametrize(("sampled_first", "size"), [(True, 4), (False, 0)])
+def test_behind_a_forward_no_graph_overwrites_what_is_sampled_from(
+    stack: Any, sampled_first: bool, size: int
+) -> None:
+    graphs = CudaGraphs(stack, captured()._replace(sampled_first=sampled_first))
+    with graphs.after_forward():
+        assert graphs.size_for(tokens(1, 2)) == size
+    assert graphs.size_for(tokens(1, 2)) == 4
+
+
 def test_a_graph_reads_the_pass_and_the_runner_finds_its_step_again(stack: Any) -> None:
     given = captured()
     graphs = CudaGraphs(stack, given)
@@ -71,7 +82,7 @@ def test_a_graph_reads_the_pass_and_the_runner_finds_its_step_again(stack: Any) 
     assert hidden.tolist() == [[5, 5], [9, 9]], "not overwritten by the next"
     assert entering.tolist() == [[5], [9]]
     assert again[:, 0].tolist() == [2, 3, 4, 7]
-    for left, before in zip(given[1:], captured()[1:], strict=True):
+    for left, before in zip(given[1:3], captured()[1:3], strict=True):
         assert torch.equal(left, before)
 
 
@@ -88,7 +99,7 @@ def test_the_runner_finds_its_step_again_behind_a_pass_that_fails(
     monkeypatch.setattr(stack, "forward_of", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         CudaGraphs(stack, given).forward(tokens(5, 9), 4)
-    for left, before in zip(given[1:], captured()[1:], strict=True):
+    for left, before in zip(given[1:3], captured()[1:3], strict=True):
         assert torch.equal(left, before)
 
 
@@ -114,7 +125,8 @@ def proof(llama: Loaded, monkeypatch: Patch) -> GraphProof:
 def graphs(proof: GraphProof) -> CapturedGraphs:
     count = proof._scratch.count
     sizes = (1, 2, 16, count, count + 7)
-    return CapturedGraphs(sizes, torch.ones(300, dtype=torch.int32), torch.ones(300).long())
+    inputs = torch.ones(300, dtype=torch.int32), torch.ones(300).long()
+    return CapturedGraphs(sizes, *inputs, sampled_first=True)
 
 
 def test_a_pass_by_each_graph_is_proven(

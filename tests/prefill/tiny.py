@@ -285,7 +285,9 @@ class World:
     def capture(self, *sizes: int) -> None:
         """Compiled passes run by CUDA graphs of these sizes from here on."""
         self.captured = CapturedGraphs(
-            sizes, torch.full((sizes[-1] + 3,), 7, dtype=torch.int32), torch.arange(sizes[-1] + 3)
+            *(sizes, torch.full((sizes[-1] + 3,), 7, dtype=torch.int32)),
+            torch.arange(sizes[-1] + 3),
+            sampled_first=True,
         )
         self._outputs = torch.empty(sizes[-1], HIDDEN)
         self.layers.compiled = True
@@ -297,7 +299,7 @@ class World:
         if not size:
             return None
         assert self.captured is not None
-        for read, given in zip(self.captured[1:], (token_ids, positions), strict=True):
+        for read, given in zip(self.captured[1:3], (token_ids, positions), strict=True):
             assert given.data_ptr() == read.data_ptr(), "a graph reads where it was captured"
             assert len(given) == size
         return self._outputs[:size]

@@ -46,11 +46,16 @@ class CapturedGraphs(NamedTuple):
         sizes: of how many tokens there is one, ascending.
         token_ids: int32 `[most tokens]`; a graph reads as many as it has.
         positions: int64 `[most tokens]`, likewise.
+        sampled_first: whether a step has sampled from what its graph left, which the next one
+            overwrites, before connectors go on behind it. V1 asks them as soon as the model has run
+            (`maybe_get_kv_connector_output` in `v1/worker/gpu_model_runner.py`), V2 at the step's
+            end (`post_forward` in `v1/worker/gpu/model_runner.py`).
     """
 
     sizes: tuple[int, ...]
     token_ids: torch.Tensor
     positions: torch.Tensor
+    sampled_first: bool
 
 
 def install() -> None:
@@ -153,7 +158,8 @@ def captured_graphs() -> CapturedGraphs | None:
     runner = _runner()
     if is_breakable_cudagraph_enabled():
         return None
-    if hasattr(runner, "cudagraph_manager"):  # V2
+    is_v2 = hasattr(runner, "cudagraph_manager")
+    if is_v2:
         manager = runner.cudagraph_manager
         if manager is None or runner.pcp_manager is not None:
             return None
@@ -165,7 +171,7 @@ def captured_graphs() -> CapturedGraphs | None:
         captured = runner.cudagraph_dispatcher.cudagraph_keys[CUDAGraphMode.PIECEWISE]
         sizes = {graph.num_tokens for graph in captured if not graph.has_lora}
         inputs = runner.input_ids.gpu, runner.positions
-    return CapturedGraphs(tuple(sorted(sizes)), *inputs) if sizes else None
+    return CapturedGraphs(tuple(sorted(sizes)), *inputs, sampled_first=is_v2) if sizes else None
 
 
 def _runner() -> Any:

@@ -60,11 +60,15 @@ class Backlog:
         return contained.compute_or_in_full(self.prefill, prepared)
 
     def advance(self) -> dict[str, PassReport]:
-        """A step's share of the spread plans, the oldest first.
+        """A step's share of the spread plans, the oldest first, behind its forward.
 
         Returns:
             Those that are done, by request.
         """
+        with self.prefill.after_forward():
+            return self._advance()
+
+    def _advance(self) -> dict[str, PassReport]:
         done: dict[str, PassReport] = {}
         left = self._step_work
         while self._under_way and left > 0:

@@ -47,7 +47,7 @@ def prepare_or_in_full(
             _log(plans)
         everywhere = _on_all_ranks(prepared is not None)
         if prepared is None or not everywhere:
-            prepared = prefill.prepare([plan.without_copies() for plan in plans], wave_work)
+            prepared = _in_full(prefill, plans, wave_work)
         return prepared
 
 
@@ -61,8 +61,12 @@ def compute_or_in_full(prefill: SparsePrefill, prepared: Prepared) -> Waves[Pass
             if not _is_alone():
                 raise
             _log(plans)
-        again = prefill.prepare([plan.without_copies() for plan in plans], prepared.wave_work)
+        again = _in_full(prefill, plans, prepared.wave_work)
         return (yield from prefill.compute(again))
+
+
+def _in_full(prefill: SparsePrefill, plans: list[ReusePlan], wave_work: int | None) -> Prepared:
+    return prefill.prepare([plan.without_copies() for plan in plans], wave_work, apart=True)
 
 
 def _is_alone() -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -90,22 +91,32 @@ class SparsePrefill:
         """What tokens may enter from."""
         return self._layers.states
 
+    def after_forward(self) -> AbstractContextManager[None]:
+        """To compute in, between the forward of a step and its end; see `CudaGraphs`."""
+        graphs = self._layers.graphs
+        return nullcontext() if graphs is None else graphs.after_forward()
+
     def run(self, plans: list[ReusePlan]) -> PassReport:
         """Fill the KV of `[start, stop)` of every plan; plans with equal programs and the same
         adapter share passes."""
         return finish(self.compute(self.prepare(plans)))
 
     @torch.inference_mode()
-    def prepare(self, plans: list[ReusePlan], wave_work: int | None = None) -> Prepared:
+    def prepare(
+        self, plans: list[ReusePlan], wave_work: int | None = None, apart: bool = False
+    ) -> Prepared:
         """All that needs no other tensor-parallel rank: lay the plans out, and align them.
 
         Args:
             plans: of one step.
             wave_work: see `Batch`.
+            apart: each has a pass of its own. What a step computes together fits into memory as
+                long as plans reuse; of those that do not, one at a time does.
         """
         started = time.perf_counter()
         self.aligner.restore(block_copies(plans, self._block_size))
-        batches = self._batches(plans, wave_work)
+        together = [[plan] for plan in plans] if apart else [plans]
+        batches = [batch for group in together for batch in self._batches(group, wave_work)]
         for batch in batches:
             copies = token_copies(batch.plans, self._block_size, skip_always=True)
             self.aligner.align(copies, first_layer=batch.program.dense_layers)

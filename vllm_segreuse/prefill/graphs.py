@@ -30,6 +30,7 @@ class CudaGraphs:
         self._stack = stack
         self._captured = captured
         self._least = 0
+        self._is_held = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -37,7 +38,10 @@ class CudaGraphs:
         return self._captured.sizes
 
     def size_for(self, tokens: TokenTable) -> int:
-        """Tokens of the smallest graph that has room for these; 0: there is none."""
+        """Tokens of the smallest graph that has room for these; 0: there is none, or none may run
+        now."""
+        if self._is_held:
+            return 0
         at = bisect.bisect_left(self.sizes, max(len(tokens), self._least))
         return self.sizes[at] if at < len(self.sizes) else 0
 
@@ -49,6 +53,15 @@ class CudaGraphs:
             yield
         finally:
             self._least = 0
+
+    @contextmanager
+    def after_forward(self) -> Iterator[None]:
+        """Meanwhile no graph runs that would overwrite what a step has yet to sample from."""
+        self._is_held = not self._captured.sampled_first
+        try:
+            yield
+        finally:
+            self._is_held = False
 
     def forward(self, tokens: TokenTable, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """What `DecoderStack.forward_for_drafts` returns, by the graph of `size` tokens.
