@@ -337,6 +337,28 @@ def test_pauses_grow_and_end_with_a_success(engine: Engine) -> None:
     assert engine.tier.counts == {"no_space": 4, "paused": 1, "stored": 1}
 
 
+def test_what_cannot_be_erased_is_offered_to_nobody_and_erased_later(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.store(1, 2, 3)
+    release = engine.tier._folder.release
+    monkeypatch.setattr(engine.tier._folder, "release", raises(errno.ENOSPC))
+    engine.tier.erase([key_of(1), key_of(2)])
+    for _ in range(2):
+        engine.tier.drain_jobs()
+        engine.poll()
+    assert engine.there(1, 2, 3) == [3]
+    assert len(records.files(tmp_path)) == 3
+    engine.store(2)  # somebody computed it again
+    monkeypatch.setattr(engine.tier._folder, "release", release)
+    engine.now += files._ERASE_AGAIN_S
+    engine.poll()
+    engine.tier.drain_jobs()
+    engine.poll()
+    assert engine.there(1, 2, 3) == [2, 3]
+    assert len(records.files(tmp_path)) == 2
+
+
 def test_files_that_cannot_be_removed_are_paid_for(tmp_path: Path) -> None:
     engine = Engine(tmp_path, slots=2)
     engine.store(1)

@@ -74,7 +74,7 @@ def test_the_end_waits_for_no_write_that_hangs(path: str, monkeypatch: pytest.Mo
         journal.close()
 
 
-def test_a_write_that_fails_is_said_and_costs_no_more(
+def test_a_write_that_fails_is_said_and_done_with_the_next(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = DocumentJournal(path, at_once)
@@ -85,7 +85,27 @@ def test_a_write_that_fails_is_said_and_costs_no_more(
     journal._sql.execute("PRAGMA query_only = OFF")
     journal.kept("next", 0, 1, [A])
     journal.close()
-    assert reopened(path) == [("next", 0, 1, [A])]
+    assert sorted(reopened(path)) == [("doc", 0, 1, [A]), ("next", 0, 1, [A])]
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR])
+def test_a_file_that_cannot_be_read_now_is_not_replaced(
+    path: str, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    journal = DocumentJournal(path, at_once)
+    journal.kept("doc", 0, 1, [A])
+    journal.close()
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = code
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_segreuse.tier.journal.open_private", fails)
+        with pytest.raises(OSError, match="disk I/O error"):
+            DocumentJournal(path, at_once)
+    assert reopened(path) == [("doc", 0, 1, [A])]
 
 
 @pytest.mark.parametrize("content", [b"no database", b"SQLite format 3\0" + b"\xff" * 5000])

@@ -28,16 +28,9 @@ from typing import NamedTuple
 
 from vllm_segreuse.tier.format import DIGEST_BYTES, Kept
 from vllm_segreuse.tier.sealing import PROOF_BYTES, CorruptError, Sealer
-from vllm_segreuse.tier.sqlite import open_private
+from vllm_segreuse.tier.sqlite import open_private, sqlite_errors
 
-# Primary result codes whose cause is not what the file holds.
-_OUTSIDE = frozenset(
-    (
-        *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM),
-        *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL),
-        *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_MISUSE),
-    )
-)
+_WHAT = "the database of the store"
 _WRITING, _THERE, _LEAVING = range(3)
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (
@@ -69,10 +62,6 @@ class _Place(NamedTuple):
 
 
 _FREE = _Place("", False)
-
-
-class DamagedError(OSError):
-    """The database cannot be read, and will not be."""
 
 
 class Reserved(NamedTuple):
@@ -147,7 +136,7 @@ class Database:
         self._digest_key = digest_key
         self._engine = engine
         self._lock = threading.Lock()
-        with _errors():
+        with sqlite_errors(_WHAT):
             self._sql = open_private(path, _TABLES, timeout_s=5.0)
             self._sql.isolation_level = None  # transactions begin and end where it says so
         self._notes: queue.SimpleQueue[Notes] = queue.SimpleQueue()
@@ -165,7 +154,7 @@ class Database:
         Raises:
             DamagedError: they cannot be read.
         """
-        with _errors(), self._lock:
+        with sqlite_errors(_WHAT), self._lock:
             return self._all_rows()
 
     def _all_rows(self) -> list[tuple[str, Kept | None]]:
@@ -207,7 +196,7 @@ class Database:
         Raises:
             OSError: nothing was changed.
         """
-        with self._lock, _errors(), self._transaction() as sql:
+        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
             self._write_notes(sql)
             there, new = self._new(sql, coming)
             places = [_FREE] * min(len(new), max(0, slots - self._count(sql)))
@@ -297,7 +286,7 @@ class Database:
             OSError: nothing was changed.
         """
         erased: list[Kept] = []
-        with self._lock, _errors(), self._transaction() as sql:
+        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
             for kept in written:
                 name = (kept.name,)
                 sql.execute("UPDATE records SET in_place = 0 WHERE name = ?", name)
@@ -320,7 +309,7 @@ class Database:
         Raises:
             OSError: nothing was changed.
         """
-        with self._lock, _errors(), self._transaction() as sql:
+        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
             query = "SELECT name FROM records WHERE name = ? AND state = ?"
             found = [name for name in names if sql.execute(query, (name, _THERE)).fetchone()]
             self._take_away(sql, found, found)
@@ -352,7 +341,7 @@ class Database:
         """
         engine = self._engine if engine is None else engine
         whose = "WHERE name = ? AND engine = ? AND state <> ?"
-        with self._lock, _errors(), self._transaction() as sql:
+        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
             sql.executemany(
                 f"DELETE FROM records {whose}", [(name, engine, _THERE) for name in gone]
             )
@@ -373,7 +362,7 @@ class Database:
             OSError: nothing was changed.
         """
         leaving: list[str] = []
-        with self._lock, _errors(), self._transaction() as sql:
+        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
             for digest in map(self.key_digest, keys):
                 if self._let_go(sql, digest):
                     continue
@@ -390,7 +379,7 @@ class Database:
 
     def excess(self, slots: int) -> list[str]:
         """Takes away what is above the budget; returns names of files to remove."""
-        with self._lock, _errors(), self._transaction() as sql:
+        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
             query = "SELECT name FROM records WHERE state = ? ORDER BY durable > 0, used LIMIT ?"
             most = max(0, self._count(sql) - slots)
             leaving = [name for (name,) in sql.execute(query, (_THERE, most))]
@@ -400,7 +389,7 @@ class Database:
     def unsettled(self) -> dict[str, list[str]]:
         """Names of rows that are not THERE, by the engine that they belong to."""
         found: dict[str, list[str]] = {}
-        with self._lock, _errors():
+        with self._lock, sqlite_errors(_WHAT):
             query = "SELECT engine, name FROM records WHERE state <> ?"
             for engine, name in self._sql.execute(query, (_THERE,)).fetchall():
                 found.setdefault(engine, []).append(name)
@@ -426,7 +415,7 @@ class Database:
         Raises:
             OSError: it was not.
         """
-        with self._lock, _errors(), self._transaction() as sql:
+        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
             self._write_notes(sql)
 
     def _write_notes(self, sql: sqlite3.Connection) -> None:
@@ -454,7 +443,7 @@ class Database:
 
     def dismiss(self, engine: str) -> None:
         """An engine that will not come again holds nothing."""
-        with self._lock, _errors(), self._transaction() as sql:
+        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
             sql.execute("DELETE FROM holders WHERE engine = ?", (engine,))
             sql.execute(
                 "UPDATE records SET durable = 0 WHERE durable AND digest NOT IN "
@@ -467,7 +456,7 @@ class Database:
         Raises:
             OSError: it cannot be read; ask again.
         """
-        with self._lock, _errors():
+        with self._lock, sqlite_errors(_WHAT):
             query = "SELECT number, name, there FROM changes WHERE number > ? ORDER BY number"
             found = self._sql.execute(query, (self._seen,)).fetchall()
             if not found:
@@ -523,13 +512,3 @@ class Database:
             if self._sql.in_transaction:
                 self._sql.execute("ROLLBACK")
             raise
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF
-        kind = OSError if code in _OUTSIDE else DamagedError
-        raise kind(f"the database of the store: {error}") from error

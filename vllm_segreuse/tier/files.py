@@ -60,6 +60,7 @@ LOST = ("missing", "torn", "corrupt")
 
 _TASK_RECORDS = 16
 _NOTE_S = 1.0
+_ERASE_AGAIN_S = 10.0
 """Uses are written down so often, for other engines."""
 _STOP_S = 2.0
 
@@ -123,6 +124,8 @@ class FileTier(SecondaryTierManager):
         self._coming: set[bytes] = set()
         self._erased: set[bytes] = set()
         self._erasing: set[bytes] = set()
+        self._unerased: set[bytes] = set()
+        self._erased_s = -float("inf")
         self._used: dict[str, float] = {}
         self._noted_s = clock()
         self._durable: dict[bytes, bool] = {}
@@ -276,6 +279,9 @@ class FileTier(SecondaryTierManager):
         return (items[i : i + size] for i in range(0, len(items), size))
 
     def _admitted(self, key: OffloadKey, row: int) -> _Coming | None:
+        if key in self._unerased:  # and wanted again
+            self._unerased.discard(key)
+            self._erasing.discard(key)
         if self._hidden or key in self._coming or self._touch(key) is not None:
             return None
         record = self._describe(key)
@@ -433,20 +439,24 @@ class FileTier(SecondaryTierManager):
             else:
                 leaving.append(key)
         if leaving:
-            self._erasing.update(leaving)
-            self._jobs.begin(None, [partial(self._erase, leaving)], urgent=False)
+            self._begin_erasing(leaving)
 
-    def _erase(self, leaving: list[bytes], job: Job) -> Settle:
+    def _begin_erasing(self, leaving: Sequence[bytes]) -> None:
+        self._erased_s = self._clock()
+        self._erasing.update(leaving)
+        self._jobs.begin(None, [partial(self._erase, leaving)], urgent=False)
+
+    def _erase(self, leaving: Sequence[bytes], job: Job) -> Settle:
         try:
             return partial(self._settle_erased, leaving, self._folder.release(leaving))
         except Exception as error:
             logger.warning(
-                "segment reuse: keys of erased records may still be in %s: %s",
+                "segment reuse: keys of erased records are still in %s, it is tried again: %s",
                 *(self._folder.path, error),
             )
-            return partial(self._settle_erased, leaving, ())
+            return partial(self._unerased.update, leaving)  # nobody is offered them meanwhile
 
-    def _settle_erased(self, leaving: list[bytes], names: Iterable[str]) -> None:
+    def _settle_erased(self, leaving: Sequence[bytes], names: Iterable[str]) -> None:
         self._erasing.difference_update(leaving)
         self._gone(names)
 
@@ -456,6 +466,9 @@ class FileTier(SecondaryTierManager):
         self._follow()
         if self._durable or (self._used and self._clock() - self._noted_s >= _NOTE_S):
             self._note()
+        if self._unerased and self._clock() - self._erased_s >= _ERASE_AGAIN_S:
+            unerased, self._unerased = [*self._unerased], set()
+            self._begin_erasing(unerased)
         return results
 
     def _note(self) -> None:

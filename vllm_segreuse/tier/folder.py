@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.database import NOBODY, Changes, DamagedError, Database, Notes, Reserved
+from vllm_segreuse.tier.database import NOBODY, Changes, Database, Notes, Reserved
 from vllm_segreuse.tier.disk import Disk
 from vllm_segreuse.tier.format import (
     DIGEST_BYTES,
@@ -37,6 +37,7 @@ from vllm_segreuse.tier.format import (
 )
 from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
 from vllm_segreuse.tier.seats import Owner, Seats
+from vllm_segreuse.tier.sqlite import DamagedError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from vllm_segreuse.tier.sqlite import open_private
+from vllm_segreuse.tier.sqlite import DamagedError, open_private, sqlite_errors
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -59,15 +59,12 @@ class DocumentJournal:
         self._lock = threading.Lock()
         try:
             self._sql, self._at_start = _opened(path)
-        except sqlite3.DatabaseError as error:
-            logger.warning("segment reuse: %s is damaged (%s): begins anew", path, error)
+        except DamagedError as error:
+            logger.warning("segment reuse: %s: it is damaged, and begins anew", error)
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path + suffix)
-            try:
-                self._sql, self._at_start = _opened(path)
-            except sqlite3.DatabaseError as again:
-                raise OSError(f"cannot use {path!r}: {again}") from again
+            self._sql, self._at_start = _opened(path)
 
     def at_start(self) -> list[Part]:
         """What an earlier run has left."""
@@ -99,6 +96,7 @@ class DocumentJournal:
                     for change in changes:
                         _carry_out(sql, change)
             except sqlite3.Error as error:
+                self._changes.extendleft(reversed(changes))  # to be written with the next
                 logger.warning(
                     "segment reuse: %s: documents may be computed again after a restart: %s",
                     *(self._path, error),
@@ -115,12 +113,13 @@ def _carry_out(sql: sqlite3.Connection, change: Part | tuple[str, ...]) -> None:
 
 
 def _opened(path: str) -> tuple[sqlite3.Connection, list[Part]]:
-    sql = open_private(path, _TABLE, timeout_s=1.0)
-    try:
-        return sql, list(_parts(sql))
-    except BaseException:
-        sql.close()
-        raise
+    with sqlite_errors(path):
+        sql = open_private(path, _TABLE, timeout_s=1.0)
+        try:
+            return sql, list(_parts(sql))
+        except BaseException:
+            sql.close()
+            raise
 
 
 def _parts(sql: sqlite3.Connection) -> Iterator[Part]:

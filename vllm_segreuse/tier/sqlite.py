@@ -1,14 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the databases of a store are opened: for their owner alone, and so that what was deleted is
-overwritten."""
+overwritten; and which of their errors say that a file is damaged."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
+from collections.abc import Iterator
 
 _FILE = 0o600
+# Primary result codes whose cause is not what the file holds.
+_OUTSIDE = frozenset(
+    (
+        *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM),
+        *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL),
+        *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_MISUSE),
+    )
+)
 _PRAGMAS = ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
+
+
+class DamagedError(OSError):
+    """The database cannot be read, and will not be."""
+
+
+@contextlib.contextmanager
+def sqlite_errors(what: str) -> Iterator[None]:
+    """SQLite's errors as those of the system.
+
+    Args:
+        what: the database is, for the message.
+
+    Raises:
+        DamagedError: the file is no database, or not ours.
+        OSError: it can be neither read nor written.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF
+        kind = OSError if code in _OUTSIDE else DamagedError
+        raise kind(f"{what}: {error}") from error
 
 
 def open_private(path: str, tables: str, timeout_s: float) -> sqlite3.Connection:
