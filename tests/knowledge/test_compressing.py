@@ -5,6 +5,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,13 @@ def test_a_choice_stays_when_its_document_is_added_with_those_in_front() -> None
             assert found.entry != was.entry, "it is in another context"
             assert await kept(service, "a") == before
             assert not any(SCORE in asked for _, asked, _ in engine.asked)
+            shape = service._shape
+            service._shape = shape._replace(chunk_tokens=3)
+            record = service._store.document("base", "base", "a")
+            assert record is not None
+            assert service._with_choice(replace(record, kept=None)).kept is None, "cut otherwise"
+            service._shape = shape
+            assert service._with_choice(replace(record, kept=None)).kept is not None
             await service.add("base", body(scorer="uniform", a=TOKENS))
             assert await kept(service, "a") == [10, 20, 60, 15], "as another scorer says"
 

@@ -337,10 +337,13 @@ def test_pauses_grow_and_end_with_a_success(engine: Engine) -> None:
     assert engine.tier.counts == {"no_space": 4, "paused": 1, "stored": 1}
 
 
+@pytest.mark.parametrize("how", ["stored", "held"])
 def test_what_cannot_be_erased_is_offered_to_nobody_and_erased_later(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unless it is wanted again."""
     engine.store(1, 2, 3)
+    engine.events()
     release = engine.tier._folder.release
     monkeypatch.setattr(engine.tier._folder, "release", raises(errno.ENOSPC))
     engine.tier.erase([key_of(1), key_of(2)])
@@ -349,7 +352,11 @@ def test_what_cannot_be_erased_is_offered_to_nobody_and_erased_later(
         engine.poll()
     assert engine.there(1, 2, 3) == [3]
     assert len(records.files(tmp_path)) == 3
-    engine.store(2)  # somebody computed it again
+    if how == "stored":
+        engine.store(2)
+    else:
+        engine.tier.set_durable([key_of(2)], True)  # its row is in host memory still
+    assert (2, False) in engine.events()
     monkeypatch.setattr(engine.tier._folder, "release", release)
     engine.now += files._ERASE_AGAIN_S
     engine.poll()
@@ -357,6 +364,20 @@ def test_what_cannot_be_erased_is_offered_to_nobody_and_erased_later(
     engine.poll()
     assert engine.there(1, 2, 3) == [2, 3]
     assert len(records.files(tmp_path)) == 2
+
+
+def test_what_could_not_be_erased_is_tried_once_more_at_the_end(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.store(1)
+    release = engine.tier._folder.release
+    monkeypatch.setattr(engine.tier._folder, "release", raises(errno.ENOSPC))
+    engine.tier.erase([key_of(1)])
+    engine.tier.drain_jobs()
+    engine.poll()
+    monkeypatch.setattr(engine.tier._folder, "release", release)
+    engine.tier.shutdown()
+    assert records.files(tmp_path) == []
 
 
 def test_files_that_cannot_be_removed_are_paid_for(tmp_path: Path) -> None:

@@ -88,6 +88,18 @@ def test_a_write_that_fails_is_said_and_done_with_the_next(
     assert sorted(reopened(path)) == [("doc", 0, 1, [A]), ("next", 0, 1, [A])]
 
 
+def test_no_more_than_so_many_changes_wait_for_a_file_that_cannot_be_written(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_segreuse.tier.journal._MOST_CHANGES", 3)
+    journal = DocumentJournal(path, at_once)
+    journal._sql.execute("PRAGMA query_only = ON")
+    for number in range(10):
+        journal.kept(f"doc{number}", 0, 1, [A])
+    assert len(journal._changes) <= 3
+    journal.close()
+
+
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR])
 def test_a_file_that_cannot_be_read_now_is_not_replaced(
     path: str, monkeypatch: pytest.MonkeyPatch, code: int

@@ -499,8 +499,11 @@ class KnowledgeService:
         other = self._store.document(extra_key, name, document_id)
         if other is None or other.fault or other.compression != record.compression:
             return record
-        is_same = other.kept is not None and np.array_equal(other.tokens, record.tokens)
-        return replace(record, kept=other.kept) if is_same else record
+        if other.kept is None or not np.array_equal(other.tokens, record.tokens):
+            return record
+        made_of = record.context, record.tokens, record.compression
+        fits = work_for(self._shape, extra_key, *made_of, other.kept).kept is not None
+        return replace(record, kept=other.kept) if fits else record
 
     def _check_room(self, base: CatalogueBase, documents: list[CatalogueDocument]) -> None:
         needed = self._catalogue.num_blocks_with(base, documents)

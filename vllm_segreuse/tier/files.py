@@ -60,8 +60,9 @@ LOST = ("missing", "torn", "corrupt")
 
 _TASK_RECORDS = 16
 _NOTE_S = 1.0
-_ERASE_AGAIN_S = 10.0
 """Uses are written down so often, for other engines."""
+_ERASE_AGAIN_S = 10.0
+"""So long after an error, what could not be erased is tried again."""
 _STOP_S = 2.0
 
 Describe = Callable[[bytes], StoredRecord | None]
@@ -125,7 +126,7 @@ class FileTier(SecondaryTierManager):
         self._erased: set[bytes] = set()
         self._erasing: set[bytes] = set()
         self._unerased: set[bytes] = set()
-        self._erased_s = -float("inf")
+        self._erase_again_s = 0.0
         self._used: dict[str, float] = {}
         self._noted_s = clock()
         self._durable: dict[bytes, bool] = {}
@@ -250,7 +251,10 @@ class FileTier(SecondaryTierManager):
     def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
         """Durable records are not removed for others that are not, nor by engines that do not hold
         them while one that does runs."""
-        self._durable |= dict.fromkeys(keys, durable)
+        noted = dict.fromkeys(keys, durable)
+        if durable:
+            self._wanted_again(noted)
+        self._durable |= noted
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What has come to be on disk, and what is no longer."""
@@ -279,10 +283,10 @@ class FileTier(SecondaryTierManager):
         return (items[i : i + size] for i in range(0, len(items), size))
 
     def _admitted(self, key: OffloadKey, row: int) -> _Coming | None:
-        if key in self._unerased:  # and wanted again
-            self._unerased.discard(key)
-            self._erasing.discard(key)
-        if self._hidden or key in self._coming or self._touch(key) is not None:
+        if self._hidden:
+            return None
+        self._wanted_again([key])
+        if key in self._coming or self._touch(key) is not None:
             return None
         record = self._describe(key)
         if record is None:
@@ -442,7 +446,6 @@ class FileTier(SecondaryTierManager):
             self._begin_erasing(leaving)
 
     def _begin_erasing(self, leaving: Sequence[bytes]) -> None:
-        self._erased_s = self._clock()
         self._erasing.update(leaving)
         self._jobs.begin(None, [partial(self._erase, leaving)], urgent=False)
 
@@ -454,7 +457,23 @@ class FileTier(SecondaryTierManager):
                 "segment reuse: keys of erased records are still in %s, it is tried again: %s",
                 *(self._folder.path, error),
             )
-            return partial(self._unerased.update, leaving)  # nobody is offered them meanwhile
+            return partial(self._settle_unerased, leaving)
+
+    def _settle_unerased(self, leaving: Sequence[bytes]) -> None:
+        """Nobody is offered them meanwhile."""
+        self._unerased.update(leaving)
+        self._erase_again_s = self._clock() + _ERASE_AGAIN_S
+
+    def _erase_again(self) -> None:
+        unerased, self._unerased = [*self._unerased], set()
+        self._begin_erasing(unerased)
+
+    def _wanted_again(self, keys: Iterable[bytes]) -> None:
+        """What could not be erased is offered again: documents were added that consist of it."""
+        again = self._unerased.intersection(keys)
+        self._unerased -= again
+        self._erasing -= again
+        self._event([key for key in again if self._residents.get(key) is not None], removed=False)
 
     def _settle_erased(self, leaving: Sequence[bytes], names: Iterable[str]) -> None:
         self._erasing.difference_update(leaving)
@@ -466,9 +485,8 @@ class FileTier(SecondaryTierManager):
         self._follow()
         if self._durable or (self._used and self._clock() - self._noted_s >= _NOTE_S):
             self._note()
-        if self._unerased and self._clock() - self._erased_s >= _ERASE_AGAIN_S:
-            unerased, self._unerased = [*self._unerased], set()
-            self._begin_erasing(unerased)
+        if self._unerased and self._clock() >= self._erase_again_s:
+            self._erase_again()
         return results
 
     def _note(self) -> None:
@@ -529,6 +547,8 @@ class FileTier(SecondaryTierManager):
             return
         self._closed = True
         self._note()
+        if self._unerased:
+            self._erase_again()
         ended = self._jobs.stop() and self.watcher.stop(_STOP_S)
         self._rows = self._rows[:0].copy()  # the region can be unmapped
         if ended:
@@ -567,6 +587,7 @@ def open_file_tier(
             io_threads=options.io_threads,
             zeroises=options.zeroise,
         )
+        tier.journal()  # opened here: it may be what is wrong
     except (OSError, ValueError) as error:
         raise RefusedError(
             f"the second tier's files cannot be kept in {options.path}: {error}; correct this, or "

@@ -27,6 +27,8 @@ CREATE TABLE IF NOT EXISTS parts (
     entry TEXT, part INTEGER, parts INTEGER NOT NULL, keys BLOB NOT NULL, PRIMARY KEY (entry, part))
 """
 _CLOSE_S = 2.0
+_MOST_CHANGES = 1000
+"""That wait to be written."""
 
 Submit = Callable[[Callable[[], None]], None]
 """Runs a function in another thread, soon."""
@@ -96,7 +98,8 @@ class DocumentJournal:
                     for change in changes:
                         _carry_out(sql, change)
             except sqlite3.Error as error:
-                self._changes.extendleft(reversed(changes))  # to be written with the next
+                if len(changes) < _MOST_CHANGES:
+                    self._changes.extendleft(reversed(changes))  # to be written with the next
                 logger.warning(
                     "segment reuse: %s: documents may be computed again after a restart: %s",
                     *(self._path, error),
