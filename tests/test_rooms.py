@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
-    *("version", "discovery", "keys", "routing", "values", "documents", "supported"),
+    *("version", "discovery", "keys", "routing", "values", "json_lines", "documents", "supported"),
     *("kernels", "plan"),
     *("kv_group", "policies", "audit_options", "tier_options", "config"),
     *("metrics", "memory", "launch", "cache", "audit"),

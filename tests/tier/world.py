@@ -272,7 +272,6 @@ class World:
         assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
         assert all(chunk.ref_cnt == 0 for chunk in self.chunks.values()), "a row is still held"
         assert self.rows._num_evictable_cache_chunks == len(self.chunks)
-        unshown = [record.last_seen for record in self.catalogue if not record.shown]
-        held = sum(0 if seen is None else len(seen.namespaces) for seen in unshown)
-        assert sum(record.last_seen is not None for record in self.catalogue) == len(unshown)
-        assert sum(self.namespaces._references) == held
+        assert all(record.shown == (record.last_seen is None) for record in self.catalogue)
+        seen = [record.last_seen for record in self.catalogue if record.last_seen is not None]
+        assert sum(self.namespaces._references) == sum(len(found.namespaces) for found in seen)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_segreuse.json_lines import json_lines
 
 
 class PromptError(ValueError):
@@ -46,16 +47,10 @@ def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None
     Raises:
         PromptError: the file cannot be read, holds fewer than two prompts, or a line is no prompt.
     """
-    try:
-        # Not by `splitlines`: text in JSON may hold other separators of lines.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"cannot read {file}: {error}") from None
     distinct: dict[tuple[int, ...], Prompt] = {}
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            prompt = _prompt(f"{file}, line {number}", line, encode, bos)
-            distinct.setdefault(tuple(prompt.token_ids), prompt)
+    for where, given in json_lines(file, PromptError):
+        prompt = _prompt(where, given, encode, bos)
+        distinct.setdefault(tuple(prompt.token_ids), prompt)
     prompts = list(distinct.values())
     if len(prompts) < 2:
         raise PromptError(
@@ -65,11 +60,7 @@ def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None
     return prompts
 
 
-def _prompt(where: str, line: str, encode: Callable[[str], list[int]], bos: int | None) -> Prompt:
-    try:
-        given = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"{where} is no JSON: {error}") from None
+def _prompt(where: str, given: Any, encode: Callable[[str], list[int]], bos: int | None) -> Prompt:
     expected = '{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}'
     if not isinstance(given, dict) or set(given) - {"prefix", "segments", "suffix"}:
         raise PromptError(f"{where} must be {expected}")

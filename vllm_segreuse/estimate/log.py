@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from vllm_segreuse.config import EXTRA_KEYS
+from vllm_segreuse.json_lines import json_lines
 
 _EXPECTED = (
     'the body of a completion ("prompt") or of a chat completion ("messages"), or an object that '
@@ -55,28 +54,13 @@ def read_log(file: Path) -> list[Logged]:
     Raises:
         LogError: the file cannot be read, holds no request, or a line is none.
     """
-    try:
-        # Not by `splitlines`: text in JSON may hold other separators of lines.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LogError(f"cannot read {file}: {error}") from None
-    found = list(_logged(file, lines))
+    found = [_logged(where, given) for where, given in json_lines(file, LogError)]
     if not found:
         raise LogError(f"{file} holds no requests: each line must be {_EXPECTED}")
     return found
 
 
-def _logged(file: Path, lines: list[str]) -> Iterator[Logged]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _line(f"{file}, line {number}", line)
-
-
-def _line(where: str, line: str) -> Logged:
-    try:
-        given = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise LogError(f"{where} is no JSON: {error}") from None
+def _logged(where: str, given: Any) -> Logged:
     around = given if isinstance(given, dict) else {}
     body = around.get("body", around)
     if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):

@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from vllm_segreuse.knowledge.client import bearer
+
 EXCERPT_TOKENS = 24
 """Tokens of a stretch whose text is shown."""
 
@@ -93,8 +95,8 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def authorized(api_key: str | None) -> dict[bytes, bytes]:
-    """Headers that name an API key, whatever its characters; none without one."""
-    return {b"Authorization": b"Bearer " + api_key.encode()} if api_key else {}
+    """Headers that name an API key; none without one."""
+    return bearer(api_key) if api_key else {}
 
 
 def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) -> Explanation:

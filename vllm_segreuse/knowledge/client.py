@@ -115,8 +115,7 @@ class KnowledgeClient:
             raise ValueError(f"{url!r} is no URL: {error}") from error
         self._http = httpx.Client(
             base_url=self.url + PREFIX,
-            # Bytes: a token need not be ASCII.
-            headers={b"Authorization": b"Bearer " + token.encode()},
+            headers=bearer(token),
             timeout=self._timeout,
             transport=transport,
         )
@@ -329,6 +328,11 @@ class KnowledgeClient:
                 message = f"{self.url} answered {status} {response.reason_phrase}"
             return RefusedError(message, status)
         return RefusedError(error.message, status, error.type, error.param)
+
+
+def bearer(token: str) -> dict[bytes, bytes]:
+    """Headers that name a token: as bytes, since it need not be ASCII."""
+    return {b"Authorization": b"Bearer " + token.encode()}
 
 
 def batches(documents: Iterable[NewDocument]) -> Iterator[list[NewDocument]]:

@@ -18,6 +18,7 @@ a process. Whatever is inconsistent then is removed by the next engine that open
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import queue
 import sqlite3
@@ -30,7 +31,7 @@ from vllm_segreuse.tier.format import DIGEST_BYTES, Kept
 from vllm_segreuse.tier.sealing import PROOF_BYTES, CorruptError, Sealer
 from vllm_segreuse.tier.sqlite import open_private, sqlite_errors
 
-_WHAT = "the database of the store"
+_errors = functools.partial(sqlite_errors, "the database of the store")
 _WRITING, _THERE, _LEAVING = range(3)
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (
@@ -136,7 +137,7 @@ class Database:
         self._digest_key = digest_key
         self._engine = engine
         self._lock = threading.Lock()
-        with sqlite_errors(_WHAT):
+        with _errors():
             self._sql = open_private(path, _TABLES, timeout_s=5.0)
             self._sql.isolation_level = None  # transactions begin and end where it says so
         self._notes: queue.SimpleQueue[Notes] = queue.SimpleQueue()
@@ -154,7 +155,7 @@ class Database:
         Raises:
             DamagedError: they cannot be read.
         """
-        with sqlite_errors(_WHAT), self._lock:
+        with _errors(), self._lock:
             return self._all_rows()
 
     def _all_rows(self) -> list[tuple[str, Kept | None]]:
@@ -196,7 +197,7 @@ class Database:
         Raises:
             OSError: nothing was changed.
         """
-        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
+        with self._lock, _errors(), self._transaction() as sql:
             self._write_notes(sql)
             there, new = self._new(sql, coming)
             places = [_FREE] * min(len(new), max(0, slots - self._count(sql)))
@@ -286,7 +287,7 @@ class Database:
             OSError: nothing was changed.
         """
         erased: list[Kept] = []
-        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
+        with self._lock, _errors(), self._transaction() as sql:
             for kept in written:
                 name = (kept.name,)
                 sql.execute("UPDATE records SET in_place = 0 WHERE name = ?", name)
@@ -309,7 +310,7 @@ class Database:
         Raises:
             OSError: nothing was changed.
         """
-        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
+        with self._lock, _errors(), self._transaction() as sql:
             query = "SELECT name FROM records WHERE name = ? AND state = ?"
             found = [name for name in names if sql.execute(query, (name, _THERE)).fetchone()]
             self._take_away(sql, found, found)
@@ -341,7 +342,7 @@ class Database:
         """
         engine = self._engine if engine is None else engine
         whose = "WHERE name = ? AND engine = ? AND state <> ?"
-        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
+        with self._lock, _errors(), self._transaction() as sql:
             sql.executemany(
                 f"DELETE FROM records {whose}", [(name, engine, _THERE) for name in gone]
             )
@@ -362,7 +363,7 @@ class Database:
             OSError: nothing was changed.
         """
         leaving: list[str] = []
-        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
+        with self._lock, _errors(), self._transaction() as sql:
             for digest in map(self.key_digest, keys):
                 if self._let_go(sql, digest):
                     continue
@@ -379,7 +380,7 @@ class Database:
 
     def excess(self, slots: int) -> list[str]:
         """Takes away what is above the budget; returns names of files to remove."""
-        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
+        with self._lock, _errors(), self._transaction() as sql:
             query = "SELECT name FROM records WHERE state = ? ORDER BY durable > 0, used LIMIT ?"
             most = max(0, self._count(sql) - slots)
             leaving = [name for (name,) in sql.execute(query, (_THERE, most))]
@@ -389,7 +390,7 @@ class Database:
     def unsettled(self) -> dict[str, list[str]]:
         """Names of rows that are not THERE, by the engine that they belong to."""
         found: dict[str, list[str]] = {}
-        with self._lock, sqlite_errors(_WHAT):
+        with self._lock, _errors():
             query = "SELECT engine, name FROM records WHERE state <> ?"
             for engine, name in self._sql.execute(query, (_THERE,)).fetchall():
                 found.setdefault(engine, []).append(name)
@@ -415,7 +416,7 @@ class Database:
         Raises:
             OSError: it was not.
         """
-        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
+        with self._lock, _errors(), self._transaction() as sql:
             self._write_notes(sql)
 
     def _write_notes(self, sql: sqlite3.Connection) -> None:
@@ -443,7 +444,7 @@ class Database:
 
     def dismiss(self, engine: str) -> None:
         """An engine that will not come again holds nothing."""
-        with self._lock, sqlite_errors(_WHAT), self._transaction() as sql:
+        with self._lock, _errors(), self._transaction() as sql:
             sql.execute("DELETE FROM holders WHERE engine = ?", (engine,))
             sql.execute(
                 "UPDATE records SET durable = 0 WHERE durable AND digest NOT IN "
@@ -456,7 +457,7 @@ class Database:
         Raises:
             OSError: it cannot be read; ask again.
         """
-        with self._lock, sqlite_errors(_WHAT):
+        with self._lock, _errors():
             query = "SELECT number, name, there FROM changes WHERE number > ? ORDER BY number"
             found = self._sql.execute(query, (self._seen,)).fetchall()
             if not found:

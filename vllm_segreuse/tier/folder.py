@@ -37,7 +37,7 @@ from vllm_segreuse.tier.format import (
 )
 from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
 from vllm_segreuse.tier.seats import Owner, Seats
-from vllm_segreuse.tier.sqlite import DamagedError
+from vllm_segreuse.tier.sqlite import FILES, DamagedError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -161,7 +161,7 @@ class RecordFolder:
     def _remove_database(self, why: str) -> None:
         if not self._seats.alone:
             raise OSError(f"{why}, and other engines use the store: stop them all, then start")
-        for suffix in ("", "-wal", "-shm"):
+        for suffix in FILES:
             self.disk.remove(os.path.join(self.path, _DATABASE + suffix))
 
     def _open(self) -> None:

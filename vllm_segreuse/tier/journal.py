@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from vllm_segreuse.tier.sqlite import DamagedError, open_private, sqlite_errors
+from vllm_segreuse.tier.sqlite import FILES, DamagedError, open_private, sqlite_errors
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -63,7 +63,7 @@ class DocumentJournal:
             self._sql, self._at_start = _opened(path)
         except DamagedError as error:
             logger.warning("segment reuse: %s: it is damaged, and begins anew", error)
-            for suffix in ("", "-wal", "-shm"):
+            for suffix in FILES:
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path + suffix)
             self._sql, self._at_start = _opened(path)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from vllm_segreuse.tier.disk import Disk
+from vllm_segreuse.tier.sqlite import FILES
 
 _MOST_SEATS = 64
 _LOCK = ".lock"
@@ -162,7 +163,7 @@ class Seats:
             if manifest and (os.path.exists(manifest) or not os.path.isabs(manifest)):
                 continue
             dismiss(seat)
-            for suffix in (".sqlite", ".sqlite-wal", ".sqlite-shm", _LOCK):
+            for suffix in (*(".sqlite" + it for it in FILES), _LOCK):
                 self._disk.remove(os.path.join(self._folder, seat + suffix))
 
     def leave(self) -> None:

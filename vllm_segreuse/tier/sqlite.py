@@ -9,6 +9,9 @@ import os
 import sqlite3
 from collections.abc import Iterator
 
+FILES = ("", "-wal", "-shm")
+"""Behind the path of a database: its files."""
+
 _FILE = 0o600
 # Primary result codes whose cause is not what the file holds.
 _OUTSIDE = frozenset(

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of JSON lines that a command reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def json_lines(file: Path, error: type[ValueError]) -> Iterator[tuple[str, Any]]:
+    """What each line holds, and where it is from ("FILE, line 3"); blank lines are skipped.
+
+    Args:
+        file: as UTF-8.
+        error: raised, with one sentence, where the file cannot be read or a line is no JSON.
+    """
+    try:
+        # Not by `splitlines`: text in JSON may hold other separators of lines.
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as why:
+        raise error(f"cannot read {file}: {why}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{file}, line {number}"
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as why:
+                raise error(f"{where} is no JSON: {why}") from None
+            yield where, value
