@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = f"{sys.executable} -m pytest -p no:cacheprovider -q -rf --hypothesis-profile quick"
 KERNELS = " ".join(
     f"tests/kernels/test_{name}.py"
-    for name in ("triton_align", "triton_attention", "triton_scores")
+    for name in ("triton_align", "triton_attention", "triton_scores", "flash_attention")
 )
 EQUALITY = f"{PYTEST} tests/e2e/test_equality.py -k bf16"
 _ENGINE = ("policies", "states", "spread", "round_trips", "requests", "tier", "conversation")
@@ -51,6 +51,13 @@ STAGES = {
     "equality": (200, EQUALITY),
     "equality-triton": (200, f"SEGREUSE_TEST_BACKEND=TRITON_ATTN {EQUALITY}"),
     "equality-v1": (200, f"VLLM_USE_V2_MODEL_RUNNER=0 {EQUALITY}"),
+    # FlashAttention 3 for the common keys of every tile, however short prompts are.
+    "equality-common": (200, f"SEGREUSE_TEST_COMMON_TILES=0 {EQUALITY}"),
+    "spread-v1": (
+        200,
+        "SEGREUSE_TEST_GRAPHS=1 VLLM_USE_V2_MODEL_RUNNER=0 TRITON_F32_DEFAULT=ieee "
+        f"{PYTEST} tests/e2e/test_spread.py",
+    ),
     # In float32 vLLM's Triton attention would multiply in TF32, which the start-up proof refuses.
     "engine": (240, f"TRITON_F32_DEFAULT=ieee {PYTEST} -n {len(_ENGINE)} --dist loadfile {ENGINE}"),
     "tiny": (200, f"{BENCH} gpu --quick --part headline --json {{out}}/tiny.json"),

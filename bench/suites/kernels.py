@@ -5,8 +5,9 @@ Alignment moves 1,024 to 16,384 tokens of all layers to odd offsets of other pag
 works elsewhere in a pool that no cache holds, and so does the plain copy of as many bytes it is
 compared with; both several times in a row, so that neither leaves its writes for the other to wait
 for. Attention: 10 % of the positions of a context, random or in short runs, against the dense
-kernel's floating-point operations per second, and against one-token rows of that kernel. Scores: a
-question's queries over the context. What is compared takes turns, round by round; beside each ratio
+kernel's floating-point operations per second, and against one-token rows of that kernel; on a GPU
+also a few positions, and the same kernel without FlashAttention 3. Scores: a question's queries
+over the context. What is compared takes turns, round by round; beside each ratio
 of medians the summary has the quartiles (`_q1`, `_q3`) of the rounds' own ratios.
 
 On CPU: pages and dense kernel are vLLM's own, in the 8-layer benchmark's shape. On a GPU: NHD pages
@@ -21,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ Rounds = dict[tuple[str, str, int], list[float]]
 
 SHARE = 0.1
 """Of a context's positions that scattered queries take."""
+_LAUNCHING_CYCLES = 2_000_000
+"""Of a GPU, a millisecond or so."""
 QUESTION = 101
 """Queries that score: the new tokens of the `ttft` suite's prompts."""
 
@@ -54,6 +58,7 @@ class Case:
     align_tokens: tuple[int, ...]
     contexts: tuple[int, ...]
     pool_bytes: int
+    few: tuple[int, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -66,7 +71,10 @@ class Case:
 
 
 CPU = Case(torch.device("cpu"), 8, 4, 2, 32, 32, (1024, 8192, 16384), (8192, 32768), 1 << 30)
-GPU = Case(torch.device("cuda"), 36, 32, 8, 128, 16, (1024, 16384), (16384, 65536), 37 << 30)
+GPU = Case(
+    *(torch.device("cuda"), 36, 32, 8, 128, 16, (1024, 16384), (16384, 65536), 37 << 30),
+    few=(128, 384, 832),
+)
 
 
 def run(quick: bool) -> harness.SuiteResult:
@@ -189,9 +197,9 @@ def _scattered(context: int, count: int | None = None) -> torch.Tensor:
     return torch.randperm(context, generator=generator)[:count].sort().values
 
 
-def _runs(context: int, length: int) -> torch.Tensor:
+def _runs(context: int, length: int, count: int | None = None) -> torch.Tensor:
     """As many positions, in runs."""
-    count = int(SHARE * context) // length
+    count = (int(SHARE * context) if count is None else count) // length
     generator = torch.Generator().manual_seed(context)
     firsts = torch.randperm(context // length, generator=generator)[:count].sort().values
     return (firsts[:, None] * length + torch.arange(length)).flatten()
@@ -216,14 +224,15 @@ def _attention(
         actions[what] = make(queries(positions), positions.to(case.device), context)
         flops[what] = 4.0 * case.heads * case.head_size * _seen(context, positions)
 
-    def ours(query: torch.Tensor, positions: torch.Tensor, context: int) -> Action:
+    def ours(query: torch.Tensor, positions: torch.Tensor, context: int, **planned: bool) -> Action:
         assert kernels.sparse_attention is not None
         kernel, out = kernels.sparse_attention, torch.empty_like(query)
         table = backend.block_table(context)[None]
         request = torch.zeros_like(positions)
         layout, more = backend.layout, {}
         if kernels.plan_attention is not None:  # as in a pass: once for all layers
-            more["schedule"] = kernels.plan_attention(query, layout.keys, table, request, positions)
+            where = table, request, positions
+            more["schedule"] = kernels.plan_attention(query, layout.keys, *where, **planned)
         return lambda: kernel(
             out,
             query,
@@ -239,11 +248,18 @@ def _attention(
 
     add("dense", torch.arange(context), backend.dense)
     sparse = {"random": _scattered(context)}
-    sparse |= {f"runs of {n}": _runs(context, n) for n in (4, 16, 64)}
+    lengths = [n for n in (4, 16, 64, 256) if n <= SHARE * context]
+    sparse |= {f"runs of {n}": _runs(context, n) for n in lengths}
+    for count in case.few:
+        sparse[f"{count} random"] = _scattered(context, count)
+        sparse |= {f"{count} in runs of {n}": _runs(context, n, count) for n in (16, 32, 64)}
+    alone = partial(ours, flash=False)
     for name, positions in sparse.items():
         add(f"rows, {name}", positions, backend.rows)
         if kernels.sparse_attention is not None:
             add(f"ours, {name}", positions, ours)
+            if kernels.plan_attention is not None:
+                add(f"without FlashAttention 3, {name}", positions, alone)
     if kernels.sparse_attention is not None:
         add("ours, dense", torch.arange(context), ours)
     return [
@@ -311,12 +327,14 @@ def timed(
 
 
 def _milliseconds(device: torch.device, action: Action) -> float:
+    """On a GPU without the time that the host takes to launch: the device waits for it first."""
     if device.type == "cpu":
         started = time.perf_counter()
         action()
         return (time.perf_counter() - started) * 1e3
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    torch.cuda._sleep(_LAUNCHING_CYCLES)
     begin.record()
     action()
     end.record()

@@ -182,6 +182,12 @@ def engine(
         arguments.setdefault("gpu_memory_utilization", 0.05)
     if backend := os.environ.get("SEGREUSE_TEST_BACKEND"):  # on a GPU, each of its backends
         arguments.setdefault("attention_backend", backend)
+    if os.environ.get("SEGREUSE_TEST_GRAPHS"):  # on a GPU, as servers run
+        arguments["enforce_eager"] = False
+    if tiles := os.environ.get("SEGREUSE_TEST_COMMON_TILES"):  # on a GPU, for short prompts, too
+        from vllm_segreuse.kernels import triton_schedule
+
+        triton_schedule.COMMON_TILES = int(tiles)
     started = None
     try:
         with _loaded_modules_frozen():

@@ -153,3 +153,45 @@ def assert_close(
     rounding = 32 * torch.finfo(torch.float32).eps * expected.abs().max()
     allowed = rounding if dtype == torch.float32 else 2 * (plain.float() - expected).abs().max()
     assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
+
+
+def varlen_attention(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    softcap: float,
+    causal: bool,
+    block_table: torch.Tensor,
+    return_softmax_lse: bool,
+    fa_version: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's `flash_attn_varlen_func` as `flash_attention` calls it, in plain torch; what it does
+    not define is NaN."""
+    assert (causal, return_softmax_lse, fa_version) == (False, True, 3)
+    out = torch.full_like(q, float("nan"))
+    lse = torch.full((q.shape[1], len(q)), float("nan"), device=q.device)
+    group = q.shape[1] // k.shape[2]
+    bounds = cu_seqlens_q.tolist()
+    for row, length in enumerate(seqused_k.tolist()):
+        mine = slice(bounds[row], bounds[row + 1])
+        assert mine.stop - mine.start <= max_seqlen_q
+        assert length <= max_seqlen_k
+        if not length:
+            continue
+        blocks = block_table[row, : -(-length // k.shape[1])].long()
+        key, value = (
+            part[blocks].flatten(0, 1)[:length].repeat_interleave(group, 1).float()
+            for part in (k, v)
+        )
+        logits = torch.einsum("qhd,khd->hqk", q[mine].float(), key) * softmax_scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        lse[:, mine] = logits.logsumexp(-1)
+        out[mine] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), value).to(q.dtype)
+    return out, lse

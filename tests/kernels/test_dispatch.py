@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_segreuse.kernels import cpu, cpu_store, cuda, dispatch, reference, reference_codecs
+from vllm_segreuse.kernels import (
+    cpu,
+    cpu_store,
+    cuda,
+    dispatch,
+    flash_attention,
+    reference,
+    reference_codecs,
+)
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 
@@ -65,6 +73,21 @@ def test_a_gpu_runs_cuda_or_triton(missing: str | None, monkeypatch: pytest.Monk
     assert chosen.plan_attention is triton_schedule.plan
     assert chosen.token_scores is triton_scores.token_scores
     assert (missing or "CUDA C++") in chosen.description
+    assert "FlashAttention" not in chosen.description
+
+
+def test_flash_attention_has_common_keys_where_it_takes_the_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    from vllm_segreuse.kernels import triton_schedule
+
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(flash_attention, "_varlen_attention", lambda: print)
+    chosen = dispatch.choose(GPU, torch.bfloat16, layout(128))
+    assert chosen.plan_attention is triton_schedule.plan_with_flash
+    assert chosen.description.endswith("common keys by FlashAttention 3")
+    assert chosen == dispatch.choose(GPU, torch.bfloat16, layout(128))
 
 
 @pytest.mark.parametrize(

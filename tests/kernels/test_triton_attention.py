@@ -16,10 +16,11 @@ from tests.kernels.attention_cases import (
     assert_close,
     make_batch,
     softmaxes,
+    varlen_attention,
 )
 from tests.kernels.triton_running import DEVICE, require_triton
 from tests.prefill.pages import LAYOUTS
-from vllm_segreuse.kernels import reference
+from vllm_segreuse.kernels import flash_attention, reference
 
 require_triton()
 
@@ -39,16 +40,26 @@ def run(
     shape: Shape,
     splits: int | None = None,
     tuning: Tuning | None = None,
+    common_tiles: int | None = None,
     **softmax: Any,
 ) -> torch.Tensor:
-    """What the kernel gives; NaN where it writes nothing."""
+    """What the kernel gives; NaN where it writes nothing. With `common_tiles`, from so many tiles
+    on behind keys that FlashAttention 3 attends to."""
     keys, values = shape.keys, shape.values
     assert values is not None
     out = torch.full_like(batch.query, float("nan"))
     places = batch.block_tables, batch.request, batch.positions
     schedule = None
     if splits is not None or tuning is not None:
-        schedule = plan(batch.query, keys, *places, splits=splits, tuning=tuning)
+        schedule = plan(
+            batch.query,
+            keys,
+            *places,
+            splits=splits,
+            tuning=tuning,
+            flash=common_tiles is not None,
+            common_tiles=common_tiles,
+        )
     inputs = out, batch.query, batch.pages, keys, values, *places, batch.scale
     sparse_attention(*inputs, value_scale=batch.value_scale, schedule=schedule, **softmax)
     return out
@@ -143,6 +154,24 @@ def test_the_smallest_with_windows_sinks_and_caps(softmax: str, splits: int) -> 
     given = softmaxes(batch.query.shape[1])[softmax]
     given = {name: each.to(DEVICE) if name == "sinks" else each for name, each in given.items()}
     found = run(batch, shape, splits, Tuning(16, 16, 4, 2), **given)
+    torch.testing.assert_close(found, expected(batch, shape, **given), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("softmax", ["", "sinks", "cap"])
+def test_the_smallest_behind_common_keys(
+    softmax: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention 3, here in plain torch, attends to the first keys of each tile: of two
+    requests in turn, since longer tiles come first, and of tiles without such keys."""
+    monkeypatch.setattr(flash_attention, "_varlen_attention", lambda: varlen_attention)
+    shape = nhd(2, 16, 24)
+    places = [[0, 1, 15, 16, 17, 60, 61, 90], [], [120, 135], [31, 32, 33, 34, 99, 140]]
+    batch = make_batch(shape, 3, places, torch.float32)
+    given = softmaxes(batch.query.shape[1])[softmax] if softmax else {}
+    given = {name: each.to(DEVICE) if name == "sinks" else each for name, each in given.items()}
+    tuning = Tuning(16, 16, 4, 2)
+    found = run(batch, shape, splits, tuning, common_tiles=0, **given)
     torch.testing.assert_close(found, expected(batch, shape, **given), atol=2e-6, rtol=1e-5)
 
 
@@ -304,3 +333,6 @@ def test_what_does_not_fit_is_refused() -> None:
     longer = Schedule(schedule.tiles, 3, 2, 1, schedule.tuning)
     with pytest.raises(ValueError, match="the schedule is for 3 queries in groups of 2 heads"):
         sparse_attention(torch.empty_like(batch.query), batch.query, *rest, schedule=longer)
+    behind = plan(batch.query, shape.keys, *places, flash=True, common_tiles=0)
+    with pytest.raises(ValueError, match="for layers without a window, not 7 tokens"):
+        sparse_attention(batch.query.clone(), batch.query, *rest, schedule=behind, window=7)

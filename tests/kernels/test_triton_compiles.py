@@ -20,6 +20,7 @@ if not triton_compiling.can_compile():
     pytest.skip("triton has no NVIDIA backend or no ptxas here", allow_module_level=True)
 
 from vllm_segreuse.kernels import (  # noqa: E402
+    flash_attention,
     triton_align,
     triton_attention,
     triton_schedule,
@@ -151,6 +152,36 @@ def test_attention_and_scores_use_tensor_cores(
             assert ("wgmma.mma_async" if whole_warp_groups else "mma.sync") in ptx
             # The loads of later steps are under way, 16 bytes at a time.
             assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90], ids=["sm_90"])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_behind_common_keys_uses_tensor_cores(
+    kernels: Kernels, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(query), torch.empty(query.shape[1], len(query))
+
+    monkeypatch.setattr(flash_attention, "attend", attend)
+    shape, queries = hnd(8, 16, 128), 640
+    pages = torch.zeros(4, shape.page_elements, dtype=torch.bfloat16)
+    query = torch.zeros(queries, 32, 128, dtype=torch.bfloat16)
+    places = (
+        torch.zeros(1, 40, dtype=torch.int32),
+        torch.zeros(queries, dtype=torch.int64),
+        torch.arange(queries),
+    )
+    tuning = triton_schedule.attention_tuning(torch.bfloat16, 128, queries, 4, (9, 0))
+    given = query, shape.keys, *places
+    schedule = triton_schedule.plan_with_flash(*given, splits=splits, tuning=tuning)
+    assert schedule.common is not None
+    assert shape.values is not None
+    halves = shape.keys, shape.values
+    triton_attention.sparse_attention(query, query, pages, *halves, *places, 1.0, schedule=schedule)
+    [compiled] = kernels.launches("_attend")
+    assert compiled.metadata.shared <= SHARED_BYTES[90]
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
 @pytest.mark.slow

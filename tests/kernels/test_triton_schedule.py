@@ -3,6 +3,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,13 @@ from tests.kernels.align_cases import nhd
 pytest.importorskip("triton", reason="triton is not installed")
 
 from vllm_segreuse.kernels import triton_attention, triton_schedule
-from vllm_segreuse.kernels.triton_schedule import Tuning, attention_tuning, default_tuning, plan
+from vllm_segreuse.kernels.triton_schedule import (
+    Tuning,
+    attention_tuning,
+    default_tuning,
+    plan,
+    plan_with_flash,
+)
 
 
 @settings(max_examples=40)
@@ -35,7 +42,8 @@ def test_tiles_are_the_queries_of_one_request_each(
     where = tables, request, positions
     schedule = plan(query, nhd(2, 16, 32).keys, *where, tuning=Tuning(rows, 16, 4, 2))
     covered, ends, full = [], [], 0
-    for first, count, row in schedule.tiles.tolist():
+    for first, count, row, done, place in schedule.tiles.tolist():
+        assert (done, place) == (0, 0)
         assert 0 <= count <= rows // group
         assert request[first : first + count].eq(row).all()
         covered += range(first, first + count)
@@ -45,6 +53,68 @@ def test_tiles_are_the_queries_of_one_request_each(
     assert ends == sorted(ends, reverse=True)
     assert full == int((counts // (rows // group)).sum())
     assert (schedule.queries, schedule.group, schedule.splits) == (len(positions), group, 1)
+    assert schedule.common is None
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.sets(st.integers(0, 300), max_size=40), min_size=1, max_size=6).filter(any),
+    st.sampled_from([1, 3]),
+)
+def test_common_keys_are_whole_steps_that_all_queries_of_a_tile_see(
+    places: list[set[int]], group: int
+) -> None:
+    """And as many of them as there are; their rows are the tiles, one after the other."""
+    counts = torch.tensor([len(chosen) for chosen in places])
+    request = torch.repeat_interleave(torch.arange(len(places)), counts)
+    positions = torch.tensor([p for chosen in places for p in sorted(chosen)], dtype=torch.int64)
+    query = torch.empty(len(positions), 2 * group, 32)
+    tables = torch.arange(len(places) * 20, dtype=torch.int32).view(-1, 20)
+    where = tables, request, positions
+    tuning = Tuning(16, 32, 4, 2)
+    schedule = plan_with_flash(query, nhd(2, 16, 32).keys, *where, tuning=tuning, common_tiles=0)
+    common = schedule.common
+    assert common is not None
+    assert (common.most_queries, common.most_keys) == (16 // group, 320)
+    assert common.bounds[0] == 0
+    assert common.bounds[-1] == len(positions)
+    assert sorted(common.order.tolist()) == list(range(len(positions)))
+    for tile, (first, count, row, done, place) in enumerate(schedule.tiles.tolist()):
+        assert common.lengths[tile] == done
+        assert common.bounds[tile : tile + 2].tolist() == [place, place + count]
+        assert common.order[place : place + count].tolist() == list(range(first, first + count))
+        if count:
+            assert done % 32 == 0
+            assert 0 <= int(positions[first]) + 1 - done < 32
+            assert torch.equal(common.block_tables[tile], tables[row])
+
+
+def test_only_many_queries_have_keys_in_common_that_count() -> None:
+    """Eight full tiles of each request, and no window, which moves from query to query."""
+    tables = torch.zeros(2, 64, dtype=torch.int32)
+    keys, tuning = nhd(1, 16, 32).keys, Tuning(16, 16, 4, 2)
+
+    def shared(queries: int, **more: Any) -> bool:
+        request = torch.arange(queries) * 2 // queries
+        where = tables, request, torch.arange(queries)
+        query = torch.empty(queries, 2, 32)
+        return plan_with_flash(query, keys, *where, tuning=tuning, **more).common is not None
+
+    assert [shared(queries) for queries in (127, 128, 900)] == [False, True, True]
+    assert not shared(900, window=2000)
+    assert not shared(900, flash=False)
+    assert not shared(900, common_tiles=60)
+
+
+def test_splits_divide_what_is_left_behind_common_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(triton_schedule, "splits_to_fill", lambda _, keys, *__: asked.append(keys))
+    tables = torch.zeros(2, 1024, dtype=torch.int32)
+    where = tables, torch.arange(160) // 80, torch.arange(160)
+    for flash in (False, True):
+        query, tuning = torch.empty(160, 2, 32), Tuning(16, 16, 4, 2)
+        plan(query, nhd(1, 16, 32).keys, *where, flash=flash, tuning=tuning)
+    assert asked == [16384, 16384 * 2 // 22]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from tests.prefill.pages import BLOCK_SIZE, make_layer
 from vllm_segreuse.compat.attention_impl import replaced_forward
 from vllm_segreuse.kernels.dispatch import LONG_RUN, Kernels
+from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill import attention as attention_module
@@ -80,6 +81,7 @@ class World:
             LayerKv(layer, discover_layout(page, BLOCK_SIZE), None, kernels)
             for layer, page in zip(layers, pages, strict=True)
         ]
+        self.kv = kv
         self.subject = PassAttention(rows, kv)  # type: ignore[arg-type]
 
     @contextmanager
@@ -106,8 +108,8 @@ class World:
         self.scheduled.append(more)
         out.copy_(query + positions[:, None, None])
 
-    def _plan(self, *_: Any) -> Plan:
-        self.log.append("plan")
+    def _plan(self, *_: Any, window: int) -> Plan:
+        self.log.append(f"plan {window}" if window else "plan")
         return Plan()
 
 
@@ -203,6 +205,27 @@ def test_the_schedule_is_made_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> 
                 layer.impl.forward(layer, query, None, None, layer.kv_cache, world.metadata, out)
     assert world.log == ["plan", "kernel", "kernel"] * 2
     assert world.scheduled == [{"value_scale": 1.0, "schedule": Plan()}] * 4
+
+
+def test_layers_of_other_windows_have_schedules_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, kernel=True, plans=True)
+    full, windowed = world.kv
+    world.subject = PassAttention(
+        SimpleNamespace(vllm_config=None),  # type: ignore[arg-type]
+        [full, replace(windowed, kind=AttentionKind(window=70))],
+    )
+    where = tokens(1, 3)
+    found = world.subject._metadata(where, TABLES)
+    assert found["a"] is not found["b"]
+    query = torch.randn(2, 4, 32)
+    for layer, name in zip(world.layers, "ab", strict=True):
+        world.subject._attend(
+            layer, query, query, query, layer.kv_cache, found[name], torch.empty_like(query)
+        )
+    assert world.log == ["plan", "kernel", "plan 70", "kernel"]
+    assert [given.get("window") for given in world.scheduled] == [None, 70]
 
 
 def test_keys_are_split_where_the_proof_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,27 +22,32 @@ from vllm_segreuse.prefill.proofs.long_contexts import CONTEXT, QUERIES, prove_l
 @dataclass(frozen=True)
 class Schedule:
     splits: int = 1
+    common: bool = False
 
 
 class Kernels:
     """Plain torch, of which each call is noted; `attend` and `score` may change what it returns."""
 
     def __init__(self, plans: bool = True) -> None:
-        self.seen: list[tuple[str, int, int]] = []
-        self.attend: Callable[[torch.Tensor, int], torch.Tensor] = lambda out, _: out
+        self.seen: list[tuple[str, int, int, bool]] = []
+        self.attend: Callable[[torch.Tensor, Schedule], torch.Tensor] = lambda out, _: out
         self.score: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores
-        self.plan_attention = (lambda *_: Schedule(7)) if plans else None
+        self.plan_attention = self._plan if plans else None
+
+    def _plan(self, *_: torch.Tensor, window: int, common_tiles: int) -> Schedule:
+        """As for queries that are five tiles."""
+        return Schedule(7, common=common_tiles <= 5 and not window)
 
     def sparse_attention(
         self, out: torch.Tensor, query: torch.Tensor, *given: Any, **more: Any
     ) -> None:
-        splits = more.pop("schedule", Schedule()).splits
-        self.seen.append(("attention", more["window"], splits))
+        schedule = more.pop("schedule", Schedule())
+        self.seen.append(("attention", more["window"], schedule.splits, schedule.common))
         reference.sparse_attention(out, query, *given, **more)
-        out.copy_(self.attend(out, splits))
+        out.copy_(self.attend(out, schedule))
 
     def token_scores(self, *given: Any, **more: Any) -> torch.Tensor:
-        self.seen.append(("scores", int(given[-1]), 0))
+        self.seen.append(("scores", int(given[-1]), 0, False))
         return self.score(reference.token_scores(*given, **more))
 
 
@@ -64,10 +69,10 @@ def layer(kernels: Any, kind: AttentionKind = FULL, dtype: torch.dtype = torch.f
 def test_layers_that_are_alike_are_asked_once_in_every_way() -> None:
     kernels, window = Kernels(), AttentionKind(window=300)
     prove_long_contexts([layer(kernels), layer(kernels), layer(kernels, window)], torch.float32)
-    attention = [("attention", 0, 1), ("attention", 0, 3)]
-    scores = [("scores", 0, 0), ("scores", 1, 0)]
-    assert kernels.seen[:4] == attention + scores
-    assert kernels.seen[4:] == [("attention", 300, 1), ("attention", 300, 3)]
+    attention = [("attention", 0, splits, common) for common in (True, False) for splits in (1, 3)]
+    scores = [("scores", 0, 0, False), ("scores", 1, 0, False)]
+    assert kernels.seen[:6] == attention + scores
+    assert kernels.seen[6:] == [("attention", 300, 1, False), ("attention", 300, 3, False)] * 2
 
 
 def test_without_a_plan_attention_is_asked_once() -> None:
@@ -86,11 +91,13 @@ def test_rounding_passes() -> None:
     prove_long_contexts([layer(kernels, dtype=torch.bfloat16)], torch.bfloat16)
 
 
+@pytest.mark.parametrize("common", [True, False])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_attention_that_is_off_is_refused(splits: int) -> None:
-    """By one program, or by several only."""
+def test_attention_that_is_off_is_refused(splits: int, common: bool) -> None:
+    """By one program, or by several only; behind common keys only, or with them."""
     kernels = Kernels()
-    kernels.attend = lambda out, found: out + 0.1 * (found == splits)
+    wrong = Schedule(splits, common)
+    kernels.attend = lambda out, schedule: out + 0.1 * (schedule == wrong)
     with pytest.raises(UnsupportedModelError, match=f"over {CONTEXT} tokens attention of the pass"):
         prove_long_contexts([layer(kernels)], torch.float32)
 

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from vllm_segreuse.kernels import cpu, cpu_store, cuda, reference, reference_codecs
+from vllm_segreuse.kernels import (
+    cpu,
+    cpu_store,
+    cuda,
+    flash_attention,
+    reference,
+    reference_codecs,
+)
 from vllm_segreuse.kernels.arguments import FLOATS
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout
@@ -25,8 +32,8 @@ class Kernels:
 
     Attributes:
         sparse_attention: None where rows of the attention backend's own kernel must do.
-        plan_attention: `plan(query, keys, block_tables, request, positions)` prepares what
-            `sparse_attention` takes as `schedule`, once for all layers; None where it needs none.
+        plan_attention: `triton_schedule.plan`, which prepares what `sparse_attention` takes as
+            `schedule`, once for all layers that are alike; None where it needs none.
         description: which they are, and why better ones are not used.
         long_run: tokens per run of neighbours, on average, from which on rows of the attention
             backend's own kernel are at least as fast as `sparse_attention`; None if they never are.
@@ -103,13 +110,15 @@ def _for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
     if not attending:
         shape = _shape(layout, dtype, queries)
         return _without_attention(aligner.align, reference.store, name, shape)
+    flash = flash_attention.supports(layout, dtype, queries)
     return Kernels(
         aligner.align,
         reference.store,
         scores.token_scores,
         attention.sparse_attention,
-        schedule.plan,
-        f"alignment by {name}, attention and scores by Triton",
+        schedule.plan_with_flash if flash else schedule.plan,
+        f"alignment by {name}, attention and scores by Triton"
+        + (", common keys by FlashAttention 3" if flash else ""),
     )
 
 

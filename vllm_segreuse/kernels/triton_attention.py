@@ -7,6 +7,9 @@ A tile is a few successive queries of one request, with all heads that share a K
 read every key once. Queries of a tile lie apart, so its keys fall in two: those before the first
 query are seen by all rows, only the rest needs a mask. With too few tiles to fill the machine, the
 keys are split among programs, whose results are joined by their log-sum-exp (Flash-Decoding).
+
+On Hopper the former are left to FlashAttention 3, where that pays, and a tile starts from its
+results (`flash_attention.py`).
 """
 
 import math
@@ -15,6 +18,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from vllm_segreuse.kernels import flash_attention
 from vllm_segreuse.kernels.arguments import (
     check_places,
     check_queries,
@@ -84,7 +88,13 @@ def sparse_attention(
             f"the schedule is for {schedule.queries} queries in groups of {schedule.group} heads, "
             f"not {queries} in groups of {heads // keys.shape[0]}; plan this pass anew"
         )
+    if schedule.common is not None and window:
+        raise ValueError(f"the schedule is for layers without a window, not {window} tokens")
     splits, tuning = schedule.splits, schedule.tuning
+    started, started_lse = query, query  # not touched where there is nothing to start from
+    if schedule.common is not None:
+        given = (query, pages, keys, values, schedule.common, scale, soft_cap)
+        started, started_lse = flash_attention.attend(*given)
     target, lse = out, out  # `lse` is not touched without splits
     if splits > 1:
         target = query.new_empty((splits, queries, heads, out.shape[2]), dtype=torch.float32)
@@ -100,6 +110,8 @@ def sparse_attention(
         schedule.tiles,
         positions,
         query if sinks is None else sinks,
+        started,
+        started_lse,
         target.stride(-3),
         target.stride(-2),
         query.stride(0),
@@ -116,6 +128,7 @@ def sparse_attention(
         WINDOW=window,
         SINKS=sinks is not None,
         CAPPED=soft_cap > 0,
+        STARTED=schedule.common is not None,
         GROUP=schedule.group,
         SPLIT=splits > 1,
         ROWS=tuning.rows,
@@ -176,6 +189,8 @@ def _attend(
     tiles,
     positions,
     sinks,
+    started,  # [queries, heads, channels]: attention to a tile's first keys
+    started_lse,  # float32 [heads, queries], natural logarithms
     out_query_stride,
     out_head_stride,
     query_stride,
@@ -192,6 +207,7 @@ def _attend(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
+    STARTED: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -202,11 +218,11 @@ def _attend(
     tile = tl.program_id(0) // kv_heads
     kv_head = tl.program_id(0) % kv_heads
     split = tl.program_id(1)
-    first = tl.load(tiles + 3 * tile)
-    count = tl.load(tiles + 3 * tile + 1)
+    first = tl.load(tiles + 5 * tile)
+    count = tl.load(tiles + 5 * tile + 1)
     if count == 0:
         return
-    block_table = block_tables + tl.load(tiles + 3 * tile + 2).to(tl.int64) * table_stride
+    block_table = block_tables + tl.load(tiles + 5 * tile + 2).to(tl.int64) * table_stride
 
     row = tl.arange(0, ROWS)
     # Rows that are too many repeat the last query, and are not stored.
@@ -220,7 +236,7 @@ def _attend(
 
     seen_by_all = tl.load(positions + first).to(tl.int32) + 1
     end = tl.load(positions + first + count - 1).to(tl.int32) + 1
-    lowest = 0
+    lowest = tl.load(tiles + 5 * tile + 3)
     if WINDOW > 0:  # later queries of the tile see less of it: all steps are masked
         lowest = tl.maximum(seen_by_all - WINDOW, 0) // STEP * STEP
     share = tl.cdiv(tl.cdiv(end - lowest, STEP), splits)
@@ -236,6 +252,12 @@ def _attend(
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     if SINKS:
         total, highest = with_sinks(total, highest, sinks, head, split)
+    if STARTED and (lowest > 0) & (split == 0):
+        place = tl.load(tiles + 5 * tile + 4) + tl.minimum(row // GROUP, count - 1)
+        summed, total, highest = _started(
+            total, highest, started, started_lse, place, head, num_queries,
+            kv_heads * GROUP, VALUES.shape[2], channels,
+        )  # fmt: skip
     for token in tl.range(begin, masked_from, STEP):
         summed, total, highest = _step(
             summed, total, highest, q, position, pages, page_stride, block_table, token, end,
@@ -267,6 +289,29 @@ def with_sinks(total, highest, sinks, head, split):
     sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     here = split == 0
     return tl.where(here, 1.0, total), tl.where(here, sink, highest)
+
+
+@triton.jit
+def _started(
+    total,
+    highest,
+    started,
+    started_lse,
+    place,
+    head,
+    num_queries,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """What rows that have seen at most a sink have summed behind their tile's first keys."""
+    log = tl.load(started_lse + head * num_queries + place) * 1.4426950408889634
+    channel = tl.arange(0, PADDED)[None, :]
+    at = ((place.to(tl.int64) * HEADS + head) * CHANNELS)[:, None] + channel
+    mean = tl.load(started + at, mask=channel < CHANNELS, other=0.0).to(tl.float32)
+    most = tl.maximum(highest, log)
+    weight = tl.exp2(log - most)
+    return mean * weight[:, None], total * tl.exp2(highest - most) + weight, most
 
 
 @triton.jit

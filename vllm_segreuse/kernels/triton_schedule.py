@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 import triton  # type: ignore[import-untyped]
 
+from vllm_segreuse.kernels.flash_attention import CommonKeys
 from vllm_segreuse.kernels.pages import TiledStrides
 
 MAX_SPLITS = 32
+COMMON_TILES = 8
+"""Tiles of a request, on average, from which on the keys that all queries of a tile see are left to
+FlashAttention 3. With fewer, queries of a tile lie far apart, and have little in common."""
 _MIN_KEYS_PER_SPLIT = 256
 
 
@@ -41,12 +46,14 @@ class Schedule:
     """Which tile computes which queries; the same for all layers of a pass.
 
     Attributes:
-        tiles: int32 `[tiles, 3]`: first query, number of queries (0 for tiles that are not
-            needed) and row of the block tables; those with most keys first.
+        tiles: int32 `[tiles, 5]`: first query, number of queries (0 for tiles that are not
+            needed) and row of the block tables; then what `common` has done: number of keys, and
+            first row of its results. Those with most keys first.
         queries: how many there are.
         group: query heads per KV head.
         splits: among how many programs the keys of a tile are divided.
         tuning: sizes of one program.
+        common: keys that are left to FlashAttention 3; None for none.
     """
 
     tiles: torch.Tensor
@@ -54,6 +61,7 @@ class Schedule:
     group: int
     splits: int
     tuning: Tuning
+    common: CommonKeys | None = None
 
 
 def default_tuning(dtype: torch.dtype, head_size: int, queries: int, group: int) -> Tuning:
@@ -101,6 +109,9 @@ def plan(
     request: torch.Tensor,
     positions: torch.Tensor,
     *,
+    window: int = 0,
+    flash: bool = False,
+    common_tiles: int | None = None,
     splits: int | None = None,
     tuning: Tuning | None = None,
 ) -> Schedule:
@@ -109,7 +120,9 @@ def plan(
     Args:
         query: the queries of any layer; only shape, dtype and device matter.
         keys: how they lie in a page; only the shape matters.
-        block_tables, request, positions: see `sparse_attention`.
+        block_tables, request, positions, window: see `sparse_attention`.
+        flash: whether `flash_attention` takes the pages.
+        common_tiles: instead of `COMMON_TILES`.
         splits: instead of what fills the machine.
         tuning: instead of `attention_tuning`.
 
@@ -132,9 +145,12 @@ def plan(
     per_tile = tuning.rows // group
     # How many tiles there are is known on the device only; this many are enough in any case.
     most = min(queries, queries // per_tile + requests)
+    most_keys = block_tables.shape[1] * block_size
+    wanted = COMMON_TILES if common_tiles is None else common_tiles
+    shared = flash and not window and queries >= wanted * per_tile * requests
     if splits is None:
-        most_keys = block_tables.shape[1] * block_size
-        splits = splits_to_fill(most * kv_heads, most_keys, device, tuning.resident)
+        of_each = most_keys * requests // most if shared else most_keys
+        splits = splits_to_fill(most * kv_heads, of_each, device, tuning.resident)
     begins = torch.searchsorted(request, torch.arange(requests + 1, device=device))
     needed = (begins.diff() + per_tile - 1) // per_tile
     ends = needed.cumsum(0)
@@ -144,8 +160,30 @@ def plan(
     count = (begins[row + 1] - first).clamp_(0, per_tile)
     first = first.clamp_(max=queries - 1)
     last = positions[(first + count - 1).clamp_(min=0)].masked_fill_(count == 0, -1)
-    tiles = torch.stack([first, count, row], dim=1)[last.argsort(descending=True)]
-    return Schedule(tiles.int(), queries, group, splits, tuning)
+    longest = last.argsort(descending=True)
+    first, count, row = first[longest], count[longest], row[longest]
+    done, place, common = torch.zeros_like(first), torch.zeros_like(first), None
+    if shared:
+        done = (positions[first] + 1) // tuning.keys * tuning.keys  # whole steps of a program
+        done = done.masked_fill_(count == 0, 0)
+        until = count.cumsum(0)
+        place = until - count
+        query_number = torch.arange(queries, device=device)
+        tile = torch.searchsorted(until, query_number, right=True)
+        common = CommonKeys(
+            order=first[tile] + query_number - place[tile],
+            bounds=torch.nn.functional.pad(until, (1, 0)).int(),
+            lengths=done.int(),
+            block_tables=block_tables[row],
+            most_queries=per_tile,
+            most_keys=most_keys,
+        )
+    tiles = torch.stack([first, count, row, done, place], dim=1).int()
+    return Schedule(tiles, queries, group, splits, tuning, common)
+
+
+plan_with_flash = functools.partial(plan, flash=True)
+"""`plan`, where `flash_attention` takes the pages."""
 
 
 def heads_per_kv_head(heads: int, kv_heads: int) -> int:

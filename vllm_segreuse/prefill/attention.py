@@ -130,7 +130,8 @@ class PassAttention:
         # Layers of equal shape share a schedule.
         alike: dict[Any, list[str]] = {}
         for layer in with_kernel:
-            shape = (layer.layout.keys.shape, layer.attention.num_heads, layer.kind.chunk)
+            kind = layer.kind
+            shape = (layer.layout, layer.attention.num_heads, kind.window, kind.chunk)
             alike.setdefault(shape, []).append(layer.attention.layer_name)
         self._alike = [(names, shape[-1]) for shape, names in alike.items()]
         self._block_size = layers[0].layout.keys.shape[1]
@@ -253,12 +254,12 @@ class PassAttention:
         count = len(queries.positions)  # what is behind is padding of a CUDA graph
         query = plain_queries(layer, query[:count])
         where = (queries.block_tables, queries.request, queries.positions)
-        more = known.softmax()
-        if known.kind.window:
-            more["window"] = known.kind.window
+        more, window = known.softmax(), known.kind.window
+        if window:
+            more["window"] = window
         if kernels.plan_attention is not None:
             if queries.schedule is None:
-                planned = kernels.plan_attention(query, layout.keys, *where)
+                planned = kernels.plan_attention(query, layout.keys, *where, window=window)
                 splits = max(planned.splits, self._least_splits)
                 queries.schedule = replace(planned, splits=splits)
             more["schedule"] = queries.schedule

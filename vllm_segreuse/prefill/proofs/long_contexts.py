@@ -90,11 +90,19 @@ def _computed(
 def _schedules(
     known: LayerKv, query: torch.Tensor, where: tuple[torch.Tensor, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Keys by one program, and by several, where the kernels plan that; else once."""
+    """Keys by one program, and by several, behind those that all queries of a tile see and with
+    them, where the kernels plan that; else once."""
     plan = known.kernels.plan_attention
     if plan is None:
         yield {}
         return
-    planned = plan(query, known.layout.keys, *where)
-    for splits in (1, _SPLITS):
-        yield {"schedule": replace(planned, splits=splits)}
+    for common_tiles in (0, QUERIES + 1):
+        planned = plan(
+            query,
+            known.layout.keys,
+            *where,
+            window=known.kind.window,
+            common_tiles=common_tiles,
+        )
+        for splits in (1, _SPLITS):
+            yield {"schedule": replace(planned, splits=splits)}
