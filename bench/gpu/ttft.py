@@ -75,7 +75,7 @@ def measured(llm: Any, shape: str, load: Load) -> list[harness.Row]:
     layers = models.num_layers(shape)
     cells = list(itertools.product(load.contexts, load.shares))
     for number, (tokens, share) in enumerate(harness.progress(cells, f"ttft {shape}")):
-        prompts = Prompts(tokens, share, seed=number)
+        prompts = Prompts(tokens, share, seed=tokens + number)  # nothing in common with others
         here = list(cell(llm, shape, layers, prompts, tokens, share, load.rounds))
         rows += here
         print(json.dumps(here), file=sys.stderr, flush=True)
