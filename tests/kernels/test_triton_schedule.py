@@ -90,7 +90,7 @@ def test_common_keys_are_whole_steps_that_all_queries_of_a_tile_see(
 
 
 def test_only_many_queries_have_keys_in_common_that_count() -> None:
-    """Eight full tiles of each request, and no window, which moves from query to query."""
+    """Sixteen full tiles of each request, and no window, which moves from query to query."""
     tables = torch.zeros(2, 64, dtype=torch.int32)
     keys, tuning = nhd(1, 16, 32).keys, Tuning(16, 16, 4, 2)
 
@@ -100,7 +100,7 @@ def test_only_many_queries_have_keys_in_common_that_count() -> None:
         query = torch.empty(queries, 2, 32)
         return plan_with_flash(query, keys, *where, tuning=tuning, **more).common is not None
 
-    assert [shared(queries) for queries in (127, 128, 900)] == [False, True, True]
+    assert [shared(queries) for queries in (255, 256, 900)] == [False, True, True]
     assert not shared(900, window=2000)
     assert not shared(900, flash=False)
     assert not shared(900, common_tiles=60)
@@ -110,11 +110,11 @@ def test_splits_divide_what_is_left_behind_common_keys(monkeypatch: pytest.Monke
     asked: list[int] = []
     monkeypatch.setattr(triton_schedule, "splits_to_fill", lambda _, keys, *__: asked.append(keys))
     tables = torch.zeros(2, 1024, dtype=torch.int32)
-    where = tables, torch.arange(160) // 80, torch.arange(160)
+    where = tables, torch.arange(320) // 160, torch.arange(320)
     for flash in (False, True):
-        query, tuning = torch.empty(160, 2, 32), Tuning(16, 16, 4, 2)
+        query, tuning = torch.empty(320, 2, 32), Tuning(16, 16, 4, 2)
         plan(query, nhd(1, 16, 32).keys, *where, flash=flash, tuning=tuning)
-    assert asked == [16384, 16384 * 2 // 22]
+    assert asked == [16384, 16384 * 2 // 42]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from vllm_segreuse.kernels.flash_attention import CommonKeys
 from vllm_segreuse.kernels.pages import TiledStrides
 
 MAX_SPLITS = 32
-COMMON_TILES = 8
+COMMON_TILES = 16
 """Tiles of a request, on average, from which on the keys that all queries of a tile see are left to
-FlashAttention 3. With fewer, queries of a tile lie far apart, and have little in common."""
+FlashAttention 3. With fewer, queries of a tile lie far apart, and it may not pay
+(docs/gpu-kernels.md)."""
 _MIN_KEYS_PER_SPLIT = 256
 
 
