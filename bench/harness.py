@@ -100,7 +100,8 @@ def commit() -> str | None:
     `SEGREUSE_BENCH_COMMIT`.
     """
     if named := os.environ.get("SEGREUSE_BENCH_COMMIT"):
-        return named[:10]
+        head, dirty, _ = named.partition("-dirty")
+        return head[:10] + dirty
     try:
         head = git("rev-parse", "--short=10", "HEAD").strip()
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from bench import harness
 from bench.english import arms, donors, text
 from bench.english.figures import figures, in_cells
-from bench.english.records import Record, Records, Setting, model_digest, weights
+from bench.english.records import Records, Setting, model_digest, weights
 from bench.english.run import Load, measure
 from bench.english.tasks import TASKS
 from bench.quality import seeds
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     load = load_of(args)
     commit = harness.commit()
     file = beside(args.json) if args.json else None
-    setting = setting_of(args.model, load.seeds, args.kv_cache_dtype)
+    setting = setting_of(args.model, load.seeds, args.kv_cache_dtype, load.least_documents)
     records = Records.open(file, setting, commit, args.resume)
     where = harness.environment() | {"quick": args.quick}
     started = time.monotonic()
@@ -99,13 +99,18 @@ def reported_again(args: argparse.Namespace) -> int:
     beside the first file of records.
 
     Raises:
-        UsageError: a result is none.
+        UsageError: a result is none, or there is none.
         RecordsError: files do not belong together, or are none of this command.
     """
     files = [Path(name) for name in _split(args.records)]
     records = Records.joined(files)
     results = [*filter(None, [args.json]), files[0].with_suffix(".json")]
-    where = next((_environment(one) for one in results if one.exists()), harness.environment())
+    where = next((_environment(one) for one in results if one.exists()), None)
+    if where is None:
+        raise UsageError(
+            f"{results[-1]} does not exist, so nothing says where {files[0]} was measured: put the "
+            "result beside its records"
+        )
     if args.json:
         records.write(beside(args.json))
     of_one_process = ("seconds", "interrupted")
@@ -121,9 +126,9 @@ def _environment(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is no result of `bench`: choose another name") from None
 
 
-def commits(records: Iterable[Record]) -> list[str]:
+def commits(records: Records) -> list[str]:
     """Those that records were measured at."""
-    return sorted({str(record.commit) for record in records})
+    return sorted(map(str, records.commits))
 
 
 def tell(args: argparse.Namespace, where: dict[str, Any], records: Records) -> None:
@@ -178,7 +183,9 @@ def load_of(args: argparse.Namespace) -> Load:
     )
 
 
-def setting_of(model: Path, which: str, kv_cache_dtype: str = "auto") -> Setting:
+def setting_of(
+    model: Path, which: str, kv_cache_dtype: str = "auto", least_documents: int = 1
+) -> Setting:
     """What records of this run have in common.
 
     Raises:
@@ -192,6 +199,7 @@ def setting_of(model: Path, which: str, kv_cache_dtype: str = "auto") -> Setting
         seed=seeds.SETS[which],
         text=text.digest(),
         kv_cache_dtype=kv_cache_dtype,
+        least_documents=least_documents,
     )
 
 

@@ -34,6 +34,7 @@ _KEYS = {
     "default_less_full_low": "difference of accuracy, at least",
     "default_less_full_high": "and at most",
     "default_counted": "answers that count",
+    "default_examples": "examples that they are of",
     "default_work": "its work",
     "alone_over_full": "default over full, alone",
     "alone_less_full_low": "difference of accuracy, at least",

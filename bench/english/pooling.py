@@ -81,7 +81,9 @@ def with_arm(records: Sequence[Record], arm: str) -> list[Record]:
 def against_full(cells: Cells, counted: Counted, arm: str) -> Summary:
     """Accuracy of an arm as a share of full prefill's, every cell of equal weight; its work.
 
-    Accuracy is of the examples that count; work is of all.
+    Accuracy is of the examples that count; work is of all. An example that was asked under several
+    kinds of donors has one answer in full, and its answers of the arm go together: for the interval
+    it is one value, their mean.
     """
     found = {cell: mine for cell, all_ in cells.items() if (mine := with_arm(all_, arm))}
     summary: Summary = {"over_full": None, "work": None}
@@ -90,21 +92,28 @@ def against_full(cells: Cells, counted: Counted, arm: str) -> Summary:
     work = fmean(fmean(one.arms[arm].work for one in mine) for mine in found.values())
     summary["work"] = round(work, DIGITS)
     scores, full, weights = [], [], []
+    by_example: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for (task, _), mine in found.items():
         for record in mine:
             if record.number in counted[task]:
                 scores.append(record.arms[arm].score)
                 full.append(record.full.score)
                 weights.append(1 / len(mine))
+                by_example[task, record.number].append((scores[-1], full[-1]))
     of_full = np.dot(weights, full)
     if not of_full:
         return summary
-    low, high = statistics.difference_interval(scores, full)
+    examples = by_example.values()
+    low, high = statistics.difference_interval(
+        [fmean(score for score, _ in them) for them in examples],
+        [fmean(in_full for _, in_full in them) for them in examples],
+    )
     return summary | {
         "over_full": round(float(np.dot(weights, scores) / of_full), DIGITS),
         "less_full_low": round(low, DIGITS),
         "less_full_high": round(high, DIGITS),
         "counted": len(scores),
+        "examples": len(by_example),
     }
 
 

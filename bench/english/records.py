@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ class Setting:
         seed: of that set, which has another one once a policy was changed (`quality.seeds`).
         text: digest of the paragraphs that documents are made of.
         kv_cache_dtype: vLLM's option.
+        least_documents: of the prompts, which have so many.
     """
 
     model: str
@@ -101,22 +102,27 @@ class Setting:
     seed: str
     text: str
     kv_cache_dtype: str = "auto"
+    least_documents: int = 1
 
-    def entry(self) -> dict[str, str]:
+    def entry(self) -> dict[str, str | int]:
         """What a reader is told: what is as usual is omitted, as in files older than it."""
         return {name: value for name, value in asdict(self).items() if value != _USUAL.get(name)}
 
 
-_USUAL = {"kv_cache_dtype": "auto"}
+_USUAL = {"kv_cache_dtype": "auto", "least_documents": 1}
 
 
 class Records:
-    """Records of one run, in memory and, with a file, on disk."""
+    """Records of one run, in memory and, with a file, on disk.
+
+    Arms of an example that were measured at different times are records of their own, each with its
+    commit; whoever iterates is given one record of all arms.
+    """
 
     def __init__(self, setting: Setting, file: Path | None = None) -> None:
         self.setting = setting
         self._file = file
-        self._by_key: dict[tuple[str, int, str], Record] = {}
+        self._by_key: dict[tuple[str, int, str], list[Record]] = {}
 
     @classmethod
     def open(
@@ -137,7 +143,7 @@ class Records:
         if file is None:
             return kept
         kept._take(file, records.opened(file, "english", asdict(setting), _USUAL))
-        records.require_commit(file, {one.commit for one in kept}, commit, any_commit)
+        records.require_commit(file, kept.commits, commit, any_commit)
         return kept
 
     @classmethod
@@ -145,7 +151,8 @@ class Records:
         """Records of several files together, whatever their commits; nothing is written.
 
         Raises:
-            RecordsError: a file is of another setting than the first, or holds something else.
+            RecordsError: a file is of another setting than the first, or holds something else; or
+                full prefill answered an example differently in another file.
         """
         kept = None
         for file in files:
@@ -160,44 +167,79 @@ class Records:
                     f"{file} was measured with {setting.entry()}, {files[0]} with "
                     f"{kept.setting.entry()}: only records of equal settings can be joined"
                 )
-            kept._take(file, entries)
+            kept._take(file, entries, joining=True)
         if kept is None or not len(kept):
             raise RecordsError("no records to join")
         return kept
 
+    @property
+    def commits(self) -> set[str | None]:
+        """Those that they were measured at."""
+        return {part.commit for parts in self._by_key.values() for part in parts}
+
     def write(self, file: Path) -> None:
         """All of them as a file of their own, in place of what is there."""
-        records.write(file, "english", asdict(self.setting), map(asdict, self), _USUAL)
+        parts = (part for parts in self._by_key.values() for part in parts)
+        records.write(file, "english", asdict(self.setting), map(asdict, parts), _USUAL)
 
     def __iter__(self) -> Iterator[Record]:
-        return iter(self._by_key.values())
+        return map(_of_all_arms, self._by_key.values())
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def missing(self, key: tuple[str, int, str], arms: Iterable[str]) -> list[str]:
         """Which of these arms were not measured for an example under a kind of donors."""
-        found = self._by_key.get(key)
-        return [arm for arm in arms if found is None or arm not in found.arms]
+        found = {arm for part in self._by_key.get(key, ()) for arm in part.arms}
+        return [arm for arm in arms if arm not in found]
 
     def add(self, record: Record) -> None:
-        """Keep a record; one of the same example is kept beside it, arm by arm."""
+        """Keep a record; one of the same example is kept beside it, arm by arm.
+
+        Where full prefill answers otherwise than then, what was measured beside that answer is
+        dropped, and missing.
+        """
         self._keep(record)
         if self._file:
             records.append(self._file, asdict(record))
 
     def _keep(self, record: Record) -> None:
-        known = self._by_key.get(record.key)
-        arms = {**known.arms, **record.arms} if known else record.arms
-        self._by_key[record.key] = Record(**{**vars(record), "arms": arms})
+        known = self._by_key.get(record.key, [])
+        alike = [part for part in known if _same_answer(part, record)]
+        others = (_without(part, record.arms) for part in alike)
+        self._by_key[record.key] = [*(part for part in others if part.arms), record]
 
-    def _take(self, file: Path, entries: Iterable[Any]) -> None:
+    def _take(self, file: Path, entries: Iterable[Any], joining: bool = False) -> None:
         for number, entry in enumerate(entries):
             try:
                 arms = {name: Outcome(**one) for name, one in entry["arms"].items()}
-                self._keep(Record(**{**entry, "full": Outcome(**entry["full"]), "arms": arms}))
+                record = Record(**{**entry, "full": Outcome(**entry["full"]), "arms": arms})
             except (AttributeError, KeyError, TypeError):
                 raise records.not_of_this_version(file, number) from None
+            known = self._by_key.get(record.key, [])
+            if joining and not all(_same_answer(part, record) for part in known):
+                task, example, donors = record.key
+                raise RecordsError(
+                    f"{file}: full prefill answered {task} {example} ({donors}) otherwise than in "
+                    "another file: arms that were measured beside different answers are not joined"
+                )
+            self._keep(record)
+
+
+def _same_answer(one: Record, other: Record) -> bool:
+    return (one.full.score, one.full.said) == (other.full.score, other.full.said)
+
+
+def _without(record: Record, arms: Iterable[str]) -> Record:
+    """A record without some arms, which were measured anew."""
+    kept = {name: outcome for name, outcome in record.arms.items() if name not in arms}
+    return replace(record, arms=kept)
+
+
+def _of_all_arms(parts: Sequence[Record]) -> Record:
+    """One record of an example; its commit is that of the last."""
+    arms = {name: outcome for part in parts for name, outcome in part.arms.items()}
+    return replace(parts[-1], arms=arms)
 
 
 def model_digest(folder: Path) -> str:

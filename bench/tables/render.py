@@ -68,7 +68,7 @@ class Renderer:
         return f"{_markdown(cells)}\n\n{self.sources(used, page)}"
 
     def sources(self, used: Sequence[Path], page: Path) -> str:
-        """Machine, commit and date of each file, and the commands that make them."""
+        """Machine, commits and date of each file, and the commands that make them."""
         groups: dict[str, list[str]] = {}
         for file in dict.fromkeys(used):
             try:
@@ -79,7 +79,8 @@ class Renderer:
             if where.vllm:
                 machine += f", vLLM {where.vllm}, torch {where.torch}"
             link = os.path.relpath(file, page.parent)
-            said = f"[{file.stem}]({link}) `{where.commit}` {where.date[:10]}"
+            commits = ", ".join(f"`{commit}`" for commit in where.measured_at)
+            said = f"[{file.stem}]({link}) {commits} {where.date[:10]}"
             groups.setdefault(machine, []).append(said)
         if not groups:
             return "Not measured yet."

@@ -20,7 +20,11 @@ class Finding(Exception):  # noqa: N818 - nothing has failed: it is what a check
 
 
 class Environment(BaseModel):
-    """What a table says of a measurement; see `harness.environment`."""
+    """What a table says of a measurement; see `harness.environment`.
+
+    Attributes:
+        commits: all of them, where records of several are together; `commit` is of the last run.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -33,6 +37,12 @@ class Environment(BaseModel):
     torch: str | None = None
     instruction_sets: list[str] | None = None
     quick: bool = False
+    commits: list[str] | None = None
+
+    @property
+    def measured_at(self) -> list[str | None]:
+        """Every commit that something was measured at."""
+        return [*self.commits] if self.commits else [self.commit]
 
 
 class Result(BaseModel):
@@ -81,17 +91,17 @@ def _is_named(stem: str, suite: str) -> bool:
 
 def check_provenance(history: "History", file: Path, result: Result) -> Iterator[str]:
     """Why nobody could measure this again: a sentence for each reason."""
-    commit = result.environment.commit
     if result.environment.quick:
         yield f"{file} was measured with --quick, which gives a rough answer only"
-    if not commit:
-        yield f"{file} names no commit: measure it in a git checkout"
-    elif commit.endswith("-dirty"):
-        yield f"{file} was measured on uncommitted code ({commit}): commit, and measure again"
-    elif not _COMMIT.fullmatch(commit):
-        yield f"{file} names no commit, but {commit!r}"
-    elif doubt := history.doubt(commit):
-        yield f"{file}: {doubt}"
+    for commit in result.environment.measured_at:
+        if not commit:
+            yield f"{file} names no commit: measure it in a git checkout"
+        elif commit.endswith("-dirty"):
+            yield f"{file} was measured on uncommitted code ({commit}): commit, and measure again"
+        elif not _COMMIT.fullmatch(commit):
+            yield f"{file} names no commit, but {commit!r}"
+        elif doubt := history.doubt(commit):
+            yield f"{file}: {doubt}"
 
 
 class History:

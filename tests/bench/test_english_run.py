@@ -21,7 +21,7 @@ from bench.english.records import Outcome, Record, Records, Setting, model_diges
 from bench.english.tape import Tape, divergences, favourites, tape_of
 from bench.english.tasks import draw
 from bench.english.tasks.base import Example
-from bench.quality import seeds
+from bench.quality import seeds, statistics
 from bench.records import RecordsError
 from tests.bench.english_lab import Words, use_lab
 
@@ -155,6 +155,7 @@ def test_only_new_policies_are_measured_again(tmp_path: Path) -> None:
         (replace(SETTING, seeds="tuning"), "with seeds reporting, not tuning"),
         (replace(SETTING, seed="2"), "with seed 1, not 2"),
         (replace(SETTING, text="x"), "with text 4567, not x"),
+        (replace(SETTING, least_documents=24), "with least_documents 1, not 24"),
     ],
 )
 def test_records_of_another_run_are_refused(tmp_path: Path, setting: Setting, told: str) -> None:
@@ -170,6 +171,45 @@ def test_records_of_another_commit_need_consent(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="at commit abc, this is def: go on with --resume"):
         Records.open(file, SETTING, "def")
     assert len(Records.open(file, SETTING, "def", any_commit=True)) == 1
+
+
+def at(commit: str, record: Record) -> Record:
+    return replace(record, commit=commit)
+
+
+def test_every_arm_keeps_the_commit_that_it_was_measured_at(tmp_path: Path) -> None:
+    """Also where files are joined, or one is gone on with, and an arm is measured anew."""
+    file = tmp_path / "out.jsonl"
+    Records.open(file, SETTING, "a").add(at("a", record(default=outcome(), shift=outcome(0.5))))
+    more = Records.open(file, SETTING, "b", any_commit=True)
+    more.add(at("b", record(epic=outcome())))
+    assert more.commits == {"a", "b"}
+    with pytest.raises(RecordsError, match="at commit a, this is b"):
+        Records.open(file, SETTING, "b")
+    joined = Records.joined([file])
+    joined.write(tmp_path / "joined.jsonl")
+    assert Records.joined([tmp_path / "joined.jsonl"]).commits == {"a", "b"}
+    more.add(at("c", record(default=outcome(), shift=outcome())))
+    assert more.commits == {"b", "c"}
+    [merged] = more
+    assert merged.arms["shift"].score == 1.0
+    assert set(merged.arms) == {"default", "shift", "epic"}
+
+
+def test_arms_are_only_compared_with_the_answer_beside_which_they_were_measured(
+    tmp_path: Path,
+) -> None:
+    """Full prefill may answer otherwise elsewhere."""
+    files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for file, full, name in zip(files, (1.0, 0.0), ("default", "shift"), strict=True):
+        Records.open(file, SETTING, "abc").add(record(full=full, **{name: outcome()}))
+    with pytest.raises(RecordsError, match=r"second.jsonl: full prefill answered one-hop 0 \(alon"):
+        Records.joined(files)
+    records = Records.open(files[0], SETTING, "abc")
+    records.add(record(full=0.0, shift=outcome()))
+    for found in (records, Records.open(files[0], SETTING, "abc")):
+        assert found.missing(("one-hop", 0, "alone"), ["default", "shift"]) == ["default"]
+        assert [one.full.score for one in found] == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -336,6 +376,25 @@ def test_the_summary_pools_cells_of_equal_weight() -> None:
     assert summary["samples_per_cell"] == 2
     assert summary["harm_cells"] is None, "shift was not asked"
     assert summary["drift_rank_correlation"] is None
+
+
+def test_an_example_under_several_kinds_of_donors_is_one_value() -> None:
+    """Its answers go together: asked twice, it says no more of what other examples would show."""
+    scores = [0.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 0.0]
+    once, twice = (
+        [record(n, "logs", kind, default=outcome(score)) for n, score in enumerate(scores)]
+        for kind in ("siblings", "reversed")
+    )
+    _, of_one = figures.figures(once)
+    _, of_both = figures.figures([*once, *twice])
+    for name in ("over_full", "less_full_low", "less_full_high", "examples"):
+        assert of_both[f"default_{name}"] == of_one[f"default_{name}"], name
+    assert (of_one["default_counted"], of_both["default_counted"]) == (8, 16)
+    other = [replace(one, arms={"default": outcome(1.0)}) for one in twice]
+    _, mixed = figures.figures([*once, *other])
+    low, high = mixed["default_less_full_low"], mixed["default_less_full_high"]
+    expected = statistics.difference_interval([(1 + score) / 2 for score in scores], [1.0] * 8)
+    assert (low, high) == pytest.approx(expected, abs=1e-4)
 
 
 def test_every_policy_has_a_row_of_all_tasks_together() -> None:
@@ -518,7 +577,11 @@ def again(*arguments: str) -> int:
 
 
 def test_figures_are_made_anew_from_records(
-    start: Start, tmp_path: Path, lab: FakeLab, monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    tmp_path: Path,
+    lab: FakeLab,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     halves = [tmp_path / "first.json", tmp_path / "second.json"]
     for half, task in zip(halves, ("needles", "logs"), strict=True):
@@ -540,8 +603,8 @@ def test_figures_are_made_anew_from_records(
     assert json.loads(whole.read_text()) == result, "it was measured where it was"
     halves[0].unlink()
     whole.unlink()
-    assert again("--records", files, "--json", str(whole)) == 0
-    assert json.loads(whole.read_text())["environment"]["cpu"] == "another", "nothing else is known"
+    assert again("--records", files, "--json", str(whole)) == 2
+    assert f"{halves[0]} does not exist, so nothing says where" in capsys.readouterr().err
 
 
 def test_without_records_a_model_is_needed(

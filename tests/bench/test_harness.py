@@ -143,6 +143,21 @@ def test_changed_and_new_code_is_dirty(checkout: Path, name: str) -> None:
     assert str(harness.commit()).endswith("-dirty")
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("0123456789abcdef", "0123456789"),
+        ("01234567", "01234567"),
+        ("0123456789abc-dirty", "0123456789-dirty"),
+    ],
+)
+def test_a_tree_without_its_history_has_the_commit_that_is_named(
+    named: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEGREUSE_BENCH_COMMIT", named)
+    assert harness.commit() == told
+
+
 def test_there_is_no_commit_without_git(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert harness.commit() is None

@@ -332,6 +332,8 @@ def test_a_broken_file_is_named_in_one_sentence(
         ({"commit": "HEAD"}, "names no commit, but 'HEAD'"),
         ({"commit": "--help"}, "names no commit, but '--help'"),
         ({"commit": "0123456789"}, "commit 0123456789 is unknown to git"),
+        ({"commits": ["0123456789"]}, "commit 0123456789 is unknown to git"),
+        ({"commits": ["0123456789-dirty"]}, "measured on uncommitted code (0123456789-dirty)"),
         ({"quick": True}, "was measured with --quick"),
         ({"cpu": "CPU Two"}, "would mix machines"),
         ({"cores": 1}, "would mix machines"),
@@ -347,6 +349,14 @@ def test_what_nobody_could_measure_again_is_refused(
     assert len(found) == 1
     assert found[0].startswith("bench/results/one/speed.json")
     assert said in found[0]
+
+
+def test_every_commit_of_a_result_is_named(checkout: Checkout) -> None:
+    """Records of several runs are together in some, and `commit` is of the last."""
+    first, last = checkout.commit, checkout.new_commit()
+    checkout.result("one/speed", {"ratio": 2.345}, commit=last, commits=[first, last])
+    assert list(command.check(checkout.root, write=True)) == []
+    assert f"(bench/results/one/speed.json) `{first}`, `{last}` 2026-01-02" in checkout.page()
 
 
 def test_a_machine_without_what_its_folder_stands_for_is_refused(checkout: Checkout) -> None:
