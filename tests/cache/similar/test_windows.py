@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows are found by similar signatures of their namespace, and go with their blocks."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -22,14 +24,14 @@ def marks(*seeds: int, equal: int = PLACES, context: int = 0) -> Marks:
     """Signatures by seed, the first places of which are those of the seed."""
     rows, fronts = [], []
     for seed in seeds:
-        row = np.random.default_rng(seed).integers(0, 2**32, PLACES, np.uint32)
-        row[equal:] = np.random.default_rng(seed + 10**6).integers(
-            0, 2**32, PLACES - equal, np.uint32
-        )
-        rows.append(row)
-        front = np.random.default_rng(seed + context).integers(0, 2**32, CONTEXT, np.uint32)
-        fronts.append(front)
+        rows.append(np.append(drawn(seed, PLACES)[:equal], drawn(seed + 10**6, PLACES - equal)))
+        fronts.append(drawn(seed + context, CONTEXT))
     return Marks(np.array(rows), np.array(fronts))
+
+
+@cache  # the model below looks for all of its seeds after every step
+def drawn(seed: int, places: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**32, places, np.uint32)
 
 
 def insert(kept: Windows, salt: int, seed: int, block: int, context: int = 0) -> None:
