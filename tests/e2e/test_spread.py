@@ -138,10 +138,12 @@ def check_spread(running: Engine, way: str) -> None:
     assert alone.report["reused_tokens"] > 200
     someone_decodes(running)
     submit(running, "spread", prompt, WAYS[way])
-    answers, steps = until(running, "spread", "decodes")
+    answers, steps = until(running, "spread")
     assert steps >= 2
     assert measured(answers["spread"].report) == measured(alone.report)
     assert_same(answers["spread"], alone, noise=NOISE)
+    abort(running, name_of(running, "decodes"))
+    drain(running)
 
 
 def check_exact_tier(running: Engine) -> None:
