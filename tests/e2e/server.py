@@ -8,6 +8,7 @@ Starting it takes half a minute: share one per module.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 
 import bench.server
+from bench.harness import CORE_BINDING
 from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, ServerError
 
 SMALL = (
@@ -50,7 +52,10 @@ class Server(bench.server.Server):
         """
         flags = ["--served-model-name", "m", *SMALL, *args]
         command = VLLM_COMMAND if stock else SEGREUSE_COMMAND
-        super().__init__(model, flags, {"VLLM_LOGGING_COLOR": "0", **(env or {})}, command=command)
+        ours = {"VLLM_LOGGING_COLOR": "0"}
+        if CORE_BINDING in os.environ:  # by itself a server takes every core, whoever else runs
+            ours[CORE_BINDING] = os.environ[CORE_BINDING]
+        super().__init__(model, flags, ours | dict(env or {}), command=command)
         self._client = httpx.Client(base_url=self.url, timeout=120)
 
     def __exit__(self, *exception: Any) -> None:
