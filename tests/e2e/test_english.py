@@ -17,6 +17,7 @@ from bench.english.records import Outcome
 from bench.english.tasks import draw
 from bench.quality import seeds
 from bench.shapes import make_model
+from tests.e2e.engine import quick_start
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +30,7 @@ def lab() -> Iterator[Lab]:
         # The suite wants vLLM quiet, and vLLM reads that once: other modules look at its log.
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
         options = {**EXACT_DONORS, "similarity": {"by_default": False}}
-        with english_engine(make_model("llama"), kv_space_gib=1, segreuse=options) as started:
+        with quick_start(), english_engine(make_model("llama"), 1, segreuse=options) as started:
             yield started
 
 

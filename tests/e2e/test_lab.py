@@ -17,8 +17,8 @@ from bench.quality.condensed import Dropped
 from bench.quality.engine import FULL, MODEL, Arm, Lab, lab_engine
 from bench.quality.tasks import example
 from bench.quality.workers import Alone, Workers
-from bench.server import cpu_environment
 from bench.suites import link, quality
+from tests.e2e.engine import quick_start
 from vllm_segreuse.calibrate.search import divergence
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +29,7 @@ FOCUS = Arm("focus", {"policy": "focus", "recompute_ratio": 0.1})
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with lab_engine() as started:
+    with quick_start(), lab_engine() as started:
         yield started
 
 
@@ -116,7 +116,7 @@ def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path) -> None:
         [*command, "--max-model-len", "2048"],
         capture_output=True,
         text=True,
-        env=dict(os.environ, **cpu_environment(1)),
+        env=os.environ,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert yaml.safe_load(out.read_text())["policy"] != "shift"

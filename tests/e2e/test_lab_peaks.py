@@ -10,6 +10,7 @@ from bench.harness import REPOSITORY
 from bench.quality.engine import FULL, Arm, Lab, lab_engine
 from bench.quality.tasks import example
 from bench.suites import quality
+from tests.e2e.engine import quick_start
 from vllm_segreuse.policies import peaks
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +28,7 @@ WEAK_LOOKUPS = (7, 36, 41, 51)
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with lab_engine(REPOSITORY / "models" / "seed0") as started:
+    with quick_start(), lab_engine(REPOSITORY / "models" / "seed0") as started:
         yield started
 
 

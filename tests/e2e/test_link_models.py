@@ -8,13 +8,15 @@ import pytest
 from bench.quality.condensed import AnchorReference, Condensed
 from bench.quality.isolated import Isolated, Reference, isolated_engine
 from bench.suites import link
+from tests.e2e.engine import quick_start
 
 
 @pytest.fixture(scope="module", params=["link5", "anchors50"])
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Isolated, Reference]]:
     model = link.MODELS / request.param
     condensed = request.param in link.CONDENSED
-    with isolated_engine(model, Condensed if condensed else Isolated, dtype="float32") as running:
+    asker = Condensed if condensed else Isolated
+    with quick_start(), isolated_engine(model, asker, dtype="float32") as running:
         yield running, (AnchorReference if condensed else Reference)(model)
 
 
