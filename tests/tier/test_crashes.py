@@ -7,12 +7,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -166,16 +170,39 @@ def check_content(path: Path, store: RecordFolder) -> None:
     assert names == {kept.name for kept in store.at_start}
 
 
+def in_a_small_process(check: Callable[..., None], *arguments: Any) -> None:
+    """A fork copies the page tables of its process: hundreds of them take minutes in one that has
+    run other tests, and seconds in one that has loaded nothing else."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+        alone.submit(check, *arguments).result()
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Path]:
+    """A folder for stores: in memory, where what a killed process has written stays as on a disk,
+    and no `fsync` is waited for."""
+    memory = "/dev/shm"
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir=memory) as made:
+        yield Path(made)
+
+
 @pytest.mark.parametrize(("seed", "every"), [(0, 40), pytest.param(1, 1, marks=pytest.mark.slow)])
-def test_nothing_is_wrong_after_a_kill_at_any_step(tmp_path: Path, seed: int, every: int) -> None:
+def test_nothing_is_wrong_after_a_kill_at_any_step(stores: Path, seed: int, every: int) -> None:
+    in_a_small_process(kill_at_any_step, stores, seed, every)
+
+
+def kill_at_any_step(stores: Path, seed: int, every: int) -> None:
     draw = random.Random(seed)
-    said = killed(tmp_path / "whole", seed, NEVER)
+    said = killed(stores / "whole", seed, NEVER)
     what, steps = said.pop()
     assert what == STEPS
     assert steps > 60
-    check(tmp_path / "whole", said)
+    check(stores / "whole", said)
     for die_at in range(draw.randrange(every) + 1, steps + 1, every):
-        path = tmp_path / f"{die_at}"
+        path = stores / f"{die_at}"
         check(path, killed(path, seed, die_at))
         killed(path, seed + 1, draw.randrange(1, 60))
         # What that one has left is removed by one that dies as well.
@@ -184,6 +211,7 @@ def test_nothing_is_wrong_after_a_kill_at_any_step(tmp_path: Path, seed: int, ev
         store = folder(path)
         check_content(path, store)
         store.close()
+        shutil.rmtree(path)
 
 
 def go_on(path: Path, seed: int, until: int, report: int) -> None:
@@ -238,14 +266,16 @@ def beside(path: Path, seed: int) -> tuple[Killed, int]:
 
 
 @pytest.mark.parametrize(("seed", "kills"), [(3, 6), pytest.param(4, 100, marks=pytest.mark.slow)])
-def test_an_engine_that_is_killed_harms_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, kills: int
-) -> None:
-    monkeypatch.setattr(folder_module, "_FOLDERS", 1)  # whose names are read at once
+def test_an_engine_that_is_killed_harms_no_other(stores: Path, seed: int, kills: int) -> None:
+    in_a_small_process(kill_beside_another, stores, seed, kills)
+
+
+def kill_beside_another(stores: Path, seed: int, kills: int) -> None:
+    folder_module._FOLDERS = 1  # whose names are read at once
     draw = random.Random(seed)
-    steps = killed(tmp_path / "whole", seed, NEVER)[-1][1]
+    steps = killed(stores / "whole", seed, NEVER)[-1][1]
     for number in range(kills):
-        path = tmp_path / f"{number}"
+        path = stores / f"{number}"
         living, end = beside(path, number)
         assert os.read(living.messages, _MESSAGE.size), "it has opened the store"
         killed(path, seed + number, draw.randrange(1, steps // 2))
@@ -254,3 +284,4 @@ def test_an_engine_that_is_killed_harms_no_other(
         store = folder(path)
         check_content(path, store)
         store.close()
+        shutil.rmtree(path)
