@@ -3,6 +3,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,26 @@ def test_a_segment_begins_where_tokens_did_not_follow_each_other(
     """And where in its own sequence it did."""
     found = pieces(*rows).segments(START)
     assert (found.first.tolist(), found.position.tolist()) == segments
+
+
+def test_a_segment_begins_where_the_donor_is_known_to_be_another() -> None:
+    rows = [[8, 4, 70, 0, 0], [12, 4, 71, 0, 4], [16, 4, 72, 0, 8]]
+    found = Pieces.from_table(rows, begins=[True, False, True])
+    assert found.segments(START).first.tolist() == [0, 8]
+    assert found.where(np.array([False, True, True])).segments(START).first.tolist() == [4, 8]
+    behind = np.zeros((100, 4), np.int32)
+    behind[72, 2:] = 1  # an image within the last piece
+    parts = found.turned(behind, None)
+    assert parts.begins.tolist() == [True, False, True, False]
+    assert parts.segments(START).first.tolist() == [0, 8]
+
+
+def test_short_segments_are_dropped_whole() -> None:
+    rows = [[8, 2, 70, 0, 0], [10, 2, 71, 0, 2], [20, 3, 72, 0, 9], [30, 4, 73, 0, 9]]
+    found = Pieces.from_table(rows, is_similar=True)
+    assert found.of_segments_above(3).rows() == [rows[0], rows[1], rows[3]]
+    assert found.of_segments_above(4).rows() == []
+    assert Pieces.from_table([]).of_segments_above(0).rows() == []
 
 
 def test_similar_pieces_take_their_place_among_others() -> None:

@@ -117,10 +117,13 @@ class Methods:
         make_recipe = functools.partial(self.recipe, options, work)
         weighs_turns = options.weigh_turns and not options.recompute_once
         later = self.later_turns() if weighs_turns else 0.0
-        pieces, recipe = least_work(make_recipe, work, plan.pieces, plan.start, plan.stop, later)
+        halo = self.finder(options).halo
+        pieces, recipe = least_work(
+            make_recipe, work, plan.pieces, plan.start, plan.stop, later, halo
+        )
         if recipe is None or len(pieces) < len(plan.pieces) or plan.left_out:
             return None
-        return plan.computed_by(recipe, self.finder(options).halo)
+        return plan.computed_by(recipe, halo)
 
     def set_similarity(self, options: Mapping[str, Any]) -> None:
         """Search under other options of `similarity` from the next request on: what

@@ -15,7 +15,7 @@ from vllm_segreuse.cache.copies import outside, rows, within
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import AnchorOrder, CopyOrder, Pieces, ScoreOrder
+from vllm_segreuse.plan import NO_HALO, AnchorOrder, CopyOrder, Halo, Pieces, ScoreOrder
 
 SIZE = 4
 
@@ -113,6 +113,7 @@ class Others:
     """Finds what it was told."""
 
     is_exact = False
+    halo = NO_HALO
 
     def __init__(self, table: Sequence[Sequence[int]] = ()) -> None:
         pieces = Pieces.from_table(np.array(table, np.int32).reshape(-1, 5))
@@ -151,6 +152,12 @@ def test_a_document_of_two_parts_is_one_run_of_tokens() -> None:
 def test_what_is_in_the_prefix_hit_is_not_copied_again() -> None:
     matches = finder(["a"], a=[part(1, 2, 3, 4, 5, 6, 7)]).find(PROMPT, 4, 12)
     assert matches.pieces.rows() == [[4, 2, 50, 2, 2], [6, 3, 51, 0, 4]]
+
+
+def test_the_rest_has_the_halo_that_its_finder_wants() -> None:
+    others = Others()
+    others.halo = Halo(8, 0.3)
+    assert finder(["a"], others).halo == Halo(8, 0.3)
 
 
 def test_the_rest_is_found_as_ever() -> None:

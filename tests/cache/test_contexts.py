@@ -15,9 +15,10 @@ from vllm_segreuse.cache.contexts import NOTHING, UNKNOWN, compared, contexts_of
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.listener import NamedBlocks
+from vllm_segreuse.cache.planner import least_work
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import TrackedRequest
-from vllm_segreuse.plan import IntArray, Recipe
+from vllm_segreuse.plan import Halo, IntArray, Pieces, Recipe
 
 NAMESPACE = 0
 
@@ -204,6 +205,21 @@ def test_what_is_less_work_to_compute_is_left_out_beside_the_own_history(
     assert tracked.num_segments == (2 if document == 0 else 3)
     assert set(tracked.plan.donor_blocks) == set(tracked.plan.pieces.block.tolist())
     assert world.pins.blocks == []
+
+
+@pytest.mark.parametrize(("halo", "saved"), [(3, True), (4, False)])
+def test_halos_are_work_beside_that_of_the_policy(halo: int, saved: bool) -> None:
+    """Of ten similar segments of four tokens nothing is left by a halo of four."""
+    table = [[10 * i, 4, i, 0, 100 + 20 * i] for i in range(10)]
+    found = Pieces.from_table(table, is_similar=True)
+    asked = new_only, the_new, found, 0, 100, 0.0, Halo(halo)
+    pieces, recipe = least_work(*asked)
+    assert pieces is found
+    assert (recipe is not None) is saved
+    turns = new_only, the_new, found, 0, 100, 0.05
+    assert least_work(*turns, Halo(0))[1] is not None
+    assert least_work(*turns, Halo(3))[1] is not None
+    assert least_work(*turns[:-1], 3.0, Halo(3))[1] is not None, "new text is all that turns lose"
 
 
 def test_where_reuse_saves_nothing_the_own_history_is_computed_too(world: World) -> None:

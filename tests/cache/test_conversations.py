@@ -4,14 +4,17 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
-from vllm_segreuse.cache.conversations import Conversations
+from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.listener import NamedBlocks
+from vllm_segreuse.cache.matcher import NOTHING, Matches
+from vllm_segreuse.cache.prompt import Memo, Prompt
 from vllm_segreuse.config import RequestOptions
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import Pieces, ReusePlan
 
 ONCE = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_once": 1}
 RATIO = {"segreuse_recompute_ratio": 0.25}
@@ -278,3 +281,28 @@ def test_nothing_is_left_out_of_what_a_pass_cannot_compute() -> None:
         tracked = world.side._planner.get(world.add(NEXT, options).request_id)
         assert tracked is not None
         assert (tracked.work is not None) == tracked.recompute_once == may
+
+
+def test_what_was_found_together_is_no_answer_to_a_search_behind_it() -> None:
+    """It is kept for explanations; the prefix cache may have what stands in front by then."""
+    prompt = Prompt(0, np.arange(40, dtype=np.int32))
+    front, back = (
+        Matches.of(Pieces.from_table([[first, 8, first, 0, first]])) for first in (0, 16)
+    )
+
+    def find(prompt: Prompt, start: int, stop: int) -> Matches:
+        prompt.memo = Memo((start, stop, 3), back)
+        return back
+
+    def remembered(prompt: Prompt, start: int, stop: int) -> Matches | None:
+        memo = prompt.memo
+        return memo.matches if memo is not None and memo.key == (start, stop, 3) else None
+
+    kept = SimpleNamespace(found=lambda prompt, start, stop: NOTHING if start else front)
+    finder: Any = SimpleNamespace(find=find, remembered=remembered)
+    continuing = ContinuingFinder(finder, kept)  # type: ignore[arg-type]
+    both = continuing.find(prompt, 0, 39)
+    assert both.pieces.destination.tolist() == [0, 16]
+    assert prompt.memo is not None
+    assert prompt.memo.matches is both
+    assert continuing.remembered(prompt, 8, 39) is None

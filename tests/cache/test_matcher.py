@@ -319,6 +319,15 @@ def test_12_the_same_segment_twice_is_found_twice():
     assert matches.num_segments == 2
 
 
+def test_12_two_donors_side_by_side_are_two_segments():
+    """Also where each is as far from its place as the other."""
+    index = build((spell("xxxxabcd...."), {}), (spell("........efgh"), {}))
+    matches = match(index, 0, spell("..abcdefgh"))
+    assert matches.pieces.rows() == [[2, 4, 1, 0, 4], [6, 4, 5, 0, 8]]
+    assert matches.num_segments == 2
+    assert matches.pieces.segments(0).first.tolist() == [2, 6]
+
+
 def test_a_window_that_begins_before_the_range_serves_what_lies_inside():
     index = build((spell("abcd"), {"first_position": 8}))
     matches = match(index, 0, spell("abcd"), start=1, stop=3)

@@ -109,6 +109,9 @@ def test_it_is_restored_although_what_is_behind_it_is_not_worth_it(
     assert plan is not None
     assert (plan.begin, plan.num_restored, plan.num_tokens) == (0, len(DOCUMENT), behind)
     assert admitted.supplied == len(DOCUMENT) + behind
+    report = world.end(admitted)
+    assert report is not None
+    assert report["matches"] == 1 + bool(behind)
 
 
 def test_it_has_exact_names_once_the_workers_have_reported(world: Restoring) -> None:

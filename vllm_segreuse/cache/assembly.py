@@ -15,6 +15,7 @@ import numpy as np
 from vllm_segreuse.cache.jit import kernel
 from vllm_segreuse.cache.links import IntArray, Nodes
 from vllm_segreuse.cache.rolling_hash import HashArray, TokenArray
+from vllm_segreuse.plan import BoolArray
 
 # Bounds of the work per choice. A passage cached more often than this loses nothing but the
 # chance of a still better donor.
@@ -41,8 +42,9 @@ def assemble(
     stop: int,
     step: int,
     max_depth: int,
-) -> tuple[IntArray, int, int, int]:
-    """The fields of `matcher.Matches`, its pieces as a table `[n, 5]`.
+) -> tuple[IntArray, BoolArray, int, int]:
+    """Of `matcher.Matches` the pieces, as a table `[n, 5]` and where segments begin, `[n]`; number
+    of tokens and depth.
 
     Walks entries of one namespace, whose links never leave it.
     """
@@ -81,14 +83,15 @@ def assemble(
             donor, length = _best_child(
                 nodes, block_tokens, tokens, donor, position, stop, step, max_depth
             )
-    num_tokens, num_segments, depth = 0, 0, 0
+    num_tokens, depth = 0, 0
+    begins = np.empty(count, np.bool_)
     for i in range(count):
         num_tokens += pieces[i, LENGTH]
         depth = max(depth, nodes[pieces[i, BLOCK]].depth)
-        num_segments += i == 0 or not _continues(nodes, pieces, i)
+        begins[i] = i == 0 or not _continues(nodes, pieces, i)
     for i in range(count):  # the caller knows blocks, not entries
         pieces[i, BLOCK] = nodes[pieces[i, BLOCK]].block
-    return pieces[:count].copy(), num_tokens, num_segments, depth
+    return pieces[:count].copy(), begins, num_tokens, depth
 
 
 @kernel

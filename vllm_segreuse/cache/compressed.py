@@ -22,7 +22,7 @@ from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.documents.places import places
-from vllm_segreuse.plan import IntArray, Pieces
+from vllm_segreuse.plan import Halo, IntArray, Pieces
 
 Held = Callable[[str], Sequence[FrozenPart] | None]
 """Parts of an entry in the request's namespace; None: not all of it is there."""
@@ -100,6 +100,10 @@ class NamedFinder(Finder):
         self._names = names
         self._held = held
         self._block_size = block_size
+
+    @property
+    def halo(self) -> Halo:
+        return self._others.halo
 
     def prepare(self, prompt: Prompt) -> None:
         self._others.prepare(prompt)

@@ -31,6 +31,9 @@ from vllm_segreuse.cache.prompt import Memo, Prompt
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.plan import Halo
 
+_NOWHERE = -1
+"""Where no search begins."""
+
 _Name = tuple[bytes, bytes]
 """Key of a namespace, and vLLM's chained hash of a block."""
 
@@ -180,7 +183,8 @@ class ContinuingFinder(Finder):
             max(kept.max_depth, others.max_depth),
         )
         if prompt.memo is not None:
-            prompt.memo = Memo(prompt.memo.key, both)
+            # For whoever explains it. It is no answer to a search, which begins elsewhere.
+            prompt.memo = Memo((_NOWHERE, stop, prompt.memo.key[2]), both)
         return both
 
     def plan_stop(self, matches: Matches, start: int, stop: int) -> int:

@@ -106,7 +106,7 @@ def find_matches(
     tokens = np.require(tokens, np.int32, ("C", "W"))
     hashes, salt = np.require(hashes, np.uint64, ("C", "W")), salt_of(namespace)
     groups = indexed_windows(index, namespace, tokens, hashes, start, stop)
-    table, num_tokens, num_segments, depth = assemble(
+    table, begins, num_tokens, depth = assemble(
         index.nodes,
         index.tokens,
         groups,
@@ -118,7 +118,8 @@ def find_matches(
         index.step,
         max_depth,
     )
-    return Matches(Pieces.from_table(table), num_tokens, num_segments, depth)
+    pieces = Pieces.from_table(table, begins=begins)
+    return Matches(pieces, num_tokens, int(begins.sum()), depth)
 
 
 def indexed_windows(

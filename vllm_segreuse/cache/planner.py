@@ -38,7 +38,16 @@ from vllm_segreuse.cache.tracked import (
     Report,
     TrackedRequest,
 )
-from vllm_segreuse.plan import BoolArray, Pieces, Recipe, Restoration, ReusePlan, Segments
+from vllm_segreuse.plan import (
+    NO_HALO,
+    BoolArray,
+    Halo,
+    Pieces,
+    Recipe,
+    Restoration,
+    ReusePlan,
+    Segments,
+)
 
 
 class BlockPins(Protocol):
@@ -381,11 +390,14 @@ class Planner:
         if len(pieces):
             stop = tracked.finder.plan_stop(matches, start, stop)
             later = 0.0 if tracked.later_turns is None else tracked.later_turns()
+            halo = tracked.finder.halo
             pieces, wanted = least_work(
-                tracked.make_recipe, tracked.work, pieces, start, stop, later
+                tracked.make_recipe, tracked.work, pieces, start, stop, later, halo
             )
             if wanted is None and restoration is not None:
-                return self._make_plan(tracked, found.alone(), begin, start)
+                found = found.alone()
+                tracked.num_segments = found.matches.num_segments
+                return self._make_plan(tracked, found, begin, start)
             if wanted is None:
                 tracked.reason = NOTHING_SAVED
                 return None
@@ -399,7 +411,7 @@ class Planner:
                     tracked.reason = IMAGES_IN_DENSE_LAYERS
                     return None
                 recipe = recipe.holding(held)
-            recipe, acceptance = recipe.tested(tracked.finder.halo, pieces, start)
+            recipe, acceptance = recipe.tested(halo, pieces, start)
             recipe = recipe.entering(pieces.enters(start, stop))
         else:
             stop = start
@@ -458,6 +470,7 @@ def least_work(
     start: int,
     stop: int,
     later_turns: float = 0.0,
+    halo: Halo = NO_HALO,
 ) -> tuple[Pieces, Recipe | None]:
     """Those pieces whose reuse is least work, all of them or those in their own context only; and
     the policy's recipe, or None: reusing all of them saves nothing.
@@ -472,19 +485,29 @@ def least_work(
         start, stop: of the plan.
         later_turns: that would find the prompt if it were computed in full; else they find all of
             it again as text that was computed elsewhere.
+        halo: of similar segments, which is computed beside what the policy wants.
     """
     recipe = make_recipe(pieces.reused(start, stop), pieces.segments(start))
-    if work is not None and recipe is not None and later_turns:
-        again = make_recipe(np.ones(stop - start, np.bool_), _ONE_SEGMENT)
-        everything = work(Recipe.without_choice(np.ones(stop - start, np.bool_)))
-        of_a_turn = everything if again is None else work(again)
-        if work(recipe) + later_turns * of_a_turn >= everything:
-            return pieces, None
-    if work is None or recipe is None or not pieces.in_context.any() or pieces.in_context.all():
+    if work is None or recipe is None:
+        return pieces, recipe
+
+    def of(recipe: Recipe, pieces: Pieces) -> int:
+        tested, _ = recipe.tested(halo, pieces, start)
+        return work(tested.entering(pieces.enters(start, stop)))
+
+    all_tokens = np.ones(stop - start, np.bool_)
+    everything, least = work(Recipe.without_choice(all_tokens)), of(recipe, pieces)
+    lost = 0.0
+    if later_turns:
+        again = make_recipe(all_tokens, _ONE_SEGMENT)
+        lost = later_turns * (everything if again is None else work(again))
+    if (lost or least > work(recipe)) and least + lost >= everything:
+        return pieces, None
+    if not pieces.in_context.any() or pieces.in_context.all():
         return pieces, recipe
     kept = pieces.where(pieces.in_context)
     without = make_recipe(kept.reused(start, stop), kept.segments(start))
-    if without is None or work(recipe) < work(without):
+    if without is None or least < of(without, kept):
         return pieces, recipe
     return kept, without
 

@@ -69,6 +69,8 @@ class Pieces:
             tokens are computed, from the donor's boundary states; `ALL_LAYERS`: at none.
         turn: int32 `[n]`, positions by which keys are rotated: `destination - position`, but for
             images in front (`images.py`).
+        begins: bool `[n]`, whether the donor's sequence is known to be another one than that of the
+            piece before.
     """
 
     destination: IntArray
@@ -81,6 +83,7 @@ class Pieces:
     in_context: BoolArray
     layers: IntArray
     turn: IntArray
+    begins: BoolArray
 
     @classmethod
     def from_table(
@@ -89,13 +92,14 @@ class Pieces:
         source: Tier = Tier.GPU,
         is_similar: bool = False,
         layers: npt.ArrayLike = ALL_LAYERS,
+        begins: npt.ArrayLike = False,
     ) -> Pieces:
         """Pieces of one tier, found in one way.
 
         Args:
             table: `[n, 5]`: destination, length, block, offset and position of each.
             source, is_similar: of all.
-            layers: of all, or of each `[n]`.
+            layers, begins: of all, or of each `[n]`.
         """
         columns = np.ascontiguousarray(np.asarray(table, np.int32).reshape(-1, 5).T)
         destination, length, block, offset, position = columns
@@ -103,7 +107,8 @@ class Pieces:
         similar = np.full(length.size, is_similar, np.bool_)
         in_context = np.zeros(length.size, np.bool_)
         moved_at = np.full(length.size, layers, np.int32)
-        kinds = tiers, similar, in_context, moved_at, destination - position
+        first = np.full(length.size, begins, np.bool_)
+        kinds = tiers, similar, in_context, moved_at, destination - position, first
         return cls(destination, length, block, offset, position, *kinds)
 
     def merged(self, others: Pieces) -> Pieces:
@@ -205,7 +210,14 @@ class Pieces:
             offset=split.offset + within,
             position=split.position + within,
             turn=turn[where],
+            begins=split.begins & (within == 0),
         )
+
+    def of_segments_above(self, tokens: int) -> Pieces:
+        """Those of segments of more than so many tokens."""
+        segment = np.cumsum(self._begins()) - 1
+        lengths = np.bincount(segment, weights=self.length)
+        return self.where(lengths[segment] > tokens)
 
     def reused(self, start: int, stop: int) -> BoolArray:
         """bool `[stop - start]`: which positions of a range that holds all pieces are copied to."""
@@ -215,8 +227,8 @@ class Pieces:
         return np.cumsum(steps[:-1], dtype=np.int8).astype(np.bool_)
 
     def segments(self, start: int) -> Segments:
-        """Runs of tokens that followed each other when they were computed, and were found in the
-        same way, counted from `start`."""
+        """Runs of tokens of one sequence that followed each other there, and were found in the same
+        way, counted from `start`."""
         first = self._begins()
         return Segments(
             np.asarray(self.destination[first] - start, dtype=np.int32),
@@ -242,5 +254,6 @@ class Pieces:
             | (shift[:-1] != shift[1:])
             | (self.is_similar[:-1] != self.is_similar[1:])
             | (self.in_context[:-1] != self.in_context[1:])
+            | self.begins[1:]
         )
         return first

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.cache.similar.canonical import Vocabulary
+from vllm_segreuse.cache.similar.canonical import Vocabulary, _value_end
 from vllm_segreuse.config import SimilarityOptions
 
 WORDS = ["price", "Price", " price", "cafe", "ab", " AB", "f", "T", "Z", "\u00e9t\u00e9"]
@@ -58,6 +58,18 @@ def test_a_value_ends_at_white_space_and_at_its_last_digit_or_letter() -> None:
     # The full stop behind a number is the sentence's.
     assert canonical("1", ".", "price") == [*canonical("1"), *canonical("."), *canonical("price")]
     assert canonical("-", "1") == [*canonical("-"), *canonical("1")]
+
+
+def test_a_chain_without_a_value_is_read_once() -> None:
+    """Whole pages of letters without white space, as of base64, are no values at all."""
+    chain = tokens(*["cafe"] * 200_000)
+    assert _value_end(chain, VOCABULARY.kinds, 0) == (0, 200_000)
+    assert _value_end(chain, VOCABULARY.kinds, 7) == (7, 200_000)
+    assert VOCABULARY.canonical(chain)[0].size == 200_000
+    ending = tokens("cafe", "-", "cafe", "-", "price")
+    assert _value_end(ending, VOCABULARY.kinds, 0) == (0, 4)
+    joined = tokens("cafe", "-", "1", "-", " 7")
+    assert _value_end(joined, VOCABULARY.kinds, 0) == (3, 3)
 
 
 def test_letters_are_words_unless_digits_are_joined_to_them() -> None:

@@ -59,7 +59,8 @@ def test_everything_is_equal_only_from_the_same_beginning() -> None:
 
 
 def split(table: list[list[int]], contexts: list[int], depths: Depths = DEPTHS) -> Pieces:
-    return depths.split(np.array(table, np.int32), np.array(contexts, np.int32))
+    begins = np.arange(len(table)) == 0
+    return depths.split(np.array(table, np.int32), begins, np.array(contexts, np.int32))
 
 
 def test_tokens_go_deeper_the_more_is_equal_in_front() -> None:
@@ -68,6 +69,16 @@ def test_tokens_go_deeper_the_more_is_equal_in_front() -> None:
     assert found.layers.tolist() == [8, 16, 16]
     assert found.is_similar.all()
     assert len(found.segments(0).first) == 1, "of one sequence"
+
+
+def test_only_the_first_part_of_a_run_begins_it() -> None:
+    table, contexts = [[10, 8, 5, 0, 40], [18, 4, 6, 0, 48]], [4, 8]
+    two = DEPTHS.split(
+        np.array(table, np.int32), np.array([True, True]), np.array(contexts, np.int32)
+    )
+    assert two.rows() == [[10, 1, 5, 0, 40], [11, 7, 5, 1, 41], [18, 4, 6, 0, 48]]
+    assert two.begins.tolist() == [True, False, True]
+    assert two.segments(0).first.tolist() == [10, 18]
 
 
 def test_all_layers_only_behind_an_equal_prefix() -> None:

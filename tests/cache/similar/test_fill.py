@@ -29,7 +29,7 @@ def filled(
 ) -> tuple[list[list[int]], int, int, int]:
     given = np.array(slots, np.int32)
     wanted = np.ones(given.size, np.bool_) if free is None else np.array(free, np.bool_)
-    table, *counts = fill(
+    table, begins, depth = fill(
         held.nodes,
         held.tokens,
         np.array(tokens, np.int32),
@@ -41,7 +41,8 @@ def filled(
         max_depth,
         min_run,
     )
-    return table.tolist(), *counts
+    assert begins.size == len(table)
+    return table.tolist(), int(table[:, 1].sum()), int(begins.sum()), depth
 
 
 def slots_of(first: int, count: int) -> list[int]:

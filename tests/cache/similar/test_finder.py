@@ -256,6 +256,21 @@ def test_runs_below_the_minimum_are_computed() -> None:
         assert bool(world.find(world.arrive(world.records(parts))).num_tokens) is found
 
 
+def test_what_a_table_of_contexts_leaves_of_a_run_is_longer_than_the_halo() -> None:
+    """Else all that is left would be computed, and the request be no longer exact for nothing."""
+    for tokens, found in ((20, 0), (26, 10)):
+        world = World(halo_tokens=8, w_exact={"all": 16})
+        parts = [world.words(tokens) for _ in range(20)]
+        world.cache(world.records(parts))
+        matches = world.find(world.arrive([7, *world.records(parts)]))
+        similar = matches.pieces.length[matches.pieces.is_similar]
+        assert similar.sum() == (matches.pieces.num_similar if found else 0)
+        assert bool(matches.pieces.num_similar) is bool(found)
+        if found:
+            first, stop = matches.pieces.similar_segments(0)
+            assert (stop - first > 8).all()
+
+
 @pytest.mark.parametrize("context", [0, 1, 5, 11, 12, 40])
 def test_tokens_without_enough_equal_context_are_computed(context: int) -> None:
     """The tokens in front are equal one by one, here and in the donor."""

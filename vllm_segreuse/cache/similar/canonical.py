@@ -113,9 +113,11 @@ def _kind(text: str, stripped: str, volatile: Sequence[re.Pattern[str]]) -> int:
 @kernel
 def _canonical(tokens: IntArray, classes: IntArray, kinds: KindArray) -> tuple[IntArray, IntArray]:
     ids, first = np.empty(tokens.size, np.int32), np.empty(tokens.size, np.int32)
-    count, i = 0, 0
+    count, i, barren = 0, 0, 0  # up to `barren` no value begins
     while i < tokens.size:
-        stop = _value_end(tokens, kinds, i)
+        stop = i
+        if i >= barren:
+            stop, barren = _value_end(tokens, kinds, i)
         token, kind = tokens[i], np.uint8(0)
         if token < kinds.size:
             kind = kinds[token]
@@ -137,13 +139,14 @@ def _canonical(tokens: IntArray, classes: IntArray, kinds: KindArray) -> tuple[I
 
 
 @kernel
-def _value_end(tokens: IntArray, kinds: KindArray, i: int) -> int:
-    """End of the changing value that begins at `i`; `i` if none does.
+def _value_end(tokens: IntArray, kinds: KindArray, i: int) -> tuple[int, int]:
+    """End of the changing value that begins at `i`, `i` if none does; and of the chain, before
+    which no other begins either if none does here.
 
     A value is a chain of volatile tokens, letters and joiners without white space in between. It
     contains a volatile one, and neither begins nor ends with a joiner.
     """
-    end, is_value = i, False
+    end, stop, is_value = i, i, False
     for at in range(i, tokens.size):
         token = tokens[at]
         if token >= kinds.size:
@@ -156,4 +159,5 @@ def _value_end(tokens: IntArray, kinds: KindArray, i: int) -> int:
         is_value |= (kind & VOLATILE) != 0
         if not kind & JOINER:
             end = at + 1
-    return end if is_value else i
+        stop = at + 1
+    return (end, end) if is_value else (i, stop)

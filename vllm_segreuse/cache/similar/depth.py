@@ -20,7 +20,7 @@ from vllm_segreuse.cache.assembly import DESTINATION, LENGTH, OFFSET, POSITION
 from vllm_segreuse.cache.jit import kernel
 from vllm_segreuse.cache.links import Nodes
 from vllm_segreuse.cache.rolling_hash import TokenArray
-from vllm_segreuse.plan import ALL_LAYERS, IntArray, Pieces
+from vllm_segreuse.plan import ALL_LAYERS, BoolArray, IntArray, Pieces
 from vllm_segreuse.values import ALL, FULL_PREFIX
 
 EVERYTHING = np.iinfo(np.int32).max
@@ -56,12 +56,12 @@ class Depths:
         finite = self._contexts[self._contexts < EVERYTHING]
         return int(finite.max(initial=0)), finite.size < self._contexts.size
 
-    def split(self, table: IntArray, contexts: IntArray) -> Pieces:
+    def split(self, table: IntArray, begins: BoolArray, contexts: IntArray) -> Pieces:
         """Pieces of similar text, each of whose tokens goes as deep as it may; what may not be
         moved at all is left out.
 
         Args:
-            table: int32 `[n, 5]`, see `Pieces.from_table`.
+            table, begins: `[n, 5]` and `[n]`, see `Pieces.from_table`.
             contexts: int32 `[n]`, equal tokens in front of each piece.
         """
         lengths = table[:, LENGTH]
@@ -72,13 +72,18 @@ class Depths:
         depth = np.concatenate([[0], self._layers])[step]
         first = np.ones(piece.size, np.bool_)
         first[1:] = (piece[1:] != piece[:-1]) | (depth[1:] != depth[:-1])
-        begins = np.flatnonzero(first)
-        rows = table[piece[begins]].copy()
+        where = np.flatnonzero(first)
+        rows = table[piece[where]].copy()
         for column in (DESTINATION, OFFSET, POSITION):
-            rows[:, column] += within[begins].astype(np.int32)
-        rows[:, LENGTH] = np.diff(np.append(begins, piece.size))
-        kept = depth[begins] > 0
-        return Pieces.from_table(rows[kept], is_similar=True, layers=depth[begins][kept])
+            rows[:, column] += within[where].astype(np.int32)
+        rows[:, LENGTH] = np.diff(np.append(where, piece.size))
+        kept = depth[where] > 0
+        return Pieces.from_table(
+            rows[kept],
+            is_similar=True,
+            layers=depth[where][kept],
+            begins=(begins[piece[where]] & (within[where] == 0))[kept],
+        )
 
 
 @kernel

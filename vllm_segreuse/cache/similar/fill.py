@@ -25,7 +25,7 @@ def fill(
     step: int,
     max_depth: int,
     min_run: int,
-) -> tuple[IntArray, int, int, int]:
+) -> tuple[IntArray, BoolArray, int]:
     """Pieces for the free positions; every token of them is compared with the donor's once more.
 
     Args:
@@ -36,12 +36,13 @@ def fill(
         min_run: tokens in a row from one sequence.
 
     Returns:
-        Table `[pieces, 5]`, number of tokens, of runs, deepest provenance.
+        Table `[pieces, 5]`; whether each is the first of a run, bool `[pieces]`; deepest
+        provenance.
     """
     size = block_tokens.shape[1]
-    pieces = np.empty((slots.size, 5), np.int32)
+    pieces, begins = np.empty((slots.size, 5), np.int32), np.empty(slots.size, np.bool_)
     count, run, length = 0, 0, 0  # of the run under way: its first piece, its tokens
-    num_tokens, num_runs, depth = 0, 0, 0
+    depth = 0
     for i in range(slots.size + 1):
         holds = i < slots.size and free[i] and slots[i] >= 0 and entries[i] >= 0
         if holds:
@@ -67,8 +68,6 @@ def fill(
             if length < min_run:
                 count = run
             else:
-                num_tokens += length
-                num_runs += 1
                 for j in range(run, count):
                     depth = max(depth, nodes[entries[pieces[j, DESTINATION] - start]].depth)
             length = 0
@@ -79,6 +78,7 @@ def fill(
             pieces[count, DESTINATION], pieces[count, LENGTH] = start + i, 1
             pieces[count, BLOCK], pieces[count, OFFSET] = node.block, slots[i] % size
             pieces[count, POSITION] = node.position + slots[i] % size
+            begins[count] = length == 0
             count += 1
             length += 1
-    return pieces[:count].copy(), num_tokens, num_runs, depth
+    return pieces[:count].copy(), begins[:count].copy(), depth

@@ -109,7 +109,7 @@ class SimilarFinder:
         assert prompt.slots is not None
         tokens = np.require(prompt.tokens, np.int32, ("C", "W"))
         slots = np.ascontiguousarray(prompt.slots[start:stop])
-        table, num_tokens, num_runs, depth = fill(
+        table, begins, depth = fill(
             index.nodes,
             index.tokens,
             tokens,
@@ -121,18 +121,19 @@ class SimilarFinder:
             self._max_depth,
             self._min_run,
         )
-        pieces = Pieces.from_table(table, is_similar=True)
+        pieces = Pieces.from_table(table, is_similar=True, begins=begins)
         if self._depths is not None:
             entries = index.entries(prompt.namespace, np.ascontiguousarray(table[:, BLOCK]))
             contexts = left_contexts(
                 index.nodes, index.tokens, tokens, table, entries, *self._depths.reach
             )
-            pieces = self._depths.split(table, contexts)
-            num_tokens, num_runs = pieces.num_tokens, len(pieces.segments(0).first)
+            pieces = self._depths.split(table, begins, contexts)
+            # What is left of a run that was long enough may not be.
+            pieces = pieces.of_segments_above(self.halo.tokens)
         return Matches(
             equal.pieces.merged(pieces),
-            equal.num_tokens + num_tokens,
-            equal.num_segments + num_runs,
+            equal.num_tokens + pieces.num_tokens,
+            equal.num_segments + len(pieces.segments(0).first),
             max(equal.max_depth, depth),
         )
 
