@@ -3,7 +3,8 @@
 
 The unit is a conversation: its steps depend on each other. Times are compared within one, between
 arms that got the same prompts; medians over conversations, with exact intervals where there are at
-least six.
+least six. The intervals of success and of distances are of conversations' means. H2 and H4 alone
+count steps (`verdicts`).
 """
 
 from __future__ import annotations
@@ -241,11 +242,7 @@ def _distances(apart: Sequence[Apart]) -> list[Row]:
     rows = []
     for arm, mine in _by_arm(apart).items():
         first = [it.first_kl for it in mine]
-        # Steps of one conversation are alike: intervals are of conversations' means.
-        by_key: dict[Key, list[float]] = {}
-        for it in mine:
-            by_key.setdefault((it.kind, it.trace, it.conversation), []).append(it.answer_kl)
-        means = [fmean(values) for values in by_key.values()]
+        means = _means(mine, lambda it: it.answer_kl)
         low, high = statistics.bootstrap_interval(means) if len(means) > 1 else (None, None)
         tokens = sum((it.tokens for it in mine), Tokens())
         rows.append(
@@ -270,15 +267,15 @@ def _distances(apart: Sequence[Apart]) -> list[Row]:
 
 
 def _success(paired: Sequence[Paired]) -> list[Row]:
-    """How often steps are right beside full prefill, by arm; steps count one by one."""
+    """How often steps are right beside full prefill, by arm: means of conversations' means."""
     rows = []
     for arm, mine in _by_arm(paired).items():
-        full, score = [it.full for it in mine], [it.score for it in mine]
+        full, score = _scores(mine)
         low, high = statistics.difference_interval(score, full)
         rows.append(
             {
                 "success_of": arm,
-                "conversations": len({(it.kind, it.trace, it.conversation) for it in mine}),
+                "conversations": len(full),
                 "steps": len(mine),
                 "full": _round(fmean(full)),
                 "right": _round(fmean(score)),
@@ -323,10 +320,8 @@ def _summary(
     accepted = [it.first_kl for it in measured.apart if it.arm == TESTED and it.accepted]
     if accepted:
         summary["boundary_kl_p95"] = _round(float(np.quantile(accepted, 0.95)))
-    by_step = [it for it in measured.paired if it.arm == SIMILAR]
-    scores = (full, similar)
-    if by_step:
-        scores = ([it.full for it in by_step], [it.score for it in by_step])
+    paired = [it for it in measured.paired if it.arm == SIMILAR]
+    scores = _scores(paired) if paired else (full, similar)
     found = {
         "h1": verdicts.h1(savings(told, SIMILAR, NONE), *scores),
         "h2": verdicts.h2(accepted),
@@ -334,6 +329,19 @@ def _summary(
         "h4": verdicts.h4(first_kl.get(TESTED) or first_kl.get(CLOSE, [])),
     }
     return summary | {name: str(verdict) for name, verdict in found.items()}
+
+
+def _scores(paired: Sequence[Paired]) -> tuple[list[float], list[float]]:
+    """Scores of full prefill and of an arm, conversation by conversation."""
+    return _means(paired, lambda it: it.full), _means(paired, lambda it: it.score)
+
+
+def _means(steps: Iterable[Any], value: Callable[[Any], float]) -> list[float]:
+    """Mean of each conversation's steps, which are alike: no interval may take them one by one."""
+    by_key: dict[Key, list[float]] = {}
+    for it in steps:
+        by_key.setdefault((it.kind, it.trace, it.conversation), []).append(value(it))
+    return [fmean(values) for values in by_key.values()]
 
 
 def _by_arm(items: Iterable[Any]) -> dict[str, list[Any]]:

@@ -10,7 +10,8 @@ Logits at boundaries are not computed: h2 takes the first token that is said beh
 segments. h4 takes the acceptance test, or `max_drift` where that was not measured.
 
 A claim is held if the whole interval of 95 % is on its side of the bound, failed if all of it is on
-the other side, and open else: too little was measured, or nothing.
+the other side, and open else: too little was measured, or nothing. h1 counts conversations. h2 and
+h4 count steps, which are not independent within one: their intervals are too narrow.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Verdict:
 
 
 def h1(savings: Sequence[float], full: Sequence[float], similar: Sequence[float]) -> Verdict:
-    """Of conversations, or of their steps.
+    """Of conversations: those that were timed, and those whose answers were scored.
 
     Args:
         savings: of the latency of no reuse by conversation, as shares.
-        full, similar: mean score of each conversation's steps, or of each step.
+        full, similar: mean score of each conversation's steps.
     """
     both, said = [OPEN, OPEN], [f"latency of {len(savings)} conversations, too few", ""]
     if len(savings) >= _FEWEST:
@@ -63,7 +64,7 @@ def h1(savings: Sequence[float], full: Sequence[float], similar: Sequence[float]
         lost = _swapped(statistics.difference_interval(similar, full))
         both[1] = _above((-lost[1], -lost[0]), -MOST_SUCCESS_LOST)
         mean_lost = sum(full) / len(full) - sum(similar) / len(similar)
-        what = "" if len(full) == len(savings) else f"n = {len(full)} steps, "
+        what = "" if len(full) == len(savings) else f"n = {len(full)} conversations, "
         said[1] = f"{what}success lost {_shown(mean_lost, lost)} ({both[1]})"
     verdict = FAILED if FAILED in both else HELD if both == [HELD, HELD] else OPEN
     return Verdict(verdict, ", ".join(said))

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from bench.agents.distance import Apart
 from bench.agents.episodes import CALCULATOR, FINAL, SEARCH, Step
 from bench.agents.records import Compared
 from bench.agents.serving import Answered, Free, Taken
+from bench.agents.success import Paired
 from bench.agents.tokens import Tokens
 from bench.quality import seeds
 from bench.records import RecordsError
@@ -368,14 +370,60 @@ def test_success_is_paired_with_full_prefill() -> None:
     assert [(it.arm, it.full, it.same) for it in wrong] == [("content", 1.0, False)]
     result = figures.result(figures.Measured(paired=found))
     rows = {row["success_of"]: row for row in result["rows"] if "success_of" in row}
-    steps = len(trace.requests)
-    assert rows["content"]["lost"] == pytest.approx(1 / steps, abs=1e-4)
+    steps = [len(it.episode.steps) for it in trace.conversations]
+    mine = steps[wrong[0].conversation]
+    assert (rows["content"]["conversations"], rows["content"]["steps"]) == (3, sum(steps))
+    assert rows["content"]["lost"] == pytest.approx(1 / mine / 3, abs=1e-4)
     assert (rows["content"]["right_in_full_only"], rows["content"]["right_in_arm_only"]) == (1, 0)
     assert rows["content"]["lost_low"] < 0 < rows["content"]["lost_high"]
     assert (rows["similar"]["same"], rows["similar"]["right"]) == (1.0, 1.0)
     said = str(result["summary"]["h1"])
     assert said.startswith("open: latency of 0 conversations, too few, n = ")
-    assert f"n = {steps} steps, success lost 0.000" in said
+    assert "n = 3 conversations, success lost 0.000" in said
+
+
+def paired(conversations: int, steps: int, lost: int) -> list[Paired]:
+    """Of each conversation, steps of which full prefill has all right, and `similar` loses some."""
+    return [
+        Paired(
+            *("single", trace, 0, step, "similar", 1.0, float(step >= lost), step >= lost),
+            Tokens(100),
+        )
+        for trace in range(conversations)
+        for step in range(steps)
+    ]
+
+
+def test_success_counts_conversations_however_many_steps_they_have() -> None:
+    def row(*of: Any) -> dict[str, Any]:
+        rows = figures.result(figures.Measured(paired=paired(*of)))["rows"]
+        return next(row for row in rows if "success_of" in row)
+
+    short, long = row(20, 1, 0), row(20, 50, 0)
+    assert (short["steps"], long["steps"]) == (20, 1000)
+    for name in ("conversations", "lost", "lost_low", "lost_high"):
+        assert short[name] == long[name]
+    mixed = [*paired(1, 1, 1), *(replace(it, trace=1) for it in paired(1, 9, 0))]
+    (one,) = (it for it in figures.result(figures.Measured(paired=mixed))["rows"] if "same" in it)
+    assert (one["full"], one["right"], one["lost"]) == (1.0, 0.5, 0.5), "each weighs as much"
+
+
+def test_h1_takes_no_steps_for_conversations() -> None:
+    told = [
+        taken(arm, trace, 0, seconds, 1.0)
+        for trace in range(20)
+        for arm, seconds in (("none", 2.0), ("similar", 1.0))
+    ]
+
+    def h1(conversations: int, steps: int) -> str:
+        measured = figures.Measured(told, paired=paired(conversations, steps, 0))
+        return str(figures.result(measured)["summary"]["h1"])
+
+    # As many as in docs/similar.md, which gives this interval: no step was lost, and yet.
+    found = h1(80, 6)
+    assert found.startswith("open: n = 20 conversations, latency saved 0.500")
+    assert "n = 80 conversations, success lost 0.000 (-0.047 to 0.047) (open)" in found
+    assert h1(400, 1).startswith("held")
 
 
 def test_a_run_goes_on_behind_the_traces_that_it_has_compared(
@@ -439,9 +487,9 @@ def test_h1_needs_latency_and_success() -> None:
     assert few.verdict == "open", "so few conversations may lose more than 2 points"
     assert "n = 10 conversations" in str(few)
     assert verdicts.h1([0.5] * 5, [1.0] * 5, [1.0] * 5).verdict == "open"
-    by_step = verdicts.h1([0.5] * 10, same, same)
-    assert by_step.verdict == "held"
-    assert "n = 400 steps, success lost" in str(by_step)
+    more_scored = verdicts.h1([0.5] * 10, same, same)
+    assert more_scored.verdict == "held"
+    assert "n = 400 conversations, success lost" in str(more_scored)
     assert "success was not measured" in str(verdicts.h1(many, [], []))
 
 
