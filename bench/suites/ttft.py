@@ -11,7 +11,7 @@ layers; `focus`, the default policy, does so with a share of 10 %, and `default`
 for documents that were computed alone. `hit` is a bound: all but the question is in vLLM's own
 prefix cache. All modes take turns, in an order that changes every round.
 
-A speed-up is the ratio of the medians; its interval of 95 % is that of the rounds' own ratios.
+A speed-up is the median of the rounds' own ratios, with its interval of 95 %.
 """
 
 import itertools
