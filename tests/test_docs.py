@@ -6,6 +6,7 @@
 
 import ast
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from vllm_segreuse.tier_options import TierOptions
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
 MAX_README_WORDS = 1000
+BESIDE = ("csrc", "examples", "kernels", "models")
+OURS = ("bench", "examples", "lab", "recipes", "scripts", "tests", "vllm_segreuse")
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +142,15 @@ def test_the_readme_stays_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().split()) <= MAX_README_WORDS
 
 
+def pages() -> list[Path]:
+    """The documentation, and what lies beside models, kernels and examples."""
+    beside = (REPOSITORY.glob(f"{folder}/**/*.md") for folder in BESIDE)
+    return [*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *itertools.chain.from_iterable(beside)]
+
+
 def links() -> Iterator[tuple[Path, str]]:
     """(page, where to) of all links and pictures to files of the repository."""
-    pages = [*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")]
-    for page in pages:
+    for page in pages():
         text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if not re.match(r"\w+://|#", target):
@@ -158,6 +166,25 @@ def test_every_link_to_a_file_leads_to_one() -> None:
         if not (page.parent / target.partition("#")[0]).exists()
     ]
     assert dead == []
+
+
+def test_every_module_that_a_page_runs_is_there() -> None:
+    found = {
+        (page, name)
+        for page in pages()
+        for name in re.findall(r"-m\s+([a-z_][\w.]*\w)", page.read_text())
+        if name.partition(".")[0] in OURS
+    }
+    assert len(found) > 20
+    missing = [
+        f"{page.relative_to(REPOSITORY)}: {name}"
+        for page, name in sorted(found)
+        if not any(
+            (REPOSITORY / f"{name.replace('.', '/')}{end}").is_file()
+            for end in (".py", "/__main__.py")
+        )
+    ]
+    assert missing == []
 
 
 def test_the_documentation_uses_the_versions_that_the_package_is_tested_with() -> None:
