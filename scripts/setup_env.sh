@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 python=${1:-python3}
 requirements=requirements/cpu.txt
 stamp=.venv/.segreuse-setup
+origin_stamp=.venv/.segreuse-origin
 log=.venv/setup.log
 
 fail() {
@@ -34,7 +35,20 @@ if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ]
 fi
 
 started=$SECONDS
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+# Packages are of one interpreter, and scripts name the folder they were installed in. An environment
+# from before there was this stamp is known by both.
+origin=$(pwd; "$python" -VV)
+made_of=$(
+    cat "$origin_stamp" 2>/dev/null ||
+        { sed -n '1s|^#!\(.*\)/\.venv/bin/python.*|\1|p' .venv/bin/pip && .venv/bin/python -VV; } 2>/dev/null
+) || true
+if [ ! -x .venv/bin/python ] || [ "$made_of" != "$origin" ]; then
+    # What it leads to may be another checkout's, in use.
+    [ ! -L .venv ] || [ -z "$(ls -A .venv/ 2>/dev/null)" ] ||
+        fail ".venv is a link to $(readlink .venv), which was made for another folder or by another Python: remove the link"
+    "$python" -m venv --clear .venv
+fi
+echo "$origin" >"$origin_stamp"
 rm -f "$stamp"
 : >"$log"
 
