@@ -173,6 +173,28 @@ def test_plans_may_take_several_steps(rows: Any, tmp_path: Path) -> None:
     assert spread["shift"]["reused_tokens"] > 0.5 * at_once["shift"]["reused_tokens"]
 
 
+def test_plans_over_many_steps_take_their_time(rows: Any, tmp_path: Path) -> None:
+    """They are as much work as in one step, so that others arrive meanwhile."""
+    file = tmp_path / "reuse.yaml"
+    bodies = [body | {"timestamp": 0.5 * i} for i, body in enumerate(logs.bodies(20))]
+    options = (*KEYS, "--policy", "epic", "--tokens-per-second", "500", "--config", str(file))
+    file.write_text("spread_tokens: 0\n")
+    _, at_once = rows(bodies, *options)
+    file.write_text("spread_tokens: 64\n")
+    _, spread = rows(bodies, *options)
+    assert spread["epic"]["reusing_requests"] == at_once["epic"]["reusing_requests"] == 19
+    assert spread["epic"]["most_blocks"] > 1.5 * at_once["epic"]["most_blocks"]
+
+
+def test_a_plan_may_take_hundreds_of_steps(rows: Any, tmp_path: Path) -> None:
+    """It goes on although nothing else is computed, and nothing has ended."""
+    file = tmp_path / "reuse.yaml"
+    file.write_text("spread_tokens: 1\n")
+    options = (*KEYS, "--policy", "epic", "--concurrency", "2", "--config", str(file))
+    _, spread = rows(logs.bodies(6), *options)
+    assert spread["epic"]["computed_tokens"] > 1000
+
+
 def test_how_the_server_schedules_ahead_does_not_matter(rows: Any) -> None:
     options = (*KEYS, "--policy", "shift")
     assert rows(logs.bodies(8), *options, "--async-scheduling") == rows(logs.bodies(8), *options)

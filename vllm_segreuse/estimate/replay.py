@@ -171,14 +171,15 @@ class _Run:
         self._found.preemptions += len(step.preempted_req_ids or ())
         metadata: Any = step.kv_connector_metadata
         work = self._begin(metadata.plans)
-        loaded = self._go_on()
+        loaded, spread_work = self._go_on()
         sampled = {name: self._next_tokens(name) for name in step.num_scheduled_tokens}
         outputs = scheduler.update_from_output(step, step_output(sampled, loaded))
         self._note([output for of_client in outputs.values() for output in of_client.outputs])
         if self.pace.tokens_per_s is not None:
+            work += spread_work
             tokens = step.total_num_scheduled_tokens + work / self.pace.layers.count
             self._clock_s += max(LEAST_STEP_S, tokens / self.pace.tokens_per_s)
-        return bool(step.num_scheduled_tokens or loaded)
+        return bool(step.num_scheduled_tokens or spread_work)
 
     def _begin(self, plans: list[ReusePlan]) -> int:
         """Work of the step's plans, in layer-tokens; what is spread is done later."""
@@ -191,8 +192,9 @@ class _Run:
         self._spread |= {name: work.pop(name) for name in spread}
         return sum(work.values())
 
-    def _go_on(self) -> list[str]:
-        """Requests whose spread plan is done: the oldest plan first, a step's work in each step."""
+    def _go_on(self) -> tuple[list[str], int]:
+        """Requests whose spread plan is done, and what was carried out of all, in layer-tokens: the
+        oldest plan first, a step's work in each step."""
         left, done = self.pace.step_work, []
         for name, work in list(self._spread.items()):
             part = min(left, work)
@@ -201,7 +203,7 @@ class _Run:
             if part == work:
                 del self._spread[name]
                 done.append(name)
-        return done
+        return done, self.pace.step_work - left
 
     def _next_tokens(self, name: str) -> list[int]:
         """What is sampled for a request whose prompt is done.
