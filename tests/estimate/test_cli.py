@@ -256,6 +256,31 @@ def test_options_of_reuse_and_of_requests_count(rows: Any, tmp_path: Path) -> No
     assert "observed" not in by_policy["shift"]["bypassed"]
 
 
+def test_no_file_of_the_server_is_opened(run: Any, rows: Any, tmp_path: Path) -> None:
+    """Where options of the server write files, an estimate is as without them."""
+    file, folder = tmp_path / "reuse.yaml", tmp_path / "server"
+    folder.mkdir()
+    options = (*KEYS, "--policy", "shift", "--num-blocks", "120", "--config", str(file))
+    file.write_text("max_provenance_depth: 3\n")
+    without, by_policy = rows(logs.bodies(8), *options)
+    assert without["has_tier"] is False
+    writing = {
+        "max_provenance_depth": 3,
+        "audit": {"share": 1, "log": str(folder / "audit.jsonl"), "log_text": True},
+        "tier": {"host_gib": 0.01, "path": str(folder / "tier"), "disk_gib": 0.01},
+        "knowledge_path": str(folder / "knowledge.sqlite"),
+    }
+    file.write_text(json.dumps(writing))
+    found, same = rows(logs.bodies(8), *options)
+    assert found["has_tier"] is True
+    assert same == by_policy
+    assert same["shift"]["reusing_requests"] > 5
+    assert [*folder.iterdir()] == []
+    status, out, _ = run(logs.bodies(8), *options)
+    assert status == 0
+    assert "The second tier is not replayed: what is evicted counts as lost.\n" in out
+
+
 def test_answers_to_one_prompt_and_prompts_of_one_body_count(rows: Any) -> None:
     found, _ = rows([BODY | {"n": 3}, BODY | {"prompt": ["Who?", "When?"]}])
     assert found["requests"] == 5

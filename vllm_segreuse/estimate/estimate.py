@@ -80,6 +80,8 @@ class Estimate:
         left_out: requests that were not replayed, by the reason.
         concurrency: requests at a time; None: they arrived at their logged times.
         cache: see `Cache`.
+        has_tier: whether the server has a second tier. None is replayed, so what is evicted is
+            computed again.
         rows: prefix caching alone, then the policies.
     """
 
@@ -91,6 +93,7 @@ class Estimate:
     left_out: dict[str, int]
     concurrency: int | None
     cache: Cache
+    has_tier: bool
     rows: tuple[Row, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -125,6 +128,7 @@ def estimate(
         left_out=left_out,
         concurrency=pace.concurrency if pace.tokens_per_s is None else None,
         cache=cache,
+        has_tier=config.tier is not None,
         rows=tuple(_rows(model, asked, arms, cache, pace)),
     )
 

@@ -82,6 +82,8 @@ def _remarks(estimate: Estimate, default: str) -> Iterator[str]:
         yield (
             "* planned: a pass may choose fewer tokens (peaks), or compute all of them (max_drift)."
         )
+    if estimate.has_tier:
+        yield "The second tier is not replayed: what is evicted counts as lost."
     for row in estimate.rows:
         if row.preemptions:
             name = row.policy or "prefix caching alone"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.cache.tracked import NOTHING_SAVED
 from vllm_segreuse.config import RequestOptions, SegReuseConfig, parse_request
 from vllm_segreuse.estimate.replay import Replayed
@@ -42,9 +43,16 @@ class Arm:
 
     @cached_property
     def options(self) -> SegReuseConfig:
-        """The server's, with this policy; switched on."""
-        policy = self.policy or self.config.policy
-        return self.config.model_copy(update={"policy": policy, "enabled": True})
+        """The server's, with this policy; switched on, and without what reads or writes its files:
+        audits, the second tier, and the file of its knowledge bases."""
+        changed = {
+            "policy": self.policy or self.config.policy,
+            "enabled": True,
+            "audit": AuditOptions(),
+            "tier": None,
+            "knowledge_path": None,
+        }
+        return self.config.model_copy(update=changed)
 
     def sent(self, one: Asked) -> Asked:
         """A request as it is sent."""
