@@ -240,6 +240,17 @@ def test_logged_answers_are_found_again(rows: Any) -> None:
     assert known[None]["prefix_tokens"] > 150
 
 
+def test_a_logged_answer_may_be_empty(rows: Any) -> None:
+    """It is one token without text, not as many as an answer that was not logged has."""
+    body = {"prompt": "Who may sign?", "max_tokens": 64}
+
+    def most_blocks(**others: Any) -> int:
+        return rows([body | others])[1][None]["most_blocks"]
+
+    assert most_blocks() > 4
+    assert most_blocks(answer="") == 1
+
+
 def test_options_of_reuse_and_of_requests_count(rows: Any, tmp_path: Path) -> None:
     file = tmp_path / "reuse.yaml"
     options = (*KEYS, "--policy", "shift")

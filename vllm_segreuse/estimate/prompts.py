@@ -149,9 +149,9 @@ class Renderer:
                 )
 
     def _answer_ids(self, answer: str | None, max_tokens: int) -> list[int]:
-        if answer:
+        if answer is not None:
             found: list[int] = self._tokenizer.encode(answer, add_special_tokens=False)
-            return found[:max_tokens]
+            return found[:max_tokens] or [next(self._unknown)]  # such as the end of the text alone
         return list(itertools.islice(self._unknown, max(1, min(max_tokens, self._answer_tokens))))
 
 
