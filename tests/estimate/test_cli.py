@@ -145,6 +145,22 @@ def test_a_small_cache_evicts(rows: Any) -> None:
     assert same == tight
 
 
+def test_a_log_that_may_need_more_than_is_tried(
+    run: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies, options = logs.bodies(12), (*KEYS, "--policy", "shift")
+    needed, _ = rows(bodies, *options)
+    assert needed["cache"]["is_capped"] is False
+    at_most = needed["cache"]["num_blocks"] - 2
+    for most, is_capped in ((at_most, False), (at_most - 1, True)):
+        monkeypatch.setattr(estimate, "MOST_BLOCKS", most)
+        found, _ = rows(bodies, *options)
+        assert found["cache"]["is_capped"] is is_capped
+    _, out, _ = run(bodies, *options)
+    assert "): the largest that is tried; the log may need more: give --kv-gib\n" in out
+    assert "as large as the log needs" not in out
+
+
 def test_several_at_a_time_find_less_and_hold_more(rows: Any) -> None:
     bodies, options = logs.bodies(30), (*KEYS, "--policy", "shift")
     _, alone = rows(bodies, *options)

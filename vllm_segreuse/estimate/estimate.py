@@ -31,12 +31,14 @@ class Cache:
         block_size: tokens per block.
         gib: of one device; None: the model's layers could not be examined.
         is_given: whether its size was asked for; else it is as large as the log needs.
+        is_capped: whether the log may need more, and `MOST_BLOCKS` was the limit.
     """
 
     num_blocks: int
     block_size: int
     gib: float | None
     is_given: bool
+    is_capped: bool
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,14 @@ def cache_of(
         if block_bytes is None:
             raise InputError("the model's layers cannot be examined here: give --num-blocks")
         num_blocks = int(gib * 2**30) // block_bytes
-    is_given = num_blocks is not None
+    is_given, is_capped = num_blocks is not None, False
     if num_blocks is None:
         needed = sum(_blocks(one, block_size) + 1 for one in asked)
         largest = max(_blocks(one, block_size) for one in asked)
         num_blocks = max(min(needed, MOST_BLOCKS), largest) + 2
+        is_capped = needed > num_blocks - 2
     size = None if block_bytes is None else num_blocks * block_bytes / 2**30
-    return Cache(num_blocks, block_size, size, is_given)
+    return Cache(num_blocks, block_size, size, is_given, is_capped)
 
 
 def _blocks(one: Asked, block_size: int) -> int:

@@ -44,6 +44,8 @@ def _facts(estimate: Estimate) -> Iterator[str]:
 def _cache(cache: Cache) -> str:
     size = "" if cache.gib is None else f", {cache.gib:,.1f} GiB on each device"
     why = "" if cache.is_given else ": as large as the log needs"
+    if cache.is_capped:
+        why = ": the largest that is tried; the log may need more: give --kv-gib"
     tokens = cache.num_blocks * cache.block_size
     return (
         f"{cache.num_blocks:,} blocks of {cache.block_size} tokens ({tokens:,} tokens{size}){why}"
