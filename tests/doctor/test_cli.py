@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
+from tests.doctor import hub
 from tests.doctor.test_families import FAMILIES
 from vllm_segreuse import cli as commands
+from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.doctor import cli
+from vllm_segreuse.doctor.diagnosis import diagnose
 
 KEYS = [
     *("works", "architectures", "reasons", "notes", "versions", "machine", "model", "policy"),
@@ -104,6 +108,24 @@ def test_what_vllm_itself_refuses(model: Any, capsys: pytest.CaptureFixture[str]
     assert cli.main([model("qwen3-8b"), "-tp", "3"]) == 1
     out = capsys.readouterr().out
     assert "  - vLLM itself refuses: Total number of attention heads (32) must be" in out
+
+
+def test_the_revision_that_is_asked_for_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = FAMILIES["llama-3.2-1b"]["config"]
+    revisions = {"main": config, "v2": config | {"num_hidden_layers": 4}}
+    hub.fill(tmp_path, "some/model", revisions, monkeypatch)
+    for options, layers in ([], 16), (["--revision", "v2"], 4):
+        assert cli.main(["some/model", *options]) == 0
+        assert f"{layers} layers, 32 heads and 8 KV heads" in capsys.readouterr().out
+    args = EngineArgs(model="some/model")
+    args.model, args.revision = "some/model", "v2"  # as vLLM leaves them where it is not offline
+    found = diagnose(args, SegReuseConfig()).model
+    assert found is not None
+    assert found["layers"] == 4
+    assert cli.main(["some/model", "--revision", "v3"]) == 2
+    assert "some/model (revision v3) is neither" in capsys.readouterr().err
 
 
 REFUSED_BY_VLLM: list[tuple[list[str], dict[str, Any], str]] = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.doctor import hub
 from tests.doctor.test_families import FAMILIES
 from vllm_segreuse.doctor.reading import InputError, find_model, read_config
 
@@ -109,6 +110,19 @@ def test_a_model_that_is_not_here(name: str) -> None:
 def test_a_model_of_the_local_cache_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = folder(tmp_path) / "config.json"
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *name: str(file))
-    assert find_model("some/model") == tmp_path
+    found = hub.fill(tmp_path, "some/model", {"main": LLAMA, "v2": LLAMA}, monkeypatch)
+    assert found["main"] != found["v2"]
+    assert find_model("some/model") == found["main"]
+    assert find_model("some/model", "v2") == find_model("some/model", found["v2"].name)
+    assert find_model("some/model", "v2") == found["v2"]
+
+
+def test_a_model_may_be_cached_under_a_revision_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = hub.fill(tmp_path, "some/model", {"v2": LLAMA}, monkeypatch)
+    assert find_model("some/model", "v2") == found["v2"]
+    with pytest.raises(InputError, match=r"^some/model is neither a folder nor"):
+        find_model("some/model")
+    with pytest.raises(InputError, match=r"^some/model \(revision v3\) is neither a folder nor"):
+        find_model("some/model", "v3")

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from bench.shapes import make_model
+from tests.doctor import hub
 from tests.estimate import logs
 from vllm_segreuse import cli as commands
 from vllm_segreuse.estimate import cli, estimate
 from vllm_segreuse.estimate.estimate import Estimate, Row
+from vllm_segreuse.estimate.model import load_model
 from vllm_segreuse.estimate.replay import replay
 from vllm_segreuse.estimate.twins import Twin
 from vllm_segreuse.policies import POLICIES
@@ -354,6 +356,19 @@ def test_a_model_that_is_none(run: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{tmp_path} has no tokenizer" in capsys.readouterr().err
     status, _, err = run([BODY], "--kv-gib", "0")
     assert (status, "needs 1 KV blocks" in err) == (2, True)
+
+
+def test_the_revision_that_is_asked_for_is_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads(Path(make_model("llama"), "config.json").read_text())
+    count = config["num_hidden_layers"]
+    revisions = {"main": config, "v2": config | {"num_hidden_layers": count + 1}}
+    folders = hub.fill(tmp_path, "some/model", revisions, monkeypatch)
+    assert load_model("some/model", []).layers.count == count
+    other = load_model("some/model", ["--revision", "v2"])
+    assert other.layers.count == count + 1
+    assert other.args.model == str(folders["v2"])
 
 
 def test_a_refused_model(run: Any) -> None:

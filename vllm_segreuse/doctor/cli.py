@@ -25,9 +25,10 @@ def main(arguments: Sequence[str]) -> int:
     given, engine_arguments = _parse(arguments)
     quiet()
     try:
-        read_config(find_model(given.model))  # before vLLM is loaded, which takes seconds
+        # Before vLLM is loaded, which takes seconds.
+        read_config(find_model(given.model, given.revision))
         options = SegReuseConfig.from_yaml(given.config)
-        args = _engine_args(given.model, engine_arguments)
+        args = _engine_args(given.model, given.revision, engine_arguments)
 
         from vllm_segreuse.doctor.diagnosis import diagnose
         from vllm_segreuse.doctor.printing import as_text
@@ -50,6 +51,9 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("model", help="folder with config.json, or a name in the local HF cache")
     parser.add_argument(
+        "--revision", help="branch, tag or commit of a cached model, as vLLM's (main)"
+    )
+    parser.add_argument(
         *("--config", "--segreuse-config"),
         type=Path,
         metavar="FILE.yaml",
@@ -59,10 +63,13 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def _engine_args(model: str, arguments: Sequence[str]) -> EngineArgs:
+def _engine_args(model: str, revision: str | None, arguments: Sequence[str]) -> EngineArgs:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-segreuse doctor"))
-    args: EngineArgs = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
+    # Offline, vLLM puts the cached folder for the name at once, so that it needs the revision here.
+    of_revision = [] if revision is None else ["--revision", revision]
+    given = parser.parse_args(["--model", model, *of_revision, *arguments])
+    args: EngineArgs = EngineArgs.from_cli_args(given)
     return args

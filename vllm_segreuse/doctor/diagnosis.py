@@ -73,7 +73,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
     Raises:
         InputError: there is no such model, or its configuration makes no sense.
     """
-    folder = find_model(args.model)
+    folder = find_model(args.model, args.revision)
     architectures = tuple(read_config(folder)["architectures"])
     _check_known(architectures)
     register()  # start-up refuses through the patches, also where the plugin is not installed

@@ -19,11 +19,12 @@ _COUNTS = (
 )
 
 
-def find_model(model: str) -> Path:
+def find_model(model: str, revision: str | None = None) -> Path:
     """The folder with the model's `config.json`.
 
     Args:
         model: a folder, or the name of a model in the local cache of the Hugging Face hub.
+        revision: branch, tag or commit of a model in that cache; None: `main`.
 
     Raises:
         InputError: it is neither.
@@ -39,13 +40,14 @@ def find_model(model: str) -> Path:
     if folder.exists():
         raise InputError(f"{model} is a file: name the folder that holds config.json")
     try:
-        cached = try_to_load_from_cache(model, "config.json")
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
     except HFValidationError:
         cached = None
     if not isinstance(cached, str):
+        at = "" if revision is None else f" (revision {revision})"
         raise InputError(
-            f"{model} is neither a folder nor a model in the local Hugging Face cache; nothing is "
-            "downloaded: fetch its config.json, and name the folder"
+            f"{model}{at} is neither a folder nor a model in the local Hugging Face cache; nothing "
+            "is downloaded: fetch its config.json, and name the folder"
         )
     return Path(cached).parent
 

@@ -57,11 +57,12 @@ def load_model(model: str, arguments: Sequence[str]) -> Model:
         InputError: there is no such model, or vLLM does not take it or the arguments.
         RefusedError: segment reuse refuses it.
     """
-    folder = find_model(model)
-    read_config(folder)
     register()
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm-segreuse estimate"))
-    args = parser.parse_args(["--model", str(folder), *arguments])
+    args = parser.parse_args(["--model", model, *arguments])
+    folder = find_model(model, args.revision)
+    read_config(folder)
+    args.model = str(folder)
     engine_args = replace(
         AsyncEngineArgs.from_cli_args(args),
         kv_transfer_config=kv_transfer_config({}),
