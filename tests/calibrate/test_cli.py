@@ -12,7 +12,7 @@ import yaml
 
 from vllm_segreuse.calibrate import by_policy, cli, measure
 from vllm_segreuse.calibrate.report import header
-from vllm_segreuse.calibrate.search import CANDIDATES
+from vllm_segreuse.calibrate.search import CANDIDATES, Options
 from vllm_segreuse.config import SegReuseConfig
 
 COUNT = 120
@@ -24,6 +24,8 @@ class Model:
     Attributes:
         bad: policies that change answers.
         bad_prompts: {policy: last tokens of prompts whose answer it changes}.
+        saves_nothing: settings that are computed in full; what comes after them finds that, until a
+            reset.
         drifts: whether `focus` reports drift: 2 where it changes an answer, less than 1 elsewhere.
         asked: (last token of the prompt, extra_args) in order; None for a reset.
     """
@@ -31,8 +33,10 @@ class Model:
     def __init__(self) -> None:
         self.bad = {"shift"}
         self.bad_prompts: dict[str, set[int]] = {}
+        self.saves_nothing: list[Options] = []
         self.drifts = False
         self.asked: list[Any] = []
+        self._has_whole_prompt = False
         self.llm_engine = Of(model_config=Of(get_vocab_size=lambda: 3))
 
     def get_tokenizer(self) -> Any:
@@ -49,12 +53,19 @@ class Model:
         is_context = options and policy is None
         most = 1 if is_context else measure.ANSWER_TOKENS
         assert (sampling.max_tokens, sampling.temperature, sampling.logprobs) == (most, 0.0, 3)
+        setting = {key.removeprefix("segreuse_"): value for key, value in options.items()}
+        setting.pop("extra_keys", None)
+        is_full = self._has_whole_prompt or setting in self.saves_nothing
+        self._has_whole_prompt |= is_full and policy is not None
         is_bad = policy in self.bad or last in self.bad_prompts.get(policy, ())
+        is_bad &= not is_full
         shares = {1: 0.1, 2: 0.9} if is_bad else {1: 0.9, 2: 0.1}
         logprobs = {token: Of(logprob=math.log(share)) for token, share in shares.items()}
         share = options.get("segreuse_recompute_ratio", 0) + options.get("segreuse_dense_layers", 0)
         share += 0.25 * (policy == "focus" and "segreuse_recompute_ratio" not in options)
-        report: dict[str, Any] = {"computed_share": 0.1 + share}
+        report: dict[str, Any] = {"computed_share": 0.1 + share, "bypass_reason": None}
+        if is_full:
+            report = {"computed_share": 1.0, "bypass_reason": "nothing_saved"}
         if self.drifts and policy == "focus":
             report["drift"] = 2.0 if is_bad else 0.5 + last % 7 / 100
         said = Of(logprobs=[logprobs] * most, token_ids=[2 if is_bad else 1] + [7] * (most - 1))
@@ -62,6 +73,7 @@ class Model:
 
     def reset_prefix_cache(self) -> None:
         self.asked.append(None)
+        self._has_whole_prompt = False
 
 
 @pytest.fixture
@@ -129,7 +141,9 @@ def test_each_prompt_is_asked_alone_under_every_setting_and_in_full_last(
     model: Model, tmp_path: Path
 ) -> None:
     run(tmp_path, count=2)
-    first = model.asked[: model.asked.index(None)]
+    start, second = (index for index, it in enumerate(model.asked) if it is None)
+    assert start == 0, "nothing of one prompt is left for the next"
+    first = model.asked[1:second]
     namespace = {"extra_keys": ["calibration 0"]}
     assert [args for _, args in first[:2]] == [namespace, namespace]
     assert [args for _, args in first[2:-1]] == [
@@ -137,8 +151,24 @@ def test_each_prompt_is_asked_alone_under_every_setting_and_in_full_last(
         for options in CANDIDATES
     ]
     assert first[-1] == (1000, None)
-    assert model.asked.count(None) == 2, "nothing of one prompt is left for the next"
-    assert model.asked[model.asked.index(None) + 1][1] == {"extra_keys": ["calibration 1"]}
+    assert model.asked[second + 1][1] == {"extra_keys": ["calibration 1"]}
+
+
+def test_what_one_setting_computes_in_full_does_not_help_the_next(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.saves_nothing = [{"policy": "focus"}]
+    status, out = run(tmp_path)
+    assert status == 0
+    assert yaml.safe_load(out.read_text()) == {"policy": "focus", "recompute_ratio": 0.01}
+    lines = (line[2:].rsplit(maxsplit=8) for line in capsys.readouterr().out.splitlines())
+    work = {cells[0].strip(): cells[1] for cells in lines if len(cells) == 9}
+    assert (work["focus"], work["focus recompute_ratio=0.01"]) == ("1.000", "0.110")
+    asked = model.asked[1:]
+    again = asked[asked.index(None) + 1 :]
+    (_, first_context), (_, second_context), (_, setting) = again[:3]
+    assert first_context == second_context == {"extra_keys": ["calibration 0"]}
+    assert setting["segreuse_recompute_ratio"] == 0.01, "its contexts are there anew"
 
 
 def changed(every: int) -> set[int]:

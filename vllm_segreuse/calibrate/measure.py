@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_segreuse.calibrate.prompts import Prompt, contexts
@@ -36,22 +36,29 @@ def try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
     trials: list[list[Trial]] = [[] for _ in CANDIDATES]
     for index, prompt in enumerate(tqdm(prompts, desc="prompts", disable=None)):
         namespace = {"extra_keys": [f"calibration {index}"]}
-        for context in contexts(prompts, index):
-            answer(llm, context, namespace, max_tokens=1)
-        reusing = [
-            answer(
-                llm,
-                prompt.token_ids,
-                namespace | {f"segreuse_{key}": value for key, value in options.items()},
-            )
-            for options in CANDIDATES
-        ]
+        reusing = [*_under_each(llm, prompt, contexts(prompts, index), namespace)]
         # In full last: its blocks are exact, and vLLM's own prefix cache would find them.
         full = answer(llm, prompt.token_ids, None)
         for made, other in zip(trials, reusing, strict=True):
             made.append(trial(full, other))
-        llm.reset_prefix_cache()
     return trials
+
+
+def _under_each(
+    llm: Any, prompt: Prompt, before: Sequence[list[int]], namespace: Mapping[str, Any]
+) -> Iterator[Answer]:
+    """Answers under each candidate, with nothing cached but the contexts."""
+    is_prepared = False
+    for options in CANDIDATES:
+        if not is_prepared:
+            llm.reset_prefix_cache()
+            for context in before:
+                answer(llm, context, namespace, max_tokens=1)
+        mine = {f"segreuse_{key}": value for key, value in options.items()}
+        given = answer(llm, prompt.token_ids, {**namespace, **mine})
+        # Without reuse it was computed in full: the next one would find all of it as its prefix.
+        is_prepared = given.report.get("bypass_reason") is None
+        yield given
 
 
 def trial(full: Answer, other: Answer) -> Trial:
