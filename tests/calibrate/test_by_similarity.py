@@ -17,6 +17,7 @@ from vllm_segreuse.calibrate import by_similarity, cli
 from vllm_segreuse.calibrate.search import Trial
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.estimate.log import Logged
+from vllm_segreuse.values import MAX_TOKENS
 
 COUNT = 40
 LAYERS = 8
@@ -139,7 +140,7 @@ def test_the_log_is_asked_in_order_with_reuse_and_then_in_full(
     assert [tokens[-1] for tokens, _, _ in first] == [0, 0, 1, 1]
     assert {salt for *_, salt in first} == {"salt"}
     full = {"extra_keys": ["mine"], "segreuse_similarity": 0}
-    full["segreuse_min_reused_tokens"] = by_similarity.MAX_TOKENS
+    full["segreuse_min_reused_tokens"] = MAX_TOKENS
     for stream, switch in ((first, 0), (second, 1)):
         reusing = {"extra_keys": ["mine"], "segreuse_similarity": switch, "segreuse_explain": 1}
         assert [options for _, options, _ in stream] == [reusing, full] * 2

@@ -14,6 +14,7 @@ from vllm_segreuse.calibrate import by_policy, cli, measure
 from vllm_segreuse.calibrate.report import header
 from vllm_segreuse.calibrate.search import CANDIDATES, Options
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.values import MAX_TOKENS
 
 COUNT = 120
 
@@ -145,13 +146,14 @@ def test_each_prompt_is_asked_alone_under_every_setting_and_in_full_last(
     assert start == 0, "nothing of one prompt is left for the next"
     first = model.asked[1:second]
     namespace = {"extra_keys": ["calibration 0"]}
-    assert [args for _, args in first[:2]] == [namespace, namespace]
+    in_full = {"segreuse_min_reused_tokens": MAX_TOKENS}
+    assert [args for _, args in first[:2]] == [namespace | in_full] * 2, "all of it donates"
     assert [args for _, args in first[2:-1]] == [
         namespace | {f"segreuse_{key}": value for key, value in options.items()}
         for options in CANDIDATES
     ]
     assert first[-1] == (1000, None)
-    assert model.asked[second + 1][1] == {"extra_keys": ["calibration 1"]}
+    assert model.asked[second + 1][1]["extra_keys"] == ["calibration 1"]
 
 
 def test_what_one_setting_computes_in_full_does_not_help_the_next(
@@ -167,7 +169,7 @@ def test_what_one_setting_computes_in_full_does_not_help_the_next(
     asked = model.asked[1:]
     again = asked[asked.index(None) + 1 :]
     (_, first_context), (_, second_context), (_, setting) = again[:3]
-    assert first_context == second_context == {"extra_keys": ["calibration 0"]}
+    assert first_context == second_context == model.asked[1][1]
     assert setting["segreuse_recompute_ratio"] == 0.01, "its contexts are there anew"
 
 

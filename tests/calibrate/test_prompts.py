@@ -42,6 +42,29 @@ def test_segments_are_computed_in_another_order_behind_another_text(tmp_path):
     assert told == ["abcdQ", "abefR"]
 
 
+A, B, C = ("".join(chr(first + i) for i in range(40)) for first in (100, 200, 300))
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "told"),
+    [
+        ([[A]], [A], ["Py" + A]),
+        ([[C, A]], [A, B], ["P" + C + A, "P" + C + B]),
+        ([[A, C]], [A, B], ["P" + C + A, "P" + C + B]),
+        ([[A + "!", C]], [A], ["P" + C + A]),
+        ([[C], [A, B]], [A, B], ["P" + C + A, "P" + C + B]),
+        ([[A[:15] + "!"]], [A], ["P" + A[:15] + "!" + A]),
+        ([["y"]], [A, "y"], [A[::-1] + A, A[::-1] + "y"]),
+    ],
+    ids=["alike", "last", "first", "begins-so", "further-off", "less-than-a-block", "made-up"],
+)
+def test_contexts_do_not_begin_as_the_prompt_does(tmp_path, others, own, told):
+    lines = [{"prefix": "P", "segments": it, "suffix": "y"} for it in others]
+    prompts = read(write(tmp_path, *lines, {"prefix": "P", "segments": own, "suffix": "z"}))
+    found = contexts(prompts, len(others))
+    assert ["".join(map(chr, tokens)) for tokens in found] == told
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -15,14 +15,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.calibrate import drift, engine, fitting
-from vllm_segreuse.calibrate.measure import answer, trial
+from vllm_segreuse.calibrate.measure import IN_FULL, answer, trial
 from vllm_segreuse.calibrate.report import name_of
 from vllm_segreuse.calibrate.search import Found, Options, Setting, Trial, cheapest, halves, judge
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.estimate.log import LogError, read_log
 from vllm_segreuse.knowledge.scheduler_calls import call_scheduler_of
 from vllm_segreuse.policies import WITHOUT_CHOICE
-from vllm_segreuse.values import MAX_TOKENS
 
 if TYPE_CHECKING:
     from vllm_segreuse.estimate.prompts import Asked
@@ -40,7 +39,7 @@ FITTED = (
     "w_exact",
 )
 """Options that a given file may have, and that are chosen anew."""
-_IN_FULL = {"segreuse_min_reused_tokens": MAX_TOKENS, "segreuse_similarity": 0}
+_IN_FULL = {**IN_FULL, "segreuse_similarity": 0}
 
 
 def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found:

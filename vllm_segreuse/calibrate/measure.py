@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 from vllm_segreuse.calibrate.prompts import Prompt, contexts
 from vllm_segreuse.calibrate.search import CANDIDATES, Trial, agreement, divergence
+from vllm_segreuse.values import MAX_TOKENS
 
 LOGPROBS = 128
 """Most likely first tokens that are compared; all of them where the vocabulary is smaller."""
 ANSWER_TOKENS = 8
 """Greedy tokens that are compared."""
+IN_FULL = {"segreuse_min_reused_tokens": MAX_TOKENS}
+"""Options of a request that reuses nothing, and donates all of its KV."""
 
 
 class Answer(NamedTuple):
@@ -53,7 +56,7 @@ def _under_each(
         if not is_prepared:
             llm.reset_prefix_cache()
             for context in before:
-                answer(llm, context, namespace, max_tokens=1)
+                answer(llm, context, {**namespace, **IN_FULL}, max_tokens=1)
         mine = {f"segreuse_{key}": value for key, value in options.items()}
         given = answer(llm, prompt.token_ids, {**namespace, **mine})
         # Without reuse it was computed in full: the next one would find all of it as its prefix.

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from vllm_segreuse.json_lines import json_lines
+
+SAME_TOKENS = 15
+"""Of two texts that may begin alike: fewer than a block, which the prefix cache finds."""
 
 
 class PromptError(ValueError):
@@ -90,16 +94,33 @@ def _are_texts(value: Any) -> bool:
 def contexts(prompts: Sequence[Prompt], index: int) -> list[list[int]]:
     """Prompts in which the segments of one prompt are computed before it is asked.
 
-    Every other segment, in reverse, behind a segment of the prompt before: none of them is preceded
-    by what precedes it in its own prompt.
+    Every other segment, in reverse, behind the beginning of another prompt: none of them is
+    preceded by what precedes it in its own prompt, and the prompt's own beginning is not computed.
     """
-    prompt, other = prompts[index], prompts[index - 1]
+    prompt = prompts[index]
     found = []
     for start in (0, 1):
-        part = prompt.segments[start::2]
+        part = [token for segment in prompt.segments[start::2][::-1] for token in segment]
         if part:
-            tokens = [*other.prefix, *other.segments[start % len(other.segments)]]
-            for segment in reversed(part):
-                tokens += segment
-            found.append(tokens)
+            whole = (head + part for head in _heads(prompts, index, start))
+            made_up = prompt.segments[0][::-1] + part
+            found.append(next((it for it in whole if not _begins(prompt, it)), made_up))
     return found
+
+
+def _heads(prompts: Sequence[Prompt], index: int, start: int) -> Iterator[list[int]]:
+    """What may be in front: prefix and segment of another prompt, the nearest one's first (but for
+    so many, which come last); then prefix and suffix of one."""
+    own = prompts[index].segments
+    others = [prompts[index - back] for back in range(1, len(prompts))]
+    segments = ((it.prefix, text) for it in others for text in it.segments if text not in own)
+    suffixes = ((it.prefix, it.suffix) for it in others if it.suffix not in own)
+    late = [*islice(segments, start)]
+    for prefix, text in chain(segments, late, suffixes):
+        yield [*prefix, *text]
+
+
+def _begins(prompt: Prompt, tokens: list[int]) -> bool:
+    """Whether vLLM's prefix cache would find these tokens at the prompt's beginning."""
+    enough = len(prompt.prefix) + SAME_TOKENS + 1
+    return tokens[:enough] == prompt.token_ids[:enough]
