@@ -38,7 +38,7 @@ class Model:
         self.drifts = False
         self.asked: list[Any] = []
         self._has_whole_prompt = False
-        self.llm_engine = Of(model_config=Of(get_vocab_size=lambda: 3))
+        self.llm_engine = Of(model_config=Of(get_vocab_size=lambda: 3, max_model_len=8))
 
     def get_tokenizer(self) -> Any:
         def encode(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
@@ -48,6 +48,7 @@ class Model:
 
     def generate(self, prompts: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
         [prompt] = prompts
+        assert len(prompt["prompt_token_ids"]) < self.llm_engine.model_config.max_model_len
         last, options = prompt["prompt_token_ids"][-1], sampling.extra_args or {}
         self.asked.append((last, sampling.extra_args))
         policy = options.get("segreuse_policy")
@@ -171,6 +172,18 @@ def test_what_one_setting_computes_in_full_does_not_help_the_next(
     (_, first_context), (_, second_context), (_, setting) = again[:3]
     assert first_context == second_context == model.asked[1][1]
     assert setting["segreuse_recompute_ratio"] == 0.01, "its contexts are there anew"
+
+
+def test_a_prompt_that_is_too_long_is_named_before_any_is_asked(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"segments": ["ab"], "suffix": it} for it in ("c", "cdef", "cdefg")]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    assert cli.main(["MODEL", "--prompts", str(prompts)]) == 2
+    said = capsys.readouterr().err
+    assert "line 3 has 8 tokens: max_model_len 8 leaves no room for an answer" in said
+    assert model.asked == []
 
 
 def changed(every: int) -> set[int]:

@@ -9,6 +9,7 @@ import pytest
 from vllm_segreuse.calibrate.prompts import Prompt, PromptError, contexts, read_prompts
 
 GOOD = {"prefix": "ab", "segments": ["cd", "ef", "gh"], "suffix": "ij"}
+LONG = 1000
 
 
 def write(folder: Path, *lines: object) -> Path:
@@ -19,7 +20,7 @@ def write(folder: Path, *lines: object) -> Path:
 
 
 def read(file: Path, bos: int | None = None) -> list[Prompt]:
-    return read_prompts(file, lambda text: [ord(char) for char in text], bos)
+    return read_prompts(file, lambda text: [ord(char) for char in text], bos, LONG)
 
 
 def test_a_prompt_is_its_parts_in_order(tmp_path):
@@ -36,9 +37,9 @@ def test_other_separators_of_lines_are_text(tmp_path):
 
 def test_segments_are_computed_in_another_order_behind_another_text(tmp_path):
     prompts = read(write(tmp_path, GOOD, {"prefix": "P", "segments": ["Q", "R"], "suffix": "S"}))
-    told = ["".join(map(chr, tokens)) for tokens in contexts(prompts, 0)]
+    told = ["".join(map(chr, tokens)) for tokens in contexts(prompts, 0, LONG)]
     assert told == ["PQghcd", "PRef"]
-    told = ["".join(map(chr, tokens)) for tokens in contexts(prompts, 1)]
+    told = ["".join(map(chr, tokens)) for tokens in contexts(prompts, 1, LONG)]
     assert told == ["abcdQ", "abefR"]
 
 
@@ -61,8 +62,19 @@ A, B, C = ("".join(chr(first + i) for i in range(40)) for first in (100, 200, 30
 def test_contexts_do_not_begin_as_the_prompt_does(tmp_path, others, own, told):
     lines = [{"prefix": "P", "segments": it, "suffix": "y"} for it in others]
     prompts = read(write(tmp_path, *lines, {"prefix": "P", "segments": own, "suffix": "z"}))
-    found = contexts(prompts, len(others))
+    found = contexts(prompts, len(others), LONG)
     assert ["".join(map(chr, tokens)) for tokens in found] == told
+
+
+@pytest.mark.parametrize(
+    ("room", "told"),
+    [(9, "wxABC"), (5, "wxABC"), (4, "wxBC"), (3, "wxC"), (2, "wC"), (1, "C")],
+)
+def test_contexts_are_cut_to_what_the_model_takes(room, told):
+    own = Prompt([*b"yz"], [[*b"segment"]], [*b"?"])
+    prompts = [Prompt([*b"wx"], [[*b"ABC"]], [*b"?"]), own]
+    [found] = contexts(prompts, 1, len(b"segment") + room + 1)
+    assert bytes(found) == told.encode() + b"segment"
 
 
 @pytest.mark.parametrize(

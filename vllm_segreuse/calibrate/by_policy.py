@@ -19,7 +19,7 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
     """Try every candidate.
 
     Raises:
-        PromptError: the file holds no prompts.
+        PromptError: the file holds no prompts, or one that is too long.
     """
     llm = _start(given.model, engine_arguments)
     prompts = _prompts(given.prompts, llm)
@@ -45,4 +45,5 @@ def _prompts(file: Path, llm: Any) -> list[Prompt]:
         file,
         lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         start[0] if start else None,
+        llm.llm_engine.model_config.max_model_len,
     )

@@ -39,7 +39,8 @@ def try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
     trials: list[list[Trial]] = [[] for _ in CANDIDATES]
     for index, prompt in enumerate(tqdm(prompts, desc="prompts", disable=None)):
         namespace = {"extra_keys": [f"calibration {index}"]}
-        reusing = [*_under_each(llm, prompt, contexts(prompts, index), namespace)]
+        before = contexts(prompts, index, llm.llm_engine.model_config.max_model_len)
+        reusing = [*_under_each(llm, prompt, before, namespace)]
         # In full last: its blocks are exact, and vLLM's own prefix cache would find them.
         full = answer(llm, prompt.token_ids, None)
         for made, other in zip(trials, reusing, strict=True):

@@ -39,7 +39,9 @@ class Prompt:
         return [*self.prefix, *(t for segment in self.segments for t in segment), *self.suffix]
 
 
-def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None) -> list[Prompt]:
+def read_prompts(
+    file: Path, encode: Callable[[str], list[int]], bos: int | None, max_model_len: int
+) -> list[Prompt]:
     """Read a file of lines `{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}`.
 
     Args:
@@ -47,13 +49,20 @@ def read_prompts(file: Path, encode: Callable[[str], list[int]], bos: int | None
             half could choose and the other check by the same prompt.
         encode: text to token ids, without special tokens.
         bos: token that a sequence starts with, if the tokenizer adds one.
+        max_model_len: of the engine: tokens of a prompt and an answer.
 
     Raises:
-        PromptError: the file cannot be read, holds fewer than two prompts, or a line is no prompt.
+        PromptError: the file cannot be read, holds fewer than two prompts, or a line is no prompt,
+            or one that is too long.
     """
     distinct: dict[tuple[int, ...], Prompt] = {}
     for where, given in json_lines(file, PromptError):
         prompt = _prompt(where, given, encode, bos)
+        if len(prompt.token_ids) >= max_model_len:
+            raise PromptError(
+                f"{where} has {len(prompt.token_ids)} tokens: max_model_len {max_model_len} leaves "
+                "no room for an answer; make the prompt shorter or --max-model-len larger"
+            )
         distinct.setdefault(tuple(prompt.token_ids), prompt)
     prompts = list(distinct.values())
     if len(prompts) < 2:
@@ -91,33 +100,43 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_text, value))
 
 
-def contexts(prompts: Sequence[Prompt], index: int) -> list[list[int]]:
+def contexts(prompts: Sequence[Prompt], index: int, max_model_len: int) -> list[list[int]]:
     """Prompts in which the segments of one prompt are computed before it is asked.
 
     Every other segment, in reverse, behind the beginning of another prompt: none of them is
     preceded by what precedes it in its own prompt, and the prompt's own beginning is not computed.
+    Where that would not fit `max_model_len`, the beginning is shorter.
     """
     prompt = prompts[index]
     found = []
     for start in (0, 1):
         part = [token for segment in prompt.segments[start::2][::-1] for token in segment]
         if part:
-            whole = (head + part for head in _heads(prompts, index, start))
-            made_up = prompt.segments[0][::-1] + part
+            room = max_model_len - 1 - len(part)
+            pairs = _in_front(prompts, index, start)
+            whole = ([*_head(prefix, text, room), *part] for prefix, text in pairs)
+            made_up = [*_head([], prompt.segments[0][::-1], room), *part]
             found.append(next((it for it in whole if not _begins(prompt, it)), made_up))
     return found
 
 
-def _heads(prompts: Sequence[Prompt], index: int, start: int) -> Iterator[list[int]]:
-    """What may be in front: prefix and segment of another prompt, the nearest one's first (but for
-    so many, which come last); then prefix and suffix of one."""
+def _in_front(
+    prompts: Sequence[Prompt], index: int, start: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Prefix and segment of other prompts, the nearest one's first (but for so many, which come
+    last); then prefix and suffix."""
     own = prompts[index].segments
     others = [prompts[index - back] for back in range(1, len(prompts))]
     segments = ((it.prefix, text) for it in others for text in it.segments if text not in own)
     suffixes = ((it.prefix, it.suffix) for it in others if it.suffix not in own)
     late = [*islice(segments, start)]
-    for prefix, text in chain(segments, late, suffixes):
-        yield [*prefix, *text]
+    yield from chain(segments, late, suffixes)
+
+
+def _head(prefix: list[int], text: list[int], room: int) -> list[int]:
+    """Both, in at most `room` tokens: the end of `text`, one token at least, and then `prefix`."""
+    text = text[-max(1, room - len(prefix)) :]
+    return [*prefix[: room - len(text)], *text]
 
 
 def _begins(prompt: Prompt, tokens: list[int]) -> bool:
