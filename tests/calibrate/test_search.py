@@ -2,6 +2,7 @@
 """The choice of a setting: divergence, bounds, and what is taken."""
 
 import math
+from random import Random
 
 import pytest
 
@@ -47,6 +48,44 @@ def test_a_token_that_is_not_known_counts_as_the_least_likely():
     full, other = logs(0.9, 0.1), {1: math.log(0.6), 2: math.log(0.4)}
     expected = 0.9 * math.log(0.9 / 0.4) + 0.1 * math.log(0.1 / 0.6)
     assert divergence(full, other) == pytest.approx(expected)
+
+
+def test_what_only_full_prefill_knows_is_less_likely_than_all_that_the_other_knows():
+    # Each has one likely token that the other does not list.
+    full = {0: math.log(0.99), 1: math.log(1e-4)}
+    other = {2: math.log(0.99), 3: math.log(1e-4)}
+    assert divergence(full, other) > 0.99 * math.log(0.99 / 2e-4) - 0.1
+
+
+def test_the_tail_counts_as_one_token():
+    assert divergence(logs(*[0.2] * 4), logs(*[0.225] * 4)) == pytest.approx(
+        0.8 * math.log(0.8 / 0.9) + 0.2 * math.log(0.2 / 0.1)
+    )
+
+
+@pytest.mark.parametrize("likely", [5, 50, 300])
+@pytest.mark.parametrize("noise", [0.01, 0.3, 5.0])
+def test_divergence_of_the_likeliest_tokens_is_a_lower_bound(likely, noise):
+    rng = Random(1)
+    for _ in range(20):
+        full, other = {}, {}
+        for token in range(300):
+            full[token] = rng.gauss(0, 2)
+            other[token] = full[token] + rng.gauss(0, noise)
+        full, other = _normalised(full), _normalised(other)
+        exact = sum(math.exp(p) * (p - other[token]) for token, p in full.items())
+        found = divergence(_largest(full, likely), _largest(other, likely))
+        assert 0 <= found <= exact + 1e-9
+        assert found >= exact * {5: 0.0, 50: 0.2, 300: 1 - 1e-4}[likely]
+
+
+def _normalised(logits: dict[int, float]) -> dict[int, float]:
+    total = math.log(math.fsum(map(math.exp, logits.values())))
+    return {token: logit - total for token, logit in logits.items()}
+
+
+def _largest(logprobs: dict[int, float], count: int) -> dict[int, float]:
+    return dict(sorted(logprobs.items(), key=lambda it: -it[1])[:count])
 
 
 def test_bounds_are_on_the_cautious_side_and_close_in():

@@ -8,11 +8,13 @@ from statistics import fmean
 from typing import Any
 
 from vllm_segreuse.calibrate import drift
+from vllm_segreuse.calibrate.measure import LOGPROBS
 from vllm_segreuse.calibrate.search import Options, Trial, Verdict, halves, p90
 
 LEGEND = (
-    "KL: divergence of the first token from full prefill, in nats; first: share of prompts with "
-    "the same first token; tokens: share of greedy tokens that are the same. Bounds are at 95 %."
+    f"KL: divergence of the first token from full prefill, in nats, by its {LOGPROBS} likeliest "
+    "tokens and the rest together; first: share of prompts with the same first token; tokens: "
+    "share of greedy tokens that are the same. Bounds are at 95 %."
 )
 LEAST_WIDTH = 48
 """Of the column of settings."""

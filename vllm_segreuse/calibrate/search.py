@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from vllm_segreuse.calibrate.bounds import mean_at_most, share_at_least
 
+ROUNDED = 1e-6
+"""What a sum of probabilities in 32 bits may lack."""
+
 Options = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -99,17 +102,25 @@ def divergence(full: Mapping[int, float], other: Mapping[int, float]) -> float:
     """Kullback-Leibler divergence of `other` from `full`, in nats.
 
     Args:
-        full, other: log-probabilities by token. Where only the most likely ones are known, a token
-            that `other` lacks counts as its least likely: the result is a lower bound.
+        full, other: log-probabilities by token. Where only the most likely ones are known, it is a
+            lower bound: that of a coarser distribution. Tokens known in both stay apart; all others
+            are one, or two where `other` can have no more of those that only `full` knows than its
+            least likely share each.
             Infinite where one of them is no number: an engine that computes such agrees with none.
     """
     if any(map(math.isnan, (*full.values(), *other.values()))):
         return math.inf
-    floor = min(other.values())
-    return max(
-        0.0,
-        sum(math.exp(p) * (p - other.get(token, floor)) for token, p in full.items() if p > -50),
-    )
+    both = full.keys() & other.keys()
+    bins = [(math.exp(full[token]), full[token] - other[token]) for token in both]
+    known = math.fsum(math.exp(full[token]) for token in both)
+    ours = math.fsum(math.exp(p) for token, p in full.items() if token not in both)
+    rest = max(0.0, 1 - known - ours)
+    left = max(0.0, 1 - math.fsum(math.exp(other[token]) for token in both))
+    most = (len(full) - len(both)) * math.exp(min(other.values()))
+    theirs = min(most, left * ours / (ours + rest)) if ours else 0.0
+    for share, in_other in ((ours, theirs), (rest, left - theirs)):
+        bins.append((share, math.log((share or 1.0) / max(in_other, ROUNDED))))
+    return max(0.0, math.fsum(share * ratio for share, ratio in bins if share > 1e-20))
 
 
 def agreement(full: Sequence[int], other: Sequence[int]) -> float:
