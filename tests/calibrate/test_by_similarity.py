@@ -233,6 +233,18 @@ def test_no_layers_are_tried_of_a_compiled_model(
     assert "without --enforce-eager no layers of `w_exact` were tried" in capsys.readouterr().out
 
 
+def test_no_layers_are_tried_beside_a_tier(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "given.yaml"
+    config.write_text(yaml.safe_dump({"tier": {"host_gib": 1}}))
+    status, out = run(tmp_path, "--config", str(config))
+    assert status == 0
+    assert SegReuseConfig.from_yaml(out).tier is not None, "a file that a server takes"
+    assert not any(it["w_exact"] for it in model.searches)
+    assert "with a `tier` no layers of `w_exact` were tried" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -64,7 +64,8 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
             f"{given.prompts} holds {len(asked)} requests of text alone: at least 2 are needed, "
             "one half to choose by and one to check; some hundred give a useful bound"
         )
-    cuts = fitting.cuts(model.layers.count) if model.vllm_config.model_config.enforce_eager else ()
+    why_no_cuts = _why_no_cuts(base, model.vllm_config.model_config.enforce_eager)
+    cuts = () if why_no_cuts else fitting.cuts(model.layers.count)
     kept = base.model_dump(mode="json", exclude_unset=True)
     windows = {key: it for key, it in kept.pop("similarity", {}).items() if key not in FITTED}
     start = {name: kept[name] for name in RequestOptions.model_fields if name in kept}
@@ -86,12 +87,20 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
             f"no similar text was found among the {len(asked)} requests of {given.prompts}: "
             "`similarity` has nothing to reuse"
         )
-    notes = "" if cuts else "; without --enforce-eager no layers of `w_exact` were tried"
 
     def about(index: int) -> str:
-        return _about(settings[index], stream.shares[index]) + notes
+        return _about(settings[index], stream.shares[index]) + why_no_cuts
 
     return Found(settings, about, written)
+
+
+def _why_no_cuts(base: SegReuseConfig, enforce_eager: bool) -> str:
+    """A note on why no layers of `w_exact` are tried; empty: they are."""
+    if base.tier is not None:
+        return "; with a `tier` no layers of `w_exact` were tried: it does not store their states"
+    if not enforce_eager:
+        return "; without --enforce-eager no layers of `w_exact` were tried"
+    return ""
 
 
 def _start(args: argparse.Namespace, options: Mapping[str, Any]) -> Any:
