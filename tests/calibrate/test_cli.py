@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from vllm_segreuse.calibrate import by_policy, cli, measure
+from vllm_segreuse.calibrate.bounds import share_at_least
 from vllm_segreuse.calibrate.report import header
 from vllm_segreuse.calibrate.search import CANDIDATES, Options
 from vllm_segreuse.config import SegReuseConfig
@@ -134,9 +135,19 @@ def test_few_prompts_prove_nothing(
 ) -> None:
     status, out = run(tmp_path, count=20)  # 10 of 10 agree: at least 0.741
     assert (status, out.exists()) == (1, False)
-    assert "on 10 prompts; more prompts narrow the bounds" in capsys.readouterr().err
+    assert "more prompts narrow the bounds" in capsys.readouterr().err
     assert run(tmp_path, "--min-agreement", "0.74", count=20)[0] == 0
     assert run(tmp_path, "--min-agreement", "0.742", count=20)[0] == 1
+
+
+def test_the_table_is_of_all_prompts_and_the_choice_of_half(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ("--min-agreement", "0.8")  # 20 of 20 prove 0.861, 10 of 10 prove 0.741
+    assert run(tmp_path, *limits, count=20)[0] == 1
+    captured = capsys.readouterr()
+    assert " 0.861 " in captured.out
+    assert "on the 10 prompts that it is chosen by (the table is of all)" in captured.err
 
 
 def test_each_prompt_is_asked_alone_under_every_setting_and_in_full_last(
@@ -234,6 +245,7 @@ def test_a_policy_that_measures_no_drift_is_written_without_max_drift(
         ("--max-kl", "nan"),
         ("--max-kl", "-1"),
         ("--min-agreement", "1.1"),
+        ("--min-agreement", "1"),
         ("--max-kl", "x"),
         ("--target-kl", "-1"),
     ],
@@ -245,6 +257,15 @@ def test_limits_that_are_none_are_refused(
         run(tmp_path, *options)
     assert ended.value.code == 2
     assert model.asked == []
+
+
+def test_an_agreement_that_nothing_proves_is_refused(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--min-agreement", "1.0")
+    assert "--min-agreement 1 can never be kept" in capsys.readouterr().err
+    assert share_at_least(59, 59) >= 0.95 > share_at_least(58, 58)
 
 
 def test_a_file_that_cannot_be_read_or_written_is_a_sentence(

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     if index is None:
         print(
             f"no setting kept the divergence at most {given.max_kl} and the agreement at least "
-            f"{given.min_agreement} on {len(halves(found.settings[0].trials)[0])} prompts; "
-            f"{way_out}",
+            f"{given.min_agreement} on the {len(halves(found.settings[0].trials)[0])} prompts that "
+            f"it is chosen by (the table is of all); {way_out}",
             file=sys.stderr,
         )
         return NOTHING_FOUND
@@ -131,6 +131,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="what max_drift keeps nine in ten divergences below, in nats (%(default)s)",
     )
     given, others = parser.parse_known_args(arguments)
+    if given.min_agreement == 1:
+        parser.error(
+            "--min-agreement 1 can never be kept: however many prompts agree, that proves a share "
+            "below 1; 59 of 59 prove 0.95"
+        )
     if given.similarity and given.max_drift:
         parser.error("--max-drift is chosen with a policy: calibrate without --similarity first")
     if given.config and not given.similarity:
