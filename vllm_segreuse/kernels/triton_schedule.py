@@ -163,24 +163,27 @@ def plan(
     last = positions[(first + count - 1).clamp_(min=0)].masked_fill_(count == 0, -1)
     longest = last.argsort(descending=True)
     first, count, row = first[longest], count[longest], row[longest]
-    done, place, common = torch.zeros_like(first), torch.zeros_like(first), None
+    done = place = torch.zeros_like(first)
+    common = None
     if shared:
         done = (positions[first] + 1) // tuning.keys * tuning.keys  # whole steps of a program
         done = done.masked_fill_(count == 0, 0)
-        until = count.cumsum(0)
-        place = until - count
-        query_number = torch.arange(queries, device=device)
-        tile = torch.searchsorted(until, query_number, right=True)
-        common = CommonKeys(
-            order=first[tile] + query_number - place[tile],
-            bounds=torch.nn.functional.pad(until, (1, 0)).int(),
-            lengths=done.int(),
-            block_tables=block_tables[row],
-            most_queries=per_tile,
-            most_keys=most_keys,
-        )
+        place = count.cumsum(0) - count
+        order = _in_tiles(first, count, place, queries)
+        bounds = torch.nn.functional.pad(count.cumsum(0), (1, 0)).int()
+        tables = block_tables[row]
+        common = CommonKeys(order, bounds, done.int(), tables, per_tile, most_keys)
     tiles = torch.stack([first, count, row, done, place], dim=1).int()
     return Schedule(tiles, queries, group, splits, tuning, common)
+
+
+def _in_tiles(
+    first: torch.Tensor, count: torch.Tensor, place: torch.Tensor, queries: int
+) -> torch.Tensor:
+    """All queries, tile by tile, of which each has its first query, their number, and its place."""
+    number = torch.arange(queries, device=first.device)
+    tile = torch.searchsorted(place + count, number, right=True)
+    return first[tile] + number - place[tile]
 
 
 plan_with_flash = functools.partial(plan, flash=True)
