@@ -91,14 +91,19 @@ def _part(part: str, quick: bool, on_gpu: bool) -> Iterator[common.Found]:
 def _headline(quick: bool, on_gpu: bool) -> Iterator[common.Found]:
     """Cell by cell, those first that say most, should the time not suffice for all."""
     shape, tokens, share = ("tiny", 1024, 0.98) if quick else ttft.HEADLINE
-    rounds = (1, 1) if quick else (8, 3)
-    near, far = ((tokens, rounds[0]),), ((2 * tokens if quick else ttft.FAR, rounds[1]),)
-    more = () if quick else ((tokens // 4, rounds[0]), (ttft.FAR // 2, rounds[1]))
+    far, few, many = (2 * tokens, 1, 1) if quick else (ttft.FAR, 3, 8)
+    loads = [
+        ttft.Load((context,), (known,), rounds)
+        for known in (share, 0.9)
+        for context, rounds in ((tokens, many), (far, few))
+    ]
+    if not quick:
+        loads.append(ttft.Load((tokens // 4,), (share, 0.9), many))
+        loads.append(ttft.Load((far // 2,), (share, 0.9), few))
     rows: list[harness.Row] = []
-    with common.running(shape, far[0][0] + 64, eager=quick) as llm:
-        for cells, shares in ((near + far, (share,)), (near + far, (0.9,)), (more, (share, 0.9))):
-            for context, repeats in cells:
-                here = ttft.measured(llm, shape, ttft.Load((context,), shares, repeats))
-                rows += here
-                yield here, ttft.summary(rows)
+    with common.running(shape, far + 64, eager=quick) as llm:
+        for load in loads:
+            here = ttft.measured(llm, shape, load)
+            rows += here
+            yield here, ttft.summary(rows)
         yield passes.measured(llm, shape, tokens, DeviceType.CUDA if on_gpu else DeviceType.CPU)

@@ -42,9 +42,9 @@ def assemble(
     stop: int,
     step: int,
     max_depth: int,
-) -> tuple[IntArray, BoolArray, int, int]:
-    """Of `matcher.Matches` the pieces, as a table `[n, 5]` and where segments begin, `[n]`; number
-    of tokens and depth.
+) -> tuple[IntArray, BoolArray, int]:
+    """Of `matcher.Matches` the pieces, as a table `[n, 5]` and where segments begin, `[n]`; and the
+    depth.
 
     Walks entries of one namespace, whose links never leave it.
     """
@@ -83,15 +83,13 @@ def assemble(
             donor, length = _best_child(
                 nodes, block_tokens, tokens, donor, position, stop, step, max_depth
             )
-    num_tokens, depth = 0, 0
-    begins = np.empty(count, np.bool_)
+    begins, depth = np.empty(count, np.bool_), 0
     for i in range(count):
-        num_tokens += pieces[i, LENGTH]
         depth = max(depth, nodes[pieces[i, BLOCK]].depth)
         begins[i] = i == 0 or not _continues(nodes, pieces, i)
     for i in range(count):  # the caller knows blocks, not entries
         pieces[i, BLOCK] = nodes[pieces[i, BLOCK]].block
-    return pieces[:count].copy(), begins, num_tokens, depth
+    return pieces[:count].copy(), begins, depth
 
 
 @kernel

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vllm_segreuse.cache.copies import outside, rows, within
-from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.finder import Finder, FinderAround
 from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.documents.places import places
-from vllm_segreuse.plan import Halo, IntArray, Pieces
+from vllm_segreuse.plan import IntArray, Pieces
 
 Held = Callable[[str], Sequence[FrozenPart] | None]
 """Parts of an entry in the request's namespace; None: not all of it is there."""
@@ -83,7 +83,7 @@ class PartsFinder(Finder):
         return Matches.of(Pieces.from_table(table))
 
 
-class NamedFinder(Finder):
+class NamedFinder(FinderAround):
     """The documents that a request names, and around them what another finder finds.
 
     Args:
@@ -93,31 +93,19 @@ class NamedFinder(Finder):
         block_size: tokens per block.
     """
 
-    is_exact = False
-
     def __init__(self, others: Finder, names: Sequence[str], held: Held, block_size: int) -> None:
-        self._others = others
+        super().__init__(others)
         self._names = names
         self._held = held
         self._block_size = block_size
 
-    @property
-    def halo(self) -> Halo:
-        return self._others.halo
-
-    def prepare(self, prompt: Prompt) -> None:
-        self._others.prepare(prompt)
-
     def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
-        found = self._others.remembered(prompt, start, stop)
+        found = self._finder.remembered(prompt, start, stop)
         return None if found is None else self._with_documents(found, prompt, start, stop)
 
     def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
-        found = self._others.find(prompt, start, stop)
+        found = self._finder.find(prompt, start, stop)
         return self._with_documents(found, prompt, start, stop)
-
-    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
-        return self._others.plan_stop(matches, start, stop)
 
     def first_place(self, prompt: Prompt) -> int:
         """Where the first document begins; 0 where one is not there, and may be anywhere."""

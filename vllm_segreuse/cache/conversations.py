@@ -22,14 +22,13 @@ from itertools import repeat
 import numpy as np
 
 from vllm_segreuse.cache.exact import resident_matches
-from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.finder import Finder, FinderAround
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Memo, Prompt
 from vllm_segreuse.cache.tracked import TrackedRequest
-from vllm_segreuse.plan import Halo
 
 _NOWHERE = -1
 """Where no search begins."""
@@ -142,7 +141,7 @@ class Conversations(BlockListener):
         return matches._replace(pieces=pieces, max_depth=depth)
 
 
-class ContinuingFinder(Finder):
+class ContinuingFinder(FinderAround):
     """What an earlier turn has left, and behind that what another finder finds.
 
     Args:
@@ -151,20 +150,8 @@ class ContinuingFinder(Finder):
     """
 
     def __init__(self, finder: Finder, conversations: Conversations) -> None:
-        self._finder = finder
+        super().__init__(finder)
         self._conversations = conversations
-
-    @property
-    def is_exact(self) -> bool:
-        """What was moved is not."""
-        return False
-
-    @property
-    def halo(self) -> Halo:
-        return self._finder.halo
-
-    def prepare(self, prompt: Prompt) -> None:
-        self._finder.prepare(prompt)
 
     def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
         if self._conversations.found(prompt, start, stop).num_tokens:
@@ -176,16 +163,8 @@ class ContinuingFinder(Finder):
         if not kept.num_tokens:
             return self._finder.find(prompt, start, stop)
         others = self._finder.find(prompt, kept.pieces.stop, stop)
-        both = Matches(
-            kept.pieces.merged(others.pieces),
-            kept.num_tokens + others.num_tokens,
-            kept.num_segments + others.num_segments,
-            max(kept.max_depth, others.max_depth),
-        )
+        both = kept.merged(others)
         if prompt.memo is not None:
             # For whoever explains it. It is no answer to a search, which begins elsewhere.
             prompt.memo = Memo((_NOWHERE, stop, prompt.memo.key[2]), both)
         return both
-
-    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
-        return self._finder.plan_stop(matches, start, stop)

@@ -50,6 +50,15 @@ class Matches(NamedTuple):
         """All of these pieces."""
         return cls(pieces, pieces.num_tokens, len(pieces.segments(0).first), max_depth)
 
+    def merged(self, others: Matches) -> Matches:
+        """These and others, which go to other positions."""
+        return Matches(
+            self.pieces.merged(others.pieces),
+            self.num_tokens + others.num_tokens,
+            self.num_segments + others.num_segments,
+            max(self.max_depth, others.max_depth),
+        )
+
 
 NOTHING = Matches.of(Pieces.from_table([]))
 
@@ -106,7 +115,7 @@ def find_matches(
     tokens = np.require(tokens, np.int32, ("C", "W"))
     hashes, salt = np.require(hashes, np.uint64, ("C", "W")), salt_of(namespace)
     groups = indexed_windows(index, namespace, tokens, hashes, start, stop)
-    table, begins, num_tokens, depth = assemble(
+    table, begins, depth = assemble(
         index.nodes,
         index.tokens,
         groups,
@@ -118,8 +127,7 @@ def find_matches(
         index.step,
         max_depth,
     )
-    pieces = Pieces.from_table(table, begins=begins)
-    return Matches(pieces, num_tokens, int(begins.sum()), depth)
+    return Matches.of(Pieces.from_table(table, begins=begins), depth)
 
 
 def indexed_windows(

@@ -251,12 +251,7 @@ class Planner:
         if tracked.bypass is None and until < stop:
             matches = self._match(tracked, until, stop)
             others = by_tier(matches, self._tier, whole=tracked.finder.is_exact)
-        both = Matches(
-            restored.pieces.merged(others.pieces) if restored.num_tokens else others.pieces,
-            restored.num_tokens + others.num_tokens,
-            restored.num_segments + others.num_segments,
-            others.max_depth,
-        )
+        both = restored.merged(others) if restored.num_tokens else others
         return self._worth_it(tracked, _Found(both, until), start)
 
     def _worth_it(self, tracked: TrackedRequest, found: _Found, start: int) -> _Found | None:

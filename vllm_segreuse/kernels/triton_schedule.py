@@ -168,9 +168,10 @@ def plan(
     if shared:
         done = (positions[first] + 1) // tuning.keys * tuning.keys  # whole steps of a program
         done = done.masked_fill_(count == 0, 0)
-        place = count.cumsum(0) - count
-        order = _in_tiles(first, count, place, queries)
-        bounds = torch.nn.functional.pad(count.cumsum(0), (1, 0)).int()
+        until = count.cumsum(0)
+        place = until - count
+        order = _in_tiles(first, place, until, queries)
+        bounds = torch.nn.functional.pad(until, (1, 0)).int()
         tables = block_tables[row]
         common = CommonKeys(order, bounds, done.int(), tables, per_tile, most_keys)
     tiles = torch.stack([first, count, row, done, place], dim=1).int()
@@ -178,11 +179,11 @@ def plan(
 
 
 def _in_tiles(
-    first: torch.Tensor, count: torch.Tensor, place: torch.Tensor, queries: int
+    first: torch.Tensor, place: torch.Tensor, until: torch.Tensor, queries: int
 ) -> torch.Tensor:
-    """All queries, tile by tile, of which each has its first query, their number, and its place."""
+    """All queries, tile by tile: each tile's first query, and the places that it takes."""
     number = torch.arange(queries, device=first.device)
-    tile = torch.searchsorted(place + count, number, right=True)
+    tile = torch.searchsorted(until, number, right=True)
     return first[tile] + number - place[tile]
 
 

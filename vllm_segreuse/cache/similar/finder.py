@@ -130,12 +130,7 @@ class SimilarFinder:
             pieces = self._depths.split(table, begins, contexts)
             # What is left of a run that was long enough may not be.
             pieces = pieces.of_segments_above(self.halo.tokens)
-        return Matches(
-            equal.pieces.merged(pieces),
-            equal.num_tokens + pieces.num_tokens,
-            equal.num_segments + len(pieces.segments(0).first),
-            max(equal.max_depth, depth),
-        )
+        return equal.merged(Matches.of(pieces, depth))
 
 
 def warm_up(options: SimilarityOptions) -> None:

@@ -96,13 +96,11 @@ def _schedules(
     if plan is None:
         yield {}
         return
-    for common_tiles in (0, QUERIES + 1):
-        planned = plan(
-            query,
-            known.layout.keys,
-            *where,
-            window=known.kind.window,
-            common_tiles=common_tiles,
-        )
+    given = query, known.layout.keys, *where
+    window = known.kind.window
+    ways = [plan(*given, window=window, common_tiles=0)]
+    if ways[0].common is not None:
+        ways.append(plan(*given, window=window, common_tiles=QUERIES + 1))
+    for planned in ways:
         for splits in (1, _SPLITS):
             yield {"schedule": replace(planned, splits=splits)}
