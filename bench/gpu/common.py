@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import itertools
 import os
 import random
@@ -21,7 +22,7 @@ BACKEND = "SEGREUSE_BENCH_BACKEND"
 CAPTURE = "SEGREUSE_BENCH_CAPTURE"
 """Tokens of the largest CUDA graph, where it is not what vLLM chooses."""
 TRACES = "SEGREUSE_BENCH_TRACES"
-"""Names a folder for profiles, which chrome://tracing shows."""
+"""Names a folder for profiles: chrome://tracing shows those of host and device."""
 BLOCK_TOKENS = 16
 KV_BYTES = 30 << 30
 DOCUMENTS = 4
@@ -75,14 +76,17 @@ def watched_passes(watch: Callable[[Callable[[list[Any]], Any], list[Any]], Any]
 
 
 def write_trace(name: str, work: Callable[[], object]) -> None:
-    """Do some work, if there is a folder for profiles: `NAME.json.gz` there is what host and device
-    did for it."""
+    """Do some work, twice, if there is a folder for profiles: `NAME.json.gz` there is what host and
+    device did for it, `NAME.prof` in which functions of Python the host was (`pstats`)."""
     folder = os.environ.get(TRACES)
     if not folder:
         return
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
         work()
     taken.export_chrome_trace(str(Path(folder, f"{name}.json.gz")))
+    functions = cProfile.Profile()
+    functions.runcall(work)
+    functions.dump_stats(Path(folder, f"{name}.prof"))
 
 
 class Policy(NamedTuple):

@@ -66,6 +66,7 @@ def run(shape: str, eager: bool) -> Found:
     load = LOADS[shape]
     with running(shape, max(load.contexts) + 64, eager) as llm:
         rows = measured(llm, shape, load)
+        write_traces(llm, shape, max(load.contexts), max(load.shares))
     return rows, summary(rows)
 
 
@@ -74,13 +75,12 @@ def measured(llm: Any, shape: str, load: Load) -> list[harness.Row]:
     rows: list[harness.Row] = []
     layers = models.num_layers(shape)
     cells = list(itertools.product(load.contexts, load.shares))
-    for number, (tokens, share) in enumerate(harness.progress(cells, f"ttft {shape}")):
-        prompts = Prompts(tokens, share, seed=tokens + number)  # nothing in common with others
+    for tokens, share in harness.progress(cells, f"ttft {shape}"):
+        # Nothing in common with those of other cells.
+        prompts = Prompts(tokens, share, seed=tokens + round(100 * share))
         here = list(cell(llm, shape, layers, prompts, tokens, share, load.rounds))
         rows += here
         print(json.dumps(here), file=sys.stderr, flush=True)
-    if os.environ.get(TRACES):
-        write_traces(llm, shape, Prompts(max(load.contexts), max(load.shares), seed=len(cells)))
     return rows
 
 
@@ -142,16 +142,27 @@ def cell(
         }
 
 
-def write_traces(llm: Any, shape: str, prompts: Prompts) -> None:
-    """Of one request of each policy."""
+def write_traces(llm: Any, shape: str, tokens: int, share: float) -> None:
+    """Of requests of each policy, and of one that vLLM's prefix cache holds, if there is a folder
+    for them."""
+    if not os.environ.get(TRACES):
+        return
     layers = models.num_layers(shape)
+    prompts = Prompts(tokens, share, seed=1 + tokens)
     for document in prompts.documents:
         engine.first_token(llm, document, {"extra_keys": NAMESPACE})
-    for policy in POLICIES[1:]:
-        extra_args, prompt = policy.extra_args(layers), prompts.next()
+    for policy in POLICIES:
+        extra_args = policy.extra_args(layers)
         engine.first_token(llm, prompts.next(), extra_args)
-        ask = partial(engine.first_token, llm, prompt, extra_args)
+        ask = partial(_next_first_token, llm, prompts, extra_args)
         write_trace(f"{shape}-{policy.label}", ask)
+    held = prompts.next()
+    engine.first_token(llm, held)
+    write_trace(f"{shape}-cached", partial(engine.first_token, llm, held))
+
+
+def _next_first_token(llm: Any, prompts: Prompts, extra_args: dict[str, Any] | None) -> object:
+    return engine.first_token(llm, prompts.next(), extra_args)
 
 
 def summary(rows: list[harness.Row]) -> dict[str, float | str]:

@@ -106,4 +106,6 @@ def _headline(quick: bool, on_gpu: bool) -> Iterator[common.Found]:
             here = ttft.measured(llm, shape, load)
             rows += here
             yield here, ttft.summary(rows)
+            if load is loads[0]:
+                ttft.write_traces(llm, shape, tokens, share)
         yield passes.measured(llm, shape, tokens, DeviceType.CUDA if on_gpu else DeviceType.CPU)

@@ -7,6 +7,7 @@ import gzip
 import importlib.metadata
 import json
 import os
+import pstats
 import shlex
 import subprocess
 import sys
@@ -231,8 +232,10 @@ def test_profiles_are_written_where_there_is_a_folder(
     assert done == []
     monkeypatch.setenv(common.TRACES, str(tmp_path))
     common.write_trace("one", work)
-    assert done == [0]
+    assert done == [0, 1]
     assert b"aten::mm" in gzip.decompress((tmp_path / "one.json.gz").read_bytes())
+    functions = pstats.Stats(str(tmp_path / "one.prof")).get_stats_profile().func_profiles
+    assert functions["work"].ncalls == "1"
 
 
 def test_break_even_is_behind_the_last_loss() -> None:
