@@ -145,7 +145,7 @@ def _churn_times(
         tokens, listed = _random_tokens(PROMPT_TOKENS, rng), ids.tolist()
         begin = time.perf_counter()
         for block in listed:
-            index.remove(block)
+            index.remove([block])
         removed = time.perf_counter()
         index.insert(0, ids, tokens, 0)
         end = time.perf_counter()

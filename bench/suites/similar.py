@@ -138,7 +138,7 @@ def _timings(repeats: int) -> dict[str, float]:
     removed = rng.permutation(WINDOWS)[:5000].tolist()
     began = time.perf_counter()
     for block in removed:
-        cache.store.removed(block)
+        cache.store.removed([block])
     remove_us = 1e6 * (time.perf_counter() - began) / len(removed)
     medians = {name: harness.median(values) for name, values in found.items()}
     return {

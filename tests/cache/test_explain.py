@@ -44,9 +44,8 @@ class World:
         return blocks
 
     def evict(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self.forgotten.evicted(block)
-            self.index.remove(block)
+        self.forgotten.evicted(blocks)
+        self.index.remove(blocks)
 
     def explain(
         self, tokens: list[int], namespace: int, start: int = 0, other_adapters: Sequence[int] = ()

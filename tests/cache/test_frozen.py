@@ -259,7 +259,7 @@ def test_a_block_that_loses_its_name_makes_its_documents_cold(pool: FrozenPool) 
     pool.add(order("one"), part(1, 2))
     pool.add(order("two"), part(1, 3))
     pool.add(order("three"), part(4))
-    pool.lost(1)
+    pool.lost([1])
     assert sorted(pool.warm()) == ["three"]
 
 
@@ -314,7 +314,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, TOTAL - 1))
     def lose(self, block: int) -> None:
-        self.pool.lost(block)
+        self.pool.lost([block])
         assert block not in self.pool._of_block
 
     @invariant()

@@ -40,7 +40,7 @@ operations = st.lists(
         inserts,
         st.tuples(st.just("share"), namespaces, st.lists(block_ids, max_size=4)),
         st.tuples(st.just("share"), namespaces, st.lists(block_ids, max_size=4)),
-        st.tuples(st.just("remove"), block_ids),
+        st.tuples(st.just("remove"), st.lists(block_ids, max_size=3)),
         st.tuples(st.just("step")),
         st.tuples(st.just("clear")),
     ),
@@ -82,8 +82,8 @@ def apply(index: SegmentIndex, model: Model, operation: tuple) -> None:
                 tokens, position, depth = model.contents[block]
                 index.insert(namespace, ints(block), ints(*tokens), position, ids[0], depth)
                 model.insert(namespace, block, model.contents[block])
-        case "remove", block:
-            assert index.remove(block) == model.remove(block)
+        case "remove", blocks:
+            assert index.remove(blocks) == sum(map(model.remove, blocks))
         case ("step",):
             index.begin_step()
             model.fresh.clear()
@@ -146,7 +146,7 @@ def test_churn_leaves_nothing_behind():
     index.check_integrity()
     assert index.nodes.size == 4000  # what was given back was used again
     for block in rng.permutation(1000).tolist():
-        assert index.remove(block)
+        assert index.remove([block])
     assert len(index) == 0
     assert (index.heads == -1).all()
     assert not index.anchor_counts.any()
@@ -162,7 +162,7 @@ def test_a_full_anchor_counter_stays_safe(monkeypatch):
     index.begin_step()
     index.check_integrity()
     for block in range(399):
-        index.remove(block)
+        index.remove([block])
     index.check_integrity()
     last = tokens[-2:]
     assert find_matches(index, 0, last, window_hashes(last, 2), 0, 2, 0).num_tokens == 2
@@ -171,7 +171,7 @@ def test_a_full_anchor_counter_stays_safe(monkeypatch):
 def test_orphans_forget_an_evicted_parent_whose_id_comes_back():
     index = SegmentIndex(4, 2)
     index.insert(0, ints(0, 1), ints(1, 2, 3, 4), 0)
-    index.remove(0)
+    index.remove([0])
     index.insert(0, ints(0), ints(8, 9), 0)
     index.begin_step()
     prompt = ints(8, 9, 3, 4)
@@ -199,7 +199,7 @@ def test_a_parent_that_comes_back_is_linked_again():
     for _ in range(2):
         index.insert(0, ints(0, 1), ints(1, 2, 3, 4), 0)
         assert index.nodes[1]["parent"] == 0
-        index.remove(0)
+        index.remove([0])
         assert index.nodes[1]["parent"] == -1
     index.check_integrity()
 
@@ -256,7 +256,7 @@ def test_more_namespaces_than_a_block_may_have_go_without_it():
     assert known == list(range(MAX_VIEWS))
     index.insert(MAX_VIEWS, ints(2), ints(5, 6), 4, parent_block=1)  # its parent is unknown there
     index.check_integrity()
-    assert index.remove(0)
+    assert index.remove([0])
     assert sum(index.population(namespace) for namespace in known) == MAX_VIEWS
     index.check_integrity()
 
@@ -286,8 +286,8 @@ def test_version_changes_exactly_when_an_answer_may():
     assert not changes(index.begin_step)
     assert changes(index.insert, 1, ints(0), ints(1, 2), 0)
     assert not changes(index.insert, 1, ints(0), ints(1, 2), 0)
-    assert changes(index.remove, 0)
-    assert not changes(index.remove, 0)
+    assert changes(index.remove, [0])
+    assert not changes(index.remove, [0])
     assert changes(index.clear)
     assert not changes(index.insert, 0, ints(), ints(), 0)
 
@@ -297,7 +297,7 @@ def test_ids_outside_of_the_pool_are_not_indexed(block):
     index = SegmentIndex(4, 2)
     index.insert(0, np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32), 0)
     assert block not in index
-    assert not index.remove(block)
+    assert not index.remove([block])
 
 
 @pytest.mark.parametrize(

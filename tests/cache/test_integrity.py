@@ -26,7 +26,7 @@ def sound_index() -> SegmentIndex:
     index.insert(1, np.array([0], np.int32), tokens[:2], 0)
     index.insert(0, np.array([5], np.int32), tokens[2:4], 40)
     index.insert(2, np.array([5], np.int32), tokens[2:4], 40)
-    index.remove(5)
+    index.remove([5])
     index.check_integrity()
     return index
 

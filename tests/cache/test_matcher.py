@@ -179,7 +179,7 @@ def play(size: int, operations: list[tuple]) -> tuple[SegmentIndex, Model]:
             model.step += 1
         elif kind == "remove":
             for block in arguments[0]:
-                assert index.remove(block) == (block in model.views)
+                assert index.remove([block]) == (block in model.views)
                 model.remove(block)
         elif kind == "share":
             share(index, model, *arguments)
@@ -397,7 +397,7 @@ def test_12_a_donor_that_lacks_the_beginning_is_not_compared(loss, chosen):
     depths = np.array([0, 0, 3 if loss == "too deep" else 0, 0, 0])
     index = build((spell(C), {}), (spell(f"..{A}{C}.."), {"depths": depths}))
     if loss == "evicted":
-        index.remove(4)
+        index.remove([4])
     matches = match(index, 0, spell(f"{A}z{C}"), start=9, max_depth=2)
     assert matches.num_tokens == 8
     assert matches.pieces.block[0] == chosen
@@ -427,15 +427,15 @@ def test_12_then_the_lower_depth_then_the_larger_position_then_the_lower_id():
     index = build(deep, early, late, late)
     for block in (4, 6, 2, 1):
         assert match(index, 0, spell(".abcd")).pieces.block.tolist() == [block]
-        index.remove(block)
+        index.remove([block])
 
 
 def test_12_where_all_in_front_is_equal_what_is_in_place_comes_first():
     """Before text that the prompt repeats, and before a lower depth."""
     index = build((spell("abcdabcd"), {}), (spell("abcdefgh"), {"depths": 2}))
-    index.remove(0)
+    index.remove([0])
     assert match(index, 0, spell("abcd....")).pieces.block.tolist() == [2]
-    index.remove(2)
+    index.remove([2])
     assert match(index, 0, spell("abcd....")).pieces.block.tolist() == [1]
 
 
@@ -488,12 +488,12 @@ def test_12_among_equal_children_the_lower_depth_then_the_lower_id(text):
     )
     for block in (2, 3, 1):
         assert match(index, 0, spell(text)).pieces.block.tolist() == [0, block]
-        index.remove(block)
+        index.remove([block])
 
 
 def test_left_context_is_compared_through_evictions_only_as_far_as_links_go():
     index = build((spell("abcdefghijkl"), {}), (spell("zzzhijkl"), {}))
-    index.remove(1)  # the first sequence loses its middle: its "ijkl" has no context left
+    index.remove([1])  # the first sequence loses its middle: its "ijkl" has no context left
     assert match(index, 0, spell("efghijkl"), start=4).pieces.block[0] == 4
 
 
@@ -522,7 +522,7 @@ def test_a_block_of_another_namespace_is_a_donor_in_mine_with_links_of_its_own()
     ]
     assert match(index, 0, prompt).pieces.rows() == [[2, 2, 0, 2, 2], [4, 4, 1, 0, 4]]
     assert match(index, 1, prompt).num_tokens == 0
-    index.remove(1)
+    index.remove([1])
     assert match(index, 0, prompt).num_tokens == 0
     assert match(index, 5, prompt).pieces.rows() == [[8, 4, 2, 0, 8]]
 
@@ -572,7 +572,7 @@ def test_warm_up_compiles_what_requests_use():
         matcher.find_groups,
         matcher.assemble,
         index_module.insert_blocks,
-        index_module.remove_block,
+        index_module.remove_blocks,
     )
     compiled = [len(kernel.signatures) for kernel in kernels]
     index = build((spell("abcdefgh"), {"depths": 1, "parent_block": 3}))
@@ -580,5 +580,5 @@ def test_warm_up_compiles_what_requests_use():
     prompt.setflags(write=False)
     hashes = window_hashes(prompt, 4)
     find_matches(index, np.int64(0), prompt, hashes, np.int32(0), np.int64(8), 4)
-    index.remove(np.int32(1))
+    index.remove([np.int32(1)])
     assert [len(kernel.signatures) for kernel in kernels] == compiled

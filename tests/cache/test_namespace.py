@@ -58,6 +58,13 @@ def test_interning_gives_one_small_id_per_key():
     assert len(table) == 2
 
 
+def test_each_of_many_namespaces_keeps_its_digest() -> None:
+    table = NamespaceTable(lambda namespace: True)
+    given = [table.digest(table.intern(b"%d" % number)) for number in range(200)]
+    assert len({0, *given}) == 201
+    assert table.digests[:200].tolist() == given
+
+
 def test_an_id_lives_until_its_last_reference():
     table = NamespaceTable(lambda namespace: False)
     first = table.intern(b"a")

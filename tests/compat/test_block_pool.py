@@ -412,7 +412,7 @@ def test_what_cannot_be_frozen(managed: Managed) -> None:
     request, blocks = finished(managed)
     with pytest.raises(ValueError, match="no full block holds a token from 16 on"):
         part(managed, request, 4 * SIZE, blocks)
-    managed.index.remove(blocks[2])
+    managed.index.remove([blocks[2]])
     with pytest.raises(ValueError, match="a block is not indexed in its namespace"):
         part(managed, request, 0, blocks)
     managed.pool.evict_blocks({blocks[2]})
@@ -498,6 +498,22 @@ def test_approximate_names_are_no_hashes_of_tokens(managed: Managed) -> None:
     names = [get_block_hash(block.block_hash) for block in managed.named(request)]
     assert all(name.startswith(b"segreuse:approximate:") for name in names)
     assert {len(name) for name in names}.isdisjoint(map(len, request.block_hashes))
+
+
+def test_an_allocation_reports_all_that_it_evicts_at_once(managed: Managed) -> None:
+    told: list[list[int]] = []
+
+    class Listener(BlockListener):
+        def evicted(self, block_ids: Sequence[int]) -> None:
+            told.append(list(block_ids))
+
+    managed.pool.listen(Listener())
+    first, second = managed.computed(DOCUMENT), managed.computed([7, *DOCUMENT])
+    managed.hold_all_but(len(second))
+    assert [sorted(each) for each in told] == [sorted(ids(first))]
+    [kept, *_] = second
+    managed.pool.evict_blocks({kept.block_id})
+    assert told[1:] == [[kept.block_id]], "outside of an allocation"
 
 
 @pytest.mark.parametrize("keeps", [False, True])

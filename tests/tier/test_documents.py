@@ -108,7 +108,7 @@ def test_a_block_that_is_not_indexed_is_not_kept() -> None:
     world = World()
     blocks = world.compute(DOCUMENT)
     world.step()
-    world.index.remove(blocks[1])
+    world.index.remove([blocks[1]])
     world.tier.documents.keep("doc", 0, 1, blocks)
     world.step()
     assert world.tier.documents.held() == {}

@@ -154,7 +154,7 @@ class World:
         self.tier.evicting([block for block in ids if block in self.names])
         for block in ids:
             if self.names.pop(block, None) is not None:
-                self.index.remove(block)
+                self.index.remove([block])
         namespace = self.namespaces.intern(key)
         for i, block in enumerate(ids):
             own = tuple(tokens[i * SIZE : (i + 1) * SIZE])
@@ -179,7 +179,7 @@ class World:
         self.tier.evicting(blocks)
         for block in blocks:
             self.names.pop(block, None)
-            self.index.remove(block)
+            self.index.remove([block])
             self._writes[block] = ((-1,) * SIZE, 0)
 
     def end_step(self) -> TierOrders | None:

@@ -15,7 +15,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 
@@ -93,11 +93,12 @@ class Conversations(BlockListener):
                 self._block[name] = block
                 self._fresh.add(block)
 
-    def evicted(self, block_id: int) -> None:
-        """Forget a block."""
-        if not self._health.broken:
-            with self._health.contained("the removal of a block"):
-                self._forget(block_id)
+    def evicted(self, block_ids: Sequence[int]) -> None:
+        """Forget blocks."""
+        if not self._health.broken and self._kept:
+            with self._health.contained("the removal of blocks"):
+                for block_id in block_ids:
+                    self._forget(block_id)
 
     def reset(self) -> None:
         """Forget all of them."""

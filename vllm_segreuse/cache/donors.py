@@ -37,8 +37,8 @@ class Follower(Protocol):
     def inserted(self, namespace: int, block_ids: IntArray) -> None:
         """Consecutive blocks of a sequence were indexed; called within `schedule()`."""
 
-    def removed(self, block_id: int) -> None:
-        """A block was evicted."""
+    def removed(self, block_ids: Sequence[int]) -> None:
+        """Blocks were evicted."""
 
     def cleared(self) -> None:
         """All blocks were."""
@@ -83,14 +83,14 @@ class Donors(BlockListener):
             logger.exception("segment reuse: request %s donates no more", tracked.request_id)
             tracked.donates = False
 
-    def evicted(self, block_id: int) -> None:
-        """Forget a block."""
+    def evicted(self, block_ids: Sequence[int]) -> None:
+        """Forget blocks."""
         if not self._health.broken:
-            with self._health.contained("the removal of a block"):
-                self._forgotten.evicted(block_id)
-                self._index.remove(block_id)
+            with self._health.contained("the removal of blocks"):
+                self._forgotten.evicted(block_ids)
+                self._index.remove(block_ids)
                 for follower in self._followers:
-                    follower.removed(block_id)
+                    follower.removed(block_ids)
 
     def reset(self) -> None:
         """Forget all blocks, and any error with them."""

@@ -7,12 +7,15 @@ is remembered of one namespace can be asked for in that one only. The newest rep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
-from vllm_segreuse.cache.index import SegmentIndex, salt_of
-from vllm_segreuse.cache.links import NODE
+from vllm_segreuse.cache.index import GOLDEN, SegmentIndex
+from vllm_segreuse.cache.jit import kernel
+from vllm_segreuse.cache.links import Nodes
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.rolling_hash import (
@@ -23,10 +26,6 @@ from vllm_segreuse.cache.rolling_hash import (
     window_hashes,
 )
 from vllm_segreuse.plan import BoolArray
-
-_KEY, _NAMESPACE, _ANCHOR, _NEXT_VIEW = map(
-    tuple(NODE.names or ()).index, ("key", "namespace", "anchor", "next_view")
-)
 
 
 class Why(IntEnum):
@@ -53,19 +52,21 @@ class Forgotten:
         self._marks = np.zeros(capacity, np.uint64)
         self._why = np.zeros(capacity, np.uint8)
         self._next = 0
+        self.evicted(())  # compiled by now, not in a step
 
-    def evicted(self, block_id: int) -> None:
-        """A block is about to be removed from the index, in all namespaces."""
-        if block_id not in self._index:
-            return
-        nodes, entry = self._index.nodes, block_id
-        while entry >= 0:
-            node = nodes[entry].item()  # at once: a field at a time takes as long each
-            namespace = node[_NAMESPACE]
-            # The key's salt is that of the id, which another namespace may get later.
-            key = node[_KEY] ^ (int(salt_of(namespace)) & 0xFFFFFFFF)
-            self._note(namespace, key, node[_ANCHOR], Why.EVICTED)
-            entry = node[_NEXT_VIEW]
+    def evicted(self, block_ids: Sequence[int]) -> None:
+        """Blocks are about to be removed from the index, in all namespaces."""
+        self._next = _note_views(
+            self._index.nodes,
+            self._index.num_blocks,
+            np.asarray(block_ids, np.int64),
+            self._namespaces.digests,
+            np.uint64(GOLDEN),
+            self._marks,
+            self._why,
+            self._next,
+            int(Why.EVICTED),
+        )
 
     def too_deep(self, namespace: int, tokens: TokenArray) -> None:
         """Blocks that were computed and do not donate.
@@ -82,12 +83,6 @@ class Forgotten:
         self._why[places] = Why.TOO_DEEP
         self._next = (self._next + marks.size) % self._marks.size
 
-    def _note(self, namespace: int, key: int, anchor: int, why: Why) -> None:
-        at = self._next
-        self._marks[at] = (key << 32 | anchor) ^ self._namespaces.digest(namespace)
-        self._why[at] = why
-        self._next = (at + 1) % self._marks.size
-
     def windows(self, prompt: Prompt) -> dict[Why, BoolArray]:
         """Which windows of a prompt are the content of such blocks: bool `[windows]`, by what
         became of the blocks."""
@@ -99,3 +94,33 @@ class Forgotten:
     def _marks_of(self, namespace: int, hashes: HashArray, anchors: AnchorArray) -> HashArray:
         keys = hashes.astype(np.uint32).astype(np.uint64)
         return (keys << np.uint64(32) | anchors) ^ np.uint64(self._namespaces.digest(namespace))
+
+
+@kernel
+def _note_views(
+    nodes: Nodes,
+    num_blocks: int,
+    block_ids: npt.NDArray[np.int64],
+    digests: HashArray,
+    golden: np.uint64,
+    marks: HashArray,
+    reasons: npt.NDArray[np.uint8],
+    following: int,
+    why: int,
+) -> int:
+    """Note all entries of blocks, as far as they are indexed; where the next mark goes."""
+    for block in block_ids:
+        if not 0 <= block < num_blocks or nodes[block].born == 0:
+            continue
+        entry = block
+        while entry >= 0:
+            node = nodes[entry]
+            # The key's salt is that of the id, which another namespace may get later.
+            salt = np.uint64(node.namespace) * golden & np.uint64(0xFFFFFFFF)
+            key = np.uint64(node.key) ^ salt
+            mark = key << np.uint64(32) | np.uint64(node.anchor)
+            marks[following] = mark ^ digests[node.namespace]
+            reasons[following] = why
+            following = (following + 1) % marks.size
+            entry = node.next_view
+    return following

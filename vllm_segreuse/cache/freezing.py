@@ -8,7 +8,7 @@ for, is then read from there, and need not be computed again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,10 +176,10 @@ class Freezing(BlockListener):
         with self._health.contained("the eviction of frozen blocks"):
             self.entries.relieve()
 
-    def evicted(self, block_id: int) -> None:
-        """vLLM removed a block's names, frozen or not."""
-        with self._health.contained("the removal of a frozen block"):
-            self.entries.lost(block_id)
+    def evicted(self, block_ids: Sequence[int]) -> None:
+        """vLLM removed blocks' names, frozen or not."""
+        with self._health.contained("the removal of frozen blocks"):
+            self.entries.lost(block_ids)
 
     def resetting(self) -> None:
         """Release everything; unless a request holds blocks, too: then vLLM refuses to reset in

@@ -14,7 +14,7 @@ each computed by a request of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -216,10 +216,13 @@ class FrozenPool:
             for name in list(self._watched):
                 each.callback(self._unwatch, name)
 
-    def lost(self, block_id: int) -> None:
-        """vLLM takes a block's names away although it is frozen: its entries are cold."""
-        for name in list(self._of_block.get(block_id, ())):
-            self._evict(name)
+    def lost(self, block_ids: Sequence[int]) -> None:
+        """vLLM has taken blocks' names away; entries of those that are frozen are cold."""
+        if not self._of_block:
+            return
+        for block_id in block_ids:
+            for name in list(self._of_block.get(block_id, ())):
+                self._evict(name)
 
     def used(self, block_ids: Iterable[int]) -> None:
         """A request reuses blocks, as donors or as its prefix."""

@@ -8,6 +8,7 @@ the entries, and the loops that maintain them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from vllm_segreuse.cache.links import (
     find_entries,
     find_missing,
     insert_blocks,
-    remove_block,
+    remove_blocks,
 )
 from vllm_segreuse.cache.rolling_hash import (
     TokenArray,
@@ -41,7 +42,7 @@ ANCHORS_PER_BLOCK = 32
 # Entries, that is, namespaces a block may be known in on average before the entries must move.
 ENTRIES_PER_BLOCK = 4
 CACHE_LINE_BYTES = 64
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def bytes_per_block(block_size: int) -> int:
@@ -235,19 +236,20 @@ class SegmentIndex:
             grown[: self._population.size] = self._population
             self._population = grown
 
-    def remove(self, block_id: int) -> bool:
-        """Forget a block in all namespaces (vLLM evicted it). False if it was not indexed.
+    def remove(self, block_ids: Sequence[int]) -> int:
+        """Forget blocks in all namespaces (vLLM evicted them).
 
-        O(1) per namespace, amortised.
+        O(1) per block and namespace, amortised.
+
+        Returns:
+            How many were indexed.
         """
-        if not 0 <= block_id < self.num_blocks:
-            return False
         arrays = self.nodes, self.heads, self.anchor_counts, self._population, self.spares
-        if not remove_block(*arrays, int(block_id)):
-            return False
-        self._size -= 1
-        self.version += 1
-        return True
+        removed = remove_blocks(*arrays, np.asarray(block_ids, np.int64), self.num_blocks)
+        if removed:
+            self._size -= removed
+            self.version += 1
+        return removed
 
     def clear(self) -> None:
         """Forget everything."""
@@ -294,7 +296,7 @@ class SegmentIndex:
 
 def salt_of(namespace: int) -> np.uint64:
     """XORed into a window's hash, so that namespaces with equal content do not share a chain."""
-    return np.uint64((namespace * _GOLDEN) % 2**64)
+    return np.uint64((namespace * GOLDEN) % 2**64)
 
 
 def _aligned_zeros(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

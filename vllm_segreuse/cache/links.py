@@ -156,6 +156,24 @@ def remove_block(
 
 
 @kernel
+def remove_blocks(
+    nodes: Nodes,
+    heads: IntArray,
+    anchor_counts: CountArray,
+    population: npt.NDArray[np.int64],
+    spares: IntArray,
+    block_ids: npt.NDArray[np.int64],
+    num_blocks: int,
+) -> int:
+    """Drop all entries of blocks; how many of these were indexed. Other numbers are no blocks."""
+    removed = 0
+    for block in block_ids:
+        if 0 <= block < num_blocks:
+            removed += remove_block(nodes, heads, anchor_counts, population, spares, block)
+    return removed
+
+
+@kernel
 def find_entry(nodes: Nodes, block: int, namespace: int) -> int:
     """The entry of a physical block in a namespace, or -1."""
     entry = block

@@ -40,8 +40,8 @@ class BlockListener:
         """vLLM is about to take these blocks, in this order, for other tokens. They have their
         names and their content still; those that have names lose them next (`evicted`)."""
 
-    def evicted(self, block_id: int) -> None:
-        """A block lost its names."""
+    def evicted(self, block_ids: Sequence[int]) -> None:
+        """Blocks lost their names, in this order."""
 
     def resetting(self) -> None:
         """All names are about to be removed, which fails while anybody holds a block."""

@@ -170,4 +170,4 @@ def warm_up() -> None:
     index.missing(0, blocks)
     index.begin_step()
     find_matches(index, 0, tokens, window_hashes(tokens, 2), 0, 4, 0)
-    index.remove(0)
+    index.remove([0])

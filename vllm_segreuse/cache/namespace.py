@@ -8,6 +8,9 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 _SECRET = secrets.token_bytes(32)
 
 
@@ -81,7 +84,7 @@ class NamespaceTable:
         self._is_indexed = is_indexed
         self._ids: dict[bytes, int] = {}
         self._keys: list[bytes | None] = []  # by id; None: free
-        self._digests: list[int] = []  # by id
+        self._digests: npt.NDArray[np.uint64] = np.zeros(64, np.uint64)  # by id
         self._references: list[int] = []  # by id
         self._free: list[int] = []
         self._sweep_at = 1024
@@ -119,7 +122,12 @@ class NamespaceTable:
     def digest(self, namespace: int) -> int:
         """64 bits that stand for the namespace's key as long as the process lives, also after its
         id was given to another; nobody else can compute them."""
-        return self._digests[namespace]
+        return int(self._digests[namespace])
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """`digest` of every id, uint64 `[ids or more]`; valid until a new id is given."""
+        return self._digests
 
     def acquire(self, namespace: int) -> None:
         """Take one more reference to an id that the caller knows to be alive.
@@ -159,7 +167,8 @@ class NamespaceTable:
         if self._free:
             return self._free.pop()
         self._keys.append(None)
-        self._digests.append(0)
+        if len(self._keys) > self._digests.size:
+            self._digests = np.concatenate([self._digests, np.zeros_like(self._digests)])
         self._references.append(0)
         return len(self._keys) - 1
 

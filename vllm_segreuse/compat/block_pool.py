@@ -75,6 +75,7 @@ class SegmentBlockPool(BlockPool):
     _listeners: Sequence[BlockListener]
     _keeps_evicted: bool
     _awaited: dict[int, list[_Awaited]]
+    _evicted: list[int] | None  # of the allocation under way
 
     @classmethod
     def adopt(cls, pool: BlockPool, group: KvGroup) -> SegmentBlockPool:
@@ -90,6 +91,7 @@ class SegmentBlockPool(BlockPool):
         pool._fresh = set()
         pool._own_names = itertools.count()
         pool._awaited = {}
+        pool._evicted = None
         return pool
 
     def attach(
@@ -214,7 +216,13 @@ class SegmentBlockPool(BlockPool):
             taken = [block.block_id for block in self._next_free(num_blocks) if block.block_hash]
             for listener in self._listeners if taken else ():
                 listener.evicting(taken)
-        return super().get_new_blocks(num_blocks)
+        self._evicted = evicted = list[int]()
+        try:
+            return super().get_new_blocks(num_blocks)
+        finally:
+            self._evicted = None
+            if evicted:
+                self._report_evicted(evicted)
 
     def _next_free(self, num_blocks: int) -> Iterator[KVCacheBlock]:
         block = self.free_block_queue.fake_free_list_head
@@ -350,9 +358,16 @@ class SegmentBlockPool(BlockPool):
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         removed = super()._remove_cached_block_hashes(block)
-        for listener in self._listeners if removed else ():
-            listener.evicted(block.block_id)
+        if removed:
+            if self._evicted is None:
+                self._report_evicted([block.block_id])
+            else:
+                self._evicted.append(block.block_id)
         return removed
+
+    def _report_evicted(self, block_ids: list[int]) -> None:
+        for listener in self._listeners:
+            listener.evicted(block_ids)
 
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
         if self.enable_kv_cache_events:

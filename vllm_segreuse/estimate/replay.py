@@ -91,8 +91,8 @@ class _Evictions(BlockListener):
     def __init__(self) -> None:
         self.count = 0
 
-    def evicted(self, block_id: int) -> None:
-        self.count += 1
+    def evicted(self, block_ids: Sequence[int]) -> None:
+        self.count += len(block_ids)
 
 
 @dataclass

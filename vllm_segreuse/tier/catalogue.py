@@ -253,7 +253,7 @@ class Catalogue:
 
     def _remove(self, record: Record) -> None:
         if record.shown:
-            self._index.remove(record.entry)
+            self._index.remove([record.entry])
             del self._by_entry[record.entry]
             self._free.append(record.entry)
         self._settle(record)

@@ -43,7 +43,7 @@ def test_a_token_that_differs_ends_it() -> None:
 
 def test_it_ends_where_the_donors_blocks_are_gone() -> None:
     held = index()
-    held.remove(5)
+    held.remove([5])
     assert contexts(held, TEXT[:12], [[8, 4, 7, 0, 48]]) == [4]
 
 

@@ -80,7 +80,7 @@ def test_blocks_that_do_not_follow_each_other_are_two_runs() -> None:
     held = index()
     slots = [*slots_of(0, 4), *slots_of(8, 4)]
     assert filled(held, [*TEXT[:4], *TEXT[8:12]], slots)[2] == 2
-    held.remove(6)  # and neither do those between which one is gone
+    held.remove([6])  # and neither do those between which one is gone
     assert filled(held, TEXT, slots_of(0, 16))[1:3] == (12, 2)
     alone = SegmentIndex(10, SIZE)
     for block in (5, 6):  # side by side by chance

@@ -109,12 +109,12 @@ def test_donors_that_are_evicted_between_arrival_and_schedule_are_not_used() -> 
     blocks = world.cache(world.records(parts))
     prompt = world.arrive(world.records(parts))
     before = world.find(prompt)
-    world.donors.evicted(blocks[4])
+    world.donors.evicted([blocks[4]])
     after = world.find(prompt)
     assert blocks[4] in before.pieces.donor_blocks
     assert after.pieces.donor_blocks == [it for it in before.pieces.donor_blocks if it != blocks[4]]
     for block in blocks:
-        world.donors.evicted(block)
+        world.donors.evicted([block])
     assert world.find(prompt).num_tokens == 0
     assert len(world.store.windows) == 0
 
@@ -127,7 +127,7 @@ def test_a_block_that_holds_other_tokens_by_now_is_not_used() -> None:
     prompt = world.arrive(world.records(parts))
     replaced = world.index.tokens[blocks].copy()
     for block in blocks:
-        world.donors.evicted(block)
+        world.donors.evicted([block])
     replaced[:, ::2] = 5
     world.index.insert(world.mine, np.array(blocks, np.int32), replaced.reshape(-1), 0)
     world.donors.begin_step()
@@ -152,7 +152,7 @@ def test_a_block_that_went_to_another_namespace_is_not_used() -> None:
     blocks = world.cache(text)
     prompt = world.arrive(world.records(parts))
     for block in blocks:
-        world.donors.evicted(block)
+        world.donors.evicted([block])
     tokens = np.array(text[: len(blocks) * SIZE], np.int32)
     world.index.insert(world.theirs, np.array(blocks, np.int32), tokens, 0)
     world.donors.begin_step()
@@ -175,7 +175,7 @@ def test_listed_blocks_that_are_gone_are_not_indexed() -> None:
     world = World()
     blocks = world.cache(world.records(wording(world)))
     for block in blocks[3:]:
-        world.donors.evicted(block)
+        world.donors.evicted([block])
     world.store.catch_up()
     kept = world.store.windows.block
     assert set(kept[kept >= 0].tolist()) <= {*blocks[:3]}
@@ -416,5 +416,5 @@ def test_whatever_is_found_is_equal_and_alive(
         world.cache(text(cached[i::2]), (world.mine, world.theirs)[i])
     prompt = world.arrive(text(asked))
     for block in evicted:
-        world.donors.evicted(block)
+        world.donors.evicted([block])
     world.find(prompt, min(start * SIZE, prompt.tokens.size - 1))

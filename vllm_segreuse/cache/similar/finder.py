@@ -151,4 +151,4 @@ def warm_up(options: SimilarityOptions) -> None:
     prompt = Prompt(namespace, tokens[1:])
     finder.prepare(prompt)
     finder.find(prompt, 0, tokens.size - 1)
-    store.removed(0)
+    store.removed([0])

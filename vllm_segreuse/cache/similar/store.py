@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -107,9 +108,10 @@ class SimilarStore:
         """Blocks may donate from the next step on."""
         self._listed.append((namespace, block_ids))
 
-    def removed(self, block_id: int) -> None:
-        """A block was evicted."""
-        self.windows.remove(block_id)
+    def removed(self, block_ids: Sequence[int]) -> None:
+        """Blocks were evicted."""
+        for block_id in block_ids:
+            self.windows.remove(block_id)
 
     def cleared(self) -> None:
         """All blocks were."""
