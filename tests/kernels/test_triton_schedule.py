@@ -79,7 +79,12 @@ def test_common_keys_are_whole_steps_that_all_queries_of_a_tile_see(
     assert common.bounds[0] == 0
     assert common.bounds[-1] == len(positions)
     assert sorted(common.order.tolist()) == list(range(len(positions)))
+    tiles = min(len(positions), len(positions) // (16 // group) + len(places))
+    widest = 3 * (320 * len(places) // tiles)
     for tile, (first, count, row, done, place) in enumerate(schedule.tiles.tolist()):
+        assert request[first : first + count].eq(row).all()
+        if count:
+            assert positions[first + count - 1] - positions[first] <= widest
         assert common.lengths[tile] == done
         assert common.bounds[tile : tile + 2].tolist() == [place, place + count]
         assert common.order[place : place + count].tolist() == list(range(first, first + count))
@@ -87,6 +92,26 @@ def test_common_keys_are_whole_steps_that_all_queries_of_a_tile_see(
             assert done % 32 == 0
             assert 0 <= int(positions[first]) + 1 - done < 32
             assert torch.equal(common.block_tables[tile], tables[row])
+
+
+def test_a_tile_is_cut_only_if_it_spans_much_of_the_context() -> None:
+    """Then where the context is, into parts of the same size; a program attends to one of them."""
+    keys, tuning = nhd(1, 16, 32).keys, Tuning(16, 16, 4, 2)
+    tables = torch.zeros(1, 64, dtype=torch.int32)
+
+    def spans(positions: list[int]) -> list[list[int]]:
+        where = tables, torch.zeros(len(positions), dtype=torch.int64), torch.tensor(positions)
+        schedule = plan_with_flash(torch.empty(len(positions), 2, 32), keys, *where, tuning=tuning)
+        assert schedule.common is not None
+        tiles = sorted(schedule.tiles.tolist())
+        return [positions[first : first + count] for first, count, *_ in tiles if count]
+
+    even = list(range(0, 1024, 4))
+    assert [len(span) for span in spans(even)] == [8] * 32
+    # 17 of them have 60 positions each; parts are of 180.
+    wide = [*range(124), 300, 500, 510, 1000]
+    expected = [[*range(i, i + 8)] for i in range(0, 120, 8)]
+    assert spans(wide) == [*expected, [120, 121, 122, 123], [300], [500, 510], [1000]]
 
 
 def test_only_many_queries_have_keys_in_common_that_count() -> None:

@@ -17,6 +17,10 @@ COMMON_TILES = 16
 """Tiles of a request, on average, from which on the keys that all queries of a tile see are left to
 FlashAttention 3. With fewer, queries of a tile lie far apart, and it may not pay
 (docs/gpu-kernels.md)."""
+_WIDEST = 3
+"""How many times its share of a context a tile may span before it is cut, where its first keys are
+left to FlashAttention 3. Keys within the span are attended to by one program, for which all others
+would wait. Random positions never lie so far apart."""
 _MIN_KEYS_PER_SPLIT = 256
 
 
@@ -149,20 +153,22 @@ def plan(
     most_keys = block_tables.shape[1] * block_size
     wanted = COMMON_TILES if common_tiles is None else common_tiles
     shared = flash and not window and queries >= wanted * per_tile * requests
+    share = most_keys * requests // most if shared else most_keys
     if splits is None:
-        of_each = most_keys * requests // most if shared else most_keys
-        splits = splits_to_fill(most * kv_heads, of_each, device, tuning.resident)
-    begins = torch.searchsorted(request, torch.arange(requests + 1, device=device))
-    needed = (begins.diff() + per_tile - 1) // per_tile
-    ends = needed.cumsum(0)
-    number = torch.arange(most, device=device)
-    row = torch.searchsorted(ends, number, right=True).clamp_(max=requests - 1)
-    first = begins[row] + (number - ends[row] + needed[row]) * per_tile
-    count = (begins[row + 1] - first).clamp_(0, per_tile)
-    first = first.clamp_(max=queries - 1)
+        splits = splits_to_fill(most * kv_heads, share, device, tuning.resident)
+    place = (torch.arange(queries, device=device) - torch.searchsorted(request, request)) % per_tile
+    starts = place == 0
+    if shared:
+        widest = _WIDEST * max(1, share)
+        starts |= _cut(place, starts, positions, widest)
+        most = min(queries, most + requests * (most_keys // widest))
+    tile = starts.cumsum(0) - 1
+    edges = torch.searchsorted(tile, torch.arange(most + 1, device=device))
+    first, count = edges[:-1].clamp(max=queries - 1), edges.diff()
     last = positions[(first + count - 1).clamp_(min=0)].masked_fill_(count == 0, -1)
     longest = last.argsort(descending=True)
-    first, count, row = first[longest], count[longest], row[longest]
+    first, count = first[longest], count[longest]
+    row = request[first].long()
     done = place = torch.zeros_like(first)
     common = None
     if shared:
@@ -176,6 +182,26 @@ def plan(
         common = CommonKeys(order, bounds, done.int(), tables, per_tile, most_keys)
     tiles = torch.stack([first, count, row, done, place], dim=1).int()
     return Schedule(tiles, queries, group, splits, tuning, common)
+
+
+def _cut(
+    place: torch.Tensor, starts: torch.Tensor, positions: torch.Tensor, widest: int
+) -> torch.Tensor:
+    """Before which queries a tile is cut that spans more than `widest` positions: those that are
+    the first in their part of the context, in parts of so many. So there are never more cuts than
+    such parts, however queries lie.
+
+    Args:
+        place: each query's, in its tile.
+        starts: which queries are the first of their tiles.
+        positions: of the queries.
+    """
+    number = torch.arange(len(place), device=place.device)
+    tile = starts.cumsum(0) - 1
+    last = torch.searchsorted(tile, tile, right=True) - 1
+    is_wide = positions[last] - positions[number - place] > widest
+    part = positions // widest
+    return is_wide & (part != part[(number - 1).clamp_(min=0)])
 
 
 def _in_tiles(
