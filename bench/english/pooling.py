@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -79,41 +80,34 @@ def with_arm(records: Sequence[Record], arm: str) -> list[Record]:
 
 
 def against_full(cells: Cells, counted: Counted, arm: str) -> Summary:
-    """Accuracy of an arm as a share of full prefill's, every cell of equal weight; its work.
+    """How an arm compares with full prefill on the examples that count, and its work on all.
 
-    Accuracy is of the examples that count; work is of all. An example that was asked under several
-    kinds of donors has one answer in full, and its answers of the arm go together: for the interval
-    it is one value, their mean.
+    The share of full prefill's accuracy and the interval of the difference are of the same mean:
+    every example weighs the same, whatever its task. An example that was asked under several kinds
+    of donors has one answer in full, and its answers of the arm go together: it is one value, their
+    mean. In the work every prompt that was asked weighs the same.
     """
-    found = {cell: mine for cell, all_ in cells.items() if (mine := with_arm(all_, arm))}
-    summary: Summary = {"over_full": None, "work": None}
-    if not found:
-        return summary
-    work = fmean(fmean(one.arms[arm].work for one in mine) for mine in found.values())
-    summary["work"] = round(work, DIGITS)
-    scores, full, weights = [], [], []
-    by_example: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for (task, _), mine in found.items():
-        for record in mine:
-            if record.number in counted[task]:
-                scores.append(record.arms[arm].score)
-                full.append(record.full.score)
-                weights.append(1 / len(mine))
-                by_example[task, record.number].append((scores[-1], full[-1]))
-    of_full = np.dot(weights, full)
-    if not of_full:
-        return summary
+    records = with_arm([*chain(*cells.values())], arm)
+    if not records:
+        return {"over_full": None, "work": None}
+    work = round(fmean(record.arms[arm].work for record in records), DIGITS)
+    by_example: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for record in records:
+        if record.number in counted[record.task]:
+            by_example[record.task, record.number].append(record)
     examples = by_example.values()
-    low, high = statistics.difference_interval(
-        [fmean(score for score, _ in them) for them in examples],
-        [fmean(in_full for _, in_full in them) for them in examples],
-    )
-    return summary | {
-        "over_full": round(float(np.dot(weights, scores) / of_full), DIGITS),
+    scores = [fmean(one.arms[arm].score for one in them) for them in examples]
+    full = [fmean(one.full.score for one in them) for them in examples]
+    if not any(full):
+        return {"over_full": None, "work": work}
+    low, high = statistics.difference_interval(scores, full)
+    return {
+        "over_full": round(sum(scores) / sum(full), DIGITS),
+        "work": work,
         "less_full_low": round(low, DIGITS),
         "less_full_high": round(high, DIGITS),
-        "counted": len(scores),
-        "examples": len(by_example),
+        "counted": sum(map(len, examples)),
+        "examples": len(examples),
     }
 
 

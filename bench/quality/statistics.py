@@ -25,6 +25,8 @@ _SHUFFLE = 0
 _LARGEST_BET = 0.99
 _MOST_ITEMS = 120
 """Scores are counted in units of one item of at most so many."""
+_ROUNDING = 1e-6
+"""By how much a difference of two scores is off that are kept with six digits, at most."""
 
 FloatArray = npt.NDArray[np.float64]
 Interval = tuple[float, float]
@@ -116,10 +118,10 @@ def bootstrap_interval(
 def paired_p(first: Sequence[float], second: Sequence[float]) -> float:
     """Chance, two-sided, of so large a mean difference if the sign of every difference were random.
 
-    Exact where scores are shares of few items: the distribution of the sum over all signs is
-    counted out (for scores of 0 and 1 that is McNemar's exact test). Its smallest value is
-    2^(1 - d) where d pairs differ (`differing`). Of other values 99,999 draws of signs are
-    tried, and it is never below 0.00002.
+    Exact where scores are shares of few items, six digits of them at least: the distribution of the
+    sum over all signs is counted out (for scores of 0 and 1 that is McNemar's exact test). Its
+    smallest value is 2^(1 - d) where d pairs differ (`differing`). Of other values 99,999 draws of
+    signs are tried, and it is never below 0.00002.
 
     Raises:
         ValueError: no scores, or not as many of both.
@@ -132,7 +134,8 @@ def paired_p(first: Sequence[float], second: Sequence[float]) -> float:
         return 1.0  # the sign of one difference says nothing
     for items in range(1, _MOST_ITEMS + 1):
         units = np.rint(difference * items)
-        if np.allclose(difference * items, units, rtol=0, atol=1e-9):
+        # What is rounded off must not make sums differ that are equal.
+        if units.all() and np.allclose(difference, units / items, rtol=0, atol=_ROUNDING):
             return _sign_flip_p(units.astype(np.int64))
     found = stats.permutation_test(
         (difference,),

@@ -360,7 +360,7 @@ def test_a_policy_of_equal_luck_loses_nothing() -> None:
     assert found["over_full"] == pytest.approx(1, abs=0.05)
 
 
-def test_the_summary_pools_cells_of_equal_weight() -> None:
+def test_the_summary_pools_examples_of_equal_weight() -> None:
     records = [
         *(record(n, "one-hop", "siblings", default=outcome(1.0, work=0.1)) for n in range(2)),
         *(record(n, "logs", "siblings", default=outcome(0.5, work=0.3)) for n in range(6)),
@@ -368,8 +368,8 @@ def test_the_summary_pools_cells_of_equal_weight() -> None:
         *(record(n, "logs", "knowledge", default=outcome(1.0, work=0.25)) for n in range(6)),
     ]
     _, summary = figures.figures(records)
-    assert summary["default_over_full"] == 0.75
-    assert summary["default_work"] == 0.2
+    assert summary["default_over_full"] == 0.625, "of two right answers and six half of them"
+    assert summary["default_work"] == 0.25
     assert (summary["alone_over_full"], summary["alone_work"]) == (0.0, 0.4)
     assert (summary["kb_over_full"], summary["kb_work"]) == (1.0, 0.25)
     assert summary["stream_over_full"] is None
@@ -397,6 +397,18 @@ def test_an_example_under_several_kinds_of_donors_is_one_value() -> None:
     assert (low, high) == pytest.approx(expected, abs=1e-4)
 
 
+def test_share_and_interval_are_of_the_same_mean() -> None:
+    """Whatever the sizes of tasks are: one of four examples weighs less than one of 160."""
+    records = [
+        *(record(n, "one-hop", default=outcome(0.0)) for n in range(4)),
+        *(record(n, "logs", default=outcome(1.0)) for n in range(160)),
+    ]
+    _, summary = figures.figures(records)
+    assert summary["alone_over_full"] == pytest.approx(160 / 164, abs=1e-4)
+    lost = summary["alone_over_full"] - 1
+    assert summary["alone_less_full_low"] <= lost <= summary["alone_less_full_high"]
+
+
 def test_every_policy_has_a_row_of_all_tasks_together() -> None:
     records = [
         *(record(n, "one-hop", "alone", default=outcome(1.0, work=0.1)) for n in range(2)),
@@ -407,7 +419,7 @@ def test_every_policy_has_a_row_of_all_tasks_together() -> None:
     rows, _ = figures.figures(records)
     first, second = (row for row in rows if "pooled" in row)
     assert (first["pooled"], first["donors"], first["samples"]) == ("default", "alone", 8)
-    assert (first["over_full"], first["work"]) == (0.75, 0.2), "cells are of equal weight"
+    assert (first["over_full"], first["work"]) == (0.625, 0.25), "of equal examples"
     assert (second["pooled"], second["donors"], second["samples"]) == ("epic", "stream", 12)
     assert second["over_full"] == 0.25, "of what full prefill can do"
     assert second["work"] == 0.3

@@ -7,6 +7,7 @@ from math import comb
 import numpy as np
 import pytest
 
+from bench.english import records
 from bench.quality import statistics
 
 WORDS = 4
@@ -139,6 +140,19 @@ def test_shares_of_an_answer_are_tested_over_all_signs() -> None:
     first = [max(d, 0.0) for d in difference]
     second = [max(-d, 0.0) for d in difference]
     assert statistics.paired_p(first, second) == pytest.approx(expected)
+
+
+def test_thirds_of_six_digits_are_tested_as_thirds() -> None:
+    """Rounded they differ by 0.333333 or 0.333334: sums that are equal must stay equal."""
+    full, lost = [1 / 3, 2 / 3, 1.0, 1 / 3, 2 / 3, 1.0], [0.0, 1 / 3, 2 / 3, 2 / 3, 1.0, 1 / 3]
+    exact = 2 * (16 + 1) / 2**6  # five of 1 and one of 2 come to 3 or more: 16 of 32, or 1 of 32
+    assert statistics.paired_p(lost, full) == exact
+    kept = [[records.rounded(score) for score in scores] for scores in (lost, full)]
+    assert statistics.paired_p(*kept) == exact
+
+
+def test_differences_as_small_as_rounding_are_not_dropped() -> None:
+    assert statistics.paired_p([1e-6] * 40, [0.0] * 40) == pytest.approx(2e-5)
 
 
 def test_a_p_is_as_small_as_the_pairs_allow() -> None:
