@@ -117,10 +117,15 @@ class Records:
 
     Arms of an example that were measured at different times are records of their own, each with its
     commit; whoever iterates is given one record of all arms.
+
+    Attributes:
+        setting: of all of them.
+        dropped: outcomes that were dropped since full prefill now answers otherwise (`add`).
     """
 
     def __init__(self, setting: Setting, file: Path | None = None) -> None:
         self.setting = setting
+        self.dropped = 0
         self._file = file
         self._by_key: dict[tuple[str, int, str], list[Record]] = {}
 
@@ -188,9 +193,17 @@ class Records:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def missing(self, key: tuple[str, int, str], arms: Iterable[str]) -> list[str]:
-        """Which of these arms were not measured for an example under a kind of donors."""
-        found = {arm for part in self._by_key.get(key, ()) for arm in part.arms}
+    def missing(
+        self, key: tuple[str, int, str], arms: Iterable[str], full: Outcome | None = None
+    ) -> list[str]:
+        """Which of these arms were not measured for an example under a kind of donors.
+
+        Args:
+            full: what full prefill answers now: what was measured beside another answer is missing.
+        """
+        parts = self._by_key.get(key, ())
+        alike = [part for part in parts if full is None or _same_answer(part.full, full)]
+        found = {arm for part in alike for arm in part.arms}
         return [arm for arm in arms if arm not in found]
 
     def add(self, record: Record) -> None:
@@ -199,15 +212,17 @@ class Records:
         Where full prefill answers otherwise than then, what was measured beside that answer is
         dropped, and missing.
         """
-        self._keep(record)
+        self.dropped += self._keep(record)
         if self._file:
             records.append(self._file, asdict(record))
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Record) -> int:
+        """Returns how many outcomes it takes the place of that are of another answer."""
         known = self._by_key.get(record.key, [])
-        alike = [part for part in known if _same_answer(part, record)]
+        alike = [part for part in known if _same_answer(part.full, record.full)]
         others = (_without(part, record.arms) for part in alike)
         self._by_key[record.key] = [*(part for part in others if part.arms), record]
+        return sum(len(part.arms) for part in known if part not in alike)
 
     def _take(self, file: Path, entries: Iterable[Any], joining: bool = False) -> None:
         for number, entry in enumerate(entries):
@@ -217,7 +232,7 @@ class Records:
             except (AttributeError, KeyError, TypeError):
                 raise records.not_of_this_version(file, number) from None
             known = self._by_key.get(record.key, [])
-            if joining and not all(_same_answer(part, record) for part in known):
+            if joining and not all(_same_answer(part.full, record.full) for part in known):
                 task, example, donors = record.key
                 raise RecordsError(
                     f"{file}: full prefill answered {task} {example} ({donors}) otherwise than in "
@@ -226,8 +241,8 @@ class Records:
             self._keep(record)
 
 
-def _same_answer(one: Record, other: Record) -> bool:
-    return (one.full.score, one.full.said) == (other.full.score, other.full.said)
+def _same_answer(one: Outcome, other: Outcome) -> bool:
+    return (one.score, one.said) == (other.score, other.said)
 
 
 def _without(record: Record, arms: Iterable[str]) -> Record:

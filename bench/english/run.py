@@ -54,17 +54,13 @@ class Asks(Protocol):
         """Its outcomes under each arm."""
 
 
-def to_do(load: Load, records: Records) -> Iterator[tuple[str, int, dict[str, list[Arm]]]]:
-    """(task, number, arms that are missing by donors), so that all cells grow alike."""
+def to_do(load: Load, records: Records) -> Iterator[tuple[str, int]]:
+    """(task, number) of examples of which something is missing, so that all cells grow alike."""
+    names = [arm.name for arm in load.arms]
     for number in range(load.samples):
         for task in load.tasks:
-            missing = {}
-            for donors in load.donors:
-                names = records.missing((task, number, donors), [arm.name for arm in load.arms])
-                if names:
-                    missing[donors] = [arm for arm in load.arms if arm.name in names]
-            if missing:
-                yield task, number, missing
+            if any(records.missing((task, number, donors), names) for donors in load.donors):
+                yield task, number
 
 
 def measure(lab: Asks, load: Load, records: Records, commit: str | None) -> bool:
@@ -75,28 +71,47 @@ def measure(lab: Asks, load: Load, records: Records, commit: str | None) -> bool
     """
     steps = list(to_do(load, records))
     try:
-        for task, number, missing in harness.progress(steps, "examples"):
-            drawn = draw(task, number, seeds.rng(load.seeds, task, number), lab.prompts.measure)
-            if len(drawn.documents) < load.least_documents:
-                continue
-            full = lab.full(drawn)
-            for donors, arms in missing.items():
-                rng = seeds.rng(load.seeds, f"{task} {donors}", number)
-                outcomes = lab.reuse(drawn, full, donors, arms, rng)
-                records.add(
-                    Record(
-                        task=task,
-                        kind=drawn.kind,
-                        number=number,
-                        donors=donors,
-                        documents=len(drawn.documents),
-                        prompt_tokens=len(lab.prompts.prompt(drawn.documents, drawn.question)),
-                        commit=commit,
-                        full=full.outcome,
-                        arms=outcomes,
-                    )
-                )
+        for task, number in harness.progress(steps, "examples"):
+            _ask(lab, load, records, commit, task, number)
     except KeyboardInterrupt:
         print(f"interrupted: {len(records)} examples are measured", file=sys.stderr)
         return False
+    finally:
+        if records.dropped:
+            print(
+                f"{records.dropped} outcomes were dropped: full prefill answers otherwise than "
+                "when they were measured; policies of this run are asked again",
+                file=sys.stderr,
+            )
     return True
+
+
+def _ask(
+    lab: Asks, load: Load, records: Records, commit: str | None, task: str, number: int
+) -> None:
+    """Ask one example in full, then what was not measured beside that answer."""
+    drawn = draw(task, number, seeds.rng(load.seeds, task, number), lab.prompts.measure)
+    if len(drawn.documents) < load.least_documents:
+        return
+    full = lab.full(drawn)
+    names = [arm.name for arm in load.arms]
+    for donors in load.donors:
+        missing = records.missing((task, number, donors), names, full.outcome)
+        if not missing:
+            continue
+        arms = [arm for arm in load.arms if arm.name in missing]
+        rng = seeds.rng(load.seeds, f"{task} {donors}", number)
+        outcomes = lab.reuse(drawn, full, donors, arms, rng)
+        records.add(
+            Record(
+                task=task,
+                kind=drawn.kind,
+                number=number,
+                donors=donors,
+                documents=len(drawn.documents),
+                prompt_tokens=len(lab.prompts.prompt(drawn.documents, drawn.question)),
+                commit=commit,
+                full=full.outcome,
+                arms=outcomes,
+            )
+        )

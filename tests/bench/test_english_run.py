@@ -53,10 +53,11 @@ class FakeLab:
         self.asked: list[tuple[str, str, tuple[str, ...]]] = []
         self.drawn: list[Example] = []
         self.interrupt_after: int | None = None
+        self.answer = FULL
 
     def full(self, example: Example) -> engine.Full:
         self.drawn.append(example)
-        return engine.Full(FULL, (1, 2), [])
+        return engine.Full(self.answer, (1, 2), [])
 
     def reuse(
         self,
@@ -144,6 +145,28 @@ def test_only_new_policies_are_measured_again(tmp_path: Path) -> None:
     assert {one[2] for one in lab.asked} == {("epic",)}
     merged = Records.open(file, SETTING, "abc")
     assert {tuple(one.arms) for one in merged} == {("default", "shift", "epic")}
+
+
+def test_what_was_measured_beside_another_answer_of_full_prefill_is_asked_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under every kind of donors: an example has one answer in full."""
+    file = tmp_path / "out.jsonl"
+    ask(FakeLab(), load(samples=1, arms=("default", "peaks")), Records.open(file, SETTING, "abc"))
+    lab, records = FakeLab(), Records.open(file, SETTING, "abc")
+    records.add(record(shift=outcome()))  # one kind of donors of one example has it
+    lab.answer = replace(FULL, said="4821.")
+    what = load(samples=1)
+    assert ask(lab, what, records)
+    assert list(run.to_do(what, records)) == []
+    both = ("default", "shift")
+    kinds = [(task, donors) for task in what.tasks for donors in what.donors]
+    assert lab.asked == [(*kind, both) for kind in kinds]
+    for found in (records, Records.open(file, SETTING, "abc")):
+        assert {(one.full.said, tuple(one.arms)) for one in found} == {("4821.", both)}
+    assert "9 outcomes were dropped: full prefill answers otherwise" in capsys.readouterr().err
+    assert ask(FakeLab(), what, Records.open(file, SETTING, "abc"))
+    assert "dropped" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
