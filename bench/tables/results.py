@@ -42,7 +42,7 @@ class Environment(BaseModel):
     @property
     def measured_at(self) -> list[str | None]:
         """Every commit that something was measured at."""
-        return [*self.commits] if self.commits else [self.commit]
+        return [*dict.fromkeys([*(self.commits or ()), self.commit])]
 
 
 class Result(BaseModel):

@@ -357,6 +357,9 @@ def test_every_commit_of_a_result_is_named(checkout: Checkout) -> None:
     checkout.result("one/speed", {"ratio": 2.345}, commit=last, commits=[first, last])
     assert list(command.check(checkout.root, write=True)) == []
     assert f"(bench/results/one/speed.json) `{first}`, `{last}` 2026-01-02" in checkout.page()
+    checkout.result("one/speed", {"ratio": 2.345}, commit=f"{last}-dirty", commits=[first, last])
+    (found,) = command.check(checkout.root, write=True)
+    assert f"was measured on uncommitted code ({last}-dirty)" in found
 
 
 def test_a_machine_without_what_its_folder_stands_for_is_refused(checkout: Checkout) -> None:
