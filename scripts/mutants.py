@@ -12,9 +12,9 @@
 
 Each is tried on the quick tests that it names, in a fork of a process that has vLLM loaded; where
 these notice nothing, again in a process of its own, then on all quick ones (those of `make quick`);
-then, where wanted, on the tests that it names whatever they need, alone. Exit status 1 if a mutant
-survives, 2 if one does not fit, or if the sources fail unchanged. What is interrupted reports what
-it has.
+then, where wanted, on the tests that it names whatever they need, alone, which must pass without
+it. Exit status 1 if a mutant survives, 2 if one does not fit, or if the sources fail unchanged.
+What is interrupted reports what it has.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ class Sources:
         root: they are here, with all the machine code that their tests have made.
         objects: what has been compiled of native sources.
         alone: test files that pass, but not in a fork.
+        with_engine: how tests that were run with engines fail without a mutant, or None.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -29,6 +30,7 @@ class Sources:
         self.objects = directory / "objects"
         self.objects.mkdir()
         self.alone: set[str] = set()
+        self.with_engine: dict[tuple[str, ...], str | None] = {}
         copies.copy_sources(self.root)
 
 
@@ -80,9 +82,20 @@ class Place:
             return "survived", ""
 
     def try_engine(self, mutant: Mutant) -> tuple[str, str]:
-        """(what, how) of a verdict, from the named tests with all that they need."""
+        """(what, how) of a verdict, from the named tests with all that they need.
+
+        Raises:
+            MutantsError: they fail without the mutant, too.
+        """
+        tests, known = tuple(mutant.tests), self._sources.with_engine
+        if not tests:
+            return "survived", ""
+        if tests not in known:
+            known[tests] = self._own_process(self._sources.root, "--slow", *tests)
+        if known[tests]:
+            raise MutantsError(f"the sources fail unchanged in {known[tests]}: mend them first")
         with self._changed(mutant):
-            how = mutant.tests and self._own_process(self._root, "--slow", *mutant.tests)
+            how = self._own_process(self._root, "--slow", *tests)
         return ("engine tests", how) if how else ("survived", "")
 
     def _own_process(self, root: Path, *arguments: str) -> str | None:
