@@ -26,6 +26,9 @@ from recipes.kvlink.optimizer import MuonAndAdamW
 from recipes.kvlink.rows import UNLEARNT, Writer
 from vllm_segreuse.documents.layout import LayoutError, Names
 
+LAYOUT = {"link_tokens": 5, "max_documents": 10, "chunk_tokens": 100, "anchor_tokens": 0}
+"""What options that are not given stand for, where the model's folder has no layout yet."""
+
 
 def trainer_class(matrix_rate: float) -> type:
     """transformers' Trainer, which also logs the share of right tokens.
@@ -170,14 +173,40 @@ def _files(given: argparse.Namespace) -> dict[str, Path]:
 
 
 def _names(given: argparse.Namespace, model: Any) -> Names:
-    """What the folder says, or the options of a model that says nothing yet."""
-    made = folder.names_for(
-        *(given.link_tokens, given.max_documents, given.chunk_tokens, given.anchor_tokens)
-    )
+    """The layout that the options ask for, of a folder that has one: the same, but for anchors.
+
+    Raises:
+        folder.ModelError: they ask for another layout than that of the folder, or for chunks only.
+        LayoutError: a number is out of range.
+    """
     said = folder.known(model.config)
+    has = LAYOUT if said is None else {**LAYOUT, **_numbers(said)}
+    asked = {name: getattr(given, name) for name in LAYOUT}
+    wanted = {name: has[name] if value is None else value for name, value in asked.items()}
+    if asked["chunk_tokens"] is not None and not wanted["anchor_tokens"]:
+        raise folder.ModelError("--chunk-tokens is about anchors: give --anchor-tokens, too")
+    made = folder.names_for(**wanted)
     if said is None:
         return made
-    return said if made.anchors is None else replace(said, anchors=made.anchors)
+    for name in LAYOUT:
+        may_change = made.anchors is not None and name in ("chunk_tokens", "anchor_tokens")
+        if wanted[name] != has[name] and not may_change:
+            raise folder.ModelError(
+                f"--{name.replace('_', '-')} {wanted[name]} does not fit {given.model}, which has "
+                f"{has[name]}: leave the option out, or train an ordinary model"
+            )
+    if made.anchors is None or said.anchors is None:
+        return replace(said, anchors=made.anchors)
+    return replace(said, anchors=made.anchors._replace(anchor_token=said.anchors.anchor_token))
+
+
+def _numbers(names: Names) -> dict[str, int]:
+    """What a folder's layout says of `LAYOUT`."""
+    numbers = {"link_tokens": names.link_tokens, "max_documents": names.max_documents}
+    if names.anchors is not None:
+        numbers["chunk_tokens"] = names.anchors.chunk_tokens
+        numbers["anchor_tokens"] = names.anchors.anchor_tokens
+    return numbers
 
 
 def _with_lora(model: Any, rank: int) -> Any:
@@ -237,10 +266,10 @@ def parser() -> argparse.ArgumentParser:
     for kind in SHARES:
         add(f"--{kind}", type=Path, metavar="FILE", help=f"JSON lines of kind {kind}")
     add("--shares", type=_shares, default=SHARES, help="such as qa=0.8,plain-qa=0.2")
-    add("--link-tokens", type=int, default=5, help="behind each document; 0: Block-Attention")
-    add("--max-documents", type=int, default=10)
-    add("--anchor-tokens", type=int, default=0, help="of a chunk; 0: documents stay whole")
-    add("--chunk-tokens", type=int, default=100)
+    add("--link-tokens", type=int, help="behind each document (5); 0: Block-Attention")
+    add("--max-documents", type=int, help="of a prompt (10)")
+    add("--anchor-tokens", type=int, help="of a chunk (0: documents stay whole)")
+    add("--chunk-tokens", type=int, help="of documents with anchors (100)")
     add("--chat-template", type=Path, help="default: documents, then the model's own template")
     add("--lora", type=int, default=0, metavar="RANK", help="0: all weights are trained")
     add("--steps", type=int, default=6000)

@@ -6,7 +6,9 @@ What trains needs accelerate and peft (requirements/kvlink.txt), which the packa
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +167,52 @@ def test_the_picture_has_loss_and_accuracy(tmp_path: Path) -> None:
     (tmp_path / "curve.jsonl").write_text("".join(json.dumps(one) + "\n" for one in entries))
     plot.write(tmp_path)
     assert "steps" in (tmp_path / "training.svg").read_text()
+
+
+def layout_of(said: Names | None, *options: str) -> Names:
+    """What training goes on with, of a folder that says so."""
+    config = SimpleNamespace(segreuse=said and said.block())
+    given = train.parser().parse_args(["FOLDER", "OUT", *options])
+    return train._names(given, SimpleNamespace(config=config))
+
+
+def test_a_folder_keeps_its_layout() -> None:
+    made = folder.names_for(1, 4)
+    assert layout_of(made) == layout_of(made, "--link-tokens", "1", "--max-documents", "4") == made
+    assert layout_of(None) == folder.names_for(5, 10)
+    assert layout_of(None, "--link-tokens", "0", "--anchor-tokens", "8") == folder.names_for(
+        0, 10, 100, 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "told"),
+    [
+        (folder.names_for(1, 4), "--link-tokens 5", "--link-tokens 5 does not fit FOLDER, which"),
+        (folder.names_for(1, 4), "--link-tokens 0", "which has 1: leave the option out"),
+        (folder.names_for(1, 4), "--max-documents 10", "--max-documents 10 does not fit"),
+        (folder.names_for(1, 4, 16, 8), "--anchor-tokens 0", "--anchor-tokens 0 does not fit"),
+        (folder.names_for(1, 4), "--chunk-tokens 16", "give --anchor-tokens, too"),
+        (None, "--chunk-tokens 16", "give --anchor-tokens, too"),
+    ],
+)
+def test_another_layout_than_that_of_the_folder_is_refused(
+    said: Names | None, options: str, told: str
+) -> None:
+    with pytest.raises(folder.ModelError, match=told):
+        layout_of(said, *options.split())
+
+
+def test_anchors_of_a_folder_may_be_others_than_before() -> None:
+    made = folder.names_for(1, 4, 16, 8)
+    assert made.anchors is not None
+    named = replace(made, anchors=made.anchors._replace(anchor_token="<|a{index}|>"))
+    assert layout_of(named) == named
+    fewer = layout_of(named, "--anchor-tokens", "4").anchors
+    assert fewer == (16, 4, "<|a{index}|>")
+    assert layout_of(folder.names_for(1, 4), "--anchor-tokens", "4") == folder.names_for(
+        1, 4, 100, 4
+    )
 
 
 def test_a_folder_says_what_it_was_trained_for() -> None:
