@@ -133,10 +133,16 @@ def test_others_are_none_of_our_business() -> None:
 
 
 def test_plain_configuration_is_checked_and_completed() -> None:
-    config = check_config({"kv_connector": "SegReuseConnector", "kv_role": "kv_both"})
+    config = check_config({"kv_connector": "SegReuseConnector", "kv_role": "kv_producer"})
     assert config.kv_connector_module_path == "vllm_segreuse.connector"
     with pytest.raises(ConfigError, match="recompute_ratio=2"):
         check_config({**OURS, "kv_connector_extra_config": {"recompute_ratio": 2}})
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_other_roles_are_refused_with_the_one_to_write(role: str) -> None:
+    with pytest.raises(ConfigError, match=rf'kv_role={role}: .* write "kv_role": "kv_producer"'):
+        check_config(OURS | {"kv_role": role})
 
 
 def test_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

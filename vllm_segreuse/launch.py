@@ -93,11 +93,17 @@ def check_config(
         The configuration to go on with.
 
     Raises:
-        ConfigError: a bad option, another connector beside ours, or a front end we cannot reach.
+        ConfigError: a bad option or role, another connector beside ours, or a front end we cannot
+            reach.
     """
     config = _as_config(config)
     if config.kv_connector != CONNECTOR:
         raise ConfigError(f"{_ALONE}; name {CONNECTOR} alone instead of in a {config.kv_connector}")
+    if config.kv_role != KV_ROLE:
+        raise ConfigError(
+            f"kv_role={config.kv_role}: with it vLLM frees blocks late, and cannot reset the cache "
+            f'while requests run: write "kv_role": "{KV_ROLE}" in --kv-transfer-config'
+        )
     if offloading is not None:
         config.kv_connector_extra_config = _offloading_to_tier(
             config.kv_connector_extra_config, offloading
