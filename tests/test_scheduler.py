@@ -28,6 +28,7 @@ from vllm_segreuse.plan import (
     NO_HALO,
     AcceptanceOutcome,
     AuditResult,
+    CopyOrder,
     FreezeOrder,
     ModelLayers,
     PlanOutcome,
@@ -1111,6 +1112,27 @@ def test_20_what_was_aborted_is_not_frozen(status: RequestStatus) -> None:
     assert ingest(world, ends_with=status)["frozen"] is False
     assert world.side.frozen()["warm"] == {}
     assert world.pool.get_num_free_blocks() == 63
+
+
+def test_20_what_was_preempted_as_it_ended_is_not_frozen() -> None:
+    """Its token comes from a step that had left before; its blocks are gone."""
+    world, kept = cached_document(), [1, 2, 5, 6, 9]
+    copied = {
+        "segreuse_freeze": FreezeOrder("doc", 0, 1, 0).encode(),
+        "segreuse_copy": CopyOrder(DOCUMENT, kept).encode(),
+    }
+    for holds_its_blocks in (False, True):
+        request = world.add([*(DOCUMENT[i] for i in kept), 7, 7, 7, 7], OPTIONS | copied)
+        assert world.match(request, 0) == 8
+        blocks = world.pool.get_new_blocks(3)
+        world.side.allocated(request, ids := [block.block_id for block in blocks])
+        world.side.take_plans()
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        report = world.side.finished(request, ids if holds_its_blocks else [])
+        assert report is not None
+        assert report["frozen"] is holds_its_blocks
+        assert ("doc" in world.side.frozen()["warm"]) is holds_its_blocks
+        world.frozen.check_integrity()
 
 
 def test_24_the_longest_request_always_fits_beside_frozen_blocks() -> None:

@@ -57,6 +57,7 @@ class World:
         recomputed: int = 0,
         first: int = 0,
         copied: int | None = None,
+        blocks: tuple[int, ...] = (0, 1, 2),
         **plan: Any,
     ) -> bool:
         """A request that keeps tokens ends; whether its report says so.
@@ -65,6 +66,7 @@ class World:
             recomputed: tokens of it that the workers had to compute.
             first: of the kept tokens.
             copied: tokens that were to be copied; None: those that are kept.
+            blocks: that it still holds.
             plan: what of its plan is not as it should be.
         """
         prompt = Prompt(self.namespace, np.arange(3 * SIZE, dtype=np.int32))
@@ -73,7 +75,7 @@ class World:
         order, report = FreezeOrder(entry, 0, 1, first), Report(0, kept, recomputed, 2, 1, None)
         about = {"kept": Kept(kept, copied), "reason": None, "report": report}
         tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, plan=made, **about)
-        return self.freezing.finish(tracked, [0, 1, 2])
+        return self.freezing.finish(tracked, list(blocks))
 
     def ask(self, entry: str, blocks: int = 3) -> None:
         """A prompt with the text of an entry arrives."""
@@ -130,6 +132,18 @@ def test_what_is_no_copy_is_not_frozen(wrong: dict[str, int], exact: bool) -> No
     world.has_exact_names = exact
     assert not world.copy("doc", **wrong)
     assert world.state()["warm"] == {}
+
+
+@pytest.mark.parametrize("blocks", [(), (0,)])
+def test_what_has_lost_its_blocks_is_not_frozen(blocks: tuple[int, ...]) -> None:
+    """A request that is preempted ends by the output of a step that had left before."""
+    world = World()
+    world.has_exact_names = False
+    assert not world.copy("doc", blocks=blocks)
+    assert not world.copy("doc", kept=3, first=SIZE - 1, copied=2, blocks=blocks)
+    assert not world.compute("text", blocks=0)
+    assert world.state()["warm"] == {}
+    assert world.copy("doc", blocks=(0, 1))
 
 
 def test_what_is_deleted_leaves_the_tier_too() -> None:

@@ -139,7 +139,8 @@ class Freezing(BlockListener):
 
         Raises:
             ValueError: it was not copied, all of it; the workers report that they had to compute
-                some; or one of the blocks is exact.
+                some; one of the blocks is exact; or it was preempted while the step that ends it
+                was under way, and holds none.
         """
         kept, plan = tracked.kept, tracked.plan
         assert kept is not None
@@ -150,6 +151,8 @@ class Freezing(BlockListener):
         size, first = self._index.block_size, order.first_token
         stop = first + kept.num_tokens
         blocks = block_ids[first // size : -(-stop // size)]
+        if len(blocks) != -(-stop // size) - first // size:
+            raise ValueError(f"it was preempted: {len(blocks)} blocks hold its kept tokens")
         exact = [block for block in blocks if self._is_exact(block)]
         if kept.num_copied and exact:
             raise ValueError(f"block {exact[0]} is exact")

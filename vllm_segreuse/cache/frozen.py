@@ -174,7 +174,12 @@ class FrozenPool:
         Returns:
             False if the pool would exceed its limit. The whole entry is given up then: nothing of
             it stays frozen.
+
+        Raises:
+            ValueError: the part holds no block, or its entry has other parts.
         """
+        if not part.block_ids:
+            raise ValueError(f"part {order.part} of {order.entry} holds no block")
         entry = self._entries.get(order.entry)
         if entry is not None and len(entry.parts) != order.parts:
             raise ValueError(
