@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from tests.test_scheduler import World as Scheduled
 from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.isolated import IsolatedRequests, private_keys
+from vllm_segreuse.plan import PlanOutcome, ReusePlan
 
 LAYOUT = Layout(100, 101, ((), ()))
 SIZE = 4
@@ -198,3 +200,40 @@ def test_a_named_document_of_another_namespace_is_not_there() -> None:
     tracked: Any = name(world, "a", "b")
     assert world.requests.waits(tracked.request, 0, None)
     assert world.requests.take_failed() == ["mine"]
+
+
+# A plan that failed.
+
+
+def admitted(world: Scheduled, request: Request) -> ReusePlan:
+    """A request's documents are computed, and it is admitted."""
+    while world.match(request, 0) is None:
+        for alone in world.side.take_documents():
+            world.ends_with = RequestStatus.FINISHED_LENGTH_CAPPED
+            world.side.add(alone)
+            world.run(alone)
+            world.ends_with = None
+    world.run(request)
+    [plan] = world.plans
+    return plan
+
+
+def test_every_plan_of_a_request_is_checked() -> None:
+    """Documents that were computed in their places are wrong, whenever that was."""
+    world = Scheduled(layout=LAYOUT)
+    request = world.add([1, 2, *range(100, 102), 3, 100, *range(20, 30), 101, 9, 9])
+
+    def report(plan: ReusePlan, computed: int) -> None:
+        outcomes = {request.request_id: PlanOutcome(computed)}
+        world.side.note_outcomes(outcomes, {request.request_id: request})
+
+    first = admitted(world, request)
+    report(first, int(first.recipe.always.sum()))
+    for _ in range(2):
+        request.num_preemptions += 1
+        resumed = admitted(world, request)
+    assert resumed.num_reused == 14
+    report(resumed, int(resumed.recipe.always.sum()))
+    assert world.side.take_failed() == []
+    report(resumed, resumed.num_written)
+    assert world.side.take_failed() == [request.request_id]

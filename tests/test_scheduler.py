@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_segreuse.arrival import MAX_ADAPTERS, namespace_of
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
@@ -55,6 +56,7 @@ class World:
         max_model_len: int = 64,
         traces: str | None = None,
         region: Any = None,
+        layout: Layout | None = None,
         **options: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -78,7 +80,7 @@ class World:
         )
         group = KvGroup(0, {"layer": None}, SIZE)
         given, self.stats = SegReuseConfig(**options), SegReuseStats()
-        self.side = SchedulerSide(config, given, manager, self.stats, group, region)
+        self.side = SchedulerSide(config, given, manager, self.stats, group, region, layout)
         self.index, self.frozen = self.side._index, self.side._freezing.entries
         self.ends_with: RequestStatus | None = None
         self.answer: dict[str, Any] | None = None

@@ -511,7 +511,8 @@ class SchedulerSide:
             return
         documents = self._isolated
         asks = documents is not None and documents.has_documents(request.request_id)
-        if documents is not None and asks and _is_wrong(tracked, outcome):
+        plan = tracked.unchecked.popleft() if tracked.unchecked else None
+        if documents is not None and asks and _is_wrong(plan, outcome):
             documents.fail(request, "its plan failed, and was computed in full")
             return
         self._accounts.carried_out(tracked, request, outcome)
@@ -711,10 +712,9 @@ class SchedulerSide:
         return is_long or plan.active_tokens > self._max_wave_tokens
 
 
-def _is_wrong(tracked: TrackedRequest, outcome: PlanOutcome) -> bool:
+def _is_wrong(plan: ReusePlan | None, outcome: PlanOutcome) -> bool:
     """Whether documents that are to be computed alone were computed behind each other."""
-    plan = tracked.awaited
-    return tracked.required and plan is not None and plan.num_chosen(outcome.computed) > 0
+    return plan is not None and plan.num_chosen(outcome.computed) > 0
 
 
 def _names(request: Request, first: int, last: int) -> Sequence[bytes]:

@@ -311,6 +311,8 @@ class Planner:
         if plan is not None:
             plan.block_ids = np.asarray(block_ids, dtype=np.int32)
             self._ready.append(tracked)
+            if tracked.required:
+                tracked.unchecked.append(plan)
         start, prompt = tracked.start, tracked.num_tokens
         if plan is None:
             return Report(start, 0, 0, prompt - start, 0, tracked.reason or "no_match")

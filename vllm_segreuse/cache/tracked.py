@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from vllm_segreuse.cache.contexts import known_until
@@ -112,6 +113,8 @@ class TrackedRequest:
             a request that explains.
         awaited: the plan that the report is about, until the workers have reported what they
             computed of it.
+        unchecked: of a request that waits for its plan, the plans that have left, and that the
+            workers have not reported on yet; the oldest first.
         start: tokens of vLLM's own prefix hit at the last decision.
         reason: why it was not planned then.
         num_segments: segments that were found then.
@@ -147,6 +150,7 @@ class TrackedRequest:
     explanation: list[dict[str, Any]] | None = None
     other_adapters: Sequence[bytes] = ()
     awaited: ReusePlan | None = None
+    unchecked: deque[ReusePlan] = field(default_factory=deque)
     start: int = 0
     reason: str | None = None
     num_segments: int = 0
