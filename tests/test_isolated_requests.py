@@ -16,6 +16,7 @@ from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.isolated import IsolatedRequests, private_keys
+from vllm_segreuse.kv_slots import KvSlots
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 
 LAYOUT = Layout(100, 101, ((), ()))
@@ -26,7 +27,7 @@ PROMPT = [1, 2, 100, 5, 6, 101, 3]
 class World:
     """One document is resident as blocks 7 and 8, if they are known in the namespace."""
 
-    def __init__(self, max_tokens: int = 99, layout: Layout = LAYOUT) -> None:
+    def __init__(self, max_tokens: int = 99, layout: Layout = LAYOUT, ahead: int = 1) -> None:
         self.resident, self.known = False, True
         self.pinned: list[int] = []
         index: Any = SimpleNamespace(
@@ -35,7 +36,9 @@ class World:
         pool: Any = self
         self.entries: dict[tuple[str, int], list[FrozenPart]] = {}
         entries: Any = SimpleNamespace(compressed=lambda *key: self.entries.get(key))
-        self.requests = IsolatedRequests(layout, pool, index, entries, max_tokens, capacity=9)
+        self.requests = IsolatedRequests(
+            layout, pool, index, entries, KvSlots(ahead, max_tokens), capacity=9
+        )
 
     def resident_blocks(self, request: Request, first: int, last: int) -> Any:
         return np.full(last - first, 7 if self.resident else -1, np.int32)
@@ -106,6 +109,14 @@ def test_a_request_that_never_fits_ends_at_once() -> None:
     assert world.requests.waits(request, 0, None)
     assert world.requests.take_failed() == ["mine"]
     assert world.requests.cold.take() == []
+
+
+@pytest.mark.parametrize(("ahead", "fits"), [(1, True), (25, True), (26, False)])
+def test_drafts_take_blocks_beside_the_documents(ahead: int, fits: bool) -> None:
+    """Of nine blocks its document takes one, and its seven tokens with what is ahead the rest."""
+    world = World(ahead=ahead)
+    assert world.requests.waits(world.arrive(PROMPT), 0, None)
+    assert (world.requests.take_failed() == []) is fits
 
 
 @pytest.mark.parametrize("prompt", [[1, 101, 2], [100, 5], [100, 101, 100, 101, 100, 101, 1]])

@@ -115,6 +115,8 @@ class Cache:
             observability_config=ObservabilityConfig(),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+            num_speculative_tokens=0,
+            num_lookahead_tokens=0,
         )
         self._side = SchedulerSide(
             config,

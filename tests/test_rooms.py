@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 ORDER = (
     *("version", "discovery", "keys", "routing", "values", "json_lines", "documents", "supported"),
     *("kernels", "plan"),
-    *("kv_group", "policies", "audit_options", "tier_options", "config"),
+    *("kv_group", "kv_slots", "policies", "audit_options", "tier_options", "config"),
     *("metrics", "memory", "launch", "cache", "audit"),
     *("knowledge", "explain", "viewer", "serve", "compat", "model", "tier", "prefill"),
     *("accounts", "arrival", "cold_documents", "compression"),

@@ -70,6 +70,8 @@ class World:
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
             speculative_config=None,
+            num_speculative_tokens=0,
+            num_lookahead_tokens=0,
         )
         self.tables: dict[str, Any] = {}  # of requests that are admitted, for vLLM's manager
         tables = SimpleNamespace(req_to_blocks=self.tables)

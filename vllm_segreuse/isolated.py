@@ -24,6 +24,7 @@ from vllm_segreuse.cold_documents import ColdDocuments
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import EXTRA_KEYS
 from vllm_segreuse.documents.layout import Layout, LayoutError, Span, blocks_needed, padded
+from vllm_segreuse.kv_slots import KvSlots
 from vllm_segreuse.plan import BoolArray, IntArray, Recipe, Segments
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class IsolatedRequests:
         pool: vLLM's blocks.
         index: which blocks a namespace knows.
         entries: compressed documents.
-        max_tokens: longest prompt, its answer included.
+        slots: that vLLM takes for requests.
         capacity: blocks that requests can have.
     """
 
@@ -78,14 +79,14 @@ class IsolatedRequests:
         pool: SegmentBlockPool,
         index: SegmentIndex,
         entries: FrozenPool,
-        max_tokens: int,
+        slots: KvSlots,
         capacity: int,
     ) -> None:
         self._layout = layout
         self._pool = pool
         self._index = index
         self._entries = entries
-        self._max_tokens = max_tokens
+        self._slots = slots
         self._asked: dict[str, _Asked] = {}
         self.cold: ColdDocuments[Request] = ColdDocuments(pool, capacity, self._alone)
 
@@ -124,7 +125,7 @@ class IsolatedRequests:
         documents = []
         for start, stop in asked.spans:
             alone = padded(tokens[start:stop], size)
-            if len(alone) >= self._max_tokens:
+            if len(alone) >= self._slots.max_tokens:
                 self.fail(request, f"a document of {stop - start} tokens is too long")
             resident = self._resident(asked, alone)
             documents.append(IsolatedDocument(start, stop, alone, resident))
@@ -196,7 +197,8 @@ class IsolatedRequests:
             self.fail(request, "a compressed document that it names is not in the cache")
             return True
         tokens, size = request.prompt_token_ids or (), self._index.block_size
-        needed = blocks_needed(tokens, asked.spans, size, request.num_tokens)
+        num_slots = self._slots.needed(request.num_tokens)
+        needed = blocks_needed(tokens, asked.spans, size, num_slots)
         name, documents = request.request_id, finder.behind(start)
         if not self.cold.wait_for(name, request, asked.namespace, documents, needed):
             self.fail(request, "its documents do not fit into the KV cache beside it")

@@ -61,6 +61,7 @@ from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.isolated import IsolatedRequests
 from vllm_segreuse.isolated_options import POLICY as LINK
 from vllm_segreuse.kv_group import KvGroup
+from vllm_segreuse.kv_slots import KvSlots
 from vllm_segreuse.methods import Methods
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
@@ -167,6 +168,7 @@ class SchedulerSide:
             vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
         )
         self._block_size = group.block_size
+        self._slots = KvSlots.of(vllm_config)
         self._max_wave_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._spread_above = config.spread_work(self._max_wave_tokens, self._layers.count)
         warm_up()
@@ -210,7 +212,7 @@ class SchedulerSide:
             pool,
             self._namespaces,
             num_blocks,
-            self._frozen_limit(vllm_config.model_config.max_model_len, num_blocks),
+            self._frozen_limit(num_blocks),
             config.frozen_pressure,
             config.frozen_returns,
             clock=time.time,
@@ -233,9 +235,8 @@ class SchedulerSide:
         self.set_enabled(config.starts_enabled)
         self._isolated = None
         if layout is not None:
-            longest = vllm_config.model_config.max_model_len
             capacity = num_blocks - kv_cache_manager.watermark_blocks
-            self._isolated = IsolatedRequests(layout, pool, index, entries, longest, capacity)
+            self._isolated = IsolatedRequests(layout, pool, index, entries, self._slots, capacity)
         listeners: list[BlockListener] = [self._donors, self._conversations, self._freezing]
         if self._tier is not None:
             listeners.append(self._tier)
@@ -402,7 +403,11 @@ class SchedulerSide:
         if request.num_tokens != tracked.num_tokens:  # it was preempted
             tracked.prompt = tracked.prompt.with_tokens(all_tokens(request))
         prefix = functools.partial(
-            self._pool.prefix_state, request, num_hit_tokens, self._manager.watermark_blocks
+            self._pool.prefix_state,
+            request,
+            num_hit_tokens,
+            self._slots.needed(request.num_tokens),
+            self._manager.watermark_blocks,
         )
         supplied = self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
         if tracked.explains and tracked.report is None:
@@ -689,10 +694,10 @@ class SchedulerSide:
         found = explain(pieces, start, tracked.num_tokens, reason, new_image)
         return with_recomputed(found, plan.recomputed_positions if plan else None)
 
-    def _frozen_limit(self, max_model_len: int, num_blocks: int) -> int:
+    def _frozen_limit(self, num_blocks: int) -> int:
         """Most blocks that may be frozen: the configured share, and never so many that a request of
         maximum length would not fit beside them."""
-        longest = -(-max_model_len // self._block_size)
+        longest = -(-self._slots.max_tokens // self._block_size)
         others = longest + self._manager.watermark_blocks + 1  # one for the token to come
         return max(0, min(int(self._config.frozen_share * num_blocks), num_blocks - others))
 

@@ -556,6 +556,16 @@ def test_a_token_that_is_asked_needs_its_slot_before_vllm_computes_it(world, doc
     assert world.donors.depths(tracked, 5, 1).tolist() == [1]
 
 
+def test_a_plan_that_misses_room_while_nobody_else_has_any_is_left_out_once(world, document):
+    tracked = world.request(document[0] + world.new_tokens(3))
+    assert world.decide(tracked)
+    tracked.misses_room = True
+    assert world.end_step() == []
+    assert (world.decide(tracked), tracked.reason) == (0, "no_free_blocks")
+    assert world.pins.blocks == []
+    assert world.decide(tracked), "if it waits on, others have come"
+
+
 def test_what_was_called_back_reuses_nothing(world, document):
     world.spread = True
     tracked = world.request(document[0] + world.new_tokens(3))

@@ -60,6 +60,8 @@ class Managed:
             observability_config=ObservabilityConfig(),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+            num_speculative_tokens=0,
+            num_lookahead_tokens=0,
         )
         given = SegReuseConfig(**(segreuse or {}))
         group = segment_group(self.manager.kv_cache_config)

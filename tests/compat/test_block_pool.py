@@ -259,11 +259,11 @@ def test_a_block_is_fresh_until_its_step_is_over(managed: Managed) -> None:
     again = managed.request([*DOCUMENT, 7])
     hit = len(DOCUMENT)
     assert managed.pool.resident_blocks(again, 0, 4).tolist() == [-1] * 4
-    assert managed.pool.prefix_state(again, hit, 0).fresh
-    assert not managed.pool.prefix_state(again, 0, 0).fresh
+    assert managed.pool.prefix_state(again, hit, hit + 2, 0).fresh
+    assert not managed.pool.prefix_state(again, 0, hit + 2, 0).fresh
     managed.side.take_plans()
     assert managed.pool.resident_blocks(again, 1, 4).tolist() == blocks[1:]
-    assert not managed.pool.prefix_state(again, hit, 0).fresh
+    assert not managed.pool.prefix_state(again, hit, hit + 2, 0).fresh
 
 
 def test_a_block_of_a_request_without_keys_is_fresh_too(managed: Managed) -> None:
@@ -271,9 +271,10 @@ def test_a_block_of_a_request_without_keys_is_fresh_too(managed: Managed) -> Non
     request = managed.request(DOCUMENT, options=None)
     managed.named(request)
     again = managed.request([*DOCUMENT, 7])
-    assert managed.pool.prefix_state(again, len(DOCUMENT), 0).fresh
+    hit = len(DOCUMENT)
+    assert managed.pool.prefix_state(again, hit, hit + 2, 0).fresh
     managed.side.take_plans()
-    assert not managed.pool.prefix_state(again, len(DOCUMENT), 0).fresh
+    assert not managed.pool.prefix_state(again, hit, hit + 2, 0).fresh
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -294,16 +295,16 @@ def test_a_block_freed_before_it_was_computed_loses_its_name_unless_others_hold_
 
 
 def test_what_a_request_takes_of_the_free_blocks(managed: Managed) -> None:
-    """Those behind its hit, one token more than it has, and those of the hit that nobody holds."""
-    blocks = managed.computed(DOCUMENT)
+    """Those behind its hit, for all of its slots, and those of the hit that nobody holds."""
+    blocks, hit = managed.computed(DOCUMENT), len(DOCUMENT)
     request = managed.request([*DOCUMENT, *range(3)])
-    assert managed.pool.prefix_state(request, 0, 0).blocks_needed == 5
-    assert managed.pool.prefix_state(request, 4 * SIZE, 0).blocks_needed == 1 + 4
-    assert managed.pool.prefix_state(request, 4 * SIZE, 3).blocks_needed == 1 + 4 + 3
+    state = managed.pool.prefix_state
+    assert state(request, 0, hit + 4, 0).blocks_needed == 5
+    assert state(request, hit, hit + 4, 0).blocks_needed == 1 + 4
+    assert state(request, hit, hit + 4, 3).blocks_needed == 1 + 4 + 3
+    assert state(request, hit, hit + 5, 0).blocks_needed == 2 + 4
     managed.pool.touch(blocks[:3])
-    assert managed.pool.prefix_state(request, 4 * SIZE, 0).blocks_needed == 1 + 1
-    longer = managed.request([*DOCUMENT, *range(4)])
-    assert managed.pool.prefix_state(longer, 4 * SIZE, 0).blocks_needed == 2 + 1
+    assert state(request, hit, hit + 4, 0).blocks_needed == 1 + 1
 
 
 def test_pinned_blocks_are_held_once_more(managed: Managed) -> None:

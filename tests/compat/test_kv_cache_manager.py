@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.compat.managed import LIMIT, SIZE, Managed, manager_of
+from tests.compat.managed import LIMIT, SIZE, Managed, manager_of, plan_of
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.compat.kv_cache_manager import is_anybody_admitted
 
@@ -179,3 +179,20 @@ def test_installing_twice_wraps_once() -> None:
     once = KVCacheManager.allocate_slots
     kv_cache_manager.install()
     assert KVCacheManager.allocate_slots is once
+
+
+@pytest.mark.parametrize("state", ["alone", "others run", "without a plan", "closed"])
+def test_who_alone_misses_room_does_without_its_plan(state: str) -> None:
+    managed = Managed()
+    others = managed.request([*range(2 * SIZE)], options=None)
+    if state == "others run":
+        assert managed.manager.allocate_slots(others, 2 * SIZE) is not None
+    managed.hold_all_but(1)  # as donors do
+    request = managed.request([*range(100, 100 + 2 * SIZE)])
+    tracked = managed.tracked(request)
+    tracked.plan = None if state == "without a plan" else plan_of(request, 0)
+    if state == "closed":
+        managed.side._planner._budget.close()
+    given = managed.manager.allocate_slots(request, 1, num_external_computed_tokens=2 * SIZE - 1)
+    assert given is None
+    assert tracked.misses_room is (state == "alone")

@@ -17,12 +17,13 @@ from vllm_segreuse.compat import async_llm, input_processor
 from vllm_segreuse.config import FREEZE, RequestError
 from vllm_segreuse.documents.anchors import AnchorNames, Anchors
 from vllm_segreuse.documents.layout import Layout, Names, blocks_needed
+from vllm_segreuse.kv_slots import KvSlots
 from vllm_segreuse.serve.documents import PromptRules, check_body, expected
 
 NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>")
 LAYOUT = Layout(100, 101, ((110,), (120,)))
 PROMPT = [1, 100, 5, 6, 101, 110, 100, 7, 101, 120, 2]
-RULES = PromptRules(LAYOUT, block_size=4, max_model_len=32, num_blocks=10)
+RULES = PromptRules(LAYOUT, block_size=4, slots=KvSlots(1, 32), num_blocks=10)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_a_model_with_anchors_reads_documents_of_knowledge_bases_only(document: 
     assert expected.get() == 1
 
 
-ANCHORED = PromptRules(replace(LAYOUT, anchors=Anchors(8, (130, 131))), 4, 64, 20)
+ANCHORED = PromptRules(replace(LAYOUT, anchors=Anchors(8, (130, 131))), 4, KvSlots(1, 64), 20)
 TWO = [1, 100, 130, 131, 101, 110, 100, 130, 101, 120, 2]
 OF_BOTH = {"extra_keys": ["key"], "segreuse_documents": ["a", "b"]}
 
@@ -144,6 +145,13 @@ def test_prompts_that_can(prompt: list[int]) -> None:
     RULES.check(prompt, SamplingParams())
 
 
+def test_drafts_take_blocks_too() -> None:
+    tokens = [1, 100, *[5] * 13, 101, 110, 2]
+    RULES.check(tokens, SamplingParams())
+    with pytest.raises(RequestError, match="take 10 KV blocks"):
+        replace(RULES, slots=KvSlots(3, 32)).check(tokens, SamplingParams())
+
+
 def test_text_without_documents_may_ask_for_anything() -> None:
     RULES.check([1, 2], SamplingParams(prompt_logprobs=1), is_unusual=True)
 
@@ -173,17 +181,17 @@ def test_the_template_must_have_put_in_all(count: int) -> None:
 
 
 def test_where_engines_share_the_number_of_blocks_none_is_known() -> None:
-    rules = PromptRules(LAYOUT, 4, 64, 0)
+    rules = PromptRules(LAYOUT, 4, KvSlots(1, 64), 0)
     rules.check([1, 100, *[5] * 40, 101, 110, 2], SamplingParams())
 
 
 def test_equal_documents_and_one_at_the_start_take_blocks_once() -> None:
     tokens = [100, 5, 101, 110, 100, 5, 101, 120, 1]
     spans = LAYOUT.spans(tokens)
-    assert blocks_needed(tokens, spans, 2) == 5 + 1
-    assert blocks_needed(tokens, spans, 3) == 4
-    assert blocks_needed([1, *tokens], LAYOUT.spans([1, *tokens]), 2) == 6 + 2
-    assert blocks_needed(tokens, spans, 2, num_tokens=20) == 11 + 1
+    assert blocks_needed(tokens, spans, 2, 10) == 5 + 1
+    assert blocks_needed(tokens, spans, 3, 10) == 4
+    assert blocks_needed([1, *tokens], LAYOUT.spans([1, *tokens]), 2, 11) == 6 + 2
+    assert blocks_needed(tokens, spans, 2, 21) == 11 + 1
 
 
 class Processor:

@@ -222,6 +222,9 @@ class Planner:
             return 0
         if self._budget.is_spent:
             return self._close()
+        if tracked.misses_room:
+            tracked.misses_room, tracked.reason = False, "no_free_blocks"
+            return 0
         found = self._search(tracked, start, stop)
         if found is None:
             return 0

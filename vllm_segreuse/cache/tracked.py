@@ -115,6 +115,7 @@ class TrackedRequest:
             computed of it.
         unchecked: of a request that waits for its plan, the plans that have left, and that the
             workers have not reported on yet; the oldest first.
+        misses_room: its plan was not allocated, and nobody but itself held blocks.
         start: tokens of vLLM's own prefix hit at the last decision.
         reason: why it was not planned then.
         num_segments: segments that were found then.
@@ -151,6 +152,7 @@ class TrackedRequest:
     other_adapters: Sequence[bytes] = ()
     awaited: ReusePlan | None = None
     unchecked: deque[ReusePlan] = field(default_factory=deque)
+    misses_room: bool = False
     start: int = 0
     reason: str | None = None
     num_segments: int = 0

@@ -149,6 +149,13 @@ class SegmentBlockPool(BlockPool):
         tracked = self._requests.get(request_id)
         return TO_THE_END if tracked is None else tracked.exact_stop
 
+    def misses_room(self, request_id: str) -> None:
+        """A request was not allocated although no other holds blocks. If its plan pins donors, it
+        would wait for these for ever: it is admitted without a plan next."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None and tracked.plan is not None:
+            tracked.misses_room = True
+
     def is_exact(self, block_id: int) -> bool:
         """Whether a block has an exact name."""
         named = self.name_of(block_id)
@@ -159,8 +166,16 @@ class SegmentBlockPool(BlockPool):
         name = self.blocks[block_id].block_hash
         return None if name is None else (name, not get_block_hash(name).startswith(_OWN_NAME))
 
-    def prefix_state(self, request: Request, num_hit_tokens: int, watermark: int) -> PrefixState:
-        """What running `request` behind its prefix hit takes; see `PrefixState`."""
+    def prefix_state(
+        self, request: Request, num_hit_tokens: int, num_slots: int, watermark: int
+    ) -> PrefixState:
+        """What running `request` behind its prefix hit takes; see `PrefixState`.
+
+        Args:
+            num_hit_tokens: of the prefix hit.
+            num_slots: that vLLM takes for all of the request (`KvSlots`).
+            watermark: blocks that vLLM keeps free.
+        """
         size = self.group.block_size
         hit = num_hit_tokens // size
         fresh, idle = False, 0
@@ -169,7 +184,7 @@ class SegmentBlockPool(BlockPool):
             if cached is not None:
                 fresh |= cached.block_id in self._fresh
                 idle += cached.ref_cnt == 0
-        missing = -(-(request.num_tokens + 1) // size) - hit
+        missing = -(-num_slots // size) - hit
         return PrefixState(fresh, missing + idle + watermark)
 
     def resident_blocks(self, request: Request, first: int, last: int) -> IntArray:

@@ -47,6 +47,8 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
             if not pool.make_room(needed - pool.num_free_blocks()):
                 break
             allocated = original(self, request, num_new_tokens, *args, **kwargs)
+        if allocated is None and not pool.is_closed and not is_anybody_admitted(self):
+            pool.misses_room(request.request_id)
         return allocated
 
     # Called for each running request in every step, with these arguments alone; `*args, **kwargs`

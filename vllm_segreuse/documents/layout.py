@@ -38,16 +38,16 @@ class Span(NamedTuple):
 
 
 def blocks_needed(
-    tokens: Sequence[int], spans: Iterable[Span], block_size: int, num_tokens: int = 0
+    tokens: Sequence[int], spans: Iterable[Span], block_size: int, num_slots: int
 ) -> int:
     """KV blocks that a prompt and its documents take at a time; equal documents are one.
 
     Args:
         tokens: of the prompt.
         spans: of its documents.
-        num_tokens: of the prompt, with what follows it; 0: nothing does.
+        num_slots: that vLLM takes for the prompt, with what follows it (`KvSlots`).
     """
-    blocks = -(-(max(num_tokens, len(tokens)) + 1) // block_size)
+    blocks = -(-num_slots // block_size)
     documents = {tuple(tokens[start:stop]): start for start, stop in reversed([*spans])}
     for document, start in documents.items():
         # A document at the start is its own prefix, but for a block that is not full.

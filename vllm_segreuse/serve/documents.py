@@ -23,6 +23,7 @@ from vllm_segreuse.documents.layout import (
     blocks_needed,
 )
 from vllm_segreuse.documents.model import layout_of
+from vllm_segreuse.kv_slots import KvSlots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,13 +97,13 @@ class PromptRules:
     Attributes:
         layout: of the model's prompts.
         block_size: tokens per KV block.
-        max_model_len: longest prompt with its answer.
+        slots: of the KV cache that vLLM takes for a prompt.
         num_blocks: KV blocks of an engine; 0: not known here.
     """
 
     layout: Layout
     block_size: int
-    max_model_len: int
+    slots: KvSlots
     num_blocks: int
 
     @classmethod
@@ -115,7 +116,7 @@ class PromptRules:
         engines = vllm_config.parallel_config.data_parallel_size
         # vLLM adds up the blocks of several engines.
         blocks = cache.num_gpu_blocks if engines == 1 else 0
-        return cls(layout, cache.block_size, vllm_config.model_config.max_model_len, blocks or 0)
+        return cls(layout, cache.block_size, KvSlots.of(vllm_config), blocks or 0)
 
     def check(
         self,
@@ -177,13 +178,13 @@ class PromptRules:
         size = self.block_size
         longest = max(stop - start for start, stop in spans)
         alone = -(-longest // size) * size + 2  # padded, the token behind, and one of output
-        if alone > self.max_model_len:
+        if alone > self.slots.max_tokens:
             raise RequestError(
                 DOCUMENTS,
                 f"{DOCUMENTS}: one of {longest} tokens takes {alone} where it is computed alone, "
-                f"and the model {self.max_model_len} at most: shorten it",
+                f"and the model {self.slots.max_tokens} at most: shorten it",
             )
-        needed = blocks_needed(tokens, spans, size)
+        needed = blocks_needed(tokens, spans, size, self.slots.needed(len(tokens)))
         if self.num_blocks and needed > self.num_blocks - 1:  # vLLM keeps one for itself
             raise RequestError(
                 DOCUMENTS,
