@@ -112,6 +112,13 @@ def test_over_the_limit_nothing_of_the_document_stays(pool: FrozenPool) -> None:
     assert pool.num_frozen == 1
 
 
+def test_parts_of_a_document_that_was_evicted_meanwhile_are_not_frozen(pool: FrozenPool) -> None:
+    pool.add(order("doc", 0, 2), part(1, 2))
+    pool.make_free(1)
+    assert not pool.add(order("doc", 1, 2), part(3))
+    assert pool.num_frozen == 0
+
+
 def test_the_limit_may_be_reached_and_never_exceeds_the_pool() -> None:
     pool = make(limit=3)
     assert pool.add(order("three"), part(1, 2, 3))

@@ -217,6 +217,40 @@ def test_deleted_and_added_again_between_two_of_its_parts_it_is_warm() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("keep", [None, 1.0])
+@pytest.mark.parametrize("times", [1, 2])
+def test_26_evicted_between_two_of_its_parts_it_is_computed_once_more(
+    times: int, keep: float | None
+) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        finish, evicted = engine.freezing.finish, 0
+
+        def finish_and_evict(tracked: Any, block_ids: list[int]) -> bool:
+            nonlocal evicted
+            frozen = finish(tracked, block_ids)
+            if tracked.freeze.part == 0 and evicted < times:
+                evicted += 1
+                engine.pool.make_free(1)
+            return frozen
+
+        engine.freezing.finish = finish_and_evict  # type: ignore[method-assign]
+        body = {"documents": [{"id": "doc", "token_ids": [*range(45)], "keep": keep}], "wait": True}
+        (document,) = await service.add("base", AddDocuments.model_validate(body))
+        if times == 1:
+            assert document.status == "warm"
+        else:
+            assert document.status == "failed"
+            assert "warm it again" in (document.error or "")
+            assert engine.pool.num_frozen == 0
+            (document,) = await service.warm("base", WarmDocuments(wait=True))
+            assert document.status == "warm"
+        if keep is not None:
+            (named,) = await service.named(["base/doc"], ["base"])
+            assert named.tokens.tolist() == [*range(45)], "what was chosen is known"
+
+    run(test)
+
+
 def test_26_cold_after_a_reset_until_warmed() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         await service.add("base", documents(a=[*range(9)], b=[*range(5)]))

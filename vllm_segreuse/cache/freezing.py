@@ -95,9 +95,7 @@ class Freezing(BlockListener):
         if self._tier is None or is_compressed:  # the tier finds records by their text
             return self.entries.add(order, part)
         self._tier.keep(order.entry, order.part, order.parts, part.block_ids)
-        if order.part == 0 or order.entry in self.entries:
-            # Of an entry that did not fit, or was evicted, no later part is frozen either.
-            self.entries.add(order, part)
+        self.entries.add(order, part)
         return True
 
     def part(self, prompt: Prompt, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:

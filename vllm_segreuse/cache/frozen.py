@@ -160,10 +160,6 @@ class FrozenPool:
         """Blocks that nobody holds."""
         return self._blocks.num_free_blocks()
 
-    def __contains__(self, entry: str) -> bool:
-        """Whether any part of an entry is frozen."""
-        return entry in self._entries
-
     def is_sole_holder(self) -> bool:
         """Whether nobody else holds a block."""
         return self.num_free + self.num_reclaimable() == self.num_blocks
@@ -172,8 +168,8 @@ class FrozenPool:
         """Freeze a part of an entry. Doing so twice changes nothing.
 
         Returns:
-            False if the pool would exceed its limit. The whole entry is given up then: nothing of
-            it stays frozen.
+            False if the pool would exceed its limit, or has evicted or released the parts before
+            this one. Nothing of the entry stays frozen then.
 
         Raises:
             ValueError: the part holds no block, or its entry has other parts.
@@ -186,6 +182,8 @@ class FrozenPool:
                 f"entry {order.entry} has {len(entry.parts)} parts, not {order.parts}: "
                 "release it first"
             )
+        if entry is None and order.part:
+            return False
         if entry is not None and entry.parts[order.part] is not None:
             return True
         new = [block for block in set(part.block_ids) if block not in self._of_block]

@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.segreuse")
 
 AT_ONCE = 4
 _LOOK_AGAIN_S = 0.02
+_ATTEMPTS = 2
+"""An entry may be evicted between two of its parts."""
 
 
 class Urgency(enum.IntEnum):
@@ -177,12 +179,30 @@ class Warming:
             if self._is_wanted(entry):
                 self._errors[entry] = UNREADABLE
             return
-        kept: list[Tokens] = []
+        for _ in range(_ATTEMPTS):
+            kept: list[Tokens] = []
+            num_frozen = await self._parts(entry, work, kept)
+            if not self._is_wanted(entry):
+                return
+            if num_frozen == len(work.prompts):
+                if work.compression is not None:
+                    await self._chosen(entry, joined(work, kept))
+                return
+            if num_frozen == 0:  # it was refused, not evicted
+                break
+        self._errors[entry] = (
+            "the frozen pool had no room for it, or the server's log has another reason: "
+            "warm it again later"
+        )
+
+    async def _parts(self, entry: str, work: Work, kept: list[Tokens]) -> int:
+        """Compute and freeze parts of an entry, in order, as long as they can be and are wanted;
+        how many."""
         for part in range(len(work.prompts)):
             while self._computing and self._engine.num_others(self._computing):
                 await asyncio.sleep(_LOOK_AGAIN_S)
             if not self._is_wanted(entry):
-                return
+                return part
             order = FreezeOrder(entry, part, len(work.prompts), work.num_context)
             self._computing += 1
             try:
@@ -190,13 +210,8 @@ class Warming:
             finally:
                 self._computing -= 1
             if not frozen:
-                self._errors[entry] = (
-                    "the frozen pool had no room for it, or the server's log has another reason: "
-                    "warm it again later"
-                )
-                return
-        if work.compression is not None:
-            await self._chosen(entry, joined(work, kept))
+                return part
+        return len(work.prompts)
 
     async def _part(self, work: Work, order: FreezeOrder, kept: list[Tokens]) -> bool:
         """Compute and freeze a part; of a compressed one, note in `kept` what was chosen."""
