@@ -74,3 +74,23 @@ def test_a_request_has_a_bounded_number_of_distinct_documents() -> None:
             AddDocuments(documents=wrong)
     with pytest.raises(ValidationError):
         WarmDocuments(ids=["x"] * 1001)
+
+
+UNKNOWN = {f"more{n}": 1 for n in range(100)}
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "where"),
+    [
+        (NewDocument, {"id": "d", "token_ids": [1, *[-1] * 100]}, ("token_ids", 1)),
+        (NewDocument, document() | UNKNOWN, ("more0",)),
+        (AddDocuments, {"documents": [document(), *[{}] * 100]}, ("documents", 1, "id")),
+        (WarmDocuments, {"ids": ["d", *[""] * 100]}, ("ids", 1)),
+        (CreateBase, {"name": "a"} | UNKNOWN, ("more0",)),
+    ],
+)
+def test_32_of_many_mistakes_the_first_is_listed(model: Any, body: Any, where: Any) -> None:
+    """A list of millions of them would take gigabytes."""
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    assert [error["loc"] for error in refused.value.errors()] == [where]

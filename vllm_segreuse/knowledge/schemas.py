@@ -2,7 +2,8 @@
 """What the routes of knowledge bases take and answer, for server and clients alike.
 
 Neither vLLM nor FastAPI is imported. A body that does not fit raises pydantic's `ValidationError`;
-the server answers it with HTTP 400 and an `ErrorAnswer`.
+the server answers it with HTTP 400 and an `ErrorAnswer`. Of the elements of a list, and of unknown
+fields, the error has the first that is wrong: a list of millions of them takes gigabytes.
 """
 
 from __future__ import annotations
@@ -99,6 +100,15 @@ Keep = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields
+        first = next((name for name in value if name not in known), None)
+        return {name: value[name] for name in value if name in known or name == first}
+
 
 class CreateBase(_Request):
     """Body of `POST /knowledge-bases`."""
@@ -119,7 +129,7 @@ class NewDocument(_Request):
 
     id: DocumentId
     text: Text | None = None
-    token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
     metadata: Metadata = {}
     keep: Keep | None = None
     """Share of its tokens whose KV is kept; requests then have to name it. None: all of it is
@@ -139,7 +149,9 @@ class NewDocument(_Request):
 class AddDocuments(_Request):
     """Body of `POST /knowledge-bases/{name}/documents`."""
 
-    documents: Annotated[list[NewDocument], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    documents: Annotated[
+        list[NewDocument], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)
+    ]
     wait: bool = False
     """Answer when all of them are warm or have failed (200), not when they are stored (202)."""
 
@@ -156,7 +168,7 @@ class AddDocuments(_Request):
 class WarmDocuments(_Request):
     """Body of `POST /knowledge-bases/{name}/warm`."""
 
-    ids: Annotated[list[DocumentId], Field(max_length=MAX_DOCUMENTS)] | None = None
+    ids: Annotated[list[DocumentId], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     """None: all documents of the base."""
     wait: bool = False
 
