@@ -4,6 +4,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from vllm_segreuse.documents.layout import Layout, Names
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.engine import Answer
-from vllm_segreuse.knowledge.errors import ConflictError, InvalidError
+from vllm_segreuse.knowledge.errors import ConflictError, InvalidError, NoRoomError
 from vllm_segreuse.knowledge.isolated import IsolatedDocuments
 from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase
 from vllm_segreuse.knowledge.service import KnowledgeService
@@ -36,11 +37,12 @@ class Engine(FakeEngine):
     Attributes:
         prompts: of all requests.
         refuses: so many of the next requests are not frozen.
-        warm_while: entries that were warm while each prompt was computed.
+        most_frozen: blocks, at any time.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limit: int = 40) -> None:
+        super().__init__(limit)
+        self.most_frozen = 0
         self.prompts: list[list[int]] = []
         self.refuses = 0
 
@@ -60,16 +62,19 @@ class Engine(FakeEngine):
         if self.refuses:
             self.refuses -= 1
             return [Answer({"frozen": False})]
-        kept = tokens[freeze.first_token : freeze.first_token + order.kept]
-        what = np.array(kept, np.int32)
-        part = FrozenPart(namespace, [next(self._next_block)], None, what, freeze.first_token)
-        return [Answer({"frozen": self.pool.add(freeze, part)})]
+        first, stop = freeze.first_token, freeze.first_token + order.kept
+        what = np.array(tokens[first:stop], np.int32)
+        places = range(first // BLOCK_SIZE, -(-stop // BLOCK_SIZE))
+        part = FrozenPart(namespace, [next(self._next_block) for _ in places], None, what, first)
+        answer = Answer({"frozen": self.pool.add(freeze, part)})
+        self.most_frozen = max(self.most_frozen, self.pool.num_frozen)
+        return [answer]
 
 
 @asynccontextmanager
-async def serving(engine: Engine) -> AsyncIterator[KnowledgeService]:
+async def serving(engine: Engine, path: str | Path = IN_MEMORY) -> AsyncIterator[KnowledgeService]:
     isolated = IsolatedDocuments(NAMES, LAYOUT, engine.encode)
-    service = KnowledgeService(engine, Store(IN_MEMORY, "model"), SHAPE, 0.01, isolated)
+    service = KnowledgeService(engine, Store(str(path), "model"), SHAPE, 0.01, isolated)
     await service.start()
     try:
         await service.create_base(CreateBase(name="kb", extra_key="key"))
@@ -100,7 +105,7 @@ def test_each_chunk_stands_behind_the_anchors_of_those_before_it() -> None:
         [901, 905, 906, 905, 906, 18, 905],
         [901, 905, 906, 905, 906, 905, 902],
     ]
-    assert (document.status, document.tokens, document.blocks) == ("warm", 11, 1)
+    assert (document.status, document.tokens, document.blocks) == ("warm", 11, 2)
     assert named.tokens.tolist() == [905, 906, 905, 906, 905]
     assert [*warm] == [named.entry], "what was kept of the chunks is not"
     (part,) = engine.pool.compressed(named.entry, 0) or []
@@ -150,3 +155,46 @@ def test_a_document_whose_prompts_would_be_too_long_is_refused() -> None:
     assert max(map(len, engine.prompts)) <= 16
     with pytest.raises(InvalidError, match=r"23 tokens and its anchors take 17 .* 16 at most"):
         added(Engine(), [10] * 21)
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 9, 20])
+def test_24_what_is_taken_can_be_computed(size: int) -> None:
+    warm, meanwhile = SHAPE.num_blocks(0, size + 2), SHAPE.num_blocks_meanwhile(size + 2)
+    engine = Engine(warm + meanwhile)
+    assert added(engine, [10] * size)[0].status == "warm"
+    assert engine.most_frozen == warm + meanwhile
+    with pytest.raises(NoRoomError, match=f"need {warm} KV blocks, and {meanwhile} more while"):
+        added(Engine(warm + meanwhile - 1), [10] * size)
+
+
+def test_24_the_largest_documents_can_be_computed_at_once() -> None:
+    sizes = (20, 9, 20, 1, 20, 20, 5)
+    warm = sum(SHAPE.num_blocks(0, size + 2) for size in sizes)
+    limit = warm + 4 * SHAPE.num_blocks_meanwhile(22)
+
+    async def run(engine: Engine) -> None:
+        documents = [{"id": str(i), "token_ids": [10 + i] * n} for i, n in enumerate(sizes)]
+        async with serving(engine) as service:
+            body = AddDocuments.model_validate({"documents": documents, "wait": True})
+            assert {d.status for d in await service.add("kb", body)} == {"warm"}
+
+    asyncio.run(run(Engine(limit)))
+    with pytest.raises(NoRoomError, match=f"need {warm} KV blocks"):
+        asyncio.run(run(Engine(limit - 1)))
+
+
+def test_24_with_less_memory_than_before_what_cannot_be_computed_stays_cold(tmp_path: Path) -> None:
+    size = 20
+    needed = SHAPE.num_blocks(0, size + 2) + SHAPE.num_blocks_meanwhile(size + 2)
+
+    async def run(engine: Engine, add: bool) -> list[str]:
+        async with serving(engine, tmp_path / "manifest") as service:
+            if add:
+                body = {"documents": [{"id": "a", "token_ids": [10] * size}], "wait": True}
+                await service.add("kb", AddDocuments.model_validate(body))
+            await service.finish()
+            return [document.status for document in (await service.documents("kb", None, 9)).data]
+
+    assert asyncio.run(run(Engine(needed), True)) == ["warm"]
+    assert asyncio.run(run(Engine(needed), False)) == ["warm"]
+    assert asyncio.run(run(Engine(needed - 1), False)) == ["cold"]

@@ -163,12 +163,17 @@ def test_room_is_counted_as_it_will_be(catalogue: Catalogue) -> None:
     base = catalogue.bases["base"]
     now = catalogue.num_blocks()
     own = SHAPE.num_blocks(1, 15)
-    assert catalogue.num_blocks_with(base, [kept(record("e", "three", 15))]) == now + own
-    assert catalogue.num_blocks_with(base, [kept(record("e", "one"))]) == now, "shared"
-    replacing = catalogue.num_blocks_with(base, [kept(record("c", "three", 15))])
-    assert replacing == now + own - SHAPE.num_blocks(1, 30)
+
+    def counted(*about: Any) -> int:
+        warm, meanwhile = catalogue.num_blocks_with(base, [kept(record(*about))], 4)
+        assert meanwhile == 0, "documents are computed where they stay"
+        return warm
+
+    assert counted("e", "three", 15) == now + own
+    assert counted("e", "one") == now, "shared"
+    assert counted("c", "three", 15) == now + own - SHAPE.num_blocks(1, 30)
     # `b` still has the entry that `a` leaves.
-    assert catalogue.num_blocks_with(base, [kept(record("a", "three", 15))]) == now + own
+    assert counted("a", "three", 15) == now + own
     assert catalogue.num_blocks() == now, "only counted"
 
 

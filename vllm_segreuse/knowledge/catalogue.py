@@ -7,6 +7,7 @@ it is entries that are computed, frozen and counted. Nothing here waits, asks or
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,10 +90,13 @@ class Entry:
     """What equal documents of one namespace share.
 
     Attributes:
+        num_blocks: blocks that it takes when it is warm.
+        num_meanwhile: blocks that it takes besides until it is warm.
         owners: (base, id) of these documents.
     """
 
     num_blocks: int
+    num_meanwhile: int
     owners: set[tuple[str, str]] = field(default_factory=set)
     hits: int = 0
     last_used: float | None = None
@@ -163,7 +167,7 @@ class Catalogue:
             return
         entry = self.entries.get(document.entry)
         if entry is None:
-            entry = self.entries[document.entry] = Entry(self._num_blocks(document))
+            entry = self.entries[document.entry] = Entry(*self._num_blocks(document))
             if before is not None and before.text == document.text:
                 entry.continue_counts_of(self.entries.get(before.entry))
         entry.owners.add((base.record.name, document.id))
@@ -188,9 +192,15 @@ class Catalogue:
         """Blocks that all documents take together when all are warm."""
         return sum(entry.num_blocks for entry in self.entries.values())
 
-    def num_blocks_with(self, base: CatalogueBase, documents: Sequence[CatalogueDocument]) -> int:
-        """The same, once these documents are in the base."""
-        blocks = {name: entry.num_blocks for name, entry in self.entries.items()}
+    def num_blocks_meanwhile(self, at_once: int) -> int:
+        """Blocks that all documents take besides, at most, while so many are computed at once."""
+        return _meanwhile((entry.num_meanwhile for entry in self.entries.values()), at_once)
+
+    def num_blocks_with(
+        self, base: CatalogueBase, documents: Sequence[CatalogueDocument], at_once: int
+    ) -> tuple[int, int]:
+        """`num_blocks` and `num_blocks_meanwhile`, once these documents are in the base."""
+        blocks = {n: (entry.num_blocks, entry.num_meanwhile) for n, entry in self.entries.items()}
         leaving: dict[str, set[tuple[str, str]]] = {}
         for document in documents:
             before = base.documents.get(document.id)
@@ -202,7 +212,8 @@ class Catalogue:
         for document in documents:
             if document.fault is None:
                 blocks[document.entry] = self._num_blocks(document)
-        return sum(blocks.values())
+        warm = sum(num_blocks for num_blocks, _ in blocks.values())
+        return warm, _meanwhile((more for _, more in blocks.values()), at_once)
 
     def most_used_first(self) -> list[str]:
         """All entries, by hits, then by last use."""
@@ -221,9 +232,14 @@ class Catalogue:
             self.entries[name].hits += hits
         return known
 
-    def _num_blocks(self, document: CatalogueDocument) -> int:
+    def _num_blocks(self, document: CatalogueDocument) -> tuple[int, int]:
         context, tokens = document.num_context, document.num_tokens
-        return num_blocks(self._shape, document.compression, context, tokens)
+        warm = num_blocks(self._shape, document.compression, context, tokens)
+        return warm, self._shape.num_blocks_meanwhile(tokens)
+
+
+def _meanwhile(blocks: Iterable[int], at_once: int) -> int:
+    return sum(heapq.nlargest(at_once, blocks))
 
 
 def place(documents: dict[str, CatalogueDocument], document: CatalogueDocument) -> None:

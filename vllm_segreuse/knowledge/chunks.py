@@ -94,6 +94,18 @@ class Shape(NamedTuple):
             larger * (-(-(num_context + small + 1) // self.block_size) - first)
         )
 
+    def num_blocks_meanwhile(self, num_tokens: int) -> int:
+        """Blocks that a document takes beside those of `num_blocks`, until it is warm: what is kept
+        of each chunk (`anchoring.py`)."""
+        if self.anchors is None:
+            return 0
+        blocks, so_far = 0, 0
+        for chunk, behind in self.anchors.chunks(range(num_tokens - 2)):
+            first = 1 + so_far + len(chunk)
+            so_far += len(behind)
+            blocks += -(-(first + len(behind)) // self.block_size) - first // self.block_size
+        return blocks
+
     def prompts(self, context: Tokens, tokens: Tokens) -> list[Tokens]:
         """The prompts, each a whole number of blocks long; chunks differ by one token at most. What
         is not cut has one token more; what anchors stand for is given as it is."""

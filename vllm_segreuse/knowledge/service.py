@@ -51,7 +51,7 @@ from vllm_segreuse.knowledge.naming import NamedDocument
 from vllm_segreuse.knowledge.restoring import restore
 from vllm_segreuse.knowledge.scheduler_state import SchedulerState, Uses
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
-from vllm_segreuse.knowledge.warming import Urgency, Warming
+from vllm_segreuse.knowledge.warming import AT_ONCE, Urgency, Warming
 
 _T = TypeVar("_T")
 
@@ -119,7 +119,7 @@ class KnowledgeService:
         await self._warming.let_go(state["stored"].keys() - self._catalogue.entries.keys())
         if not in_background:
             return
-        room = self._limit
+        room = self._limit - self._catalogue.num_blocks_meanwhile(AT_ONCE)
         for name in self._catalogue.most_used_first():
             room -= self._catalogue.entries[name].num_blocks
             # A smaller cache than before: the rest stays cold.
@@ -506,12 +506,13 @@ class KnowledgeService:
         return replace(record, kept=other.kept) if fits else record
 
     def _check_room(self, base: CatalogueBase, documents: list[CatalogueDocument]) -> None:
-        needed = self._catalogue.num_blocks_with(base, documents)
-        if needed > self._limit:
+        needed, meanwhile = self._catalogue.num_blocks_with(base, documents, AT_ONCE)
+        if needed + meanwhile > self._limit:
+            besides = f", and {meanwhile} more while they are computed" if meanwhile else ""
             raise NoRoomError(
-                f"all documents together would need {needed} KV blocks, and knowledge bases may "
-                f"have {self._limit}: delete some, or raise frozen_share, the KV cache's size or "
-                "the second tier's"
+                f"all documents together would need {needed} KV blocks{besides}, and knowledge "
+                f"bases may have {self._limit}: delete some, or raise frozen_share, the KV cache's "
+                "size or the second tier's"
             )
 
     def _check_memory(self, more_bytes: int) -> None:
