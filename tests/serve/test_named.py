@@ -203,3 +203,9 @@ def test_documents_have_to_stand_in_the_prompt_in_their_order() -> None:
     check_places([9, 1, 2, 9, 3], [one, two])
     with pytest.raises(PlaceError, match=r"'b/y' does not stand"):
         check_places([3, 1, 2], [one, two])
+
+
+@pytest.mark.parametrize("wrong", [-1, 0x110000, 2**31, 2**32, 2**63, 2**70])
+def test_32_token_ids_that_no_model_has_are_a_sentence(wrong: int) -> None:
+    with pytest.raises(PlaceError, match="in the prompt a token id is not in 0 to 1114111"):
+        check_places([9, wrong, 1, 2], [document("b/x", 1, 2)])

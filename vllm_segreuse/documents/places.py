@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -20,6 +21,9 @@ def places(prompt: Sequence[int] | Tokens, documents: Iterable[Tokens]) -> list[
     Args:
         prompt: token ids.
         documents: token ids of each, none of them empty.
+
+    Raises:
+        ValueError: a token id is out of the range of characters, which is larger than vocabularies.
     """
     text, begin = _characters(prompt), 0
     found: list[int | None] = []
@@ -32,4 +36,7 @@ def places(prompt: Sequence[int] | Tokens, documents: Iterable[Tokens]) -> list[
 
 
 def _characters(tokens: Sequence[int] | Tokens) -> str:
-    return np.asarray(tokens, "<u4").tobytes().decode("utf-32-le", "surrogatepass")
+    try:
+        return np.asarray(tokens, "<u4").tobytes().decode("utf-32-le", "surrogatepass")
+    except (OverflowError, UnicodeDecodeError):
+        raise ValueError(f"a token id is not in 0 to {sys.maxunicode}") from None

@@ -58,9 +58,12 @@ def check_places(prompt: Sequence[int], documents: Sequence[NamedDocument]) -> N
     """Each document stands in the prompt, in the order in which the request names them.
 
     Raises:
-        PlaceError: it does not.
+        PlaceError: it does not, or the prompt has token ids that no model has.
     """
-    found = places(prompt, (document.tokens for document in documents))
+    try:
+        found = places(prompt, (document.tokens for document in documents))
+    except ValueError as error:
+        raise PlaceError(f"{DOCUMENTS}: in the prompt {error}") from None
     for document, place in zip(documents, found, strict=True):
         if place is None:
             raise PlaceError(
