@@ -152,6 +152,12 @@ def test_more_than_there_is_room_for_is_refused() -> None:
         assert list(client.documents("py")) == []
 
 
+@pytest.mark.parametrize("around", [" ", "\n", "\r\n"])
+def test_white_space_around_the_token_does_not_count(server: Served, around: str) -> None:
+    with KnowledgeClient(server.url, around + TOKEN + around) as client:
+        assert client.stats().bases == 0
+
+
 def test_a_wrong_token_is_refused(server: Served) -> None:
     with KnowledgeClient(server.url, "wrong") as client, pytest.raises(RefusedError) as refused:
         client.stats()

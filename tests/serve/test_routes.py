@@ -15,8 +15,8 @@ from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, make_app, mount
 
 TOKEN = "tökén"
 MAX_BODY_BYTES = 2000
-STATUS, ENABLE, DISABLE, OBSERVE = (
-    f"/plugins/segreuse/v1/{x}" for x in ("status", "enable", "disable", "observe")
+STATUS, ENABLE, DISABLE, OBSERVE, LOGIN = (
+    f"/plugins/segreuse/v1/{x}" for x in ("status", "enable", "disable", "observe", "ui/login")
 )
 
 
@@ -198,7 +198,25 @@ def test_32_large_body_without_token_is_not_read(client: TestClient) -> None:
     assert client.post(DISABLE, content=b"x" * 10**6).status_code == 401
 
 
-@pytest.mark.parametrize("token", [None, ""])
+@pytest.mark.parametrize("token", [f"{TOKEN} ", f"{TOKEN}\n", f"\t {TOKEN}\r\n"])
+def test_white_space_around_the_token_does_not_count(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    """`VARIABLE="$(cat FILE)"` strips it, `--env-file` and secrets of Kubernetes do not."""
+    monkeypatch.setenv(ADMIN_TOKEN_ENV, token)
+    app = FastAPI()
+    admin = mount(app)
+    assert admin is not None
+    admin.state.engine_client = engine
+    client = TestClient(app)
+    for sent in (TOKEN, token.strip("\r\n")):
+        assert client.get(STATUS, headers=bearer(sent)).status_code == 200
+    for sent in (TOKEN, token):
+        answer = client.post(LOGIN, data={"token": sent}, follow_redirects=False)
+        assert answer.status_code == 303
+
+
+@pytest.mark.parametrize("token", [None, "", " ", "\n"])
 def test_32_no_routes_without_a_configured_token(
     monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:

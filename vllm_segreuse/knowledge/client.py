@@ -12,6 +12,7 @@ there already, adding what has not changed and deleting what is gone all succeed
 whose answer was lost, or that met a server too busy, are sent again.
 """
 
+import string
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
@@ -90,7 +91,7 @@ class KnowledgeClient:
 
     Args:
         url: root of the server; `/v1` at its end does no harm.
-        token: the server's admin token.
+        token: the server's admin token; white space around it does not count.
         timeout_s: for one answer, except where a call waits for documents.
         transport: instead of the network, for tests.
 
@@ -115,7 +116,7 @@ class KnowledgeClient:
             raise ValueError(f"{url!r} is no URL: {error}") from error
         self._http = httpx.Client(
             base_url=self.url + PREFIX,
-            headers=bearer(token),
+            headers=bearer(token.strip(string.whitespace)),
             timeout=self._timeout,
             transport=transport,
         )

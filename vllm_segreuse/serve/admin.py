@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import os
 import re
+import string
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -56,7 +57,7 @@ def mount(app: FastAPI) -> FastAPI | None:
         `service` of knowledge bases, `recent` requests, and vLLM's application as `server`; None
         without a token: then none of its paths exists.
     """
-    token = os.environ.get(ADMIN_TOKEN_ENV, "")
+    token = os.environ.get(ADMIN_TOKEN_ENV, "").strip(string.whitespace)  # as headers' values are
     if not token:
         logger.info("%s is not set: no administrator's routes", ADMIN_TOKEN_ENV)
         return None

@@ -8,6 +8,7 @@ let arrow keys move in a strip.
 from __future__ import annotations
 
 import os
+import string
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -101,7 +102,8 @@ async def static(name: str) -> Response:
 async def login(request: Request) -> Response:
     """A session for whoever brings the token."""
     sessions: Sessions = request.app.state.sessions
-    if not sessions.opens((await _form(request)).get("token", "")):
+    token = (await _form(request)).get("token", "").strip(string.whitespace)
+    if not sessions.opens(token):
         return login_form(_base(request), 403)
     answer = _to(request, "requests")
     _set_cookie(request, answer, sessions.begin(time.time()), LIFETIME_S)
