@@ -4,6 +4,7 @@
 import asyncio
 import json
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -387,5 +388,27 @@ def test_a_document_that_is_being_compressed_cannot_be_named_yet() -> None:
         engine.others = 0
         await service.finish()
         assert await kept(service, "a")
+
+    run(test)
+
+
+def test_a_request_that_names_documents_does_not_wait_for_texts_of_others() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", body(doc=[5, 6, 7]))
+        is_reading, goes_on, waited = threading.Event(), threading.Event(), []
+
+        def encode(text: str) -> list[int]:
+            is_reading.set()
+            waited.append(goes_on.wait(20))
+            return [5]
+
+        engine.encode = encode  # type: ignore[method-assign]
+        more = AddDocuments.model_validate({"documents": [{"id": "more", "text": "long"}]})
+        adding = asyncio.create_task(service.add("base", more))
+        await asyncio.to_thread(is_reading.wait)
+        assert await service.named(["base/doc"], ["base"])
+        goes_on.set()
+        await adding
+        assert waited == [True]
 
     run(test)

@@ -486,7 +486,8 @@ def test_closing_lets_the_manifest_go_whatever_fails(tmp_path: Path, failing: st
             else:
                 Refusing(engine, "frozen", RuntimeError("dead"))
         Store(path, "model").close()
-        assert service._thread._shutdown
+        assert service._sqlite._shutdown
+        assert service._tokenizer._shutdown
 
     asyncio.run(main())
 

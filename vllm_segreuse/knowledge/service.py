@@ -7,7 +7,8 @@
         └──────► store                   the manifest
 
 The scheduler's process is asked each time. Everything runs in one event loop. Changes of the
-manifest take turns; what blocks (SQLite, tokenizers) runs in one thread beside the loop.
+manifest take turns. What blocks runs in two threads beside the loop: SQLite in one, the tokenizer
+in the other, so that requests that name documents do not wait for the texts of uploads.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class KnowledgeService:
         self._changes = Changes(store, shape)
         self._changing: set[tuple[str, str]] = set()
         self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="segreuse-knowledge")
+        self._sqlite = ThreadPoolExecutor(1, thread_name_prefix="segreuse-knowledge")
+        self._tokenizer = ThreadPoolExecutor(1, thread_name_prefix="segreuse-tokenizer")
         self._warming = Warming(engine, self._work_of, self._is_wanted, self._write_kept)
         self._answers = Answers(self._catalogue, self._warming)
         self._scheduler = SchedulerState(
@@ -111,7 +113,7 @@ class KnowledgeService:
             in_background: begin to warm what is in it and not in the second tier, most used first,
                 and go on to ask what was used meanwhile and what should return.
         """
-        await self._in_thread(self._load)
+        await _in_thread(self._sqlite, self._load)
         await self._follow_the_rules()
         state = await self._scheduler.read()
         self._limit = state["limit"]
@@ -134,8 +136,9 @@ class KnowledgeService:
             await self._warming.close()
             await self._scheduler.save_the_last_uses()
         finally:
-            await self._in_thread(self._store.close)
-            self._thread.shutdown()
+            await _in_thread(self._sqlite, self._store.close)
+            self._sqlite.shutdown()
+            self._tokenizer.shutdown()
 
     def _load(self) -> None:
         restore(self._catalogue, self._store.load(), self._shape, self._context)
@@ -172,7 +175,7 @@ class KnowledgeService:
             *(body.name, extra_key, body.preamble, body.metadata, time.time()),
             body.context or ("siblings" if self._isolated is None else "none"),
         )
-        context = await self._in_thread(self._context, record)
+        context = await _in_thread(self._tokenizer, self._context, record)
         self._shape.num_chunks(len(context), 1)
         async with self._turn:
             known = self._catalogue.bases.get(body.name)
@@ -228,7 +231,7 @@ class KnowledgeService:
         if base.record.fault:
             raise ConflictError(base.record.fault)
         with self._claim(name, [d.id for d in body.documents]):
-            records = await self._in_thread(self._tokenise, base, body.documents)
+            records = await _in_thread(self._tokenizer, self._tokenise, base, body.documents)
             async with self._turn:
                 if self._catalogue.bases.get(name) is not base:
                     self._catalogue.base(name)
@@ -551,12 +554,9 @@ class KnowledgeService:
 
     async def _in_store(self, method: Callable[..., _T], *args: Any) -> _T:
         try:
-            return await self._in_thread(method, *args)
+            return await _in_thread(self._sqlite, method, *args)
         except sqlite3.Error as error:
             raise UnavailableError(f"the manifest cannot be read or written: {error}") from error
-
-    async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
 
 async def start_service(
@@ -593,6 +593,10 @@ def service_of(state: Any) -> KnowledgeService:
             "knowledge bases need one API server with all engines: start with --api-server-count 1"
         )
     return service
+
+
+async def _in_thread(thread: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
+    return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
 
 
 def _standing_for(anchors: Anchors, document: Tokens) -> Tokens:
