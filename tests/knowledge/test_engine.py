@@ -6,6 +6,9 @@ from types import SimpleNamespace as Of
 from typing import Any
 
 import pytest
+import tokenizers
+from transformers import TokenizersBackend
+from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
 from vllm_segreuse.config import EXTRA_KEYS, FREEZE
 from vllm_segreuse.knowledge.engine import (
@@ -13,6 +16,7 @@ from vllm_segreuse.knowledge.engine import (
     Tokenizer,
     fingerprint,
     ingesting,
+    unshared,
     was_frozen,
 )
 from vllm_segreuse.knowledge.errors import UnavailableError
@@ -49,6 +53,29 @@ def test_without_a_tokenizer_texts_are_refused_and_nothing_starts_a_sequence() -
     with pytest.raises(UnavailableError, match="send token_ids") as refused:
         tokenizer.encode("a")
     assert refused.value.param == "text"
+
+
+def fast_tokenizer() -> Any:
+    vocab = {"[UNK]": 0, "a": 1, "b": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return get_cached_tokenizer(TokenizersBackend(tokenizer_object=backend))
+
+
+def test_documents_and_requests_do_not_share_how_texts_are_truncated() -> None:
+    shared = fast_tokenizer()
+    client = Client()
+    client.get_tokenizer = lambda: shared  # type: ignore[method-assign]
+    engine = ServedEngine(client)
+    shared._tokenizer.enable_truncation(2)  # a request in another thread
+    assert engine.encode("a b a b") == [1, 2, 1, 2]
+    assert shared._tokenizer.truncation["max_length"] == 2, "the request's is as it was"
+
+
+def test_what_is_safe_to_share_is_not_copied() -> None:
+    pool, words = maybe_make_thread_pool(fast_tokenizer()), Words([], [])
+    assert unshared(pool) is pool
+    assert unshared(words) is words
 
 
 def test_a_fingerprint_differs_by_model_and_tokenizer_and_not_by_place() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,6 +95,21 @@ class Tokenizer:
         return "" if self._tokenizer is None else repr(self.encode(_PROBE))
 
 
+def unshared(tokenizer: Any) -> Any:
+    """vLLM's tokenizer for another thread: a copy, unless it is safe to share.
+
+    Each call of a fast tokenizer sets in the object how texts are truncated. vLLM's renderer for
+    most models (`HfRenderer`) makes a pool of copies; others, such as `cohere`, share one object.
+    """
+    from transformers import TokenizersBackend
+    from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
+
+    is_fast = isinstance(tokenizer, TokenizersBackend)
+    if is_fast and not isinstance(tokenizer, ThreadSafeHFTokenizerMixin):
+        return copy.deepcopy(tokenizer)
+    return tokenizer
+
+
 _PROBE = "The quick brown fox: 0123456789, (naïve) café — 東京, ½ x += 1;\n\tЖ"
 
 
@@ -146,7 +162,7 @@ class ServedEngine(Tokenizer):
     """The engine client of an API server (vLLM's `AsyncLLM`)."""
 
     def __init__(self, client: Any) -> None:
-        super().__init__(client.get_tokenizer() if client.renderer.tokenizer else None)
+        super().__init__(unshared(client.get_tokenizer()) if client.renderer.tokenizer else None)
         self._client = client
         self.vocab_size: int = client.model_config.get_vocab_size()
         policy = client.vllm_config.scheduler_config.policy
