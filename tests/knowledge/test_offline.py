@@ -86,6 +86,14 @@ def test_more_documents_than_a_request_takes_come_in_several(llm: Any) -> None:
     assert [d.id for d in base.documents()] == [str(n) for n in range(8)]
 
 
+def test_a_batch_that_does_not_fit_is_not_added_and_those_before_it_are(llm: Any) -> None:
+    base = KnowledgeBase(llm, "handbook")
+    small = {str(n): [n, 1] for n in range(4)}
+    with pytest.raises(NoRoomError):
+        base.add(small | {"large": [1] * 500})
+    assert {d.id: d.status for d in base.documents()} == dict.fromkeys("012", "warm")
+
+
 def test_what_was_used_is_written_within_each_call(llm: Any) -> None:
     base = KnowledgeBase(llm, "handbook")
     base.add({"a": [1, 2]})

@@ -160,14 +160,16 @@ class KnowledgeBase:
     ) -> list[Document]:
         """Compute documents and keep them in memory; equal ones stay as they are.
 
-        Others of the base are computed again if their context changes.
+        Others of the base are computed again if their context changes. More than 1,000 documents
+        are added in batches of so many, each as a whole or not at all.
 
         Args:
             documents: text or token ids by id.
 
         Raises:
             ValueError: an id, a text or a token is out of range.
-            KnowledgeError: they do not fit into the share of knowledge bases; nothing was added.
+            KnowledgeError: a batch does not fit into the share of knowledge bases; those before it
+                were added.
         """
         if isinstance(documents, Mapping):
             documents = [_document(i, content) for i, content in documents.items()]
