@@ -1412,17 +1412,30 @@ def test_answers_of_a_grammar_are_not_audited() -> None:
     assert world.side.take_audit_orders() is None
 
 
-@pytest.mark.parametrize("how", ["preempted", "called back", "aborted"])
+def test_an_aborted_request_is_compared_by_the_tokens_that_it_had() -> None:
+    """vLLM's API server aborts a request whose answer has come to a stop string."""
+    world = audited()
+    request = answered(world, PROMPT)
+    request.status = RequestStatus.FINISHED_ABORTED
+    report = world.side.finished(request, [])
+    assert report is not None
+    reference = compare(world, 0.5)
+    assert reference is not None
+    orders = world.side.take_audit_orders()
+    assert orders is not None
+    assert orders.compare[reference.request_id].answer == (41, 42)
+    assert outcomes(world) == [["shift", "ours", "compared"]]
+
+
+@pytest.mark.parametrize("how", ["preempted", "called back"])
 def test_what_is_not_what_was_recorded_is_forgotten(how: str) -> None:
     world = audited()
     request = answered(world, PROMPT)
     if how == "preempted":
         request.num_preemptions = 1
         world.run(request)
-    elif how == "called back":
-        world.side.call_back(request)
     else:
-        request.status = RequestStatus.FINISHED_ABORTED
+        world.side.call_back(request)
     world.side.finished(request, [])
     assert outcomes(world) == [["shift", "ours", "ended"]]
     assert world.side.next_reference(0, 0) is None

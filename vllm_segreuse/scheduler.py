@@ -625,7 +625,7 @@ class SchedulerSide:
         is_complete = request.status in _COMPLETED
         if self._isolated is not None:
             self._isolated.ended(request, block_ids if is_complete else [])
-        self._audits.ended(request.request_id, is_complete, request.output_token_ids, report or {})
+        self._audits.ended(request.request_id, request.output_token_ids, report or {})
         return report
 
     def _finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:

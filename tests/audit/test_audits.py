@@ -58,8 +58,8 @@ class World:
         self.audits.admitted(audit)
         return audit
 
-    def end(self, request_id: str, complete: bool = True, answer: Any = (1, 2, 3, 4)) -> None:
-        self.audits.ended(request_id, complete, answer, REPORT)
+    def end(self, request_id: str, answer: Any = (1, 2, 3, 4)) -> None:
+        self.audits.ended(request_id, answer, REPORT)
 
     def due(self, running: int = 0, waiting: int = 0, room: bool = True) -> Any:
         return self.audits.next_reference(running, waiting, lambda tokens: room)
@@ -184,13 +184,11 @@ def test_one_reference_runs_at_a_time(world: World) -> None:
     assert world.due() == "segreuse-audit-2"
 
 
-@pytest.mark.parametrize("how", ["aborted", "without an answer", "computed anew", "reset"])
+@pytest.mark.parametrize("how", ["without an answer", "computed anew", "reset"])
 def test_what_cannot_be_compared_is_forgotten(world: World, how: str) -> None:
     world.admit("r")
     world.audits.take_orders()
-    if how == "aborted":
-        world.end("r", complete=False)
-    elif how == "without an answer":
+    if how == "without an answer":
         world.end("r", answer=())
     elif how == "computed anew":
         world.audits.forget("r")
@@ -210,7 +208,7 @@ def test_a_reset_also_forgets_who_waits_and_names_the_reference_that_runs(world:
         world.end(name)
     reference = world.due()
     assert world.audits.reset() == reference
-    world.end(reference, complete=False)
+    world.end(reference)
     assert world.outcomes == ["ended", "failed"]
     assert world.due() is None
     assert world.audits.status()["under_way"] == 0

@@ -163,13 +163,13 @@ class Audits:
             self._drop(audit, "ended")
 
     @_contained
-    def ended(
-        self, request_id: str, is_complete: bool, answer: Iterable[int], report: Mapping[str, Any]
-    ) -> None:
+    def ended(self, request_id: str, answer: Iterable[int], report: Mapping[str, Any]) -> None:
         """A request has ended, in whatever way.
 
+        One that was aborted is compared, too, by the tokens that it had: behind a stop string it is
+        vLLM's API server that aborts it.
+
         Args:
-            is_complete: whether it has not been aborted.
             answer: its tokens.
             report: as it is sent with the answer.
         """
@@ -182,7 +182,7 @@ class Audits:
             return
         most = self._most_tokens(len(recorded.prompt))
         recorded.answer = tuple(answer)[:most]
-        if not is_complete or not recorded.answer:
+        if not recorded.answer:
             self._drop(recorded, "ended")
             return
         recorded.materialised = {name: report.get(name) for name in MATERIALISED}
