@@ -137,6 +137,15 @@ def targets() -> list[Any]:
     return [target for panel in panels() for target in panel["targets"]]
 
 
+def test_alerts_on_shares_and_quantiles_want_traffic() -> None:
+    """One request of a quiet hour is a share of 100 %."""
+    alerts = {rule["alert"]: rule["expr"] for rule in rules() if "alert" in rule}
+    found = {name: expr for name, expr in alerts.items() if re.search("_share:|:p90_", expr)}
+    assert len(found) >= 4
+    traffic = re.compile(r"(reusing_requests:increase1h|requests:rate1h) > 20|tokens:rate1h > 1\b")
+    assert all(traffic.search(expr) for expr in found.values()), found
+
+
 def test_alerts_say_what_is_wrong_and_what_to_do() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     assert len(alerts) >= 7
