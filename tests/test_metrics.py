@@ -29,7 +29,8 @@ def filled() -> SegReuseStats:
     stats.note_frozen(0.5)
     stats.note_frozen(0.25)
     stats.note_states(4096)
-    stats.count_repeated(3)
+    for _ in range(3):
+        stats.count_repeated()
     stats.observe_drift(2.5, in_full=False)
     stats.observe_drift(7.0, in_full=True)
     stats.observe_acceptance((0.25, 0.75, float("nan"), float("inf")), rejected=3)
@@ -88,7 +89,7 @@ def test_empty_until_something_is_counted() -> None:
         lambda stats: stats.observe("align", 0.5),
         lambda stats: stats.note_frozen(0.0),
         lambda stats: stats.note_states(0),
-        lambda stats: stats.count_repeated(1),
+        lambda stats: stats.count_repeated(),
         lambda stats: stats.observe_drift(0.0, in_full=False),
         lambda stats: stats.observe_acceptance((0.0,), rejected=0),
         lambda stats: stats.observe_acceptance((float("nan"),), rejected=1),

@@ -132,8 +132,19 @@ def test_what_was_not_finite_is_counted_and_logged(
     backlog.report = report(not_finite=["a", "b"])
     with caplog.at_level(logging.WARNING, logger=module.logger.name):
         side.before_forward(PLANS)
-    assert stats.data["repeated"] == 2
+    assert stats.data["repeated"] == 1, "passes, not requests"
     assert "NaN or infinity; computed in full: ['a', 'b']" in caplog.text
+
+
+def test_of_several_ranks_the_first_counts_what_was_not_finite(backlog: Backlog) -> None:
+    """vLLM adds their statistics up."""
+    backlog.report = report(not_finite=["a"])
+    added = SegReuseStats()
+    for rank in range(4):
+        of_rank = SegReuseStats()
+        worker_side(of_rank, rank).before_forward(PLANS)
+        added.aggregate(of_rank)
+    assert added.data["repeated"] == 1
 
 
 # The second tier.

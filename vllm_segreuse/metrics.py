@@ -127,9 +127,9 @@ class SegReuseStats(KVConnectorStats):
         """Boundary states take so many bytes of a worker's memory."""
         self.data["states"].append(num_bytes)
 
-    def count_repeated(self, n: int) -> None:
-        """Adds passes that were computed again in full, because they met NaN or infinity."""
-        self.data["repeated"] += n
+    def count_repeated(self) -> None:
+        """Adds a pass that met NaN or infinity: requests of it were computed again in full."""
+        self.data["repeated"] += 1
 
     def observe_drift(self, drift: float, in_full: bool) -> None:
         """Adds a request's drift, and whether everything was computed because of it."""
@@ -266,8 +266,8 @@ class SegReusePromMetrics(KVConnectorPromMetrics):
         }
         self._repeated = counter(
             name="vllm:segreuse_not_finite_total",
-            documentation="Passes that met NaN or infinity and were computed again in full; each "
-            "worker counts its own.",
+            documentation="Passes that met NaN or infinity: requests were computed again in "
+            "full. A pass counts once, whatever the number of its requests and workers.",
             labelnames=labelnames,
         )
         self._drift = histogram(

@@ -68,6 +68,7 @@ class WorkerSide:
     ) -> None:
         self._stats = stats
         self._outcomes: dict[str, PlanOutcome] = {}
+        self._is_first = vllm_config.parallel_config.rank == 0
         self._spans = PassSpans(vllm_config.parallel_config.rank)
         self.backlog = _proven_backlog(vllm_config, config, kv_cache_config, stats)
         self.recorder = Recorder()
@@ -161,7 +162,8 @@ class WorkerSide:
         self._stats.observe("sparse_pass", report.sparse_s)
         self._outcomes |= report.outcomes
         if report.not_finite:
-            self._stats.count_repeated(len(report.not_finite))
+            if self._is_first:  # ranks agree on it, and vLLM adds up what they count
+                self._stats.count_repeated()
             logger.warning(
                 "segment reuse met NaN or infinity; computed in full: %s", report.not_finite
             )
