@@ -52,6 +52,26 @@ def test_only_its_owner_may_read_it_also_after_it_was_rotated(tmp_path: Path) ->
     assert all(0 < file.stat().st_size <= 4096 for file in files)
 
 
+def test_a_file_that_others_could_read_is_theirs_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text("{}\n")
+    path.chmod(0o644)
+    log = opened(path, Errors())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    log.write({"a": 1})
+    assert path.read_text() == '{}\n{"a":1}\n'
+
+
+def test_a_file_of_another_user_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.touch()
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match=r"another user \(uid \d+\).*: remove it"):
+        opened(path, Errors())
+
+
 def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     for number in range(2):

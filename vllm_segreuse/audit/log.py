@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Mapping
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -23,7 +24,7 @@ class AuditLog(RotatingFileHandler):
         on_error: called instead of an error when a line could not be written.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or is another user's, who could read it.
     """
 
     def __init__(
@@ -33,10 +34,7 @@ class AuditLog(RotatingFileHandler):
         super().__init__(path, maxBytes=max_bytes, backupCount=files, encoding="utf-8")
 
     def _open(self) -> TextIOWrapper:
-        def private(path: str, flags: int) -> int:
-            return os.open(path, flags, 0o600)
-
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=private)  # type: ignore[return-value]
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_private)  # type: ignore[return-value]
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line."""
@@ -46,6 +44,21 @@ class AuditLog(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """The disk is full, or the folder has gone."""
         self._on_error()
+
+
+def _private(path: str, flags: int) -> int:
+    """Opens a file that nobody else can read; a file that is there already becomes so."""
+    opened = os.open(path, flags, 0o600)
+    found = os.fstat(opened)
+    if stat.S_ISREG(found.st_mode):
+        if found.st_uid != os.geteuid():
+            os.close(opened)
+            raise PermissionError(
+                f"the file belongs to another user (uid {found.st_uid}), who could read it: remove "
+                "it, or name another one"
+            )
+        os.fchmod(opened, 0o600)
+    return opened
 
 
 def path_of(path: str, engine: int) -> Path:
