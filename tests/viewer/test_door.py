@@ -248,9 +248,11 @@ def test_the_audits_curve_is_shown_once_there_is_one(
 ) -> None:
     registry = CollectorRegistry()
     monkeypatch.setattr(prometheus, "get_prometheus_registry", lambda: registry)
-    Counter("vllm:segreuse_audit_log_errors_total", "Errors.", registry=registry)
+    Counter("vllm:segreuse_audit_log_errors_total", "Errors.", registry=registry).inc(12345678)
     kl = Histogram("vllm:segreuse_audit_kl", "KL.", ["policy"], registry=registry)
-    assert "makes no audit" in client.get(f"{UI}/metrics", headers=BEARER).text
+    shown = client.get(f"{UI}/metrics", headers=BEARER).text
+    assert "makes no audit" in shown
+    assert ">12,345,678</td>" in shown
     kl.labels("focus").observe(0.02)
     shown = client.get(f"{UI}/metrics", headers=BEARER).text
     assert "makes no audit" not in shown

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our metrics, summed over engines, as a page shows them."""
+"""Our metrics, as a page shows them: sums over engines, and gauges of each."""
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from vllm_segreuse.viewer.figures import Counter as Shown
 from vllm_segreuse.viewer.figures import Figures, figures
 
 
@@ -35,6 +36,27 @@ def test_counters_are_sums_over_engines(registry: CollectorRegistry) -> None:
     assert found.value("tokens", kind="reused") == 42
     assert found.value("tokens") == 44
     assert found.value("requests") == 0
+
+
+def test_gauges_are_of_each_engine() -> None:
+    registry = CollectorRegistry()
+    labels = ["model_name", "engine"]
+    frozen = Gauge("vllm:segreuse_frozen_share", "F.", labels, registry=registry)
+    for engine, share in (("0", 0.75), ("1", 0.5)):
+        frozen.labels("m", engine).set(share)
+    found = figures(registry.collect()).counters
+    assert [(each.labels, each.value) for each in found] == [
+        ((("engine", "0"),), 0.75),
+        ((("engine", "1"),), 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (12345678.0, "12,345,678"), (0.123456789, "0.123457"), (float("inf"), "inf")],
+)
+def test_whole_numbers_are_shown_in_full(value: float, text: str) -> None:
+    assert Shown("vllm:segreuse_tokens_total", (), value).shown == text
 
 
 def test_distributions_have_counts_by_bucket(registry: CollectorRegistry) -> None:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our Prometheus metrics, as a page shows them: sums over models and engines."""
+"""Our Prometheus metrics, as a page shows them.
+
+Counters and histograms are sums over engines. Gauges are of each engine: shares, and what several
+engines hold in common, have no sum.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,29 @@ from typing import Any
 PREFIX = "vllm:segreuse_"
 AUDIT = PREFIX + "audit"
 _SUMMED = ("model_name", "engine", "le", "pid")
+_SUMMED_OF_GAUGES = ("model_name", "pid")
 
 Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Counter:
-    """A single number.
+    """A single number: a counter or a gauge.
 
     Attributes:
         name: of the metric.
-        labels: those that say what is counted.
-        value: since the server started.
+        labels: those that say what is counted, or of which engine a gauge is.
+        value: since the server started, or, of a gauge, now.
     """
 
     name: str
     labels: Labels
     value: float
+
+    @property
+    def shown(self) -> str:
+        """The value as text: whole numbers in full, others with six digits."""
+        return f"{self.value:,.0f}" if self.value.is_integer() else f"{self.value:,.6g}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Figures:
     """All of them.
 
     Attributes:
-        counters: by name, in the registry's order.
+        counters: and gauges, by name, in the registry's order.
         distributions: those with observations.
     """
 
@@ -115,10 +125,11 @@ def figures(families: Iterable[Any]) -> Figures:
 
 
 def _counters(family: Any) -> Iterator[Counter]:
+    summed = _SUMMED_OF_GAUGES if family.type == "gauge" else _SUMMED
     values: dict[tuple[str, Labels], float] = defaultdict(float)
     for sample in family.samples:
         if not sample.name.endswith("_created"):
-            values[sample.name, _labels(sample)] += sample.value
+            values[sample.name, _labels(sample, summed)] += sample.value
     for (name, labels), value in values.items():
         yield Counter(name, labels, value)
 
@@ -151,5 +162,5 @@ def _bound(text: str) -> str:
     return "more" if math.isinf(value) else f"{value:g}"
 
 
-def _labels(sample: Any) -> Labels:
-    return tuple((name, value) for name, value in sample.labels.items() if name not in _SUMMED)
+def _labels(sample: Any, summed: tuple[str, ...] = _SUMMED) -> Labels:
+    return tuple((name, value) for name, value in sample.labels.items() if name not in summed)
