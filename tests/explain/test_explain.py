@@ -82,6 +82,7 @@ def test_one_token_is_asked_for_and_nothing_approximate_is_computed(server: Serv
         "stream_options": {"include_usage": True},
         "n": 3,
         "max_completion_tokens": 9,
+        "min_tokens": 4,
         "vllm_xargs": {"segreuse_policy": "epic"},
     }
     found = explain(server.client(), body)

@@ -180,7 +180,8 @@ def test_every_answer_has_strict_headers(known: TestClient) -> None:
 
 
 def test_errors_are_pages(known: TestClient) -> None:
-    for path, status in (("nothing", 404), ("requests/99", 404), ("knowledge/none", 404)):
+    wrong = {"nothing": 404, "requests/99": 404, "requests/abc": 400, "knowledge/none": 404}
+    for path, status in wrong.items():
         answer = known.get(f"{UI}/{path}")
         assert answer.status_code == status
         assert '<p class="error" role="alert">' in answer.text

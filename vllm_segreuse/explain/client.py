@@ -110,14 +110,14 @@ def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) 
     Raises:
         ExplainError: the server cannot be reached, refuses the request, or does not reuse segments.
     """
+    left_out = ("stream", "stream_options", "max_completion_tokens", "min_tokens")
     options = {"segreuse_explain": True} | ({} if reuse else {"segreuse_observe": True})
     asked = {
-        **{key: value for key, value in body.items() if key not in ("stream", "stream_options")},
+        **{key: value for key, value in body.items() if key not in left_out},
         "max_tokens": 1,
         "n": 1,
         "vllm_xargs": _xargs(body, "the request") | options,
     }
-    asked.pop("max_completion_tokens", None)
     route = next(path for key, path in ROUTES.items() if key in body)
     answer = _post(server, route, asked)
     report = (answer.get("kv_transfer_params") or {}).get("segreuse")

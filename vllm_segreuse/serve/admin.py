@@ -199,13 +199,16 @@ async def _recursion_error(request: Request, error: Any) -> JSONResponse:
     return _answer(400, TOO_DEEP)
 
 
-async def _validation_error(request: Request, error: Any) -> JSONResponse:
+async def _validation_error(request: Request, error: Any) -> Response:
     """HTTP 400 that names the first field that does not fit, and not its value: it may be large."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     message = str(first["msg"]).removeprefix("Value error, ")
     param = ".".join(where) or None
-    return _answer(400, f"{param}: {message}" if param else message, param=param)
+    sentence = f"{param}: {message}" if param else message
+    if is_viewer(request.scope):
+        return viewer_routes.error(request, 400, sentence)
+    return _answer(400, sentence, param=param)
 
 
 async def _knowledge_error(request: Request, error: Any) -> Response:
