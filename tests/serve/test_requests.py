@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from tests.serve.vllm_app import ANTHROPIC, KINDS, MESSAGES, make_app
 from vllm_segreuse.compat.api_server import _register_api_routers
 from vllm_segreuse.serve.requests import ENDPOINTS, admit_body, check_extra_args
+from vllm_segreuse.values import short_repr
 
 endpoints = pytest.mark.parametrize("endpoint", KINDS)
 
@@ -103,6 +104,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("segreuse_recompute_ratio", {"vllm_xargs": {"segreuse_recompute_ratio": 1.5}}),
     ("segreuse_dense_layers", {"vllm_xargs": {"segreuse_dense_layers": True}}),
     ("segreuse_min_reused_tokens", {"vllm_xargs": {"segreuse_min_reused_tokens": 0}}),
+    ("segreuse_policy", {"segreuse_policy": "exact", "extra_keys": "a"}),
+    ("segreuse_polcy", {"segreuse_polcy": None, "vllm_xargs": {"segreuse_policy": "exact"}}),
+    (short_repr("segreuse_" + "a" * 10**6)[1:-1], {"segreuse_" + "a" * 10**6: 1}),
 ]
 
 

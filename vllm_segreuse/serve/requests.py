@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_segreuse.config import (
     DOCUMENTS,
     EXTRA_KEYS,
+    OPTION_PREFIX,
     RequestError,
     SegReuseConfig,
     SimilarityOptions,
@@ -157,6 +158,11 @@ def admit_body(body: dict[str, Any]) -> None:
     Raises:
         RequestError: names the option, its value and what is allowed.
     """
+    if misplaced := [key for key in body if key.startswith(OPTION_PREFIX)]:
+        option = short_repr(misplaced[0])[1:-1]
+        raise RequestError(
+            option, f"{option} has no effect at the top level of a body: put it into {XARGS}"
+        )
     xargs = body.get(XARGS)
     if xargs is not None and not isinstance(xargs, dict):
         return  # vLLM refuses it
