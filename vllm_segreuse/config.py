@@ -59,6 +59,9 @@ ORDERS = FREEZE, SCORE, COPY, ANCHORS = tuple(
 DOCUMENTS = OPTION_PREFIX + "documents"
 """Compressed documents that a request names."""
 
+NULL = "null"
+"""Value of a request's option that means None: `vllm_xargs` of vLLM holds no null."""
+
 MAX_NAMED, MAX_NAME_BYTES = 64, 1024
 """Of one request, and of each name."""
 
@@ -549,7 +552,7 @@ def parse_request(
         if name not in fields:
             allowed = [OPTION_PREFIX + field for field in RequestOptions.model_fields]
             raise RequestError(short_repr(key)[1:-1], _unknown_text(key, allowed))
-        fields[name] = value
+        fields[name] = None if isinstance(value, str) and value == NULL else value
     try:
         options = RequestOptions.model_validate(fields)
     except ValidationError as error:

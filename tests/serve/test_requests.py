@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.serve.vllm_app import ANTHROPIC, KINDS, MESSAGES, make_app
 from vllm_segreuse.compat.api_server import _register_api_routers
+from vllm_segreuse.config import SegReuseConfig, parse_request
 from vllm_segreuse.serve.requests import ENDPOINTS, admit_body, check_extra_args
 from vllm_segreuse.values import short_repr
 
@@ -65,6 +66,33 @@ def test_they_reach_every_conversation_of_a_batch() -> None:
     admit_body(body)
     single = BatchChatCompletionRequest.model_validate(body).to_chat_completion_request(MESSAGES)
     assert single.to_sampling_params(4, {}).extra_args == {"extra_keys": ["a"]}
+
+
+@endpoints
+@pytest.mark.parametrize("option", ["recompute_ratio", "max_drift", "overflow_tokens"])
+def test_null_reaches_the_sampling_parameters(
+    client: TestClient, endpoint: str, option: str
+) -> None:
+    server = SegReuseConfig(recompute_ratio=0.5, max_drift=1.0, overflow_tokens=3)
+    seen = xargs_seen(client, endpoint, {"vllm_xargs": {f"segreuse_{option}": None}})
+    options = parse_request(seen, server).options
+    assert options == server.request_defaults().model_copy(update={option: None})
+
+
+@pytest.mark.parametrize("option", ["min_reused_tokens", "policy", "observe"])
+def test_null_is_400_where_an_option_has_none(client: TestClient, option: str) -> None:
+    for null in (None, "null"):
+        body = {"prompt": "hello", "vllm_xargs": {f"segreuse_{option}": null}}
+        response = client.post("/v1/completions", json=body)
+        assert response.status_code == 400
+        assert f"segreuse_{option}=None must be" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["a", "segreuse_documents"])
+def test_null_of_others_is_vllms_to_refuse(client: TestClient, name: str) -> None:
+    response = client.post("/v1/completions", json={"prompt": "hello", "vllm_xargs": {name: None}})
+    assert response.status_code == 400
+    assert f"vllm_xargs.{name}" in response.text
 
 
 @endpoints

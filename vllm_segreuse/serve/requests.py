@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_segreuse.config import (
     DOCUMENTS,
     EXTRA_KEYS,
+    NULL,
     OPTION_PREFIX,
     RequestError,
     SegReuseConfig,
@@ -167,6 +168,8 @@ def admit_body(body: dict[str, Any]) -> None:
     if xargs is not None and not isinstance(xargs, dict):
         return  # vLLM refuses it
     parse_request(xargs, _ANY_SERVER)
+    if xargs:
+        body[XARGS] = xargs = {key: _carried(key, value) for key, value in xargs.items()}
     extra_keys = parse_extra_keys(body.pop(EXTRA_KEYS, None))
     if extra_keys is None:
         return
@@ -175,3 +178,9 @@ def admit_body(body: dict[str, Any]) -> None:
             EXTRA_KEYS, f"{EXTRA_KEYS} is given twice, at the top level and in {XARGS}: drop one"
         )
     body[XARGS] = {**(xargs or {}), EXTRA_KEYS: list(extra_keys)}
+
+
+def _carried(key: str, value: Any) -> Any:
+    """A value of `vllm_xargs` as vLLM carries it: null of an option of ours becomes a text."""
+    is_null = value is None and key.startswith(OPTION_PREFIX) and key != DOCUMENTS
+    return NULL if is_null else value
