@@ -98,15 +98,24 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
                 for it in log
             ]
 
-    loaded = Of(
-        args=None,
-        layers=Of(count=LAYERS),
-        vllm_config=Of(model_config=Of(enforce_eager=True)),
-    )
     monkeypatch.setattr(by_similarity, "_start", start)
-    monkeypatch.setattr(vllm_segreuse.estimate.model, "load_model", lambda name, arguments: loaded)
+    monkeypatch.setattr(vllm_segreuse.estimate.model, "load_model", loading(enforce_eager=True))
     monkeypatch.setattr(vllm_segreuse.estimate.prompts, "Renderer", Renderer)
     return model
+
+
+def loading(enforce_eager: bool) -> Any:
+    """In place of `load_model`."""
+
+    def load_model(command: str, model: str, arguments: Any, of_file: SegReuseConfig | None) -> Any:
+        return Of(
+            args=None,
+            options=of_file or SegReuseConfig(),
+            layers=Of(count=LAYERS),
+            vllm_config=Of(model_config=Of(enforce_eager=enforce_eager)),
+        )
+
+    return load_model
 
 
 def run(tmp_path: Path, *options: str, count: int = COUNT, **body: Any) -> tuple[int, Path]:
@@ -222,12 +231,7 @@ def test_no_layers_are_tried_of_a_compiled_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    loaded = Of(
-        args=None,
-        layers=Of(count=LAYERS),
-        vllm_config=Of(model_config=Of(enforce_eager=False)),
-    )
-    monkeypatch.setattr(vllm_segreuse.estimate.model, "load_model", lambda name, arguments: loaded)
+    monkeypatch.setattr(vllm_segreuse.estimate.model, "load_model", loading(enforce_eager=False))
     assert run(tmp_path)[0] == 0
     assert "w_exact" not in model.started["similarity"]
     assert "without --enforce-eager no layers of `w_exact` were tried" in capsys.readouterr().out

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_segreuse.calibrate import by_policy, cli, measure
+from vllm_segreuse.calibrate import by_policy, cli, engine, measure
 from vllm_segreuse.calibrate.bounds import share_at_least
 from vllm_segreuse.calibrate.report import header
 from vllm_segreuse.calibrate.search import CANDIDATES, Options
-from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config import ConfigError, SegReuseConfig
 from vllm_segreuse.values import MAX_TOKENS
 
 COUNT = 120
@@ -237,6 +237,17 @@ def test_a_policy_that_measures_no_drift_is_written_without_max_drift(
     assert status == 0
     assert "max_drift" not in yaml.safe_load(out.read_text())
     assert "drift is not measured by this policy" in capsys.readouterr().out
+
+
+def test_options_of_the_server_are_taken(tmp_path: Path) -> None:
+    given = ["--segreuse", "--port", "8000", "--max-model-len", "64"]
+    assert engine.arguments_of(str(tmp_path), given).max_model_len == 64
+
+
+def test_a_policy_is_chosen_without_other_options_of_reuse() -> None:
+    ours = {"kv_connector": "SegReuseConnector", "kv_role": "kv_producer"}
+    with pytest.raises(ConfigError, match="--kv-transfer-config needs --similarity"):
+        engine.arguments_of("MODEL", ["--kv-transfer-config", json.dumps(ours)])
 
 
 @pytest.mark.parametrize(

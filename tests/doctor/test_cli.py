@@ -159,6 +159,55 @@ def test_options_of_reuse_are_read(
     assert "policy    epic, 25% of the reused tokens recomputed\n" in capsys.readouterr().out
 
 
+def connector(name: str = "SegReuseConnector", **options: Any) -> str:
+    named = {"kv_connector": name, "kv_role": "kv_producer", "kv_connector_extra_config": options}
+    return json.dumps(named)
+
+
+def test_so_are_those_of_a_connectors_configuration(
+    model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = connector(policy="epic", recompute_ratio=0.25)
+    assert cli.main([model("llama-3.2-1b"), "--kv-transfer-config", given]) == 0
+    assert "policy    epic, 25% of the reused tokens recomputed\n" in capsys.readouterr().out
+    given = connector(similarity={"w_exact": {"2": 16}})
+    assert cli.main([model("llama-3.2-1b"), "--kv-transfer-config", given]) == 1
+    assert "similarity.w_exact needs what enters some of the layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "why"),
+    [
+        (connector(polcy="epic"), [], "kv_connector_extra_config: unknown option 'polcy'"),
+        (connector("OffloadingConnector"), [], "cannot run beside another KV connector"),
+        (connector(), ["--segreuse"], "--segreuse and --kv-transfer-config both configure"),
+        (connector(), ["--config", "FILE"], "--config and --kv-transfer-config both configure"),
+    ],
+)
+def test_a_connectors_configuration_that_does_not_start(
+    given: str,
+    options: list[str],
+    why: str,
+    model: Any,
+    reuse: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [reuse("") if it == "FILE" else it for it in options]
+    assert cli.main([model("llama-3.2-1b"), "--kv-transfer-config", given, *options]) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1].startswith("vllm-segreuse doctor: ")
+    assert why in err
+    assert "works" not in out
+
+
+def test_every_option_of_the_server_is_taken(
+    model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--segreuse", "--port", "8000", "--api-key", "k", "--max-model-len", "2048"]
+    assert cli.main([model("llama-3.2-1b"), *given]) == 0
+    assert "prompts up to 2,048 tokens" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("enabled", ["false", "observe"])
 def test_reuse_that_is_switched_off_is_said(
     enabled: str, model: Any, reuse: Any, capsys: pytest.CaptureFixture[str]
@@ -191,9 +240,10 @@ def test_a_bad_file_of_options(model: Any, reuse: Any, capsys: pytest.CaptureFix
     assert "unknown option 'polcy'" in capsys.readouterr().err
 
 
-def test_an_option_that_vllm_does_not_have(model: Any) -> None:
+@pytest.mark.parametrize("options", [["--no-such-option"], ["other-model"], ["--conf", "a.yaml"]])
+def test_an_option_that_vllm_does_not_have(options: list[str], model: Any) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([model("qwen3-8b"), "--no-such-option"])
+        cli.main([model("qwen3-8b"), *options])
     assert ended.value.code == 2
 
 

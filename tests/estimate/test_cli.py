@@ -285,6 +285,25 @@ def test_options_of_reuse_and_of_requests_count(rows: Any, tmp_path: Path) -> No
     assert "observed" not in by_policy["shift"]["bypassed"]
 
 
+def test_options_of_a_connectors_configuration_count(run: Any, rows: Any) -> None:
+    given = {
+        "kv_connector": "SegReuseConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"policy": "shift", "min_reused_tokens": 100000},
+    }
+    options = ("--policy", "shift", *KEYS, "--segreuse-config", "missing.yaml")
+    assert run([BODY], *options)[0] == 2, "a file is read before vLLM is loaded"
+    options = ("--kv-transfer-config", json.dumps(given), "--policy", "shift", *KEYS)
+    _, by_policy = rows(logs.bodies(8), *options)
+    assert by_policy["shift"]["bypassed"] == {"too_few_tokens": 8}
+    status, out, _ = run([BODY], *options)
+    assert status == 0
+    assert "shift (default)" in out
+    status, _, err = run([BODY], *options, "--segreuse")
+    assert (status, "both configure SegReuseConnector" in err) == (2, True)
+    assert run([BODY], "--segreuse", "--port", "8000")[0] == 0
+
+
 def test_no_file_of_the_server_is_opened(run: Any, rows: Any, tmp_path: Path) -> None:
     """Where options of the server write files, an estimate is as without them."""
     file, folder = tmp_path / "reuse.yaml", tmp_path / "server"
@@ -365,8 +384,8 @@ def test_the_revision_that_is_asked_for_is_estimated(
     count = config["num_hidden_layers"]
     revisions = {"main": config, "v2": config | {"num_hidden_layers": count + 1}}
     folders = hub.fill(tmp_path, "some/model", revisions, monkeypatch)
-    assert load_model("some/model", []).layers.count == count
-    other = load_model("some/model", ["--revision", "v2"])
+    assert load_model("estimate", "some/model", []).layers.count == count
+    other = load_model("estimate", "some/model", ["--revision", "v2"])
     assert other.layers.count == count + 1
     assert other.args.model == str(folders["v2"])
 

@@ -19,6 +19,7 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
     """Try every candidate.
 
     Raises:
+        ConfigError: options of segment reuse are given.
         PromptError: the file holds no prompts, or one that is too long.
     """
     llm = _start(given.model, engine_arguments)

@@ -46,18 +46,19 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
     """Try settings, each chosen by those before.
 
     Raises:
-        ConfigError: the file of options is none.
+        ConfigError: the file of options is none, or `--kv-transfer-config` is refused.
         LogError: the log cannot be replayed, or holds nothing to calibrate on.
         InputError: there is no such model, or vLLM does not take the arguments.
         RefusedError: segment reuse refuses it.
     """
-    base = SegReuseConfig.from_yaml(given.config)
+    of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
     log = read_log(given.prompts)
     # Imported here: it loads vLLM, which takes seconds, and bad input is reported before.
     from vllm_segreuse.estimate.model import load_model
     from vllm_segreuse.estimate.prompts import Renderer
 
-    model = load_model(given.model, engine_arguments)
+    model = load_model("calibrate", given.model, engine_arguments, of_file)
+    base = model.options
     asked = Renderer(model.vllm_config, model.args, [NAMESPACE], answer_tokens=1).render(log)
     if len(asked) < 2:
         raise LogError(

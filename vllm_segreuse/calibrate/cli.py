@@ -88,6 +88,7 @@ def _write(given: argparse.Namespace, found: Found, index: int) -> int:
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="vllm-segreuse calibrate",
+        allow_abbrev=False,  # or --segreuse, which is vLLM's to parse, would be --segreuse-config
         description="Find the cheapest setting that keeps a model's answers to your prompts. "
         "Options that are not listed go to vLLM's engine, as for `vllm serve`.",
         epilog='Lines of the file: {"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}; '

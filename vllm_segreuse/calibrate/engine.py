@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.calibrate.measure import LOGPROBS
+from vllm_segreuse.config import ConfigError
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -17,12 +18,21 @@ ALONE: Mapping[str, Any] = {"max_provenance_depth": 0, "min_reused_tokens": 1}
 
 
 def arguments_of(model: str, arguments: Sequence[str]) -> EngineArgs:
-    """Options of vLLM's engine, as on the command line."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    """Options of vLLM's engine, as on the command line.
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-segreuse calibrate"))
-    return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
+    Raises:
+        ConfigError: they have options of segment reuse.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_segreuse.doctor.arguments import server_arguments
+
+    args = server_arguments("calibrate", model, arguments)
+    if args.kv_transfer_config is not None:
+        raise ConfigError(
+            "--kv-transfer-config needs --similarity: a policy is chosen without other options"
+        )
+    return EngineArgs.from_cli_args(args)
 
 
 def start(named: EngineArgs, options: Mapping[str, Any] = ALONE) -> Any:

@@ -8,14 +8,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_segreuse.config import ConfigError, SegReuseConfig
 from vllm_segreuse.doctor.quiet import quiet
 from vllm_segreuse.doctor.reading import InputError, find_model, read_config
-
-if TYPE_CHECKING:
-    from vllm.engine.arg_utils import EngineArgs
 
 WORKS, REFUSED, BAD_INPUT = 0, 1, 2
 
@@ -27,13 +23,19 @@ def main(arguments: Sequence[str]) -> int:
     try:
         # Before vLLM is loaded, which takes seconds.
         read_config(find_model(given.model, given.revision))
-        options = SegReuseConfig.from_yaml(given.config)
-        args = _engine_args(given.model, given.revision, engine_arguments)
+        of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
 
+        from vllm.engine.arg_utils import EngineArgs
+
+        from vllm_segreuse.doctor.arguments import options_of, server_arguments
         from vllm_segreuse.doctor.diagnosis import diagnose
         from vllm_segreuse.doctor.printing import as_text
 
-        diagnosis = diagnose(args, options)
+        # Offline, vLLM puts the cached folder for the name at once, so that it needs the revision.
+        of_revision = [] if given.revision is None else ["--revision", given.revision]
+        args = server_arguments("doctor", given.model, [*of_revision, *engine_arguments])
+        options = options_of(args, of_file)
+        diagnosis = diagnose(EngineArgs.from_cli_args(args), options)
     except (InputError, ConfigError) as error:
         print(f"vllm-segreuse doctor: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -44,9 +46,10 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="vllm-segreuse doctor",
+        allow_abbrev=False,  # or --segreuse, which is vLLM's to parse, would be --segreuse-config
         description="Say from config.json alone whether a model will be served with segment reuse "
         "on this machine, with which kernels, and what memory it takes. Options that are not "
-        "listed go to vLLM's engine, as for `vllm serve`. Nothing is downloaded.",
+        "listed go to vLLM, as for `vllm serve`. Nothing is downloaded.",
         epilog="Exit status: 0 it will work; 1 it is refused, with the reasons; 2 bad input.",
     )
     parser.add_argument("model", help="folder with config.json, or a name in the local HF cache")
@@ -61,15 +64,3 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_known_args(arguments)
-
-
-def _engine_args(model: str, revision: str | None, arguments: Sequence[str]) -> EngineArgs:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-segreuse doctor"))
-    # Offline, vLLM puts the cached folder for the name at once, so that it needs the revision here.
-    of_revision = [] if revision is None else ["--revision", revision]
-    given = parser.parse_args(["--model", model, *of_revision, *arguments])
-    args: EngineArgs = EngineArgs.from_cli_args(given)
-    return args

@@ -32,9 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     given, engine_arguments = _parse(arguments)
     quiet()
     try:
-        options = SegReuseConfig.from_yaml(given.config)
+        of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
         log = _ordered(read_log(given.requests), given.tokens_per_second is not None)
-        found = _estimated(given, engine_arguments, options, log)
+        found, default = _estimated(given, engine_arguments, of_file, log)
     except RefusedError as error:
         for reason in error.reasons:
             print(f"vllm-segreuse estimate: {given.model} is refused: {reason}", file=sys.stderr)
@@ -46,16 +46,17 @@ def main(arguments: Sequence[str]) -> int:
         gc.unfreeze()
     from vllm_segreuse.estimate.printing import as_text
 
-    print(json.dumps(found.as_json(), indent=2) if given.json else as_text(found, options.policy))
+    print(json.dumps(found.as_json(), indent=2) if given.json else as_text(found, default))
     return DONE
 
 
 def _estimated(
     given: argparse.Namespace,
     engine_arguments: list[str],
-    options: SegReuseConfig,
+    of_file: SegReuseConfig | None,
     log: list[Logged],
-) -> Estimate:
+) -> tuple[Estimate, str]:
+    """What the log comes to, and the server's policy."""
     # Imported here: they load vLLM, which takes seconds, and bad input is reported before.
     with not_searched_for_garbage():
         from vllm_segreuse.estimate.estimate import cache_of, estimate
@@ -63,7 +64,8 @@ def _estimated(
         from vllm_segreuse.estimate.prompts import Renderer
         from vllm_segreuse.estimate.replay import Pace
 
-        model = load_model(given.model, engine_arguments)
+        model = load_model("estimate", given.model, engine_arguments, of_file)
+    options = model.options
     renderer = Renderer(model.vllm_config, model.args, given.extra_keys, given.answer_tokens)
     asked = renderer.render(log)
     if not asked:
@@ -73,7 +75,8 @@ def _estimated(
     step_work = options.spread_work(step_tokens, model.layers.count)
     pace = Pace(model.layers, step_work or 0, given.concurrency, given.tokens_per_second)
     policies = [RECOMMENDED if name == AUTO else name for name in given.policy] or [*POLICIES]
-    return estimate(model, asked, options, policies, cache, pace, dict(renderer.left_out))
+    found = estimate(model, asked, options, policies, cache, pace, dict(renderer.left_out))
+    return found, options.policy
 
 
 @contextmanager
@@ -104,6 +107,7 @@ def _ordered(log: list[Logged], timed: bool) -> list[Logged]:
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="vllm-segreuse estimate",
+        allow_abbrev=False,  # or --segreuse, which is vLLM's to parse, would be --segreuse-config
         description="Say what a request log would have reused: with prefix caching alone, and with "
         "segments by policy. Prompts go through the model's chat template, its tokenizer and "
         "vLLM's own scheduler; nothing is computed, so that neither weights nor a GPU are "
