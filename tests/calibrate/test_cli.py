@@ -279,10 +279,50 @@ def test_an_agreement_that_nothing_proves_is_refused(
     assert share_at_least(59, 59) >= 0.95 > share_at_least(58, 58)
 
 
-def test_a_file_that_cannot_be_read_or_written_is_a_sentence(
-    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "cannot read"),
+        ("{", "line 1 is no JSON"),
+        ('{"suffix": "a"}', "line 1: segments must be a list"),
+        ('{"segments": ["ab"], "suffix": "a"}', "holds 1 prompts: at least 2 are needed"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_a_sentence_before_the_engine_starts(
+    text: str | None,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["MODEL", "--prompts", str(tmp_path / "missing")]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    monkeypatch.setattr(by_policy, "_start", lambda name, arguments: pytest.fail("started"))
+    prompts = tmp_path / "prompts.jsonl"
+    if text is not None:
+        prompts.write_text(text)
+    assert cli.main(["MODEL", "--prompts", str(prompts), "--out", str(tmp_path / "out.yaml")]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--similarity"]])
+@pytest.mark.parametrize("out", ["missing/out.yaml", "."])
+def test_a_file_that_cannot_be_written_is_a_sentence_before_the_engine_starts(
+    out: str,
+    options: list[str],
+    model: Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(tmp_path, *options, "--out", str(tmp_path / out))[0] == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert model.asked == []
+
+
+def test_a_folder_that_went_away_meanwhile_is_a_sentence(
+    model: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "_may_write", lambda out: True)
     assert run(tmp_path, "--out", str(tmp_path / "missing" / "out.yaml"))[0] == 2
     assert "cannot write" in capsys.readouterr().err

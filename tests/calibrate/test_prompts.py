@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_segreuse.calibrate.prompts import Prompt, PromptError, contexts, read_prompts
+from vllm_segreuse.calibrate.prompts import Prompt, PromptError, contexts, read_texts, tokenised
 
 GOOD = {"prefix": "ab", "segments": ["cd", "ef", "gh"], "suffix": "ij"}
 LONG = 1000
@@ -20,7 +20,7 @@ def write(folder: Path, *lines: object) -> Path:
 
 
 def read(file: Path, bos: int | None = None) -> list[Prompt]:
-    return read_prompts(file, lambda text: [ord(char) for char in text], bos, LONG)
+    return tokenised(file, read_texts(file), lambda text: [ord(char) for char in text], bos, LONG)
 
 
 def test_a_prompt_is_its_parts_in_order(tmp_path):

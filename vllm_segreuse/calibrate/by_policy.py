@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_segreuse.calibrate import drift, engine
 from vllm_segreuse.calibrate.measure import try_all
-from vllm_segreuse.calibrate.prompts import Prompt, read_prompts
+from vllm_segreuse.calibrate.prompts import Prompt, Texts, read_texts, tokenised
 from vllm_segreuse.calibrate.report import about_drift
 from vllm_segreuse.calibrate.search import CANDIDATES, Found, Setting
 
@@ -22,8 +22,9 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
         ConfigError: options of segment reuse are given.
         PromptError: the file holds no prompts, or one that is too long.
     """
+    texts = read_texts(given.prompts)  # before the engine starts, which takes long
     llm = _start(given.model, engine_arguments)
-    prompts = _prompts(given.prompts, llm)
+    prompts = _prompts(given.prompts, texts, llm)
     measured = list(map(Setting, CANDIDATES, try_all(llm, prompts)))
     settings = measured
     if given.max_drift:
@@ -39,11 +40,12 @@ def _start(model: str, arguments: Sequence[str]) -> Any:
     return engine.start(engine.arguments_of(model, arguments))
 
 
-def _prompts(file: Path, llm: Any) -> list[Prompt]:
+def _prompts(file: Path, texts: Sequence[Texts], llm: Any) -> list[Prompt]:
     tokenizer = llm.get_tokenizer()
     start = tokenizer("", add_special_tokens=True)["input_ids"][:1]
-    return read_prompts(
+    return tokenised(
         file,
+        texts,
         lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         start[0] if start else None,
         llm.llm_engine.model_config.max_model_len,

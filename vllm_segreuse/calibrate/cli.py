@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,13 @@ _WAY_OUT = "more prompts narrow the bounds, --max-kl and --min-agreement move th
 def main(arguments: Sequence[str]) -> int:
     """Run `vllm-segreuse calibrate`; returns the exit status: 1 if no setting keeps the bounds."""
     given, engine_arguments = _parse(arguments)
+    if not _may_write(given.out):
+        print(
+            f"vllm-segreuse calibrate: cannot write {given.out}: it must be a file in a folder "
+            "that exists and that this user may write",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
     try:
         measure = by_similarity.measure if given.similarity else by_policy.measure
         found = measure(given, engine_arguments)
@@ -64,6 +72,13 @@ def main(arguments: Sequence[str]) -> int:
         )
         return NOTHING_FOUND
     return _write(given, found, index)
+
+
+def _may_write(out: Path) -> bool:
+    """Asked before anything is measured, which takes long."""
+    if out.exists():
+        return out.is_file() and os.access(out, os.W_OK)
+    return os.access(out.absolute().parent, os.W_OK | os.X_OK)
 
 
 def _write(given: argparse.Namespace, found: Found, index: int) -> int:

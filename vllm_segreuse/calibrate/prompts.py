@@ -20,6 +20,21 @@ class PromptError(ValueError):
 
 
 @dataclass(frozen=True)
+class Texts:
+    """A prompt as it is in the file.
+
+    Attributes:
+        where: file and number of the line, for messages.
+        prefix, segments, suffix: as of a `Prompt`.
+    """
+
+    where: str
+    prefix: str
+    segments: list[str]
+    suffix: str
+
+
+@dataclass(frozen=True)
 class Prompt:
     """Token ids of a prompt, in parts.
 
@@ -39,41 +54,65 @@ class Prompt:
         return [*self.prefix, *(t for segment in self.segments for t in segment), *self.suffix]
 
 
-def read_prompts(
-    file: Path, encode: Callable[[str], list[int]], bos: int | None, max_model_len: int
-) -> list[Prompt]:
+def read_texts(file: Path) -> list[Texts]:
     """Read a file of lines `{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}`.
 
+    Blank lines are skipped.
+
+    Raises:
+        PromptError: the file cannot be read, holds fewer than two prompts, or a line is none.
+    """
+    found = [_texts(where, given) for where, given in json_lines(file, PromptError)]
+    _check_count(file, len(found))
+    return found
+
+
+def tokenised(
+    file: Path,
+    texts: Sequence[Texts],
+    encode: Callable[[str], list[int]],
+    bos: int | None,
+    max_model_len: int,
+) -> list[Prompt]:
+    """The prompts of a file. What is there twice counts once: else one half could choose and the
+    other check by the same prompt.
+
     Args:
-        file: the file; blank lines are skipped, and what is there twice counts once: else one
-            half could choose and the other check by the same prompt.
+        file: for messages.
+        texts: of the file.
         encode: text to token ids, without special tokens.
         bos: token that a sequence starts with, if the tokenizer adds one.
         max_model_len: of the engine: tokens of a prompt and an answer.
 
     Raises:
-        PromptError: the file cannot be read, holds fewer than two prompts, or a line is no prompt,
-            or one that is too long.
+        PromptError: a prompt is too long, or fewer than two differ.
     """
     distinct: dict[tuple[int, ...], Prompt] = {}
-    for where, given in json_lines(file, PromptError):
-        prompt = _prompt(where, given, encode, bos)
+    for it in texts:
+        prompt = Prompt(
+            [*([] if bos is None else [bos]), *encode(it.prefix)],
+            [encode(segment) for segment in it.segments],
+            encode(it.suffix),
+        )
         if len(prompt.token_ids) >= max_model_len:
             raise PromptError(
-                f"{where} has {len(prompt.token_ids)} tokens: max_model_len {max_model_len} leaves "
-                "no room for an answer; make the prompt shorter or --max-model-len larger"
+                f"{it.where} has {len(prompt.token_ids)} tokens: max_model_len {max_model_len} "
+                "leaves no room for an answer; make the prompt shorter or --max-model-len larger"
             )
         distinct.setdefault(tuple(prompt.token_ids), prompt)
-    prompts = list(distinct.values())
-    if len(prompts) < 2:
+    _check_count(file, len(distinct))
+    return list(distinct.values())
+
+
+def _check_count(file: Path, count: int) -> None:
+    if count < 2:
         raise PromptError(
-            f"{file} holds {len(prompts)} prompts: at least 2 are needed, one half to choose a "
+            f"{file} holds {count} prompts: at least 2 are needed, one half to choose a "
             "setting by and one to check it; some hundred give a useful bound"
         )
-    return prompts
 
 
-def _prompt(where: str, given: Any, encode: Callable[[str], list[int]], bos: int | None) -> Prompt:
+def _texts(where: str, given: Any) -> Texts:
     expected = '{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}'
     if not isinstance(given, dict) or set(given) - {"prefix", "segments", "suffix"}:
         raise PromptError(f"{where} must be {expected}")
@@ -85,11 +124,7 @@ def _prompt(where: str, given: Any, encode: Callable[[str], list[int]], bos: int
             f"{where}: segments must be a list of non-empty texts, suffix a text that is not "
             f"empty, prefix a text if given; expected {expected}"
         )
-    return Prompt(
-        [*([] if bos is None else [bos]), *encode(prefix)],
-        [encode(segment) for segment in segments],
-        encode(suffix),
-    )
+    return Texts(where, prefix, segments, suffix)
 
 
 def _is_text(value: Any) -> bool:
