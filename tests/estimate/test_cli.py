@@ -352,6 +352,14 @@ BAD: list[tuple[Any, list[str], str]] = [
     (BODY | {"max_tokens": -1}, [], "line 2: max_tokens must be at least 1, got -1"),
     (BODY | {"extra_keys": ""}, [], "line 2: extra_keys: the key '' must be 1 to"),
     (BODY | {"vllm_xargs": {"segreuse_x": 1}}, [], "line 2: unknown option 'segreuse_x'"),
+    (
+        BODY | {"vllm_xargs": {"segreuse_similarity": 1}},
+        [],
+        "line 2: segreuse_similarity=True must",
+    ),
+    (BODY | {"segreuse_policy": "exact"}, [], "line 2: segreuse_policy has no effect at the top"),
+    (BODY | {"prompt": [10**6]}, [], "line 2: Token id 1000000 is out of vocabulary"),
+    (BODY | {"prompt_logprobs": 21}, [], "line 2: Requested prompt logprobs of 21, which is"),
     (BODY | {"prompt": "word " * 900}, ["--max-model-len", "512"], "line 2: "),
     (BODY | {"prompt": "word " * 900}, ["--num-blocks", "8"], "line 2 needs 57 KV blocks"),
     (BODY, ["--tokens-per-second", "9"], "line 1 has no timestamp"),
@@ -364,6 +372,17 @@ def test_bad_input_is_one_sentence(line: Any, options: list[str], why: str, run:
     assert (status, out) == (2, "")
     assert f"log.jsonl, {why}" in err
     assert len([it for it in err.splitlines() if it.startswith("vllm-segreuse estimate: ")]) == 1
+
+
+def test_a_log_of_a_server_that_finds_similar_segments_needs_its_options(
+    run: Any, tmp_path: Path
+) -> None:
+    body = BODY | {"extra_keys": "a", "vllm_xargs": {"segreuse_similarity": 1}}
+    status, _, err = run([body])
+    assert (status, err.endswith("; give its options by --config\n")) == (2, True)
+    file = tmp_path / "reuse.yaml"
+    file.write_text("similarity: {by_default: false}\n")
+    assert run([body], "--config", str(file))[0] == 0
 
 
 def test_a_model_that_is_none(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_segreuse.config import EXTRA_KEYS, SegReuseConfig
+from vllm_segreuse.config import EXTRA_KEYS, RequestError, SegReuseConfig, parse_request
 from vllm_segreuse.doctor.reading import InputError
 from vllm_segreuse.estimate.engine import ModellessEngine
 from vllm_segreuse.estimate.log import LogError
@@ -115,9 +115,10 @@ def estimate(
     """Replay a log: once without segments, and once with each policy.
 
     Raises:
-        LogError: a request does not fit into the KV cache.
+        LogError: a request does not fit into the KV cache, or the server would refuse its options.
     """
     _check_sizes(asked, cache)
+    _check_options(asked, config)
     keys = {tuple(one.extra_args[EXTRA_KEYS]) for one in asked if EXTRA_KEYS in one.extra_args}
     arms = [Arm(config, policy) for policy in [None, *(policies if keys else ())]]
     lengths = [len(one.token_ids) for one in asked]
@@ -175,6 +176,15 @@ def _check_sizes(asked: Sequence[Asked], cache: Cache) -> None:
                 f"{one.where} needs {needed:,} KV blocks of {cache.block_size} tokens, and there "
                 f"are {max(there, 0):,}: raise --num-blocks or --kv-gib"
             )
+
+
+def _check_options(asked: Sequence[Asked], config: SegReuseConfig) -> None:
+    """All but what depends on the server's own options was checked before (`Renderer`)."""
+    for one in asked:
+        try:
+            parse_request(one.extra_args, config)
+        except RequestError as error:
+            raise LogError(f"{one.where}: {error}; give its options by --config") from None
 
 
 def _rows(

@@ -88,8 +88,10 @@ class Renderer:
         self._extra_keys = list(extra_keys)
         self._answer_tokens = answer_tokens
         self._unknown = itertools.count(_UNKNOWN_TOKEN)
+        self._vllm_config = vllm_config
         self._model = vllm_config.model_config.model
-        self._serving, self._tokenizer = _serving(vllm_config, args)
+        self._serving, self._renderer = _serving(vllm_config, args)
+        self._tokenizer = self._renderer.get_tokenizer()
 
     def render(self, log: Sequence[Logged]) -> list[Asked]:
         """All requests of a log, in its order.
@@ -133,6 +135,7 @@ class Renderer:
 
     def _asked(self, logged: Logged, requests: list[Any]) -> Iterator[Asked]:
         for request in requests:
+            self._check(request)
             params = request.sampling_params
             extra_args = dict(params.extra_args or {})
             extra_args.pop(f"{OPTION_PREFIX}observe", None)  # what would be is asked here
@@ -147,6 +150,17 @@ class Renderer:
                     request.priority,
                     params.prompt_logprobs,
                 )
+
+    def _check(self, request: Any) -> None:
+        """What vLLM checks on the engine's side of its server (`v1/engine/input_processor.py`)."""
+        config = self._vllm_config
+        request.sampling_params.verify(
+            config.model_config,
+            config.speculative_config,
+            config.structured_outputs_config,
+            self._tokenizer,
+        )
+        self._renderer.validate_token_ids(request.token_ids)
 
     def _answer_ids(self, answer: str | None, max_tokens: int) -> list[int]:
         if answer is not None:
@@ -176,7 +190,7 @@ def _serving(vllm_config: VllmConfig, args: Namespace) -> tuple[ServingRender, A
         default_chat_template_kwargs=resolve_default_chat_template_kwargs(args),
     )
     models = OpenAIModelRegistry(model, [BaseModelPath(name=model.model, model_path=model.model)])
-    return ServingRender(models, online), renderer.get_tokenizer()
+    return ServingRender(models, online), renderer
 
 
 def _has_extra_keys(body: dict[str, Any]) -> bool:
