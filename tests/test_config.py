@@ -321,6 +321,10 @@ def test_06_a_bad_request_for_similar_segments_is_refused(value: object) -> None
         ({"anchors": "a"}, "similarity.anchors='a' must be a list of texts"),
         ({"anchors": [""]}, "must be a list of texts, none of them empty"),
         ({"volatile": ["("]}, "must be regular expressions: '(' is none"),
+        ({"volatile": ["a{99999999999999}"]}, "'a{99999999999999}' is none, the repetition number"),
+        ({"volatile": ["(" * 5000 + ")" * 5000]}, "must be regular expressions: '((("),
+        ({"w_exact": {8: 16, "8": 64}}, "a layer is there twice"),
+        ({"w_exact": {"08": 16, "8": 16}}, "a layer is there twice"),
         ({"permutations": 10**6}, "similarity.permutations=1000000 must be an integer"),
         ({"halo_tokens": 65}, "similarity.halo_tokens=65 must be an integer from 0 to 64"),
         (
@@ -365,6 +369,41 @@ def test_a_table_of_contexts_is_ordered_by_layer() -> None:
     assert SegReuseConfig.from_options(json.loads(json.dumps(server.model_dump()))) == server
     assert SegReuseConfig(similarity={"w_exact": {"all": 3}}).cuts == ()  # type: ignore[arg-type]
     assert SIMILAR.cuts == SegReuseConfig().cuts == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fallback": {"recompute_ration": 0.5}}, "audit.fallback: unknown option 'recompute_rati"),
+        ({"fallback": {1: 2}}, "audit.fallback={1: 2} must be full, or a mapping of options"),
+        ({"log": "a" * 300}, "must be a file in a folder that exists, or null: File name too long"),
+        ({"log": "a" * 300 + "/b"}, "must be a file in a folder that exists, or null: File name"),
+    ],
+)
+def test_bad_options_of_audits_are_refused(given: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SegReuseConfig.from_options({"audit": given})
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy: 2026-99-99", "month must be in 1..12"),
+        ("max_step_tokens: " + "1" * 5000, "Exceeds the limit"),
+        ("similarity: " + "[" * 3000, "maximum recursion depth exceeded"),
+        ("observe: !!bool maybe", "'maybe'"),
+        ("policy: !!timestamp x", "is not YAML"),
+        ("policy: [", "while parsing"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_named(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"server\.yaml' is not YAML: ") as caught:
+        SegReuseConfig.from_yaml(file)
+    assert message in str(caught.value)
 
 
 def test_06_unknown_request_option_is_named_with_the_allowed_ones() -> None:

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,7 @@ def test_offloaded_bytes_become_the_second_tiers() -> None:
     [
         (KvOffloading(2.0, "lmcache"), {}, "drop --kv-offloading-backend lmcache"),
         (KvOffloading(0.0, "native"), {}, "--kv-offloading-size 0 holds nothing"),
+        (KvOffloading(math.nan, "native"), {}, "--kv-offloading-size nan holds nothing"),
         (SIZE, {"tier": None}, "tier: null off"),
         (SIZE, {"tier": {"host_gib": 3}}, "tier.host_gib is 3: drop one"),
         (SIZE, {"tier": {"admission": "knowledge"}}, "tier.admission is knowledge: drop one"),

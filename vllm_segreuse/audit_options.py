@@ -32,8 +32,12 @@ def _log(value: Any) -> Any:
     if value is None:
         return None
     folder = Path(value).absolute().parent
-    if not folder.is_dir() or Path(value).is_dir():
-        raise ValueError("must be a file in a folder that exists, or null")
+    rule = "must be a file in a folder that exists, or null"
+    try:
+        if not folder.is_dir() or Path(value).is_dir():
+            raise ValueError(rule)
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"{rule}: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError("must be a file in a folder that this user may write, or null")
     return value
@@ -63,7 +67,8 @@ def _reaction(value: Any) -> Any:
 
 
 def _fallback(value: Any) -> Any:
-    if value != FULL and not (isinstance(value, Mapping) and value):
+    is_block = isinstance(value, Mapping) and value and all(isinstance(it, str) for it in value)
+    if value != FULL and not is_block:
         raise ValueError(f"must be {FULL}, or a mapping of options of a request such as a policy")
     return value if value == FULL else dict(value)
 

@@ -153,8 +153,10 @@ def _patterns(value: Any) -> tuple[str, ...]:
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"must be regular expressions: {pattern!r} is none, {error}") from None
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"must be regular expressions: {short_repr(pattern)} is none, {error}"
+            ) from None
     return patterns
 
 
@@ -424,6 +426,11 @@ class SegReuseConfig(RequestOptions):
 
     @model_validator(mode="after")
     def _check_fallback(self) -> Self:
+        given = self.audit.fallback
+        names = () if isinstance(given, str) else given
+        if unknown := [name for name in names if name not in RequestOptions.model_fields]:
+            text = _unknown_text(unknown[0], RequestOptions.model_fields)
+            raise ValueError(f"audit.fallback: {text}")
         try:
             options = self.fallback_options(self.request_defaults())
         except ValidationError as error:
@@ -474,10 +481,12 @@ class SegReuseConfig(RequestOptions):
         if path is None:
             return cls()
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {os.fspath(path)!r}: {error}") from None
-        except yaml.YAMLError as error:
+        try:
+            data = yaml.safe_load(text)
+        except Exception as error:  # of many classes: of dates, of numbers, of depth
             raise ConfigError(f"{os.fspath(path)!r} is not YAML: {error}") from None
         return cls.from_options(data, source=os.fspath(path))
 

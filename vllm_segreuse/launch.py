@@ -141,7 +141,7 @@ def _offloading_to_tier(options: Mapping[str, Any], flags: KvOffloading) -> dict
         )
     if vllm.envs.VLLM_USE_SIMPLE_KV_OFFLOAD:
         raise ConfigError(f"{_ALONE}; unset VLLM_USE_SIMPLE_KV_OFFLOAD")
-    if flags.size_gib <= 0:
+    if not flags.size_gib > 0:  # nor a number at all
         raise ConfigError(f"{flag} holds nothing: give a size above 0, or drop it")
     tier = options.get("tier", {})
     if tier is None:

@@ -110,7 +110,10 @@ def contexts_by_layer(value: Any) -> dict[str, int | str] | None:
     )
     if not isinstance(value, Mapping) or not value:
         raise ValueError(rule)
-    layers = sorted((math.inf if key == ALL else _layer(key, rule), key) for key in value)
+    by_layer = {math.inf if key == ALL else _layer(key, rule): key for key in value}
+    if len(by_layer) < len(value):
+        raise ValueError(f"{rule}; a layer is there twice, as a number and as a text")
+    layers = sorted(by_layer.items())
     contexts = [value[key] for _, key in layers]
     for context in contexts:
         if context != FULL_PREFIX and not (is_int(context) and 0 <= context <= _MOST_CONTEXT):

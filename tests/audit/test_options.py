@@ -57,7 +57,7 @@ def test_numbers_are_taken_within_their_range_only(option: str) -> None:
         ({"fallback": "none"}, "must be full, or a mapping"),
         ({"fallback": {}}, "must be full, or a mapping"),
         ({"fallback": {"policy": "none"}}, "audit.fallback: policy='none' must be one of"),
-        ({"fallback": {"polcy": "focus"}}, "audit.fallback: polcy"),
+        ({"fallback": {"polcy": "focus"}}, "audit.fallback: unknown option 'polcy'"),
         ({"fallback": {"similarity": True}}, "needs the server's option similarity"),
     ],
 )
