@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pass takes on the device beyond what vLLM measures is known before the cache is sized."""
 
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,18 @@ def config(
     lora: bool = False,
     speculative: Any = None,
     latent: bool = False,
+    images: bool = False,
+    alone: Any = None,
+    windows: Mapping[str, int] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
     model = SimpleNamespace(
         use_mla=latent,
         dtype=dtype,
         max_model_len=max_model_len,
+        is_multimodal_model=images,
+        hf_config=SimpleNamespace(segreuse=alone),
+        hf_text_config=SimpleNamespace(**windows),
         get_hidden_size=lambda: 64,
         get_num_attention_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
         get_head_size=lambda: 128,
@@ -49,7 +56,22 @@ def test_states_of_the_longest_prompt_and_of_a_step_beside_it(
     dtype: torch.dtype, element: int
 ) -> None:
     hidden_states_and_residual = 2 * (1000 + 100_000) * 64 * element
-    assert pass_bytes(config(dtype=dtype)) == hidden_states_and_residual + FIXED
+    queries_of_a_chunk = 100_000 * 4 * 128 * (2 * element + 4)
+    expected = hidden_states_and_residual + (1000 + 100_000) * 256 + queries_of_a_chunk + FIXED
+    assert pass_bytes(config(dtype=dtype)) == expected
+
+
+def test_a_chunk_whose_keys_are_compared_may_take_more_than_its_queries() -> None:
+    of_few_heads = config()
+    of_few_heads.model_config.get_num_attention_heads = lambda _: 2
+    less = 100_000 * 128 * (4 * 8 - 2 * (4 * 2 + 8))
+    assert pass_bytes(config()) - pass_bytes(of_few_heads) == less
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
+def test_where_layers_attend_to_windows_states_are_held_twice(name: str) -> None:
+    states = 2 * (1000 + 100_000) * 64 * 2
+    assert pass_bytes(config(windows={name: 100})) - pass_bytes(config()) == states
 
 
 @pytest.mark.parametrize(
@@ -63,9 +85,12 @@ def test_what_enters_layers_is_kept_for_eagle3(method: str, named: Any, layers: 
     assert pass_bytes(drafting) - pass_bytes(config()) == layers * (1000 + 100_000) * 64 * 2
 
 
-def test_with_lora_a_long_prompt_may_be_computed_beside_one_that_is_under_way() -> None:
-    another = 2 * 1000 * 64 * 2
-    assert pass_bytes(config(lora=True)) - pass_bytes(config()) == another
+@pytest.mark.parametrize("at_once", [{"lora": True}, {"images": True}, {"alone": {}}], ids=str)
+def test_a_plan_that_is_never_spread_may_be_computed_beside_one_that_is_under_way(
+    at_once: Any,
+) -> None:
+    another = 1000 * (2 * 64 * 2 + 256)
+    assert pass_bytes(config(**at_once)) - pass_bytes(config()) == another
 
 
 def test_what_halos_are_compared_with_is_kept_at_all_layers() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.config import STEP_TOKENS, SegReuseConfig
+from vllm_segreuse.documents.layout import KEY
 from vllm_segreuse.kernels.scratch import SCRATCH_BYTES
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ similar segment."""
 
 _BUILDER_BYTES = 16 << 20
 _FLOAT32_BYTES = 4
+_INDEX_BYTES = 256
+"""Of each token of a plan: ids, positions, slots and scores, sorted and taken apart."""
 _FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
 _POSITION_BYTES = 4
 _EAGLE3_LAYERS = 3  # vLLM's get_eagle3_default_aux_hidden_state_layers
@@ -54,20 +57,49 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     """Most bytes on the device that a pass holds beside the activations of one chunk.
 
     The states (hidden states and residual) of a prompt of maximum length at a boundary layer, and
-    those of a step's plans while that one is under way; what halos of similar segments are compared
-    with; the scratch of overlapping moves, and the buffers of the metadata builder. What is
-    computed once more, because a drift was too large or segments were rejected, is so one plan
-    after the other. Where tokens enter at cuts, states are joined with others. EAGLE-3 drafts are
-    given what enters some of the layers.
+    those of a step's plans while that one is under way; what tells their tokens apart; what tokens
+    are chosen by, of one chunk at one layer; what halos of similar segments are compared with; the
+    scratch of overlapping moves, and the buffers of the metadata builder. What is computed once
+    more, because a drift was too large or segments were rejected, is so one plan after the other.
+    Where tokens enter at cuts, states are joined with others. Where layers attend to windows,
+    SparseX runs new tokens to a layer behind the boundary, beside the states there. EAGLE-3 drafts
+    are given what enters some of the layers.
     """
     model = vllm_config.model_config
-    element = model.dtype.itemsize
     tokens = _prompts(vllm_config) * model.max_model_len
     tokens += vllm_config.scheduler_config.max_num_batched_tokens
     config = _config(vllm_config)
-    states = (6 if config.cuts else 2) * tokens * model.get_hidden_size() * element
-    states += _auxiliary_layers(vllm_config) * tokens * model.get_hidden_size() * element
-    return states + _halo_bytes(vllm_config, config) + SCRATCH_BYTES + _builder_bytes(vllm_config)
+    states = 6 if config.cuts else 4 if _has_windows(vllm_config) else 2
+    states += _auxiliary_layers(vllm_config)
+    of_token = states * model.get_hidden_size() * model.dtype.itemsize + _INDEX_BYTES
+    return (
+        tokens * of_token
+        + _choice_bytes(vllm_config)
+        + _halo_bytes(vllm_config, config)
+        + SCRATCH_BYTES
+        + _builder_bytes(vllm_config)
+    )
+
+
+def _has_windows(vllm_config: VllmConfig) -> bool:
+    """Whether layers may attend to windows or chunks."""
+    text = vllm_config.model_config.hf_text_config
+    names = ("sliding_window", "attention_chunk_size")
+    return any(getattr(text, name, None) is not None for name in names)
+
+
+def _choice_bytes(vllm_config: VllmConfig) -> int:
+    """What tokens are chosen by, of a chunk of the largest size: its queries at a layer, which the
+    backend may have been given in fp8; or its keys and values there and the reused ones, which are
+    compared one after the other, in float32."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    element, channels = model.dtype.itemsize, model.get_head_size()
+    of_query = 2 * element + _FLOAT32_BYTES
+    queries = model.get_num_attention_heads(parallel) * channels * of_query
+    of_key = 4 * element + 2 * _FLOAT32_BYTES
+    compared = model.get_num_kv_heads(parallel) * channels * of_key
+    chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    return int(chunk * max(queries, compared))
 
 
 def _auxiliary_layers(vllm_config: VllmConfig) -> int:
@@ -88,8 +120,12 @@ def _config(vllm_config: VllmConfig) -> SegReuseConfig:
 
 def _prompts(vllm_config: VllmConfig) -> int:
     """Prompts of maximum length whose plans are under way together."""
-    # A plan with an adapter is never spread: it runs beside one that is under way.
-    return 1 if vllm_config.lora_config is None else 2
+    # Some plans are never spread, and run beside one that is under way: those with an adapter or
+    # with images, and those of documents that the model was trained to see computed alone.
+    model = vllm_config.model_config
+    alone = getattr(model.hf_config, KEY, None) is not None
+    adapted = vllm_config.lora_config is not None
+    return 2 if alone or adapted or model.is_multimodal_model else 1
 
 
 def _halo_bytes(vllm_config: VllmConfig, config: SegReuseConfig) -> int:

@@ -28,6 +28,10 @@ def config(backend: str | None = None, connector: bool = True) -> Any:
         get_hidden_size=lambda: 64,
         get_num_attention_heads=lambda parallel: 8,
         get_head_size=lambda: 128,
+        get_num_kv_heads=lambda parallel: 8,
+        is_multimodal_model=False,
+        hf_config=SimpleNamespace(),
+        hf_text_config=SimpleNamespace(),
     )
     return SimpleNamespace(
         model_config=model,

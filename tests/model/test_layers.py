@@ -70,7 +70,7 @@ def test_keys_and_values_are_those_that_the_layer_would_write(world: World) -> N
         state = world.stack.run(0, layer, given.positions, state)
         before = [cache.clone() for cache in world.caches]
         entered = state.clone()
-        found = world.layers.keys_and_values(layer, given, state, WITHOUT_ADAPTER)
+        [(_, found)] = world.layers.keys_and_values(layer, given, state, WITHOUT_ADAPTER)
         assert torch.equal(state.hidden_states, entered.hidden_states), "it is needed once more"
         assert state.residual is not None
         assert entered.residual is not None
@@ -135,6 +135,32 @@ def test_states_of_waves_are_put_where_they_belong(residual: bool) -> None:
             assert torch.equal(collected.state.residual, whole.residual)
         else:
             assert collected.state.residual is None
+
+
+def test_states_of_waves_take_the_place_of_what_entered() -> None:
+    """Also of layers that add to what they were given, and return it as the other half."""
+    whole = LayerState(torch.randn(7, 3), torch.randn(7, 3))
+    before = whole.clone()
+    collected = Collected(7, before)
+    for begin in range(0, 7, 3):
+        part = slice(begin, begin + 3)
+        added = before.hidden_states[part].copy_(whole.residual[part])  # type: ignore[index]
+        collected.add(part, LayerState(whole.hidden_states[part], added))
+    found = collected.state
+    assert found.hidden_states is before.hidden_states
+    assert found.residual is before.residual
+    assert torch.equal(found.hidden_states, whole.hidden_states)
+    assert torch.equal(found.residual, whole.residual)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_states_that_are_kept_take_the_place_of_all(at_once: int) -> None:
+    whole, rows = LayerState(torch.randn(7, 3), torch.randn(7, 3)), torch.tensor([0, 2, 3, 6])
+    expected, hidden_states = whole.take(rows), whole.hidden_states
+    found = whole.kept(rows, at_once)
+    assert torch.equal(found.hidden_states, expected.hidden_states)
+    assert torch.equal(found.residual, expected.residual)  # type: ignore[arg-type]
+    assert found.hidden_states.data_ptr() == hidden_states.data_ptr()
 
 
 class Plain(nn.Module):

@@ -169,9 +169,16 @@ def test_queries_are_captured_however_they_attend(
     execution = Execution(compiled=True, graph_tokens=padding and len(positions) + padding)
     world = World(monkeypatch, kernel=True, plans=False)
     queries = [torch.randn(len(positions), 4, 32) for _ in world.layers]
-    kept = Queries(world.layers)  # type: ignore[arg-type]
-    few = Queries(world.layers[1:], np.array([1, len(positions), len(positions) + 2]))  # type: ignore[arg-type]
-    for collected in (kept, few):
+    count = len(positions)
+    asked: list[Any] = []
+
+    def note(*given: Any) -> None:
+        world.log.append("asked")
+        asked.append(given)
+
+    everyone = Queries(world.layers, np.arange(2 * count), note)  # type: ignore[arg-type]
+    few = Queries(world.layers[1:], np.array([1, count, count + 2]), note)  # type: ignore[arg-type]
+    for collected in (everyone, few):
         for _ in range(2):  # two waves
             where = tokens(*positions), TABLES
             with world.subject.forward_context(*where, execution, collected):
@@ -184,14 +191,19 @@ def test_queries_are_captured_however_they_attend(
                     )
                     assert not out[len(positions) :].any(), "nobody attends for padding"
                     given.zero_()  # the backend may reuse its memory
-    for found, query in zip(kept.by_layer(), queries, strict=True):
-        assert torch.equal(found, torch.cat([query, query]))
-    [found] = few.by_layer()
-    assert torch.equal(found, queries[1][[1, 0, 2]])
+    attended = ["kernel", "asked"] * 2 if world.log[0] == "kernel" else ["rows", "asked", "asked"]
+    assert world.log[: 2 * len(attended)] == 2 * attended, "behind attention: keys are written"
+    waves = [slice(0, count), slice(count, 2 * count)]
+    expected = [(i, wave, queries[i]) for wave in waves for i in (0, 1)]
+    expected += [(0, slice(0, 1), queries[1][[1]]), (0, slice(1, 3), queries[1][[0, 2]])]
+    for found, wanted in zip(asked, expected, strict=True):
+        assert found[:2] == wanted[:2]
+        assert torch.equal(found[2], wanted[2])
+    assert (everyone.take_work(), few.take_work(), few.take_work()) == (4 * count, 3, 0)
     assert all("forward" not in vars(layer.impl) for layer in world.layers)
     with world.subject.forward_context(tokens(*positions), TABLES):
         layer.impl.forward(layer, query, None, None, layer.kv_cache, world.metadata, out)
-    assert len(kept.by_layer()[1]) == 2 * len(positions), "nobody asks any more"
+    assert len(asked) == 6, "nobody asks any more"
 
 
 def test_the_schedule_is_made_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,8 +270,8 @@ def _others(index: Any) -> Any:
 
 
 def _states_of_other_tokens(patch: Patch) -> None:
-    take = LayerState.take
-    patch.setattr(LayerState, "take", lambda self, index: take(self, _others(index)))
+    kept = LayerState.kept
+    patch.setattr(LayerState, "kept", lambda self, index, n: kept(self, _others(index), n))
 
 
 MISTAKES = {

@@ -351,10 +351,9 @@ def test_a_wave_is_no_larger_than_it_may_be(name: str, monkeypatch: pytest.Monke
             told.append(wave)
         scored = 0
         program = plans[0].recipe.program
-        if isinstance(program, Probed):  # attention of probes counts as work, too
-            scored = (LAYERS - 1 - program.first_layer) * sum(
-                int(p.recipe.probes.sum()) for p in plans
-            )
+        if isinstance(program, Boundary | Probed):  # attention of probes counts as work, too
+            layers = LAYERS - 1 - program.first_layer if isinstance(program, Probed) else 1
+            scored = layers * sum(int(p.recipe.probes.sum()) for p in plans)
         assert sum(told) == world.layer_tokens + scored
 
 

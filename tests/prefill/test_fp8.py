@@ -4,6 +4,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,17 +79,18 @@ def test_attention_is_paid_to_keys(kind: str) -> None:
     runner = LayerRunner(layers.stack, known, None, None, None, 100)  # type: ignore[arg-type]
     batch = batch_of(plan(Deviation(1), [46, 47], 2))
     query = torch.randn(2, HEADS, CHANNELS)
-    runner.attention_paid(batch, 1, batch.probes.device, [2], query, Gather.SUM)
+    runner.attention_paid(batch, 1, slice(0, 2), query, Gather.SUM)
     assert scales == [0.7 * 0.5]
 
 
 def test_queries_are_kept_as_they_were_before_a_backend_quantised_them() -> None:
     layers = quantised("fp8_e4m3").stack.attention[:1]
     given = torch.randn(3, HEADS * CHANNELS).to(torch.float8_e4m3fn)
-    queries = Queries(layers)
-    queries.keep(layers[0], given)
-    [kept] = queries.by_layer()
-    assert torch.equal(kept, (given.float() * 4).bfloat16().view(3, HEADS, CHANNELS))
+    asked: list[torch.Tensor] = []
+    queries = Queries(layers, np.arange(3), lambda number, part, query: asked.append(query))
+    with queries.of(layers[0], given):
+        pass
+    assert torch.equal(asked[0], (given.float() * 4).bfloat16().view(3, HEADS, CHANNELS))
 
 
 @KINDS

@@ -116,13 +116,17 @@ def test_the_last_queries_of_each_plan_are_its_own(monkeypatch: pytest.MonkeyPat
     """One of the plans has fewer."""
     world = World(monkeypatch)
     batch = Batch(plans_of(RECIPES["summed over late layers"]), SIZE, CPU)
-    probed, counts = batch.probes.device, batch.counts(batch.probes)
-    queries = torch.randn(len(probed), HEADS, CHANNELS)
-    found = world.layers.attention_paid(batch, 1, probed, counts, queries, last=3)
-    assert counts == [6, 4, 2]
-    kept = [3, 4, 5, 7, 8, 9, 10, 11]
-    expected = world.layers.attention_paid(batch, 1, probed[kept], [3, 3, 2], queries[kept])
-    assert torch.equal(found, expected)
+    queries = torch.randn(len(batch.probes), HEADS, CHANNELS)
+
+    def paid(first: int, stop: int, last: int | None = None) -> torch.Tensor:
+        part = slice(first, stop)
+        return world.layers.attention_paid(batch, 1, part, queries[part], last=last)
+
+    assert batch.counts(batch.probes) == [6, 4, 2]
+    expected = paid(3, 6) + paid(7, 10) + paid(10, 12)
+    torch.testing.assert_close(paid(0, 12, last=3), expected)
+    in_waves = paid(0, 2, last=3) + paid(2, 8, last=3) + paid(8, 12, last=3)
+    torch.testing.assert_close(in_waves, expected)
 
 
 @pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])

@@ -2,6 +2,7 @@
 """Layer programs choose by what they say they choose by, on layers whose numbers are known."""
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from vllm_segreuse.plan import (
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.tokens import Index
 from vllm_segreuse.prefill.waves import Waves, finish
 
 SIZE, HEADS, CHANNELS, LAYERS = 16, 2, 8, 3
@@ -106,29 +108,35 @@ class Known:
         if queries is not None:  # a query tells whose it is
             rows = tokens.slots.float()[:, None, None].expand(-1, HEADS, CHANNELS)
             for layer in self.stack.attention[first:last]:
-                queries.keep(layer, rows)
+                with queries.of(layer, rows):
+                    pass
         yield len(tokens) * (last - first)
         return LayerState(torch.zeros(len(tokens), 4), None)
 
     def all_layers(self, tokens, batch) -> Waves[LayerState]:
         return (yield from self.run(0, LAYERS, tokens, None, batch))
 
-    def queries(self, wanted, computed, layers, batch) -> Waves[list[torch.Tensor]]:
-        yield from self.run(0, layers[-1] + 1, batch.tokens.take(computed), None, batch)
-        others = computed.without(wanted)
-        state = LayerState(torch.zeros(len(others), 4), None)
-        return [torch.zeros(len(wanted), HEADS, CHANNELS)] * len(layers), others, state
+    def keep(self, state: LayerState, index: torch.Tensor) -> LayerState:
+        return state.take(index)
 
-    def keys_and_values(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.computed
+    def up_to_choice(
+        self, wanted, computed, last, queries, batch
+    ) -> Waves[tuple[Index, LayerState]]:
+        yield from self.run(0, last + 1, batch.tokens.take(computed), None, batch, queries)
+        others = computed.without(wanted)
+        return others, LayerState(torch.zeros(len(others), 4), None)
+
+    def keys_and_values(self, *_: object) -> Iterator[tuple[slice, Any]]:
+        for part in (slice(0, 20), slice(20, len(self.computed[0]))):  # two waves
+            yield part, [each[part] for each in self.computed]
 
     def attention_paid(
-        self, batch, layer, probed, counts, queries, gather=Gather.SUM, last=None
+        self, batch, layer, part, queries, gather=Gather.SUM, last=None
     ) -> torch.Tensor:
-        assert sum(counts) == len(probed) == len(queries)
-        if last is not None:  # of the only plan
-            [count] = counts
-            probed = probed[max(0, count - last) :]
+        probed = batch.probes.device[part]
+        assert len(probed) == len(queries)
+        if last is not None:  # of the only plan, in one wave
+            probed = probed[max(0, len(probed) - last) :]
         self.scored.append((layer, probed.tolist()))
         mass = torch.zeros(len(batch.tokens))
         for probe in probed.tolist():
@@ -192,8 +200,9 @@ def test_sparsex_computes_what_the_probes_attend_to_most_at_the_boundary(
 def test_sparsex_asks_with_the_queries_of_the_probes() -> None:
     layers, given = Known(), []
 
-    def paid(batch, layer, probed, counts, queries):
-        given.append((counts, queries[:, 0, 0].tolist()))
+    def paid(batch, layer, part, queries, gather):
+        assert gather is Gather.SUM
+        given.append((part, queries[:, 0, 0].tolist()))
         return torch.zeros(len(batch.tokens))
 
     layers.attention_paid = paid  # type: ignore[method-assign]
@@ -204,7 +213,7 @@ def test_sparsex_asks_with_the_queries_of_the_probes() -> None:
         )
         finish(programs.run(layers, batch_of(*plans)))
     slots = [3 * SIZE + 47, 3, 47]  # the first plan lies in blocks behind the second's
-    assert given == [([1, 2], slots)] * 2
+    assert given == [(slice(0, 3), slots)] * 2
 
 
 def test_every_layer_but_the_last_is_asked() -> None:
@@ -236,9 +245,9 @@ def test_sums_are_over_layers_and_peaks_are_not() -> None:
     layers = Known()
     by_layer = [{47: [5, 8]}, {47: [6, 8]}]  # 8 gets a half twice, and 5 and 6 get 1 once
 
-    def paid(batch, layer, probed, counts, queries, gather):
+    def paid(batch, layer, part, queries, gather):
         layers.attention = by_layer[layer]
-        return Known.attention_paid(layers, batch, layer, probed, counts, queries, gather)
+        return Known.attention_paid(layers, batch, layer, part, queries, gather)
 
     layers.attention_paid = paid  # type: ignore[method-assign]
     for program, top_k, chosen in (
@@ -381,8 +390,13 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
     probed = batch.probes.device
     assert probed.tolist() == [2, 3, 10, 11, 17, 26]
     queries = torch.randn(len(probed), heads, channels)
-    counts = batch.counts(batch.probes)
-    paid = layers.attention_paid(batch, layer, probed, counts, queries, gather)
+    paid = layers.attention_paid(batch, layer, slice(0, 6), queries, gather)
+    waves = [
+        layers.attention_paid(batch, layer, part, queries[part], gather)
+        for part in (slice(0, 3), slice(3, 5), slice(5, 6))  # of one plan, of two, of the last
+    ]
+    together = torch.stack(waves)
+    torch.testing.assert_close(together.amax(0) if gather is Gather.MAX else together.sum(0), paid)
 
     expected = []
     rows = iter(queries.double())

@@ -39,11 +39,32 @@ class LayerState:
             return self.hidden_states
         return self.hidden_states + self.residual
 
+    def summed(self) -> LayerState:
+        """The residual stream alone, half as much, in the place of the hidden states."""
+        if self.residual is None:
+            return self
+        return LayerState(self.hidden_states.add_(self.residual), None)
+
     def take(self, index: torch.Tensor | slice) -> LayerState:
         """The states of the given rows."""
         return LayerState(
             self.hidden_states[index], None if self.residual is None else self.residual[index]
         )
+
+    def kept(self, index: torch.Tensor, at_once: int) -> LayerState:
+        """The states of some rows where others were, so that they are never held twice: these are
+        lost.
+
+        Args:
+            index: ascending.
+            at_once: rows that are read before they are written.
+        """
+        for tensor in (self.hidden_states, self.residual):
+            if tensor is not None:
+                for first in range(0, len(index), at_once):
+                    rows = index[first : first + at_once]
+                    tensor[first : first + len(rows)] = tensor[rows]
+        return self.take(slice(0, len(index)))
 
     def followed_by(self, other: LayerState) -> LayerState:
         """The states of these tokens, and then of others, from the same layer."""
@@ -64,12 +85,12 @@ class Collected:
 
     Args:
         count: how many tokens there are.
+        before: what entered where the chunks come from; each chunk takes the place of its own.
     """
 
-    state: LayerState
-
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, before: LayerState | None = None) -> None:
         self._count = count
+        self.state = before or LayerState(torch.empty(0), None)
 
     def add(self, part: slice, chunk: LayerState) -> None:
         """The state of tokens `part`."""
@@ -77,16 +98,28 @@ class Collected:
             self.state = chunk
             return
         if part.start == 0:
-            self.state = LayerState(self._room(chunk.hidden_states), None)
+            before, residual = self.state, None
             if chunk.residual is not None:
-                self.state.residual = self._room(chunk.residual)
+                residual = self._room(chunk.residual, before.residual)
+            hidden_states = self._room(chunk.hidden_states, before.hidden_states)
+            self.state = LayerState(hidden_states, residual)
+        residual = chunk.residual
+        if residual is not None and _share_storage(residual, self.state.hidden_states):
+            residual = residual.clone()  # a layer may add to what it was given, and return it so
         self.state.hidden_states[part] = chunk.hidden_states
-        if chunk.residual is not None:
+        if residual is not None:
             assert self.state.residual is not None
-            self.state.residual[part] = chunk.residual
+            self.state.residual[part] = residual
 
-    def _room(self, chunk: torch.Tensor) -> torch.Tensor:
-        return chunk.new_empty(self._count, *chunk.shape[1:])
+    def _room(self, chunk: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        shape = self._count, *chunk.shape[1:]
+        if before is not None and before.shape == shape and before.dtype == chunk.dtype:
+            return before
+        return chunk.new_empty(shape)
+
+
+def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class _EmbeddingsReady(BaseException):

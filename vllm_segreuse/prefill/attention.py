@@ -63,50 +63,69 @@ class ScatteredQueries:
 
 
 class Queries:
-    """Collects queries that reach attention, wave by wave; also those of a compiled model, which
-    calls no hooks.
+    """Hands on queries that reach attention, layer by layer and wave by wave; also those of a
+    compiled model, which calls no hooks.
 
     Args:
-        layers: vLLM `Attention` layers whose queries are kept.
-        selected: which of them, counted over all waves, ascending; None: all.
+        layers: vLLM `Attention` layers whose queries are wanted.
+        selected: which of them, counted over all waves, ascending.
+        ask: is given the number of one of these layers, which of the selected queries are in the
+            wave, and these queries, `[tokens, heads, channels]` as scores take them, once the
+            wave's keys are written.
     """
 
-    def __init__(self, layers: list[torch.nn.Module], selected: np.ndarray | None = None) -> None:
-        self._layers = layers
+    def __init__(
+        self,
+        layers: list[torch.nn.Module],
+        selected: np.ndarray,
+        ask: Callable[[int, slice, torch.Tensor], None],
+    ) -> None:
+        self._numbers = {id(layer): number for number, layer in enumerate(layers)}
         self._selected = selected
-        self._kept: dict[int, list[torch.Tensor]] = {id(layer): [] for layer in layers}
-        self._rows: dict[tuple[int, int], torch.Tensor] = {}
-        self._seen = dict.fromkeys(self._kept, 0)
+        self._ask = ask
+        self._waves: dict[tuple[int, int], tuple[slice, torch.Tensor]] = {}
+        self._seen = [0] * len(layers)
+        self._asked = 0
 
-    def keep(self, layer: torch.nn.Module, query: torch.Tensor) -> None:
-        """The queries of a wave at a layer; they may be overwritten once attention is done."""
-        if id(layer) not in self._kept:
+    @property
+    def num_layers(self) -> int:
+        """Layers whose queries are wanted."""
+        return len(self._numbers)
+
+    @contextmanager
+    def of(self, layer: torch.nn.Module, query: torch.Tensor) -> Iterator[None]:
+        """Attention of a wave at a layer, which may overwrite the queries that it is given."""
+        number = self._numbers.get(id(layer))
+        if number is None:
+            yield
+            return
+        first = self._seen[number]
+        self._seen[number] = last = first + len(query)
+        part, rows = self._in_wave(first, last, query.device)
+        if not len(rows):
+            yield
             return
         channels = token_kv.query_channels(layer)
-        query = plain_queries(layer, query).view(-1, layer.num_heads, channels)
-        if self._selected is None:
-            query = query.clone()
-        else:
-            first = self._seen[id(layer)]
-            self._seen[id(layer)] = last = first + len(query)
-            query = query[self._rows_of(self._selected, first, last, query.device)]
+        query = plain_queries(layer, query).view(-1, layer.num_heads, channels)[rows]
         if token_kv.is_latent(layer):
             query = absorbed_queries(layer, query)
-        self._kept[id(layer)].append(query)
+        yield
+        self._asked += len(query)
+        self._ask(number, part, query)
 
-    def _rows_of(
-        self, selected: np.ndarray, first: int, last: int, device: torch.device
-    ) -> torch.Tensor:
-        """Where the selected ones are among `[first, last)`: the same at each layer."""
-        if (first, last) not in self._rows:
-            here = selected[slice(*np.searchsorted(selected, [first, last]))]
-            self._rows[first, last] = upload(here - first, device)
-        return self._rows[first, last]
+    def _in_wave(self, first: int, last: int, device: torch.device) -> tuple[slice, torch.Tensor]:
+        """Which of the selected ones are among `[first, last)`, and where: the same at each
+        layer."""
+        if (first, last) not in self._waves:
+            part = slice(*np.searchsorted(self._selected, [first, last]).tolist())
+            self._waves[first, last] = part, upload(self._selected[part] - first, device)
+        return self._waves[first, last]
 
-    def by_layer(self) -> list[torch.Tensor]:
-        """What was collected: `[tokens, heads, channels]` of each layer, as scores take them."""
-        kept = (self._kept[id(layer)] for layer in self._layers)
-        return [each[0] if len(each) == 1 else torch.cat(each) for each in kept]
+    def take_work(self) -> int:
+        """Queries that were handed on since the last call: to score by one takes about what its
+        attention does."""
+        work, self._asked = self._asked, 0
+        return work
 
 
 class PassAttention:
@@ -197,7 +216,7 @@ class PassAttention:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
             execution: how the model runs.
-            queries: collects those that reach attention.
+            queries: hands on those that reach attention.
         """
         if self._attends_in_rows(tokens):
             with (
@@ -208,7 +227,7 @@ class PassAttention:
             return
         attend: Callable[..., torch.Tensor] = self._attend
         if queries is not None:
-            attend = _kept_in(queries, attend, len(tokens))
+            attend = _asking_with(queries, attend, len(tokens))
         with (
             replaced_forward(self._by_kernel, attend),
             _watched(self._in_rows, queries, len(tokens)),
@@ -280,22 +299,23 @@ class PassAttention:
 def _watched(
     layers: list[torch.nn.Module], queries: Queries | None, count: int
 ) -> AbstractContextManager[None]:
-    """Layers that attend in rows, and whose queries are collected, if anybody wants them."""
+    """Layers that attend in rows, and whose queries are handed on, if anybody wants them."""
     if queries is None:
         return nullcontext()
-    return replaced_forward(layers, _kept_in(queries, stock_forward, count))
+    return replaced_forward(layers, _asking_with(queries, stock_forward, count))
 
 
-def _kept_in(
+def _asking_with(
     queries: Queries, attend: Callable[..., torch.Tensor], count: int
 ) -> Callable[..., torch.Tensor]:
-    """`attend`, which first keeps the queries of the pass's `count` tokens, without padding."""
+    """`attend`, behind which the queries of the pass's `count` tokens are handed on, without
+    padding."""
 
     @functools.wraps(attend)
-    def keep_and_attend(
+    def attend_and_ask(
         layer: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        queries.keep(layer, query[:count])
-        return attend(layer, query, *args, **kwargs)
+        with queries.of(layer, query[:count]):
+            return attend(layer, query, *args, **kwargs)
 
-    return keep_and_attend
+    return attend_and_ask

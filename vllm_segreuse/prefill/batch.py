@@ -14,6 +14,9 @@ from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.plan.images import ROWS
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
+EVERY = slice(None)
+"""All tokens of a batch."""
+
 
 class Batch:
     """Tokens `[start, stop)` of plans with equal programs and the same adapter, as flat tensors.
@@ -178,15 +181,17 @@ class Batch:
             if plan.request_id in request_ids
         }
 
-    def held(self, pages: torch.Tensor, strides: TiledStrides) -> torch.Tensor:
+    def held(self, pages: torch.Tensor, strides: TiledStrides, part: slice = EVERY) -> torch.Tensor:
         """What the tokens' slots hold: `[tokens, heads, channels]`, in the type of the pages.
 
         Args:
             pages: flat pages `[num_blocks, page_elements]` of a layer.
             strides: where its keys, or its values, lie in a page.
+            part: of which tokens.
         """
-        blocks, which = np.unique(self._slots // self._block_size, return_inverse=True)
-        token = which * self._block_size + self._slots % self._block_size
+        slots = self._slots[part]
+        blocks, which = np.unique(slots // self._block_size, return_inverse=True)
+        token = which * self._block_size + slots % self._block_size
         held = strides.tokens_of(pages, upload(blocks, self._device))
         return indexable(held)[upload(token, self._device)].view(pages.dtype)
 

@@ -186,9 +186,7 @@ class SparsePrefill:
         request = batch.tokens.request[active]
         finite = torch.ones_like(request)
         if state is not None:
-            finite &= state.hidden_states.isfinite().all(-1)
-            if state.residual is not None:
-                finite &= state.residual.isfinite().all(-1)
+            finite &= self._layers.is_finite(state)
         fine = torch.ones(len(batch.plans), dtype=torch.int64, device=self._device)
         fine.scatter_reduce_(0, request, finite, "amin")
         return Computed(batch, batch.at_all_layers(active), fine.bool())

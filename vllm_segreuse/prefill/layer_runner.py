@@ -5,7 +5,7 @@ pay to keys of the cache."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -110,7 +110,8 @@ class LayerRunner:
         batch: Batch,
         queries: Queries | None = None,
     ) -> Waves[LayerState]:
-        """Run layers `[first, last)`, wave by wave in order of position.
+        """Run layers `[first, last)`, wave by wave in order of position. The given state is lost:
+        what is returned takes its place.
 
         Of the model's last layer only keys and values are computed: its output is nobody's input.
         What is returned then is what entered it. Where drafts are given the output, it is computed,
@@ -119,8 +120,9 @@ class LayerRunner:
         if first == last and state is not None:
             return state
         whole = last if self._for_drafts.output else min(last, len(self.stack) - 1)
-        outputs = Collected(len(tokens))
-        most = batch.wave_tokens(self._max_wave_tokens, last - first)
+        outputs = Collected(len(tokens), state)
+        asked = 0 if queries is None else queries.num_layers
+        most = batch.wave_tokens(self._max_wave_tokens, last - first + asked)
         for part, wave in self._attention.parts(tokens, most):
             attending = self._attention.forward_context(wave, batch.block_tables, queries=queries)
             with (
@@ -139,7 +141,8 @@ class LayerRunner:
                     made = self.stack.output(wave.token_ids, wave.rotary_positions, output)
                     output = LayerState(made, None)
                 outputs.add(part, output)
-            yield len(wave) * (last - first)
+            scoring = 0 if queries is None else queries.take_work()
+            yield len(wave) * (last - first) + scoring
         return outputs.state
 
     def _through(
@@ -152,6 +155,19 @@ class LayerRunner:
             batch.keep_auxiliary(layer, wave, state.stream)
             first = layer
         return self.stack.run(first, last, wave.rotary_positions, state)
+
+    def keep(self, state: LayerState, index: torch.Tensor) -> LayerState:
+        """The states of some rows, ascending, in the place of all."""
+        return state.kept(index, self._max_wave_tokens)
+
+    def is_finite(self, state: LayerState) -> torch.Tensor:
+        """bool `[tokens]`: whether all numbers of each state are."""
+        finite = torch.ones_like(state.hidden_states[:, 0], dtype=torch.bool)
+        for part in (state.hidden_states, state.residual):
+            if part is not None:
+                chunks = part.split(self._max_wave_tokens)
+                finite &= torch.cat([chunk.isfinite().all(-1) for chunk in chunks])
+        return finite
 
     def enter(
         self, cut: int, active: Index, state: LayerState | None, batch: Batch
@@ -201,11 +217,16 @@ class LayerRunner:
         return (yield from self._model(self._attention.stock_context, tokens, batch))
 
     def _model(
-        self, context: Callable[..., AbstractContextManager[None]], tokens: TokenTable, batch: Batch
+        self,
+        context: Callable[..., AbstractContextManager[None]],
+        tokens: TokenTable,
+        batch: Batch,
+        queries: Queries | None = None,
     ) -> Waves[LayerState]:
         outputs = Collected(len(tokens))
         graphs = self.graphs if self.compiled else None
-        most = batch.wave_tokens(self._max_wave_tokens, len(self))
+        asked = 0 if queries is None else queries.num_layers
+        most = batch.wave_tokens(self._max_wave_tokens, len(self) + asked)
         for part, wave in self._attention.parts(tokens, most):
             size = 0 if graphs is None else graphs.size_for(wave)
             attending = context(wave, batch.block_tables, Execution(self.compiled, size))
@@ -219,76 +240,72 @@ class LayerRunner:
             for layer, stream in zip(self._for_drafts.entering, entering, strict=True):
                 batch.keep_auxiliary(layer, wave, stream)
             outputs.add(part, LayerState(hidden_states, None))
-            yield len(wave) * len(self)
+            scoring = 0 if queries is None else queries.take_work()
+            yield len(wave) * len(self) + scoring
         return outputs.state
 
-    def queries(
-        self, wanted: Index, computed: Index, layers: Sequence[int], batch: Batch
-    ) -> Waves[tuple[list[torch.Tensor], Index, LayerState]]:
-        """The queries of some tokens, and all layers on the others that are computed with them.
+    def up_to_choice(
+        self, wanted: Index, computed: Index, last: int, queries: Queries, batch: Batch
+    ) -> Waves[tuple[Index, LayerState]]:
+        """The layers that some tokens are asked at, and all layers on the others that are computed
+        with them.
 
         Args:
-            wanted: the tokens, behind the others of their plan; they run up to the last of these
-                layers only.
+            wanted: the tokens, behind the others of their plan.
             computed: they, and all before them whose keys and values are not there yet.
-            layers: whose queries, ascending; without the last, which a pass need not compute.
+            last: the last layer whose queries are wanted; `wanted` runs no further.
+            queries: hands them on.
             batch: the plans.
 
         Returns:
-            Queries `[wanted, heads, head_size]` of each layer; the others; and what entered the
-            last layer of these, or left it where the model is compiled.
+            The others; and what entered the last layer of these, or left it where the model is
+            compiled.
         """
-        attention = [self.stack.attention[layer] for layer in layers]
-        queries = Queries(attention, wanted.within(computed))
         tokens = batch.tokens.take(computed)
         others = computed.without(wanted)
         rows = upload(others.within(computed), tokens.slots.device)
         if self.compiled:
             context = functools.partial(self._attention.forward_context, queries=queries)
-            state = (yield from self._model(context, tokens, batch)).take(rows)
-        else:
-            behind = layers[-1] + 1
-            state = yield from self.run(0, behind, tokens, None, batch, queries)
-            state = state.take(rows)
-            if len(others):
-                left = batch.tokens.take(others)
-                state = yield from self.run(behind, len(self), left, state, batch)
-        return queries.by_layer(), others, state
+            state = yield from self._model(context, tokens, batch, queries)
+            return others, self.keep(state, rows)
+        behind = last + 1
+        state = yield from self.run(0, behind, tokens, None, batch, queries)
+        state = self.keep(state, rows)
+        if len(others):
+            left = batch.tokens.take(others)
+            state = yield from self.run(behind, len(self), left, state, batch)
+        return others, state
 
     def keys_and_values(
         self, layer: int, tokens: TokenTable, state: LayerState, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[tokens, heads, channels]` that a layer would write for this state."""
-        keys, values = [], []
+    ) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
+        """Keys and values `[tokens, heads, channels]` that a layer would write for this state, wave
+        by wave, and of which tokens they are."""
         for part, wave in tokens.parts(self._max_wave_tokens):
             with self._fast_ops.preferred(), self._adapters.applied(batch.lora_id, len(wave)):
                 entering = state.take(part).clone()
-                key, value = self.stack.keys_and_values(layer, wave.rotary_positions, entering)
-            keys.append(key)
-            values.append(value)
-        return torch.cat(keys), torch.cat(values)
+                made = self.stack.keys_and_values(layer, wave.rotary_positions, entering)
+            yield part, made
 
     def attention_paid(
         self,
         batch: Batch,
         layer: int,
-        probed: torch.Tensor,
-        counts: list[int],
+        part: slice,
         queries: torch.Tensor,
         gather: Gather = Gather.SUM,
         last: int | None = None,
     ) -> torch.Tensor:
-        """Attention that queries pay, at one layer, to each token of their plan.
+        """Attention that probes pay, at one layer, to each token of their plan.
 
         Args:
             batch: the plans.
             layer: whose keys, written by now, are attended to.
-            probed: flat indices of the queries' tokens, ascending.
-            counts: how many of them are each plan's.
-            queries: `[probed, heads, head_size]`.
+            part: which of the batch's probes ask.
+            queries: theirs, `[probes, heads, head_size]`.
             gather: how what several queries and heads pay becomes one number: the largest under
                 `MAX`, else the sum.
-            last: only so many of each plan's queries count, the last; None: all.
+            last: only so many of each plan's probes count, the last; None: all.
 
         Returns:
             float32 `[tokens]`.
@@ -297,12 +314,13 @@ class LayerRunner:
         pages, keys = known.pages, known.layout.attended
         scale = attention.impl.scale * kv_scales(attention).key
         softmax = known.softmax()
-        paid, first = [], 0
+        probed, paid = batch.probes.device[part], []
         lengths = np.diff(batch.bounds).tolist()
-        for row, (plan, length) in enumerate(zip(batch.plans, lengths, strict=True)):
-            behind = first + counts[row]
-            mine = slice(first if last is None else max(first, behind - last), behind)
-            first = behind
+        ends = np.cumsum(batch.counts(batch.probes)).tolist()
+        for row, (plan, length, end) in enumerate(zip(batch.plans, lengths, ends, strict=True)):
+            first = ends[row - 1] if row else 0
+            first = first if last is None else max(first, end - last)
+            mine = slice(max(0, first - part.start), max(0, end - part.start))
             mass = known.kernels.token_scores(
                 queries[mine],
                 probed[mine] + (plan.start - int(batch.bounds[row])),

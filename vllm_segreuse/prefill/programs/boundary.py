@@ -5,10 +5,10 @@ on."""
 from __future__ import annotations
 
 from vllm_segreuse.plan import Boundary
-from vllm_segreuse.prefill.attention import Queries
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
+from vllm_segreuse.prefill.scores import Scores
 from vllm_segreuse.prefill.selection import choose_tokens
 from vllm_segreuse.prefill.waves import Waves
 
@@ -22,7 +22,8 @@ def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Waves[Computed]
     """
     dense_layers, scored = program.dense_layers, program.scored_layer(layers.model)
     reach_it = batch.everything if scored < dense_layers else batch.always
-    queries = Queries([layers.stack.attention[scored]], batch.probes.within(reach_it))
+    scores = Scores(layers, batch, [scored])
+    queries = scores.queries(reach_it)
     state = None
     if dense_layers:
         state = yield from layers.run(0, dense_layers, batch.tokens, None, batch, queries)
@@ -30,14 +31,11 @@ def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Waves[Computed]
         before = None if state is None else state.take(batch.always.device)
         always = batch.tokens.take(batch.always)
         yield from layers.run(dense_layers, scored + 1, always, before, batch, queries)
-    [asking] = queries.by_layer()
-    counts = batch.counts(batch.probes)
-    scores = layers.attention_paid(batch, scored, batch.probes.device, counts, asking)
-    active = choose_tokens(batch, scores).beside(batch.always)
+    active = choose_tokens(batch, scores.totals).beside(batch.always)
     tokens = batch.tokens.take(active)
     if state is None:  # some layers once more, for some tokens: cheaper than to stop behind them
         return active.device, (yield from layers.all_layers(tokens, batch))
-    state = state.take(active.device)
+    state = layers.keep(state, active.device)
     state = yield from layers.run(dense_layers, len(layers), tokens, state, batch)
     return active.device, state
 

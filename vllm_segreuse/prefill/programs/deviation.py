@@ -21,16 +21,16 @@ def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Waves[Computed
     """Choose by the squared distance of keys and values."""
     boundary = program.dense_layers
     state = yield from layers.run(0, boundary, batch.tokens, None, batch)
-    computed = layers.keys_and_values(boundary, batch.tokens, state, batch)
     attention, layout = layers.stack.attention[boundary], layers.layouts[boundary]
     pages, scales = typed_pages(attention), kv_scales(attention)
     distance = torch.zeros(len(batch.tokens), device=pages.device)
     halves = ((layout.keys, scales.key), (layout.values, scales.value))
-    for new, (strides, scale) in zip(computed, halves, strict=True):
-        held = batch.held(pages, strides).float() * scale
-        distance += (new.float() - held).square().sum((1, 2))
+    for part, computed in layers.keys_and_values(boundary, batch.tokens, state, batch):
+        for new, (strides, scale) in zip(computed, halves, strict=True):
+            held = batch.held(pages, strides, part).float().mul_(scale)
+            distance[part] += held.sub_(new.float()).square_().sum((1, 2))
     active = choose_tokens(batch, distance).beside(batch.always)
-    tokens, state = batch.tokens.take(active), state.take(active.device)
+    tokens, state = batch.tokens.take(active), layers.keep(state, active.device)
     state = yield from layers.run(boundary, len(layers), tokens, state, batch)
     return active.device, state
 

@@ -21,7 +21,7 @@ def run(program: Fixed, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
             return active.device, None
         return active.device, (yield from layers.all_layers(tokens, batch))
     state = yield from layers.run(0, program.dense_layers, batch.tokens, None, batch)
-    state = state.take(active.device)
+    state = layers.keep(state, active.device)
     if len(active):
         state = yield from layers.run(program.dense_layers, len(layers), tokens, state, batch)
     return active.device, state
