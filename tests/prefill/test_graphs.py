@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.forward_context import get_forward_context
 
-from tests.prefill.loaded import Loaded, loaded, prove
+from tests.prefill.loaded import Loaded, loaded, prove, refused
 from vllm_segreuse.compat.model_runner import CapturedGraphs
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
-from vllm_segreuse.prefill import checks
+from vllm_segreuse.plan import Boundary, Fixed, Probed, Stock
+from vllm_segreuse.prefill import checks, programs
+from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.graphs import CudaGraphs
+from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.proofs.graphs import GraphProof
 from vllm_segreuse.prefill.tokens import TokenTable
 
@@ -127,6 +131,37 @@ def graphs(proof: GraphProof) -> CapturedGraphs:
     sizes = (1, 2, 16, count, count + 7)
     inputs = torch.ones(300, dtype=torch.int32), torch.ones(300).long()
     return CapturedGraphs(sizes, *inputs, sampled_first=True)
+
+
+def test_passes_are_proven_as_they_run_compiled(llama: Loaded, monkeypatch: Patch) -> None:
+    """Eager ones are right; compiled ones take other embeddings for the tokens."""
+    embed, ran = llama.model.model.embed_tokens.forward, []
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        ran.append(not get_forward_context().skip_compiled)
+        return embed(ids) * (3 if ran[-1] else 1)
+
+    monkeypatch.setattr(llama.model.model.embed_tokens, "forward", forward)
+    prove(llama)
+    assert not any(ran)
+    monkeypatch.setattr(checks, "_may_run_compiled", lambda _: True)
+    found = refused(lambda: prove(llama))
+    assert found.startswith("the compiled sparse pass does not reproduce this model's own forward")
+    assert found.endswith("start without compiled code: --enforce-eager")
+
+
+def test_every_kind_of_compiled_pass_is_proven(llama: Loaded, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(checks, "_may_run_compiled", lambda _: True)
+    ran, run = set(), programs.run
+
+    def noted(layers: LayerRunner, batch: Batch) -> Any:
+        if layers.compiled:
+            ran.add(type(batch.program))
+        return run(layers, batch)
+
+    monkeypatch.setattr(programs, "run", noted)
+    prove(llama)
+    assert ran == {Fixed, Stock, Boundary, Probed}
 
 
 def test_a_pass_by_each_graph_is_proven(

@@ -46,7 +46,7 @@ from vllm_segreuse.prefill.proofs.graphs import GraphProof
 from vllm_segreuse.prefill.proofs.images import prove_images
 from vllm_segreuse.prefill.proofs.long_contexts import prove_long_contexts
 from vllm_segreuse.prefill.proofs.moves import prove_moves
-from vllm_segreuse.prefill.proofs.passes import prove_passes, warm_up
+from vllm_segreuse.prefill.proofs.passes import prove_compiled, prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch
@@ -224,6 +224,8 @@ def prove(
         prove_long_contexts(known, scratch.dtype)
         prefill.merge_size = prove_images(model, vllm_config.model_config, scratch, prefill)
         layers.compiled = _may_run_compiled(vllm_config)
+        if layers.compiled:
+            prove_compiled(scratch, prefill, None if drafted is None else drafted.scratch)
         graphs = None
         if layers.compiled and stack.position_rows is None:  # those would be other buffers
             graphs = GraphProof(scratch, prefill, layers)

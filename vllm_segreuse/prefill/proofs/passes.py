@@ -14,8 +14,9 @@ from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import BoolArray, Boundary, Fixed, Pieces, Program, Recipe, ReusePlan
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.programs.base import SHORT_STRETCH
+from vllm_segreuse.prefill.programs.base import SHORT_STRETCH, ProofCase
 from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error, tolerance
+from vllm_segreuse.supported import RefusedError
 
 _MOST = 0.4
 """What is not rounded but wrong is off by more."""
@@ -34,28 +35,60 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | No
     Returns:
         The largest deviation of a layer's keys and values, relative to their norm.
     """
-    positions = np.arange(scratch.count)
-    allowed, worst = allowed_deviation(scratch), 0.0
-    both = [scratch] if drafted is None else [scratch, drafted]
-    cases = programs.proof_cases(len(scratch.stack))
-    plans = [
-        plan_of(scratch, (positions // stretch) % 2 == 1, program, top_k)
-        for program, top_k, stretch in cases
-    ]
-    reused = (positions // SHORT_STRETCH) % 2 == 1
+    plans = [_plan_of(scratch, case) for case in programs.proof_cases(len(scratch.stack))]
+    reused = (np.arange(scratch.count) // SHORT_STRETCH) % 2 == 1
     for cut in () if prefill.states is None else prefill.states.cuts:
         plan = plan_of(scratch, reused, Fixed(), 0)
         enters = np.where(reused, cut, -1).astype(np.int32)
         plans.append(replace(plan, recipe=plan.recipe.entering(enters)))
+    return _prove("the sparse pass", plans, scratch, prefill, drafted)
+
+
+@torch.inference_mode()
+def prove_compiled(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | None) -> None:
+    """Passes through all layers reproduce that KV also as vLLM has compiled the model, whose own
+    forward is eager here.
+
+    Args:
+        drafted: see `prove_passes`.
+
+    Raises:
+        RefusedError: they do not.
+    """
+    cases = [
+        case
+        for case in programs.proof_cases(len(scratch.stack))
+        if not (case.program.dense_layers or case.program.cuts)
+    ]
+    plans = [_plan_of(scratch, case) for case in cases]
+    try:
+        _prove("the compiled sparse pass", plans, scratch, prefill, drafted)
+    except UnsupportedModelError as error:
+        raise RefusedError(f"{error}; start without compiled code: --enforce-eager") from error
+
+
+def _plan_of(scratch: Scratch, case: ProofCase) -> ReusePlan:
+    reused = (np.arange(scratch.count) // case.stretch) % 2 == 1
+    return plan_of(scratch, reused, case.program, case.top_k)
+
+
+def _prove(
+    what: str,
+    plans: list[ReusePlan],
+    scratch: Scratch,
+    prefill: SparsePrefill,
+    drafted: Scratch | None,
+) -> float:
+    """Run plans, one after the other; the largest deviation."""
+    allowed, worst = allowed_deviation(scratch), 0.0
+    both = [scratch] if drafted is None else [scratch, drafted]
     for plan in plans:
         for each in both:
             each.clear_copy()
         if prefill.run([plan]).not_finite:
-            raise UnsupportedModelError(
-                f"the sparse pass meets NaN or infinity ({plan.recipe.program})"
-            )
+            raise UnsupportedModelError(f"{what} meets NaN or infinity ({plan.recipe.program})")
         worst = max(worst, *map(deviation, both))
-    require_equal("the sparse pass", worst, allowed)
+    require_equal(what, worst, allowed)
     return worst
 
 
