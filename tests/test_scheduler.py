@@ -718,6 +718,30 @@ def test_what_workers_tell_is_in_the_report_once() -> None:
     assert first["computed_share"] == pytest.approx(computed / (4 * 34), abs=1e-4)
 
 
+def test_a_plan_that_reports_nothing_is_reported_where_it_was_computed_in_full() -> None:
+    world = cached_document()
+    request = world.add(PROMPT, OPTIONS | {"segreuse_policy": "shift"})
+    world.run(request)
+    tracked = world.side._planner.get(request.request_id)
+    assert tracked is not None
+    plan = tracked.plan
+    assert plan is not None
+    assert not plan.reports
+    before = tracked.report
+    assert before is not None
+    assert before.recomputed_tokens < before.reused_tokens
+    outcomes = {request.request_id: PlanOutcome(plan.num_written)}
+    tracked.plan = None
+    world.side.note_outcomes(outcomes, {request.request_id: request})
+    assert tracked.report == before, "it is of another plan, after a preemption"
+    tracked.plan = plan
+    world.side.note_outcomes(outcomes, {request.request_id: request})
+    after = world.report(request)
+    assert after["recomputed_tokens"] == before.reused_tokens
+    assert after["computed_share"] == 1
+    assert world.stats.data["tokens"]["recomputed"] == after["recomputed_tokens"]
+
+
 def test_work_is_counted_by_the_layers_that_the_workers_found() -> None:
     """The probes go no further than the last layer that gives scores."""
     world = cached_document()

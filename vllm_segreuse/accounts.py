@@ -38,26 +38,31 @@ class Accounts:
     def admitted(self, tracked: TrackedRequest, request: Request, report: Report) -> None:
         """A request was admitted for the first time.
 
-        How a plan ends that reports it is not known yet; `carried_out` is called once it is.
+        How a plan ends that reports it is not known yet; `carried_out` is called once it is, or if
+        another one was computed in full.
         """
         plan = tracked.plan
         if plan is not None:
             share = plan.computed_share(self.layers, request.num_tokens)
             report = report._replace(computed_share=share)
-            tracked.awaited = plan if plan.reports else None
+            tracked.awaited = plan
         elif tracked.observed is not None:
             report = report._replace(observed=self._observed(tracked, request.num_tokens))
         tracked.report = report
-        self._count(report, recomputed=tracked.awaited is None)
+        self._count(report, recomputed=plan is None or not plan.reports)
         if plan is not None:
             _note_saved(request, report)
 
     def carried_out(self, tracked: TrackedRequest, request: Request, outcome: PlanOutcome) -> None:
         """The workers have carried the awaited plan out."""
-        if tracked.report is None or tracked.awaited is None:
+        plan = tracked.awaited
+        if tracked.report is None or plan is None:
             return  # readmitted meanwhile: the report is about the first admission
-        plan, tracked.awaited = tracked.awaited, None
+        if not plan.reports and tracked.plan is not plan:
+            return  # likewise
+        tracked.awaited = None
         recomputed = plan.recomputed_after(outcome)
+        counted = 0 if plan.reports else tracked.report.recomputed_tokens
         share = plan.computed_share(self.layers, plan.stop + 1, outcome)
         drift = None if outcome.drift is None else round(outcome.drift, 4)
         tracked.report = tracked.report._replace(
@@ -70,7 +75,7 @@ class Accounts:
             positions = np.asarray(outcome.positions, np.int32)
             tracked.explanation = with_recomputed(tracked.explanation, positions)
         _note_saved(request, tracked.report)
-        self._stats.count_tokens("recomputed", recomputed)
+        self._stats.count_tokens("recomputed", recomputed - counted)
         if outcome.drift is not None:
             self._stats.observe_drift(outcome.drift, outcome.in_full)
         if plan.acceptance is not None and outcome.acceptance is not None:

@@ -28,6 +28,8 @@ def plan(name: str = "request") -> ReusePlan:
 
 
 def in_full(prepared: Any) -> list[bool]:
+    """And that is reported."""
+    assert all(each.reports == each.recipe.always.all() for each in prepared.plans)
     return [bool(each.recipe.always.all()) for each in prepared.plans]
 
 

@@ -2,6 +2,7 @@
 """Drift is what its definition says, and a request that is too far off is computed in full."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,3 +159,14 @@ def test_a_few_tokens_are_read_as_many_are(monkeypatch: pytest.MonkeyPatch) -> N
     for strides in (layout.keys, layout.values):
         expected = page_tokens.read_tokens(pages, strides, slots)
         assert torch.equal(page_tokens.pick_tokens(pages, strides, slots), expected)
+
+
+def test_segments_of_which_no_token_may_be_chosen_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those whose context is the one that they were computed in, for instance."""
+    one = plan("one", 10, **LATE)
+    kept = np.arange(one.num_tokens) < one.pieces.segments(one.start).first[1]
+    other = replace(one, recipe=replace(one.recipe, kept=kept))
+    assert len(one.pieces.segments(one.start).first) == one.num_segments_to_choose_of == 2
+    assert other.num_segments_to_choose_of == 1

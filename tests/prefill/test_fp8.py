@@ -105,5 +105,5 @@ def test_drift_is_of_the_numbers_that_are_stored(kind: str) -> None:
     moved = MovedValues(layers, batch, choice)
     for layer in layers.stack.attention:
         layer.kv_cache[:] = torch.tensor(2.0).to(typed_pages(layer).dtype).view(torch.uint8)
-    expected = 0.5 * batch.plans[0].num_segments * PER_TOKENS / 2
+    expected = 0.5 * batch.plans[0].num_segments_to_choose_of * PER_TOKENS / 2
     assert moved.drift().tolist() == pytest.approx([expected])

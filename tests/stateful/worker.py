@@ -289,12 +289,9 @@ class Worker:
     ) -> None:
         if self.fail_next_pass and plans:
             self.fail_next_pass = False
-            # As the connector does after an error; what a plan may copy remains what it was, and
-            # so does what is reported, unless only the workers know it.
+            # As the connector does after an error; what a plan may copy remains what it was.
             for plan in plans:
-                recomputed = plan.num_recomputed
-                if plan.reports:
-                    recomputed = plan.num_restored + plan.num_reused
+                recomputed = plan.num_restored + plan.num_reused
                 self.endings.setdefault(plan.request_id, Ending(recomputed))
             plans = [_in_full(plan) for plan in plans]
         requests = [self._request_of(plan) for plan in plans]

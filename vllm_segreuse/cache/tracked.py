@@ -111,7 +111,7 @@ class TrackedRequest:
         explanation: of its first admission (`explain.py`), where it is wanted.
         other_adapters: keys of the namespaces that differ from its own by the LoRA adapter only, of
             a request that explains.
-        awaited: the plan that the report is about, until the workers have reported what they
+        awaited: the plan that the report is about, unless the workers have reported what they
             computed of it.
         unchecked: of a request that waits for its plan, the plans that have left, and that the
             workers have not reported on yet; the oldest first.

@@ -277,7 +277,8 @@ class ReusePlan:
             it with the hidden state of the token before.
         spread: carried out over several steps, while the request is set aside.
         max_drift: above it everything is computed after all, where drift is measured.
-        reports: the workers report a `PlanOutcome`, also if they have to compute the plan in full.
+        reports: the workers report a `PlanOutcome`. Of other plans they do so only if they have to
+            compute them in full.
         lora_id: vLLM's number of the request's LoRA adapter; 0: none.
         trace_headers: W3C trace context that the request came with; None: it is not traced.
         explains: the workers report which tokens they have computed, where they choose them.
@@ -398,9 +399,12 @@ class ReusePlan:
         return 0 if enters is None else int((enters >= 0).sum())
 
     @property
-    def num_segments(self) -> int:
-        """Runs of reused tokens, each computed in one sequence."""
-        return len(self.pieces.segments(self.start).first)
+    def num_segments_to_choose_of(self) -> int:
+        """Runs of reused tokens, each computed in one sequence, of which any may be chosen."""
+        first = self.pieces.segments(self.start).first
+        if not len(first):
+            return 0
+        return int(np.logical_or.reduceat(self.recipe.candidates, first).sum())
 
     @property
     def num_recomputed(self) -> int:
@@ -440,16 +444,18 @@ class ReusePlan:
 
     def without_copies(self) -> ReusePlan:
         """The same tokens, all computed at every layer by the pass's own layers, also those that
-        were to be restored: no copy can be relied on."""
+        were to be restored: no copy can be relied on. That is reported."""
         if self.restoration is None:
-            return self.in_full()
+            return replace(self.in_full(), reports=True)
         tokens = np.concatenate((self.restoration.token_ids, self.token_ids))
         nothing = self.restoration.pieces
         nothing = nothing.where(np.zeros(len(nothing), np.bool_))
         given_up = replace(
             self.restoration, pieces=nothing, token_ids=self.restoration.token_ids[:0]
         )
-        whole = replace(self, start=self.begin, token_ids=tokens, restoration=given_up)
+        whole = replace(
+            self, start=self.begin, token_ids=tokens, restoration=given_up, reports=True
+        )
         return whole.in_full()
 
     def computing(self, tokens: BoolArray) -> ReusePlan:

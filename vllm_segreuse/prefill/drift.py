@@ -4,7 +4,8 @@
 What is recomputed was moved before. Both are compared: the values of some of the chosen tokens, at
 a few layers of the second half. Their mean relative difference says how wrong moved tokens are;
 and the fewer tokens of a segment are recomputed, the more of them stay so. So the *drift* is that
-difference, divided by the recomputed tokens of a segment, per hundred of them. It costs a few small
+difference, divided by the recomputed tokens of a segment, per hundred of them. Segments of which no
+token may be chosen do not count: they were not moved out of their context. It costs a few small
 reads per request. docs/quality.md has how closely it follows the divergence from full prefill.
 """
 
@@ -92,7 +93,7 @@ class MovedValues:
         To be called once they are recomputed."""
         totals = summed_differences(self._moved, self._values(), self._counts, self._slots.device)
         factors = [
-            plan.num_segments * PER_TOKENS / max(1, count) / max(1, chosen)
+            plan.num_segments_to_choose_of * PER_TOKENS / max(1, count) / max(1, chosen)
             for plan, count, chosen in zip(
                 self._batch.plans, self._counts, self._chosen, strict=True
             )

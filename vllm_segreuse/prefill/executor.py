@@ -28,7 +28,7 @@ class PassReport:
     Attributes:
         align_s, sparse_s: seconds of both halves.
         not_finite: requests whose pass met NaN or infinity.
-        outcomes: of plans that report one, by request.
+        outcomes: of plans that report one, or were not finite, by request.
     """
 
     align_s: float
@@ -152,7 +152,7 @@ class SparsePrefill:
             outcome, left = end.outcome(positions.get(plan.request_id))
             if not end.fine:
                 not_finite.append(plan.request_id)
-            if plan.reports:
+            if plan.reports or not end.fine:
                 shown = outcome if plan.explains else outcome._replace(positions=None)
                 reported[plan.request_id] = shown
             if left is not None:  # alone: the states of one prompt fit into memory
