@@ -12,6 +12,7 @@ import torch
 
 from tests.prefill.loop import KV, TinyDecoder, carry_out
 from tests.prefill.tiny import CHANNELS, FIXED, HEADS, LAYERS, SIZE, World, make_plan
+from vllm_segreuse.kernels import reference
 from vllm_segreuse.plan import Boundary, Deviation, Fixed, Gather, Probed, ReusePlan, Staged, Stock
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill import tokens as tokens_module
@@ -114,6 +115,13 @@ def check(world: World, name: str) -> None:
 
 def test_the_last_queries_of_each_plan_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the plans has fewer."""
+    asked, token_scores = [], reference.token_scores
+
+    def noted(query: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        asked.append(len(query))
+        return token_scores(query, *given, **more)
+
+    monkeypatch.setattr(reference, "token_scores", noted)
     world = World(monkeypatch)
     batch = Batch(plans_of(RECIPES["summed over late layers"]), SIZE, CPU)
     queries = torch.randn(len(batch.probes), HEADS, CHANNELS)
@@ -125,6 +133,7 @@ def test_the_last_queries_of_each_plan_are_its_own(monkeypatch: pytest.MonkeyPat
     assert batch.counts(batch.probes) == [6, 4, 2]
     expected = paid(3, 6) + paid(7, 10) + paid(10, 12)
     torch.testing.assert_close(paid(0, 12, last=3), expected)
+    assert asked[-3:] == [3, 3, 2]
     in_waves = paid(0, 2, last=3) + paid(2, 8, last=3) + paid(8, 12, last=3)
     torch.testing.assert_close(in_waves, expected)
 
