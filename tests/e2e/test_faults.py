@@ -66,7 +66,7 @@ WORKING = {
     "prefill.layer_runner.LayerRunner.attention_paid": SELECTED,
     "prefill.selection.choose": SELECTED,
     "model.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
-    "prefill.programs.probed._attention": FOCUS,
+    "prefill.scores.Scores._ask": FOCUS,
 }
 
 Break = Callable[..., list[str]]
