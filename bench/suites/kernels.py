@@ -205,6 +205,15 @@ def _runs(context: int, length: int, count: int | None = None) -> torch.Tensor:
     return (firsts[:, None] * length + torch.arange(length)).flatten()
 
 
+def _at_both_ends(context: int, count: int) -> torch.Tensor:
+    """Random positions of the first and the last eighth, a few more of the former, so that some
+    that follow each other lie at both ends."""
+    generator = torch.Generator().manual_seed(context)
+    part, first = context // 8, count // 2 + 8
+    ends = [torch.randperm(part, generator=generator)[:n].sort() for n in (first, count - first)]
+    return torch.cat([ends[0].values, context - part + ends[1].values])
+
+
 def _seen(context: int, positions: torch.Tensor) -> int:
     """Pairs of query and key."""
     return int((positions + 1).sum())
@@ -253,6 +262,7 @@ def _attention(
     for count in case.few:
         sparse[f"{count} random"] = _scattered(context, count)
         sparse |= {f"{count} in runs of {n}": _runs(context, n, count) for n in (16, 32, 64)}
+        sparse[f"{count} at both ends"] = _at_both_ends(context, count)
     alone = partial(ours, flash=False)
     for name, positions in sparse.items():
         add(f"rows, {name}", positions, backend.rows)
