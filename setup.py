@@ -8,6 +8,7 @@ same work, and the server says so when it starts.
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,7 @@ class CpuKernels(NativeKernel):
         self._flags = CPU_LEVELS[level]
 
     def commands(self, output: Path, temporary: Path) -> list[list[str]]:
-        compiler = os.environ.get("CXX", "c++")
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
         common = [
             *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden"),
             *("-fno-math-errno", "-Wall", "-Wextra", f"-I{CSRC}"),
@@ -76,9 +77,9 @@ class CpuKernels(NativeKernel):
             target = str(temporary / f"{self.name}.{Path(source).stem}.o")
             # Rotations agree with plain torch bit for bit; sums of products may be fused.
             exact = ["-ffp-contract=off"] if Path(source).stem in EXACT else []
-            made.append([compiler, *common, *exact, "-c", source, "-o", target])
+            made.append([*compiler, *common, *exact, "-c", source, "-o", target])
             objects.append(target)
-        return [*made, [compiler, "-shared", "-fopenmp", *objects, "-o", str(output)]]
+        return [*made, [*compiler, "-shared", "-fopenmp", *objects, "-o", str(output)]]
 
 
 class CudaKernels(NativeKernel):
@@ -98,18 +99,31 @@ class KernelBuilder(build_ext):
         # No Python module: loaded by name, for any Python version.
         return str(Path(*fullname.split("."))) + ".so"
 
+    def run(self) -> None:
+        remove_libraries(Path(self.build_lib))
+        super().run()
+
+    def copy_extensions_to_source(self) -> None:
+        remove_libraries(Path())
+        super().copy_extensions_to_source()
+
     def build_extension(self, extension: NativeKernel) -> None:
         output = Path(self.get_ext_fullpath(extension.name))
         temporary = Path(self.build_temp)
         for folder in (output.parent, temporary):
             folder.mkdir(parents=True, exist_ok=True)
-        output.unlink(missing_ok=True)
         try:
             for command in extension.commands(output, temporary):
                 subprocess.run(command, check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", None) or str(error)
             print(f"vllm-segreuse: {extension.name} is left out: {why[-2000:]}", file=sys.stderr)
+
+
+def remove_libraries(root: Path) -> None:
+    """Those of an earlier build would stay where now none is made, and be loaded."""
+    for library in root.joinpath("vllm_segreuse", "kernels").glob("_c*.so"):
+        library.unlink()
 
 
 def wants_cuda() -> bool:

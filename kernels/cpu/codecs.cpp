@@ -158,11 +158,11 @@ class Decoder {
     const auto load = [&](Lanes& lanes, int c) {
       for (int s = 0; s < 2; ++s) {
         const Span& span = *spans[s];
+        if (s == 1 && !span.length) break;
         const int shift = span.to % kTile - span.from % kTile;
         const uint8_t* from = codes[s] + head.at[c];
         float* to = lanes.begin() + shift;
         const float factor = scale[s][c];
-        if (s == 1 && !span.length) break;
         const int begin = span.from % kTile;
         if (s == 0 || whole)
           decode_codes<Codec>(to, from, kTile, factor);

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """setup.py builds what the machine can, with flags that keep its promises, and never fails."""
 
+import os
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,15 +79,34 @@ def test_cuda_is_built_where_torch_can_use_it(
 def test_a_kernel_that_does_not_build_is_left_out(
     setup: SimpleNamespace, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the library of an older build does not stay in its place."""
-    output = tmp_path / "_cpu_baseline.so"
-    output.write_text("an older build")
     builder: Any = setup.KernelBuilder(Distribution())
     builder.build_temp = str(tmp_path / "objects")
-    builder.get_ext_fullpath = lambda _: str(output)
+    builder.get_ext_fullpath = lambda _: str(tmp_path / "_cpu_baseline.so")
     builder.build_extension(SimpleNamespace(name="_cpu_baseline", commands=lambda *_: [[command]]))
-    assert not output.exists()
     assert "_cpu_baseline is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [["build"], ["build_ext", "--inplace"]], ids=" ".join)
+def test_no_library_of_an_earlier_build_stays(how: list[str], tmp_path: Path) -> None:
+    """It would be loaded, or packed, whatever its sources were."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "kernels", "csrc"):
+        tmp_path.joinpath(name).symlink_to(CSRC.parent / name)
+    built = tmp_path / "here" / "lib"
+    for root in (tmp_path, built):
+        folder = root / "vllm_segreuse" / "kernels"
+        folder.mkdir(parents=True)
+        for name in ("_cpu_baseline.so", "_cuda.so"):
+            folder.joinpath(name).write_text("an earlier build")
+    options = [f"--build-lib={built}", f"--build-temp={tmp_path / 'objects'}"]
+    environment = {**os.environ, "CXX": "false with an option", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "setup.py", "-q", *how, *options]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "_cpu_baseline is left out: Command '['false', 'with', 'an', 'option'" in done.stderr
+    made = tmp_path if "--inplace" in how else built
+    assert not [*made.glob("vllm_segreuse/kernels/_c*.so")]
 
 
 def test_every_source_is_compiled_and_every_header_watched(setup: SimpleNamespace) -> None:

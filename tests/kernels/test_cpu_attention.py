@@ -374,6 +374,15 @@ def test_what_the_kernel_cannot_do_is_refused() -> None:
         cpu.token_scores(query, positions, torch.randn(1, 768), odd, torch.zeros(1).int(), 1, 1.0)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_a_scale_that_is_not_positive_is_refused(built: str, scale: float) -> None:
+    shape = SHAPES["HND"]
+    batch = make_batch(shape, 2, [[3, 40]], torch.float32, "cpu")
+    where = batch.query, batch.positions, batch.pages, shape.keys, batch.block_tables[0]
+    with pytest.raises(ValueError, match=f"scale is {scale}; expected more than 0"):
+        cpu.token_scores(*where, 41, scale)
+
+
 def test_nothing_to_attend_or_score() -> None:
     shape = SHAPES["HND"]
     batch = make_batch(shape, 1, [[5]], torch.float32, "cpu")

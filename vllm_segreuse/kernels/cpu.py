@@ -93,7 +93,8 @@ def _library() -> ctypes.CDLL:
                 function.argtypes, function.restype = [ctypes.c_void_p], None
             return library
     raise OSError(
-        f"no _cpu_*.so in {folder}: the C++ kernels were not built (no compiler at installation)"
+        f"no _cpu_*.so in {folder}: the C++ kernels were not built (no compiler at installation, "
+        "or it failed: pip install -v tells why)"
     )
 
 
@@ -295,6 +296,8 @@ def pointers(pages: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _weights(sinks: torch.Tensor | None, scale: float, soft_cap: float) -> Weights:
+    if not scale > 0:  # the kernels divide by it
+        raise ValueError(f"scale is {scale}; expected more than 0")
     return Weights(None if sinks is None else sinks.data_ptr(), scale, soft_cap)
 
 
