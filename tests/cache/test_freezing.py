@@ -222,5 +222,22 @@ def test_uses_of_both_tiers_add_up() -> None:
 
 
 def test_documents_may_take_what_the_tier_has() -> None:
-    assert World(tier=FakeTier(capacity_blocks=500)).state()["limit"] == 500
-    assert World(tier=FakeTier(capacity_blocks=5)).state()["limit"] == 8
+    large, small = World(tier=FakeTier(capacity_blocks=500)), World(tier=FakeTier(5))
+    assert (large.state()["limit"], small.state()["limit"]) == (500, 8)
+    # Those that the tier does not take have GPU memory only.
+    assert (large.state()["frozen_limit"], small.state()["frozen_limit"]) == (8, 8)
+
+
+def test_a_compressed_document_displaces_what_the_tier_holds() -> None:
+    tier = FakeTier()
+    world = World(limit=7, tier=tier)
+    world.compute("held")
+    tier.room = 0
+    world.compute("not held")
+    world.has_exact_names = False
+    assert world.copy("compressed", blocks=(16, 17))
+    state = world.state()
+    assert (sorted(state["warm"]), [*state["stored"]]) == (["compressed", "not held"], ["held"])
+    assert state["wanted"] == []
+    assert not world.copy("another", kept=3 * SIZE, blocks=(18, 19, 15))
+    assert sorted(world.state()["warm"]) == ["compressed", "not held"]

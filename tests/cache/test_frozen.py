@@ -88,6 +88,23 @@ def test_a_document_is_warm_once_all_its_parts_are_frozen(pool: FrozenPool) -> N
     assert blocks_of(pool).num_free_blocks() == TOTAL
 
 
+def test_what_may_be_evicted_makes_way_in_order() -> None:
+    pool = make(limit=8)
+    for first, name in ((1, "read"), (3, "old"), (5, "new"), (7, "kept")):
+        assert pool.add(order(name), part(first, first + 1))
+    blocks_of(pool).pin([1, 2])
+    others = {"read", "old", "new"}
+    assert pool.add(order("kept"), part(9, 10), instead_of=others), "it is there already"
+    assert not pool.add(order("more"), part(9))
+    assert pool.add(order("more"), part(9), instead_of=others)
+    assert sorted(pool.warm()) == ["kept", "more", "new", "read"]
+    assert pool.add(order("further"), part(10), instead_of=others), "there was room"
+    assert sorted(pool.warm()) == ["further", "kept", "more", "new", "read"]
+    assert not pool.add(order("large"), part(*range(11, 17)), instead_of=others)
+    assert sorted(pool.warm()) == ["further", "kept", "more"]
+    pool.check_integrity()
+
+
 def test_freezing_twice_holds_once(pool: FrozenPool) -> None:
     for _ in range(2):
         assert pool.add(order("doc"), part(1, 2))

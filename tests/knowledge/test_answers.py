@@ -165,8 +165,9 @@ def test_room_is_counted_as_it_will_be(catalogue: Catalogue) -> None:
     own = SHAPE.num_blocks(1, 15)
 
     def counted(*about: Any) -> int:
-        warm, meanwhile = catalogue.num_blocks_with(base, [kept(record(*about))], 4)
-        assert meanwhile == 0, "documents are computed where they stay"
+        found = catalogue.num_blocks_with(base, [kept(record(*about))], 4)
+        warm, gpu_only, meanwhile = found
+        assert (gpu_only, meanwhile) == (0, 0), "documents are computed where they stay"
         return warm
 
     assert counted("e", "three", 15) == now + own

@@ -23,6 +23,7 @@ from vllm_segreuse.plan import FreezeOrder
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 TEXT = [*range(10, 25)]
 STATE = {"total": 9, "free": 8, "frozen": 1, "limit": 7, "block_size": 4, "given_back": 2}
+STATE |= {"frozen_limit": 5}
 
 
 class Client:
@@ -188,7 +189,7 @@ def test_states_are_merged() -> None:
     }
     two = (
         STATE
-        | {"total": 5, "free": 9, "frozen": 4, "limit": 6, "given_back": 1}
+        | {"total": 5, "free": 9, "frozen": 4, "limit": 6, "given_back": 1, "frozen_limit": 4}
         | {
             "warm": {"both": (3, 4), "two": (2, 0)},
             "uses": {"both": (1, 7.0)},
@@ -202,6 +203,7 @@ def test_states_are_merged() -> None:
         "free": 8,
         "frozen": 4,
         "limit": 6,
+        "frozen_limit": 4,
         "block_size": 4,
         "given_back": 3,
         "warm": {"both": [3, 5]},

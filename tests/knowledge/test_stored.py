@@ -22,7 +22,7 @@ from vllm_segreuse.knowledge import siblings
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.errors import NoRoomError
-from vllm_segreuse.knowledge.schemas import CreateBase, WarmDocuments
+from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.store import Store, entry_name
 
@@ -111,6 +111,48 @@ def test_what_fits_the_tier_only_is_taken_and_stored() -> None:
             await service.add("base", documents(c=[*range(100)]))
 
     run(test, FakeTier(capacity_blocks=20), limit=8)
+
+
+def compressed(**content: list[int]) -> AddDocuments:
+    each = [{"id": i, "token_ids": ids, "keep": 0.5} for i, ids in content.items()]
+    return AddDocuments.model_validate({"documents": each, "wait": True})
+
+
+def test_compressed_documents_must_fit_into_gpu_memory() -> None:
+    """Whatever the tier holds: it does not take them. Others make way for them."""
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=A, b=B))
+        assert await statuses(service) == {"a": "warm", "b": "stored"}
+        texts = {f"c{i}": [*range(100 * i, 100 * i + 32)] for i in range(1, 4)}
+        with pytest.raises(NoRoomError, match=r"GPU memory only.* need 12 KV .* may have 8 there"):
+            await service.add("base", compressed(**texts))
+        del texts["c3"]
+        assert {d.status for d in await service.add("base", compressed(**texts))} == {"warm"}
+        wanted = {"a": "stored", "b": "stored", "c1": "warm", "c2": "warm"}
+        assert await statuses(service) == wanted
+        await service.add("base", documents(d=C))
+        assert await statuses(service) == wanted | {"d": "stored"}
+        with pytest.raises(NoRoomError, match="GPU memory only"):
+            await service.add("base", compressed(a=A))
+
+    run(test, FakeTier(capacity_blocks=60), limit=8)
+
+
+def test_with_less_gpu_memory_than_before_compressed_documents_stay_cold(path: Path) -> None:
+    async def add(service: KnowledgeService, engine: FakeEngine) -> None:
+        texts = {f"c{i}": [*range(100 * i, 100 * i + 32)] for i in range(1, 4)}
+        await service.add("base", compressed(**texts))
+        await service.add("base", documents(a=A))
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.finish()
+        found = await statuses(service)
+        assert sorted(found.values()) == ["cold", "stored", "warm", "warm"]
+        assert found["a"] == "stored"
+
+    run(add, FakeTier(capacity_blocks=60), path, limit=40)
+    run(test, FakeTier(capacity_blocks=60), path, limit=8)  # it has lost everything
 
 
 def test_what_the_tier_had_no_room_for_is_computed_again_once_it_has() -> None:

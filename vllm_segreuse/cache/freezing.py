@@ -92,8 +92,10 @@ class Freezing(BlockListener):
         except ValueError as reason:
             logger.warning("segment reuse: %s is not frozen: %s", order.entry, reason)
             return False
-        if self._tier is None or is_compressed:  # the tier finds records by their text
+        if self._tier is None:
             return self.entries.add(order, part)
+        if is_compressed:  # the tier finds records by their text
+            return self.entries.add(order, part, instead_of=self._tier.held())
         self._tier.keep(order.entry, order.part, order.parts, part.block_ids)
         self.entries.add(order, part)
         return True
@@ -194,7 +196,8 @@ class Freezing(BlockListener):
     def state(self) -> dict[str, Any]:
         """What knowledge bases need to know; uses are reported once only.
 
-        `limit` is what all entries together may take, in GPU memory or in the second tier;
+        `limit` is what all entries together may take, in GPU memory or in the second tier, and
+        `frozen_limit` what those may that are in GPU memory only;
         `stored` are those that this tier holds, with their place. They need not return; those that
         it had no room for do.
         """
@@ -213,6 +216,7 @@ class Freezing(BlockListener):
             "free": entries.num_free,
             "frozen": entries.num_frozen,
             "limit": limit,
+            "frozen_limit": entries.limit,
             "block_size": self._index.block_size,
             "given_back": entries.num_evicted,
             "warm": {name: list(entry) for name, entry in warm.items()},

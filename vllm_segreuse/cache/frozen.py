@@ -14,7 +14,7 @@ each computed by a request of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -164,8 +164,13 @@ class FrozenPool:
         """Whether nobody else holds a block."""
         return self.num_free + self.num_reclaimable() == self.num_blocks
 
-    def add(self, order: FreezeOrder, part: FrozenPart) -> bool:
+    def add(self, order: FreezeOrder, part: FrozenPart, instead_of: Container[str] = ()) -> bool:
         """Freeze a part of an entry. Doing so twice changes nothing.
+
+        Args:
+            order: names the part.
+            part: its blocks.
+            instead_of: entries that may be evicted to stay below the limit.
 
         Returns:
             False if the pool would exceed its limit, or has evicted or released the parts before
@@ -186,7 +191,9 @@ class FrozenPool:
             return False
         if entry is not None and entry.parts[order.part] is not None:
             return True
-        new = [block for block in set(part.block_ids) if block not in self._of_block]
+        blocks = set(part.block_ids)
+        self._evict_for(blocks, instead_of)
+        new = self._not_frozen(blocks)
         if self.num_frozen + len(new) > self.limit:
             self.release([order.entry])
             return False
@@ -196,7 +203,7 @@ class FrozenPool:
             entry = self._entries[order.entry] = _Entry([None] * order.parts, 0.0)
         entry.parts[order.part] = part
         entry.last_used = self._clock()
-        for block in set(part.block_ids):
+        for block in blocks:
             names = self._of_block.setdefault(block, [])
             if order.entry not in names:
                 names.append(order.entry)
@@ -360,6 +367,16 @@ class FrozenPool:
         # Requests share blocks by their exact prefix, so whoever holds any holds the first.
         firsts = {part.block_ids[0] for part in entry.parts if part}
         return sum(self._blocks.references(block) - 1 for block in firsts)
+
+    def _evict_for(self, blocks: Iterable[int], candidates: Container[str]) -> None:
+        """Evict candidates, in the order of `make_free`, until these blocks fit below the limit."""
+        for name in sorted(filter(candidates.__contains__, self._entries), key=self._rank):
+            if self.num_frozen + len(self._not_frozen(blocks)) <= self.limit:
+                break
+            self._evict(name)
+
+    def _not_frozen(self, blocks: Iterable[int]) -> list[int]:
+        return [block for block in blocks if block not in self._of_block]
 
     def _evict(self, name: str) -> None:
         entry = self._entries[name]

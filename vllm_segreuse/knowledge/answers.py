@@ -41,7 +41,7 @@ class Answers:
         status = self._status(document, state)
         blocks, references = 0, 0
         if entry is not None:
-            blocks = entry.num_blocks
+            blocks = entry.blocks.warm
             if held is not None:
                 blocks, references = held[0], held[1] + len(entry.owners)
         return schemas.Document(

@@ -11,7 +11,7 @@ import heapq
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 from vllm_segreuse.knowledge.chunks import Shape, num_blocks
 from vllm_segreuse.knowledge.compression import Compression
@@ -85,18 +85,30 @@ class CatalogueBase:
         return _ITEM_BYTES + 4 * len(self.record.preamble or "") + self.context.nbytes + metadata
 
 
+class Blocks(NamedTuple):
+    """Blocks that entries take.
+
+    Attributes:
+        warm: when they are warm.
+        gpu_only: those of them that the second tier does not take.
+        meanwhile: besides, at most, until they are warm; in GPU memory, too.
+    """
+
+    warm: int
+    gpu_only: int
+    meanwhile: int
+
+
 @dataclass
 class Entry:
     """What equal documents of one namespace share.
 
     Attributes:
-        num_blocks: blocks that it takes when it is warm.
-        num_meanwhile: blocks that it takes besides until it is warm.
+        blocks: that it takes.
         owners: (base, id) of these documents.
     """
 
-    num_blocks: int
-    num_meanwhile: int
+    blocks: Blocks
     owners: set[tuple[str, str]] = field(default_factory=set)
     hits: int = 0
     last_used: float | None = None
@@ -167,7 +179,7 @@ class Catalogue:
             return
         entry = self.entries.get(document.entry)
         if entry is None:
-            entry = self.entries[document.entry] = Entry(*self._num_blocks(document))
+            entry = self.entries[document.entry] = Entry(self._blocks(document))
             if before is not None and before.text == document.text:
                 entry.continue_counts_of(self.entries.get(before.entry))
         entry.owners.add((base.record.name, document.id))
@@ -190,17 +202,17 @@ class Catalogue:
 
     def num_blocks(self) -> int:
         """Blocks that all documents take together when all are warm."""
-        return sum(entry.num_blocks for entry in self.entries.values())
+        return sum(entry.blocks.warm for entry in self.entries.values())
 
     def num_blocks_meanwhile(self, at_once: int) -> int:
         """Blocks that all documents take besides, at most, while so many are computed at once."""
-        return _meanwhile((entry.num_meanwhile for entry in self.entries.values()), at_once)
+        return _meanwhile((entry.blocks for entry in self.entries.values()), at_once)
 
     def num_blocks_with(
         self, base: CatalogueBase, documents: Sequence[CatalogueDocument], at_once: int
-    ) -> tuple[int, int]:
-        """`num_blocks` and `num_blocks_meanwhile`, once these documents are in the base."""
-        blocks = {n: (entry.num_blocks, entry.num_meanwhile) for n, entry in self.entries.items()}
+    ) -> Blocks:
+        """What all documents take together, once these are in the base."""
+        blocks = {name: entry.blocks for name, entry in self.entries.items()}
         leaving: dict[str, set[tuple[str, str]]] = {}
         for document in documents:
             before = base.documents.get(document.id)
@@ -211,9 +223,10 @@ class Catalogue:
                 blocks.pop(name, None)
         for document in documents:
             if document.fault is None:
-                blocks[document.entry] = self._num_blocks(document)
-        warm = sum(num_blocks for num_blocks, _ in blocks.values())
-        return warm, _meanwhile((more for _, more in blocks.values()), at_once)
+                blocks[document.entry] = self._blocks(document)
+        warm = sum(each.warm for each in blocks.values())
+        gpu_only = sum(each.gpu_only for each in blocks.values())
+        return Blocks(warm, gpu_only, _meanwhile(blocks.values(), at_once))
 
     def most_used_first(self) -> list[str]:
         """All entries, by hits, then by last use."""
@@ -232,14 +245,17 @@ class Catalogue:
             self.entries[name].hits += hits
         return known
 
-    def _num_blocks(self, document: CatalogueDocument) -> tuple[int, int]:
+    def _blocks(self, document: CatalogueDocument) -> Blocks:
         context, tokens = document.num_context, document.num_tokens
         warm = num_blocks(self._shape, document.compression, context, tokens)
-        return warm, self._shape.num_blocks_meanwhile(tokens)
+        # The second tier finds records by their text, which kept tokens and anchors are not.
+        is_gpu_only = document.compression is not None or self._shape.anchors is not None
+        gpu_only = warm if is_gpu_only else 0
+        return Blocks(warm, gpu_only, self._shape.num_blocks_meanwhile(tokens))
 
 
-def _meanwhile(blocks: Iterable[int], at_once: int) -> int:
-    return sum(heapq.nlargest(at_once, blocks))
+def _meanwhile(blocks: Iterable[Blocks], at_once: int) -> int:
+    return sum(heapq.nlargest(at_once, (each.meanwhile for each in blocks)))
 
 
 def place(documents: dict[str, CatalogueDocument], document: CatalogueDocument) -> None:

@@ -62,6 +62,9 @@ class ParallelEngines(ServedEngine):
         await call_schedulers(self._client, "segreuse_unfreeze", entries)
 
 
+_LEAST = ("total", "free", "limit", "frozen_limit")
+
+
 def merged(states: Sequence[State]) -> dict[str, Any]:
     """What holds for all engines: there is room where each has room, and warm is what is so on
     each. Stored is what is stored or warm on each; `engines` has the states themselves."""
@@ -72,7 +75,7 @@ def merged(states: Sequence[State]) -> dict[str, Any]:
     return {
         "engines": list(states),
         "block_size": first["block_size"],
-        **{name: min(state[name] for state in states) for name in ("total", "free", "limit")},
+        **{name: min(state[name] for state in states) for name in _LEAST},
         "frozen": max(state["frozen"] for state in states),
         "given_back": sum(state["given_back"] for state in states),
         "warm": {name: _warm([state["warm"][name] for state in states]) for name in names},

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -102,7 +102,7 @@ class KnowledgeService:
         self._scheduler = SchedulerState(
             engine, self._catalogue, self._warming, self._write_uses, poll_s
         )
-        self._limit = 0
+        self._limit = self._frozen_limit = 0
 
     # Start and end.
 
@@ -116,18 +116,25 @@ class KnowledgeService:
         await _in_thread(self._sqlite, self._load)
         await self._follow_the_rules()
         state = await self._scheduler.read()
-        self._limit = state["limit"]
+        self._limit, self._frozen_limit = state["limit"], state["frozen_limit"]
         # The second tier may hold what was deleted just before the last run ended.
         await self._warming.let_go(state["stored"].keys() - self._catalogue.entries.keys())
         if not in_background:
             return
-        room = self._limit - self._catalogue.num_blocks_meanwhile(AT_ONCE)
-        for name in self._catalogue.most_used_first():
-            room -= self._catalogue.entries[name].num_blocks
-            # A smaller cache than before: the rest stays cold.
-            if room >= 0 and name not in state["stored"]:
-                self._warming.add(name, Urgency.BACKGROUND)
+        self._warm_what_fits(state["stored"])
         self._scheduler.start_polling()
+
+    def _warm_what_fits(self, stored: Container[str]) -> None:
+        meanwhile = self._catalogue.num_blocks_meanwhile(AT_ONCE)
+        room, gpu_room = self._limit - meanwhile, self._frozen_limit - meanwhile
+        for name in self._catalogue.most_used_first():
+            blocks = self._catalogue.entries[name].blocks
+            room -= blocks.warm
+            gpu_room -= blocks.gpu_only
+            # A smaller cache than before: the rest stays cold.
+            fits = room >= 0 and (gpu_room >= 0 or not blocks.gpu_only)
+            if fits and name not in stored:
+                self._warming.add(name, Urgency.BACKGROUND)
 
     async def close(self) -> None:
         """Stop warming, save what was counted, let the manifest go."""
@@ -224,8 +231,8 @@ class KnowledgeService:
             NotFoundError: no such base.
             InvalidError: token ids that the model does not have.
             ConflictError: another request is adding or deleting one of them right now.
-            NoRoomError: together they would exceed the frozen pool's share, or take too much of
-                this process's memory.
+            NoRoomError: together they would exceed the frozen pool's share and the second tier, or
+                those in GPU memory only the share; or take too much of this process's memory.
         """
         base = self._catalogue.base(name)
         if base.record.fault:
@@ -509,13 +516,20 @@ class KnowledgeService:
         return replace(record, kept=other.kept) if fits else record
 
     def _check_room(self, base: CatalogueBase, documents: list[CatalogueDocument]) -> None:
-        needed, meanwhile = self._catalogue.num_blocks_with(base, documents, AT_ONCE)
+        needed, gpu_only, meanwhile = self._catalogue.num_blocks_with(base, documents, AT_ONCE)
+        besides = f", and {meanwhile} more while they are computed" if meanwhile else ""
         if needed + meanwhile > self._limit:
-            besides = f", and {meanwhile} more while they are computed" if meanwhile else ""
             raise NoRoomError(
                 f"all documents together would need {needed} KV blocks{besides}, and knowledge "
                 f"bases may have {self._limit}: delete some, or raise frozen_share, the KV cache's "
                 "size or the second tier's"
+            )
+        if gpu_only + meanwhile > self._frozen_limit:
+            raise NoRoomError(
+                "documents that are compressed or have anchors are kept in GPU memory only: "
+                f"together they would need {gpu_only} KV blocks{besides}, and knowledge bases may "
+                f"have {self._frozen_limit} there: delete some, or raise frozen_share or the KV "
+                "cache's size"
             )
 
     def _check_memory(self, more_bytes: int) -> None:
