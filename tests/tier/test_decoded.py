@@ -52,6 +52,22 @@ def test_what_came_from_the_gpu_is_stored() -> None:
     assert evicted(world, blocks) == 3
 
 
+def test_copies_of_what_was_decoded_are_not_stored() -> None:
+    """Nor copies of copies."""
+    world = World(blocks=12, rows=20, codec="int8")
+    stored(world)
+    first = filled(world, [*range(300, 312)], depth=1)
+    world.tier.note_plans([plan(first, [(0, SIZE, 0, 0, 0)], [True])])
+    copies = [(SIZE * i, SIZE, block, 0, 0) for i, block in enumerate(first)]
+    second = filled(world, [*range(400, 412)], depth=2)
+    world.tier.note_plans([plan(second, copies, [False] * 3)])
+    # A donor that the same plan writes.
+    world.tier.note_plans([plan(second, [(0, SIZE, second[0], 0, 0)], [False])])
+    assert evicted(world, second) == 2
+    assert world.stats.data["tier_dropped"] == {"decoded": 1}
+    assert evicted(world, first) == 2
+
+
 def test_raw_records_are_stored_again() -> None:
     world = World(rows=20)
     blocks = filled(world, DOCUMENT, depth=1)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks whose KV was read from records of a codec that rounds. They are not stored again.
+"""Blocks whose KV was read from records of a codec that rounds, or copied from such a block. They
+are not stored again.
 
 A block is known by its id, which gets other content later. What is computed anew has provenance
 depth 0, and what other plans fill is noted as their plans leave.
@@ -30,9 +31,10 @@ class Decoded:
         """
         for plan in plans:
             written = plan.block_ids[plan.start // block_size : -(-plan.stop // block_size)]
-            self._blocks.difference_update(written.tolist())
             pieces = plan.pieces
-            read = np.flatnonzero(pieces.source == Tier.HOST)
+            copied = np.isin(pieces.block, [*self._blocks])
+            self._blocks.difference_update(written.tolist())
+            read = np.flatnonzero((pieces.source == Tier.HOST) | copied)
             for first, length in zip(pieces.destination[read], pieces.length[read], strict=True):
                 blocks = slice(int(first) // block_size, -(-int(first + length) // block_size))
                 self._blocks.update(plan.block_ids[blocks].tolist())
