@@ -60,7 +60,7 @@ class Files(SecondaryTierManager):
         self.content: dict[OffloadKey, list[Any]] = {}
         self.memory = region.memory
         self.rows = rows
-        self.most = most
+        self.num_slots = most
         self.hidden = False
         self.jobs: list[TransferJob] = []
         self._results: list[JobResult] = []
@@ -93,7 +93,7 @@ class Files(SecondaryTierManager):
             elif not fails:
                 self.content[key] = [held.get(row) for held in self.rows]
                 self._event([key], removed=False)
-        while len(self.content) > self.most:
+        while len(self.content) > self.num_slots:
             self.lose(next(iter(self.content)))
         success = not fails if not job.is_promotion else len(done) == len(job.keys)
         self._results.append(JobResult(job.job_id, success, done if job.is_promotion else None))

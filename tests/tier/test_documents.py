@@ -20,6 +20,16 @@ def kept(world: World, tokens: list[int] = DOCUMENT, name: str = "doc") -> list[
     return blocks
 
 
+def test_documents_may_take_what_host_memory_or_the_files_hold() -> None:
+    """Whatever the bytes of the budget are: a record takes more of the disk than its row."""
+    options: dict[str, Any] = {"path": "tier", "disk_gib": 1}
+    world = World(rows=4, files=True, most_files=9, **options)
+    assert world.tier.documents.capacity_blocks == 9
+    world = World(rows=4, files=True, most_files=2, **options)
+    assert world.tier.documents.capacity_blocks == 4
+    assert World(rows=4).tier.documents.capacity_blocks == 4
+
+
 @pytest.mark.parametrize("admission", ["evicted", "knowledge"])
 def test_a_document_is_stored_while_it_is_in_gpu_memory(admission: str) -> None:
     world = World(admission=admission)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from tests.tier.fakes import ROW_BYTES, Region
 from tests.tier.test_scheduler_side import Tiered
 from vllm_segreuse import scheduler
 from vllm_segreuse.supported import RefusedError
-from vllm_segreuse.tier.files import open_file_tier
+from vllm_segreuse.tier.files import MIN_RECORDS, open_file_tier
+from vllm_segreuse.tier.format import record_bytes
 from vllm_segreuse.tier_options import TierOptions
 
 OTHER = OPTIONS | {"extra_keys": "others"}
@@ -174,6 +176,19 @@ def test_what_was_seen_before_a_reset_says_nothing_of_the_weights_after_it(
     world.report(late, other_weights=True)
     assert not finds(world)
     world.side.close()
+
+
+def test_a_budget_of_few_records_is_refused_and_nothing_is_removed(tmp_path: Path) -> None:
+    view = Region(ROW_BYTES).create_kv_memoryview()
+    known = view, bytes(32), lambda key: None
+    needed_gib = MIN_RECORDS * record_bytes(view.strides[0]) / 2**30
+    path = str(tmp_path / "tier")
+    with pytest.raises(RefusedError, match=r"tier\.disk_gib is .*, which holds 15 records of"):
+        open_file_tier(TierOptions(path=path, disk_gib=needed_gib - 2**-30), *known)
+    assert not os.path.exists(path)
+    tier = open_file_tier(TierOptions(path=path, disk_gib=needed_gib), *known)
+    assert tier.num_slots == MIN_RECORDS
+    tier.shutdown()
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.database import Notes
 from vllm_segreuse.tier.folder import LostError, RecordFolder, Written
-from vllm_segreuse.tier.format import Kept, record_of
+from vllm_segreuse.tier.format import Kept, record_bytes, record_of
 from vllm_segreuse.tier.jobs import Job, Jobs, Settle
 from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.residents import Residents
@@ -54,6 +54,8 @@ logger = logging.getLogger("vllm.segreuse")
 DEADLINE_S = 30.0
 PAUSES_S = (1.0, 300.0)
 """Writes pause after an error: for so long at first, twice as long each time, so long at most."""
+
+MIN_RECORDS = 16
 
 LOST = ("missing", "torn", "corrupt")
 """Reasons for which a record is removed: see `LostError`."""
@@ -82,6 +84,7 @@ class FileTier(SecondaryTierManager):
             are those that another engine has written, `shared` those of the loaded ones; not
             stored: `full` (of records that may not be removed), `busy`, `paused`, `no_space`,
             `io_error`; not loaded: `missing`, `torn`, `corrupt`, `unreadable`; either: `stalled`.
+        num_slots: most records that there may be, of all engines.
     """
 
     medium = Medium.STORAGE
@@ -116,8 +119,8 @@ class FileTier(SecondaryTierManager):
         self._describe = describe
         self._clock = clock
         self._zeroises = zeroises
-        self._slots = budget_bytes // folder.record_bytes
-        folder.trim(self._slots)
+        self.num_slots = budget_bytes // folder.record_bytes
+        folder.trim(self.num_slots)
         self._residents = Residents(folder.at_start)
         self._jobs = Jobs(io_threads, DEADLINE_S, clock)
         # Rows that are being stored cannot be used for anything else.
@@ -316,7 +319,7 @@ class FileTier(SecondaryTierManager):
             if not job.use_rows(copy):
                 return partial(self._not_stored, batch, None, job)
             new = [self._folder.new(coming.record) for coming in batch]
-            written = self._folder.write(list(zip(new, payloads, strict=True)), self._slots)
+            written = self._folder.write(list(zip(new, payloads, strict=True)), self.num_slots)
         except Exception as error:
             with contextlib.suppress(OSError):
                 self.watcher.look()  # what was to make room may be gone
@@ -578,6 +581,12 @@ def open_file_tier(
     """
     assert options.path is not None
     assert primary_kv_view.strides is not None
+    size = record_bytes(primary_kv_view.strides[0])
+    if options.disk_bytes < MIN_RECORDS * size:
+        raise RefusedError(
+            f"tier.disk_gib is {options.disk_gib:g}, which holds {options.disk_bytes // size} "
+            f"records of {size / (1 << 20):.1f} MiB; give it room for {MIN_RECORDS} at least"
+        )
     try:
         sealer = _sealer(options.key_file)
         known = (fingerprint, primary_kv_view.strides[0], sealer)

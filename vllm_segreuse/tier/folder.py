@@ -34,6 +34,7 @@ from vllm_segreuse.tier.format import (
     Kept,
     Sealed,
     about,
+    record_bytes,
 )
 from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
 from vllm_segreuse.tier.seats import Owner, Seats
@@ -47,7 +48,6 @@ logger = logging.getLogger("vllm.segreuse")
 _FOLDERS = 256
 _KEY_BYTES = 32
 _OURS = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}")
-_PAGE_BYTES = 4096
 _DATABASE = "records.sqlite"
 
 
@@ -120,7 +120,7 @@ class RecordFolder:
         self._payload_bytes = payload_bytes
         self._unsettled: dict[str, bool] = {}
         self._must_forget = False
-        self.record_bytes = -(-(payload_bytes + TRAILER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        self.record_bytes = record_bytes(payload_bytes)
         identity = hashlib.blake2b(fingerprint + self._sealer.identity, digest_size=16)
         self.path = os.path.join(path, identity.hexdigest())
         self._files = os.path.join(self.path, "files")

@@ -37,6 +37,12 @@ _HEADER = struct.Struct(f"<8sHBB{KEY_BYTES}s{KEY_BYTES}sqIQ4x")
 # Key, position, depth, tokens, namespaces, and whether there is a parent.
 _ABOUT = struct.Struct(f"<{KEY_BYTES}sqIIHB")
 TRAILER_BYTES = _HEADER.size + PROOF_BYTES
+_PAGE_BYTES = 4096
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """Bytes of the device that a record with so large a payload takes: whole pages."""
+    return -(-(payload_bytes + TRAILER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class Kept(NamedTuple):

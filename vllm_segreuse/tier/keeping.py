@@ -35,7 +35,13 @@ class WritingStore(Protocol):
 
 
 class DurableFiles(Protocol):
-    """What is needed of the file tier."""
+    """What is needed of the file tier.
+
+    Attributes:
+        num_slots: most records that there may be.
+    """
+
+    num_slots: int
 
     def has(self, key: bytes) -> bool:
         """Whether a record can be loaded."""

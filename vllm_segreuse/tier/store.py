@@ -142,7 +142,7 @@ class TierStore(BlockListener):
         self._stats = stats
         self._reuse = reuse
         self._health = Health("the second tier")
-        capacity = max(len(view), options.disk_bytes // self._row_bytes)
+        capacity = max(len(view), 0 if files is None else files.num_slots)
         self.documents = Keeping(self, capacity, self._health, time.time, files, journal)
         self._files = files
         self._exact_key = None if exact_key is None else functools.lru_cache(_KEYS)(exact_key)
