@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -511,6 +512,22 @@ def test_a_restart_keeps_order_and_durability(tmp_path: Path) -> None:
     engine = Engine(tmp_path, slots=3)
     engine.store(4)
     assert engine.there(1, 2, 3, 4) == [1, 2, 4]
+    engine.tier.shutdown()
+
+
+def test_a_clock_that_was_ahead_is_forgotten_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path, slots=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 2.0**33)
+        engine.store(1, 2, 3, 4)
+    engine.tier.shutdown()
+    engine = Engine(tmp_path, slots=4)
+    engine.store(5)
+    engine.store(6)
+    assert len(engine.there(1, 2, 3, 4)) == 2
+    assert engine.there(5, 6) == [5, 6]
     engine.tier.shutdown()
 
 

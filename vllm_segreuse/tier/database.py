@@ -158,6 +158,18 @@ class Database:
         with _errors(), self._lock:
             return self._all_rows()
 
+    def correct_times(self) -> None:
+        """Records that were used in the future, by a clock that was ahead, were used now. What is
+        new would be the least recently used otherwise, and make room for them.
+
+        Raises:
+            DamagedError: the rows cannot be read.
+            OSError: nothing was changed.
+        """
+        with _errors(), self._lock:
+            query = "UPDATE records SET used = :now WHERE used > :now"
+            self._sql.execute(query, {"now": time.time()})
+
     def _all_rows(self) -> list[tuple[str, Kept | None]]:
         with self._transaction("DEFERRED") as sql:
             self._seen = self._last_change(sql)

@@ -177,6 +177,7 @@ class RecordFolder:
         known = self._fingerprint, self._sealer, self._sealed.digest_key, self._seats.name
         self._database = Database(path, *known)
         try:
+            self._database.correct_times()
             rows = self._database.rows()
             self._end_all([self._seats.name])
             self._seats.clear(self._database.dismiss)
