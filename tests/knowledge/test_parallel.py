@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cache.keeping import FakeTier
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, NUM_BLOCKS, FakeEngine
 from tests.knowledge.test_service import documents, until
@@ -113,6 +114,19 @@ def test_a_deleted_document_leaves_every_engine() -> None:
         assert [engine.pool.num_frozen for engine in client.engines] == [0, 0]
 
     run(test)
+
+
+def test_what_one_engine_still_holds_of_a_deleted_document_is_removed_at_the_start() -> None:
+    """It did not run when the document was deleted."""
+
+    async def main() -> None:
+        tiers = FakeTier(), FakeTier()
+        tiers[1].keep("deleted", 0, 1, [1, 2])
+        client = Client(*(FakeEngine(40, tier) for tier in tiers))
+        async with fake_engine.serving(ParallelEngines(client, 2), SHAPE):  # type: ignore[arg-type]
+            assert tiers[1].held() == {}
+
+    asyncio.run(main())
 
 
 def test_uses_on_all_engines_are_counted() -> None:

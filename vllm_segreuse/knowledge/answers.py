@@ -54,7 +54,7 @@ class Answers:
             references=references,
             engines=[
                 number
-                for number, engine in enumerate(_engines(state))
+                for number, engine in enumerate(engines_of(state))
                 if entry is not None and document.entry in engine["warm"]
             ],
             tier=None if entry is None else _tier(document.entry, state),
@@ -100,7 +100,7 @@ class Answers:
         """All bases together."""
         return schemas.Stats(
             blocks=self._blocks(state),
-            engines=[self._blocks(engine) for engine in _engines(state)],
+            engines=[self._blocks(engine) for engine in engines_of(state)],
             bases=len(self._catalogue.bases),
             documents=self._count(self._catalogue.documents(), state),
             hits=sum(entry.hits for entry in self._catalogue.entries.values()),
@@ -136,7 +136,8 @@ class Answers:
         return counts
 
 
-def _engines(state: State) -> Sequence[State]:
+def engines_of(state: State) -> Sequence[State]:
+    """States of the single engines."""
     return state.get("engines") or [state]
 
 

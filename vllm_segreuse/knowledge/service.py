@@ -28,7 +28,7 @@ import numpy as np
 from vllm_segreuse.config import DOCUMENTS, SegReuseConfig
 from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.knowledge import schemas
-from vllm_segreuse.knowledge.answers import Answers
+from vllm_segreuse.knowledge.answers import Answers, engines_of
 from vllm_segreuse.knowledge.catalogue import (
     Catalogue,
     CatalogueBase,
@@ -117,8 +117,10 @@ class KnowledgeService:
         await self._follow_the_rules()
         state = await self._scheduler.read()
         self._limit, self._frozen_limit = state["limit"], state["frozen_limit"]
-        # The second tier may hold what was deleted just before the last run ended.
-        await self._warming.let_go(state["stored"].keys() - self._catalogue.entries.keys())
+        # The second tier may hold what was deleted just before the last run ended, or, of engines
+        # that did not take part in it, at any time before.
+        held = {name for engine in engines_of(state) for name in engine["stored"]}
+        await self._warming.let_go(held - self._catalogue.entries.keys())
         if not in_background:
             return
         self._warm_what_fits(state["stored"])
