@@ -113,6 +113,11 @@ class Files(SecondaryTierManager):
     def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
         pass
 
+    def take_wanted(self) -> list[bytes]:
+        return []
+
+    needs_step = False
+
     def erase(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             if key in self.content:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -345,11 +345,12 @@ def test_what_cannot_be_erased_is_offered_to_nobody_and_erased_later(
     """Unless it is wanted again."""
     engine.store(1, 2, 3)
     engine.events()
-    release = engine.tier._folder.release
-    monkeypatch.setattr(engine.tier._folder, "release", raises(errno.ENOSPC))
+    release = engine.tier._erasures._release
+    monkeypatch.setattr(engine.tier._erasures, "_release", raises(errno.ENOSPC))
     engine.tier.erase([key_of(1), key_of(2)])
     for _ in range(2):
         engine.tier.drain_jobs()
+        engine.tier.clean()
         engine.poll()
     assert engine.there(1, 2, 3) == [3]
     assert len(records.files(tmp_path)) == 3
@@ -358,10 +359,8 @@ def test_what_cannot_be_erased_is_offered_to_nobody_and_erased_later(
     else:
         engine.tier.set_durable([key_of(2)], True)  # its row is in host memory still
     assert (2, False) in engine.events()
-    monkeypatch.setattr(engine.tier._folder, "release", release)
-    engine.now += files._ERASE_AGAIN_S
-    engine.poll()
-    engine.tier.drain_jobs()
+    monkeypatch.setattr(engine.tier._erasures, "_release", release)
+    engine.tier.clean()
     engine.poll()
     assert engine.there(1, 2, 3) == [2, 3]
     assert len(records.files(tmp_path)) == 2
@@ -371,14 +370,172 @@ def test_what_could_not_be_erased_is_tried_once_more_at_the_end(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.store(1)
-    release = engine.tier._folder.release
-    monkeypatch.setattr(engine.tier._folder, "release", raises(errno.ENOSPC))
+    release = engine.tier._erasures._release
+    monkeypatch.setattr(engine.tier._erasures, "_release", raises(errno.ENOSPC))
     engine.tier.erase([key_of(1)])
     engine.tier.drain_jobs()
     engine.poll()
-    monkeypatch.setattr(engine.tier._folder, "release", release)
+    monkeypatch.setattr(engine.tier._erasures, "_release", release)
     engine.tier.shutdown()
     assert records.files(tmp_path) == []
+
+
+def test_documents_that_are_turned_away_are_wanted_once_writes_go_on(engine: Engine) -> None:
+    engine.disk.faults["create"] = raises(errno.ENOSPC)
+    engine.store(1, durable=True)
+    engine.store(2, durable=True)
+    engine.store(3)
+    assert engine.tier.counts == {"no_space": 1, "paused": 2}
+    engine.disk.faults.clear()
+    assert engine.tier.take_wanted() == []
+    assert not engine.tier.needs_step
+    engine.now += files.PAUSES_S[0]
+    assert engine.tier.needs_step
+    assert sorted(engine.tier.take_wanted()) == sorted([key_of(1), key_of(2)])
+    assert engine.tier.take_wanted() == [], "once"
+    assert not engine.tier.needs_step
+
+
+def test_documents_that_are_not_there_are_wanted_until_they_are_stored_or_erased(
+    engine: Engine,
+) -> None:
+    engine.store(1)
+    hang = Hang()
+    engine.disk.faults["create"] = hang
+    job = engine.begin_store(2)
+    engine.tier.set_durable(map(key_of, (1, 2, 3, 4)), True)
+    engine.tier.erase([key_of(3)])
+    assert engine.tier.take_wanted() == [key_of(4)], "2 is being written"
+    hang.released.set()
+    assert engine.finish(job).success
+    assert engine.tier.take_wanted() == []
+
+
+@pytest.mark.parametrize("end", ["reset", "hang"])
+def test_nothing_is_wanted_that_could_not_be_stored(engine: Engine, end: str) -> None:
+    engine.tier.set_durable([key_of(1)], True)
+    if end == "reset":
+        engine.tier.hide()
+        assert not engine.tier.needs_step
+        engine.tier.set_durable([key_of(2)], True)
+        assert engine.tier.take_wanted() == []
+        engine.tier.reveal()
+        assert engine.tier.take_wanted() == [key_of(2)], "host memory has lost the other"
+        return
+    hang = Hang()
+    engine.disk.faults["create"] = hang
+    engine.begin_store(2)
+    assert hang.reached.wait(30)
+    engine.now += files.DEADLINE_S + 1
+    engine.poll()
+    assert engine.tier.take_wanted() == []
+    assert not engine.tier.needs_step
+    hang.released.set()
+
+
+def test_an_idle_engine_tries_again_what_could_not_be_erased(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are no steps: the thread that looks after other engines does it."""
+    engine.store(1)
+    assert engine.tier.watcher._clean == engine.tier.clean
+    with monkeypatch.context() as full:
+        full.setattr(engine.tier._erasures, "_release", raises(errno.ENOSPC))
+        engine.tier.erase([key_of(1)])
+        engine.tier.drain_jobs()
+    assert len(records.files(tmp_path)) == 1
+    engine.tier.clean()
+    assert records.files(tmp_path) == []
+
+
+def test_what_is_deleted_while_it_is_written_needs_a_step(engine: Engine, tmp_path: Path) -> None:
+    hang = Hang()
+    engine.disk.faults["sync"] = hang
+    job = engine.begin_store(1, durable=True)
+    assert hang.reached.wait(30)
+    assert not engine.tier.needs_step
+    engine.tier.erase([key_of(1)])
+    assert engine.tier.needs_step
+    hang.released.set()
+    engine.finish(job)
+    assert not engine.tier.needs_step
+    engine.tier.drain_jobs()
+    assert records.files(tmp_path) == []
+
+
+def test_what_is_erased_twice_is_not_stored_in_between(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second erasure would remove it."""
+    hangs, release = [Hang(), Hang()], engine.tier._erasures._release
+    waiting = iter(hangs)
+    monkeypatch.setattr(
+        engine.tier._erasures, "_release", lambda keys: (next(waiting)(), release(keys))[1]
+    )
+    for hang in hangs:
+        engine.tier.erase([key_of(1)])
+        assert hang.reached.wait(30)
+        engine.tier.set_durable([key_of(1)], True)
+    hangs[0].released.set()
+    while engine.tier._erasures._finished.empty():
+        pass
+    engine.poll()
+    engine.begin_store(1, durable=True)
+    assert engine.tier.take_wanted() == []
+    hangs[1].released.set()
+    engine.tier.drain_jobs()
+    engine.poll()
+    assert engine.tier.take_wanted() == [key_of(1)]
+    assert engine.store(1, durable=True).success
+    assert engine.there(1) == [1]
+
+
+@pytest.mark.parametrize("how", ["stored", "held"])
+def test_what_is_wanted_again_while_it_is_written_is_not_erased(
+    how: str, engine: Engine, tmp_path: Path
+) -> None:
+    hang = Hang()
+    engine.disk.faults["sync"] = hang
+    job = engine.begin_store(1, durable=True)
+    assert hang.reached.wait(30)
+    engine.tier.erase([key_of(1)])
+    if how == "stored":
+        engine.begin_store(1, durable=True)
+    else:
+        engine.tier.set_durable([key_of(1)], True)
+    hang.released.set()
+    engine.finish(job)
+    engine.tier.drain_jobs()
+    assert engine.there(1) == [1]
+    assert len(records.files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_wanted_again_while_it_is_erased_is_stored_behind(
+    fails: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or offered again, if it was not erased."""
+    engine.store(1, durable=True)
+    hang, release = Hang(), engine.tier._erasures._release
+
+    def slow(keys: Collection[bytes]) -> list[str]:
+        hang()
+        if fails:
+            raise OSError
+        return release(keys)
+
+    monkeypatch.setattr(engine.tier._erasures, "_release", slow)
+    engine.tier.erase([key_of(1)])
+    assert hang.reached.wait(30)
+    engine.tier.set_durable([key_of(1)], True)
+    assert engine.tier.take_wanted() == []
+    assert engine.tier.needs_step
+    hang.released.set()
+    engine.tier.drain_jobs()
+    engine.poll()
+    assert engine.there(1) == ([1] if fails else [])
+    assert engine.tier.take_wanted() == ([] if fails else [key_of(1)])
+    assert not engine.tier.needs_step
 
 
 def test_files_that_cannot_be_removed_are_paid_for(tmp_path: Path) -> None:

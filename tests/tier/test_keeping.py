@@ -6,6 +6,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from tests.cache.keeping import Journal
 from vllm_segreuse.cache.health import Health
@@ -45,6 +46,14 @@ class Files:
         tokens = np.zeros(1, np.int32)
         for key, durable in self.durable.items():
             yield StoredRecord(key, tokens, 0, 0, (), None, durable)
+
+    needs_step = False
+
+    def take_wanted(self) -> list[bytes]:
+        return []
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        pass
 
     def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
         self.durable.update({key: durable for key in keys if key in self.durable})

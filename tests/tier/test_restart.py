@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT
 from tests.tier.fakes import ROW_BYTES, Region
+from tests.tier.records import Hang, raises
 from tests.tier.test_scheduler_side import Tiered
 from vllm_segreuse import scheduler
+from vllm_segreuse.cache.kept import Place
 from vllm_segreuse.supported import RefusedError
-from vllm_segreuse.tier.files import MIN_RECORDS, open_file_tier
+from vllm_segreuse.tier.disk import Disk
+from vllm_segreuse.tier.files import MIN_RECORDS, PAUSES_S, FileTier, open_file_tier
 from vllm_segreuse.tier.format import record_bytes
 from vllm_segreuse.tier_options import TierOptions
 
@@ -201,3 +205,88 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         view = Region(ROW_BYTES).create_kv_memoryview()
         with pytest.raises(RefusedError, match="files cannot be kept in"):
             open_file_tier(options, view, bytes(32), lambda key: None)
+
+
+def keep(world: Tiered) -> None:
+    """A document of a knowledge base, which was computed before."""
+    assert world.side._tier is not None
+    blocks = [block for block in range(world.pool.num_gpu_blocks) if block in world.index]
+    world.side._tier.documents.keep("doc", 0, 1, blocks)
+
+
+def held_after_a_restart(
+    world: Tiered, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Place]:
+    """The documents that the next engine finds."""
+    world.side.close()
+    again = engine(path, monkeypatch)
+    assert again.side._tier is not None
+    held = again.side._tier.documents.held()
+    again.side.close()
+    return held
+
+
+def test_a_document_that_is_deleted_and_added_again_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = engine(tmp_path, monkeypatch)
+    world.run(world.add(DOCUMENT))
+    world.end_step()
+    keep(world)
+    wait_for(world, 8)
+    assert world.side._tier is not None
+    world.side._tier.documents.release(["doc"])
+    wait_for(world, 0)
+    keep(world)
+    wait_for(world, 8)
+    assert held_after_a_restart(world, tmp_path, monkeypatch) == {"doc": "disk"}
+
+
+def test_a_document_that_is_added_again_while_it_is_erased_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = engine(tmp_path, monkeypatch)
+    world.run(world.add(DOCUMENT))
+    world.end_step()
+    keep(world)
+    wait_for(world, 8)
+    hang, remove = Hang(), Disk.remove
+    monkeypatch.setattr(Disk, "remove", lambda disk, path: (hang(), remove(disk, path))[1])
+    assert world.side._tier is not None
+    world.side._tier.documents.release(["doc"])
+    assert hang.reached.wait(30)
+    keep(world)
+    world.report(world.end_step()[1])
+    assert world.side.has_pending_work
+    hang.released.set()
+    wait_for(world, 0)
+    wait_for(world, 8)
+    assert not world.side.has_pending_work
+    assert held_after_a_restart(world, tmp_path, monkeypatch) == {"doc": "disk"}
+
+
+def test_a_document_that_a_full_disk_did_not_take_is_written_after_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = engine(tmp_path, monkeypatch)
+    assert world.side._tier is not None
+    tier, now = world.side._tier._files, 0.0
+    assert isinstance(tier, FileTier)
+    monkeypatch.setattr(tier, "_clock", lambda: now)
+    world.run(world.add(DOCUMENT))
+    world.end_step()
+    with monkeypatch.context() as full:
+        full.setattr(Disk, "create", lambda *_: raises(errno.ENOSPC)())
+        keep(world)
+        while tier.counts["no_space"] < 8:
+            world.report(world.end_step()[1])
+            tier.drain_jobs()
+    world.report(world.end_step()[1])
+    assert not world.side.has_pending_work, "writes pause"
+    assert tier.num_records == 0
+    now += PAUSES_S[1]
+    assert world.side.has_pending_work
+    wait_for(world, 8)
+    assert tier.counts["no_space"] == 8
+    assert not world.side.has_pending_work
+    assert held_after_a_restart(world, tmp_path, monkeypatch) == {"doc": "disk"}

@@ -226,6 +226,30 @@ def test_a_document_of_two_engines_goes_when_both_have_released_it(
     assert second.there(1) == []
 
 
+def test_an_engine_that_adds_a_document_again_while_it_releases_it_holds_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(name="one"), start(name="two")
+    first.store(1, durable=True)
+    second.tier.set_durable([key_of(1)], True)
+    second.note()
+    hang, release = Hang(), first.tier._erasures._release
+    monkeypatch.setattr(first.tier._erasures, "_release", lambda keys: (hang(), release(keys))[1])
+    first.tier.erase([key_of(1)])
+    assert hang.reached.wait(30)
+    first.tier.set_durable([key_of(1)], True)
+    first.tier._remember()
+    first.tier._folder.note()
+    hang.released.set()
+    first.tier.drain_jobs()
+    first.poll()
+    first.note()
+    second.tier.erase([key_of(1)])
+    second.tier.drain_jobs()
+    second.poll()
+    assert len(records.files(tmp_path / "store")) == 1
+
+
 def test_what_another_engine_holds_is_durable_when_it_is_stored_again(start: Start) -> None:
     first, second = start(slots=1, name="one"), start(slots=1, name="two")
     first.tier.set_durable([key_of(1)], True)

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.database import Notes
+from vllm_segreuse.tier.erasures import Erasures
 from vllm_segreuse.tier.folder import LostError, RecordFolder, Written
 from vllm_segreuse.tier.format import Kept, record_bytes, record_of
 from vllm_segreuse.tier.jobs import Job, Jobs, Settle
@@ -63,8 +64,6 @@ LOST = ("missing", "torn", "corrupt")
 _TASK_RECORDS = 16
 _NOTE_S = 1.0
 """Uses are written down so often, for other engines."""
-_ERASE_AGAIN_S = 10.0
-"""So long after an error, what could not be erased is tried again."""
 _STOP_S = 2.0
 
 Describe = Callable[[bytes], StoredRecord | None]
@@ -127,9 +126,8 @@ class FileTier(SecondaryTierManager):
         self._most_coming = max(1, len(self._rows) // 2)
         self._coming: set[bytes] = set()
         self._erased: set[bytes] = set()
-        self._erasing: set[bytes] = set()
-        self._unerased: set[bytes] = set()
-        self._erase_again_s = 0.0
+        self._erasures = Erasures(folder.release)
+        self._wanted: set[bytes] = set()
         self._used: dict[str, float] = {}
         self._noted_s = clock()
         self._durable: dict[bytes, bool] = {}
@@ -143,7 +141,7 @@ class FileTier(SecondaryTierManager):
         self.counts: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self._count_found(self._residents)
-        self.watcher = Watcher(folder.changes, folder.clean)
+        self.watcher = Watcher(folder.changes, self.clean)
 
     # What is there.
 
@@ -161,7 +159,7 @@ class FileTier(SecondaryTierManager):
     def has(self, key: bytes) -> bool:
         """Whether a record can be loaded."""
         usable = not (self._hidden or self._jobs.stalled)
-        return usable and key not in self._erasing and self._residents.get(key) is not None
+        return usable and key not in self._erasures and self._residents.get(key) is not None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT or MISS, from memory."""
@@ -234,6 +232,7 @@ class FileTier(SecondaryTierManager):
     def hide(self) -> None:
         """Offers and stores nothing: the model may have other weights from here on."""
         self._hidden = True
+        self._wanted.clear()
 
     def reveal(self) -> None:
         """The model has the weights whose fingerprint the store has."""
@@ -257,7 +256,33 @@ class FileTier(SecondaryTierManager):
         noted = dict.fromkeys(keys, durable)
         if durable:
             self._wanted_again(noted)
+            self._wanted |= {key for key in noted if self._is_absent(key)}
         self._durable |= noted
+
+    def _is_absent(self, key: bytes) -> bool:
+        """Whether no file has a record, or none will have it soon."""
+        return key in self._erasures or self._residents.get(key) is None
+
+    def take_wanted(self) -> list[bytes]:
+        """Durable records that no file has and that may be stored now: those in host memory are to
+        be submitted. What is refused then, or fails, is wanted again."""
+        taken = self._wanted_now()
+        self._wanted -= taken
+        return list(taken)
+
+    def _wanted_now(self) -> set[bytes]:
+        if self._hidden or self._refusal(durable=True) is not None:
+            return set()
+        return {key for key in self._wanted - self._coming if key not in self._erasures}
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether something begins with the next step only: the erasure of what is being written,
+        or the store of what is wanted."""
+        if self._jobs.stalled:
+            return False
+        waits = any(key in self._erasures for key in self._wanted)
+        return bool(self._erased or waits or self._wanted_now())
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What has come to be on disk, and what is no longer."""
@@ -289,13 +314,23 @@ class FileTier(SecondaryTierManager):
         if self._hidden:
             return None
         self._wanted_again([key])
-        if key in self._coming or self._touch(key) is not None:
+        if key in self._coming:
+            return None
+        if not self._is_absent(key):
+            self._touch(key)
             return None
         record = self._describe(key)
         if record is None:
             return None
+        if key in self._erasures:
+            # What is written now could be erased, too.
+            if record.durable:
+                self._wanted.add(key)
+            return None
         if refusal := self._refusal(record.durable):
             self.counts[refusal] += 1
+            if record.durable:
+                self._wanted.add(key)
             return None
         self._coming.add(key)
         return _Coming(record, row)
@@ -337,6 +372,7 @@ class FileTier(SecondaryTierManager):
         self._gone(written.removed)
         for kept in (*written.stored, *written.there):
             self._residents.add(kept)
+            self._wanted.discard(kept.key)
         self._pause_s = PAUSES_S[0]
         self.counts["stored"] += len(written.stored)
         self._count_found(written.there)
@@ -353,6 +389,7 @@ class FileTier(SecondaryTierManager):
             job: of the batch.
         """
         job.failed = True
+        self._wanted |= {coming.record.key for coming in batch if coming.record.durable}
         self._no_longer_coming(batch)
         if error is None:
             self.counts["stalled"] += len(batch)
@@ -441,55 +478,47 @@ class FileTier(SecondaryTierManager):
         leaving = []
         for key in keys:
             self._durable.pop(key, None)
+            self._wanted.discard(key)
             if key in self._coming:
                 self._erased.add(key)
             else:
                 leaving.append(key)
         if leaving:
-            self._begin_erasing(leaving)
+            self._erasures.begin(leaving)
+            self._begin(partial(self._erasures.erase, leaving))
 
-    def _begin_erasing(self, leaving: Sequence[bytes]) -> None:
-        self._erasing.update(leaving)
-        self._jobs.begin(None, [partial(self._erase, leaving)], urgent=False)
+    def _begin(self, work: Callable[[], None]) -> None:
+        """Have an I/O thread do something that nobody waits for."""
 
-    def _erase(self, leaving: Sequence[bytes], job: Job) -> Settle:
-        try:
-            return partial(self._settle_erased, leaving, self._folder.release(leaving))
-        except Exception as error:
-            logger.warning(
-                "segment reuse: keys of erased records are still in %s, it is tried again: %s",
-                *(self._folder.path, error),
-            )
-            return partial(self._settle_unerased, leaving)
+        def task(job: Job) -> Settle:
+            work()
+            return lambda: None
 
-    def _settle_unerased(self, leaving: Sequence[bytes]) -> None:
-        """Nobody is offered them meanwhile."""
-        self._unerased.update(leaving)
-        self._erase_again_s = self._clock() + _ERASE_AGAIN_S
+        self._jobs.begin(None, [task], urgent=False)
 
-    def _erase_again(self) -> None:
-        unerased, self._unerased = [*self._unerased], set()
-        self._begin_erasing(unerased)
+    def _wanted_again(self, keys: Collection[bytes]) -> None:
+        """Documents were added that consist of these: what could not be erased is offered again,
+        and what was to be erased once it is written is not."""
+        self._erased.difference_update(keys)
+        kept = self._erasures.wanted_again(keys)
+        there = [key for key in kept if self._residents.get(key) is not None]
+        self._wanted.difference_update(there)
+        self._event(there, removed=False)
 
-    def _wanted_again(self, keys: Iterable[bytes]) -> None:
-        """What could not be erased is offered again: documents were added that consist of it."""
-        again = self._unerased.intersection(keys)
-        self._unerased -= again
-        self._erasing -= again
-        self._event([key for key in again if self._residents.get(key) is not None], removed=False)
-
-    def _settle_erased(self, leaving: Sequence[bytes], names: Iterable[str]) -> None:
-        self._erasing.difference_update(leaving)
-        self._gone(names)
+    def _follow_erasures(self) -> None:
+        for keys, names in self._erasures.finished():
+            self._gone(names)
+            # This engine holds them, whatever it has written of that before it released them.
+            self._durable |= dict.fromkeys(self._wanted.intersection(keys), True)
+        self._wanted_again(self._wanted)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """What is over since the last call."""
         results = self._jobs.results()
+        self._follow_erasures()
         self._follow()
         if self._durable or (self._used and self._clock() - self._noted_s >= _NOTE_S):
             self._note()
-        if self._unerased and self._clock() >= self._erase_again_s:
-            self._erase_again()
         return results
 
     def _note(self) -> None:
@@ -508,6 +537,16 @@ class FileTier(SecondaryTierManager):
             self._noted_s = self._clock()
             self._folder.remember(Notes(self._used, self._durable))
             self._used, self._durable = {}, {}
+
+    def clean(self) -> None:
+        """Ends what this engine could not end before, and what dead ones have left. For a thread
+        that may wait.
+
+        Raises:
+            OSError: some of it is left.
+        """
+        self._erasures.again()
+        self._folder.clean()
 
     def take_counts(self) -> Counter[str]:
         """What has been counted since the last call."""
@@ -530,15 +569,8 @@ class FileTier(SecondaryTierManager):
     def journal(self) -> DocumentJournal:
         """Of the documents that records are of, beside them."""
 
-        def submit(write: Callable[[], None]) -> None:
-            def task(job: Job) -> Settle:
-                write()
-                return lambda: None
-
-            self._jobs.begin(None, [task], urgent=False)
-
         if self._journal is None:
-            self._journal = DocumentJournal(self._folder.journal, submit)
+            self._journal = DocumentJournal(self._folder.journal, self._begin)
         return self._journal
 
     def shutdown(self) -> None:
@@ -550,8 +582,7 @@ class FileTier(SecondaryTierManager):
             return
         self._closed = True
         self._note()
-        if self._unerased:
-            self._erase_again()
+        self._begin(self._erasures.again)
         ended = self._jobs.stop() and self.watcher.stop(_STOP_S)
         self._rows = self._rows[:0].copy()  # the region can be unmapped
         if ended:

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
 from vllm_segreuse.cache.frozen import Use, add_uses
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.kept import KeptEntries, Place
@@ -63,6 +65,16 @@ class DurableFiles(Protocol):
 
     def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
         """Durable records are not removed for others that are not."""
+
+    def take_wanted(self) -> Iterable[bytes]:
+        """Durable records that no file has, and that may be stored now."""
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Store rows of host memory."""
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether something begins with the next step only."""
 
     def erase(self, keys: Iterable[bytes]) -> None:
         """Remove records, unless another engine holds them; unknown ones are no error."""

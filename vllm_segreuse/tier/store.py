@@ -331,6 +331,7 @@ class TierStore(BlockListener):
             self._manager.on_schedule_end(_STEP)
             self._rows.sweep()
             self._follow()
+            self._offer()
             reads = self._loads.take_sent()
             for held in reads:
                 self.documents.read(held.keys)
@@ -346,9 +347,10 @@ class TierStore(BlockListener):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether another step is needed: blocks wait to be copied, ranks have to report, or rows
-        of erased records are in use."""
+        """Whether another step is needed: blocks wait to be copied, ranks have to report, rows of
+        erased records are in use, or files need one."""
         waits = bool(self._evicted or self._steps) or self._rows.has_erased
+        waits |= self._files is not None and self._files.needs_step
         return (self.is_open and waits) or bool(self._stale)
 
     def note(self, done: TierDone) -> None:
@@ -470,6 +472,17 @@ class TierStore(BlockListener):
             self._manager.touch(used, context)
             self._contexts.end(context)
         return blocks
+
+    def _offer(self) -> None:
+        """Store the documents of host memory that files have not, and would take now. The manager
+        stores in files only what comes to host memory, and only then."""
+        if self._files is None:
+            return
+        keys = [OffloadKey(key) for key in self._files.take_wanted() if self.is_on_host(key)]
+        if keys:
+            context = self._contexts.begin()
+            self._files.submit_store(self._manager.create_store_job(keys, context))
+            self._contexts.end(context)
 
     def _prepare(self, keys: list[OffloadKey], context: ReqContext) -> PrepareStoreOutput | None:
         """Rows for as many of the keys as there is room for."""
