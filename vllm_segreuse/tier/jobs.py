@@ -3,6 +3,10 @@
 
 A task runs in an I/O thread and returns a function, which the scheduler's thread calls.
 
+The deadline is for an answer of the file system: a task that waits for a thread has not asked yet.
+It counts from the begin of the job's oldest task that runs; while none of them runs, from when any
+thread was done with a task last. So a slow disk loses nothing of a long queue.
+
 A job that is not over at its deadline is *abandoned*: reported as failed, and whatever its tasks
 still do, they neither read nor write the host region from then on (`Job.use_rows`). vLLM gives the
 rows to others once the job is reported.
@@ -45,13 +49,13 @@ class Job:
     failed: bool = False
     loaded: list[OffloadKey] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _running: int = 0
+    _running_since_s: list[float] = field(default_factory=list)
     _abandoned: bool = False
 
     @property
     def hangs(self) -> bool:
         """Whether it was abandoned while a thread runs a task of it."""
-        return self._abandoned and self._running > 0
+        return self._abandoned and bool(self._running_since_s)
 
     def use_rows(self, use: Callable[[], None]) -> bool:
         """Calls `use`, which may read and write rows of the host region, and waits for nothing.
@@ -64,10 +68,26 @@ class Job:
                 use()
             return not self._abandoned
 
-    def count_running(self, change: int) -> None:
-        """A thread begins (1) or ends (-1) a task."""
+    def task_begins(self, now_s: float) -> None:
+        """A thread begins a task."""
         with self._lock:
-            self._running += change
+            self._running_since_s.append(now_s)
+
+    def task_ends(self, began_s: float) -> None:
+        """A thread ends the task that it began then."""
+        with self._lock:
+            self._running_since_s.remove(began_s)
+
+    def waits_since_s(self, last_end_s: float) -> float:
+        """Since when the file system has not answered.
+
+        Args:
+            last_end_s: when a thread has ended a task of any job last.
+        """
+        with self._lock:
+            if self._running_since_s:
+                return min(self._running_since_s)
+        return max(self.begun_s, last_end_s)
 
     def fail(self) -> None:
         """Something of it has failed."""
@@ -93,13 +113,14 @@ class Jobs:
 
         Args:
             threads: their number.
-            deadline_s: seconds after which a job is abandoned.
+            deadline_s: seconds without an answer after which a job is abandoned.
             clock: seconds.
         """
         self.num_threads = threads
         self._threads = IoThreads(threads)
         self._deadline_s = deadline_s
         self._clock = clock
+        self._last_end_s = -float("inf")
         self._ended: queue.SimpleQueue[tuple[Job, Settle]] = queue.SimpleQueue()
         self._under_way: list[Job] = []
         self._abandoned: list[Job] = []
@@ -133,14 +154,16 @@ class Jobs:
         return job
 
     def _run(self, job: Job, task: Callable[[Job], Settle]) -> None:
-        job.count_running(1)
+        began_s = self._clock()
+        job.task_begins(began_s)
         try:
             settle = task(job)
         except Exception:
             logger.exception("segment reuse: a transfer of the second tier failed")
             settle = job.fail
         finally:
-            job.count_running(-1)
+            self._last_end_s = self._clock()
+            job.task_ends(began_s)
         self._ended.put((job, settle))
 
     def results(self) -> list[JobResult]:
@@ -169,8 +192,8 @@ class Jobs:
         for job in list(self._under_way):
             if not job.tasks:
                 self._end(job, now_s)
-            elif now_s - job.begun_s > self._deadline_s:
-                self._abandon(job, now_s)
+            elif now_s - (since_s := job.waits_since_s(self._last_end_s)) > self._deadline_s:
+                self._abandon(job, now_s, since_s)
 
     def _settle_next(self, timeout_s: float | None = None) -> None:
         job, settle = self._ended.get(timeout=timeout_s)
@@ -184,10 +207,10 @@ class Jobs:
         if job.job_id is not None:
             self._results.append(job.result(now_s))
 
-    def _abandon(self, job: Job, now_s: float) -> None:
+    def _abandon(self, job: Job, now_s: float, since_s: float) -> None:
         logger.warning(
-            "segment reuse: the file system did not answer within %g s: gave up %d transfers",
-            *(now_s - job.begun_s, job.tasks),
+            "segment reuse: the file system did not answer within %g s: %d tasks are given up",
+            *(now_s - since_s, job.tasks),
         )
         job.abandon()
         self._abandoned.append(job)
