@@ -446,6 +446,8 @@ def test_an_idle_engine_tries_again_what_could_not_be_erased(
     assert len(records.files(tmp_path)) == 1
     engine.tier.clean()
     assert records.files(tmp_path) == []
+    engine.poll()
+    assert key_of(1) not in engine.tier._erasures, "once"
 
 
 def test_what_is_deleted_while_it_is_written_needs_a_step(engine: Engine, tmp_path: Path) -> None:
@@ -481,6 +483,7 @@ def test_what_is_erased_twice_is_not_stored_in_between(
         pass
     engine.poll()
     engine.begin_store(1, durable=True)
+    assert not engine.tier._coming
     assert engine.tier.take_wanted() == []
     hangs[1].released.set()
     engine.tier.drain_jobs()
