@@ -41,11 +41,17 @@ def engine(path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes = b"model")
     return Tiered(files={"path": str(path), "disk_gib": 0.1, "wait_ms": 60_000})
 
 
-def stored(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine has stored a document, and has ended."""
+def computed(path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiered:
+    """An engine that has computed a document."""
     world = engine(path, monkeypatch)
     world.run(world.add(DOCUMENT))
     world.end_step()
+    return world
+
+
+def stored(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has stored a document, and has ended."""
+    world = computed(path, monkeypatch)
     world.report(world.evict_all())
     wait_for(world, 8)
     world.side.close()
@@ -229,9 +235,7 @@ def held_after_a_restart(
 def test_a_document_that_is_deleted_and_added_again_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = engine(tmp_path, monkeypatch)
-    world.run(world.add(DOCUMENT))
-    world.end_step()
+    world = computed(tmp_path, monkeypatch)
     keep(world)
     wait_for(world, 8)
     assert world.side._tier is not None
@@ -245,9 +249,7 @@ def test_a_document_that_is_deleted_and_added_again_is_written_again(
 def test_a_document_that_is_added_again_while_it_is_erased_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = engine(tmp_path, monkeypatch)
-    world.run(world.add(DOCUMENT))
-    world.end_step()
+    world = computed(tmp_path, monkeypatch)
     keep(world)
     wait_for(world, 8)
     hang, remove = Hang(), Disk.remove
@@ -268,13 +270,11 @@ def test_a_document_that_is_added_again_while_it_is_erased_is_written_again(
 def test_a_document_that_a_full_disk_did_not_take_is_written_after_the_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = engine(tmp_path, monkeypatch)
+    world = computed(tmp_path, monkeypatch)
     assert world.side._tier is not None
     tier, now = world.side._tier._files, 0.0
     assert isinstance(tier, FileTier)
     monkeypatch.setattr(tier, "_clock", lambda: now)
-    world.run(world.add(DOCUMENT))
-    world.end_step()
     with monkeypatch.context() as full:
         full.setattr(Disk, "create", lambda *_: raises(errno.ENOSPC)())
         keep(world)

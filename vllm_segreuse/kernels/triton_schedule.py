@@ -156,11 +156,12 @@ def plan(
     share = most_keys * requests // most if shared else most_keys
     if splits is None:
         splits = splits_to_fill(most * kv_heads, share, device, tuning.resident)
-    place = (torch.arange(queries, device=device) - torch.searchsorted(request, request)) % per_tile
-    starts = place == 0
+    number = torch.arange(queries, device=device) - torch.searchsorted(request, request)
+    in_tile = number % per_tile
+    starts = in_tile == 0
     if shared:
         widest = _WIDEST * max(1, share)
-        starts |= _cut(place, starts, positions, widest)
+        starts |= _cut(in_tile, starts, positions, widest)
         most = min(queries, most + requests * (most_keys // widest))
     tile = starts.cumsum(0) - 1
     edges = torch.searchsorted(tile, torch.arange(most + 1, device=device))
@@ -185,21 +186,21 @@ def plan(
 
 
 def _cut(
-    place: torch.Tensor, starts: torch.Tensor, positions: torch.Tensor, widest: int
+    in_tile: torch.Tensor, starts: torch.Tensor, positions: torch.Tensor, widest: int
 ) -> torch.Tensor:
     """Before which queries a tile is cut that spans more than `widest` positions: those that are
     the first in their part of the context, in parts of so many. So there are never more cuts than
     such parts, however queries lie.
 
     Args:
-        place: each query's, in its tile.
+        in_tile: each query's place in its tile.
         starts: which queries are the first of their tiles.
         positions: of the queries.
     """
-    number = torch.arange(len(place), device=place.device)
+    number = torch.arange(len(in_tile), device=in_tile.device)
     tile = starts.cumsum(0) - 1
     last = torch.searchsorted(tile, tile, right=True) - 1
-    is_wide = positions[last] - positions[number - place] > widest
+    is_wide = positions[last] - positions[number - in_tile] > widest
     part = positions // widest
     return is_wide & (part != part[(number - 1).clamp_(min=0)])
 

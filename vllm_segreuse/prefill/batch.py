@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -159,6 +160,11 @@ class Batch:
         """How many tokens of each plan are in an index that the host knows."""
         assert index.host is not None
         return np.diff(np.searchsorted(index.host, self.bounds)).tolist()
+
+    @functools.cached_property
+    def probe_ends(self) -> list[int]:
+        """Behind which of the probes each plan's end; the same at all layers."""
+        return np.cumsum(self.counts(self.probes)).tolist()
 
     def num_active(self, active: torch.Tensor) -> torch.Tensor:
         """How many of these flat indices are each plan's, int64 `[plans]`, on the device."""

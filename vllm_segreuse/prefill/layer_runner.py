@@ -316,7 +316,7 @@ class LayerRunner:
         softmax = known.softmax()
         probed, paid = batch.probes.device[part], []
         lengths = np.diff(batch.bounds).tolist()
-        ends = np.cumsum(batch.counts(batch.probes)).tolist()
+        ends = batch.probe_ends
         for row, (plan, length, end) in enumerate(zip(batch.plans, lengths, ends, strict=True)):
             first = ends[row - 1] if row else 0
             first = first if last is None else max(first, end - last)
