@@ -159,7 +159,7 @@ class FileTier(SecondaryTierManager):
     def has(self, key: bytes) -> bool:
         """Whether a record can be loaded."""
         usable = not (self._hidden or self._jobs.stalled)
-        return usable and key not in self._erasures and self._residents.get(key) is not None
+        return usable and not self._is_absent(key)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT or MISS, from memory."""
