@@ -60,7 +60,7 @@ def test_what_has_the_focus_is_marked_and_described(browser: Any, url: str) -> N
         assert NASTY in detail, "as text"
         assert page.locator("tr.current").get_attribute("id") == "stretch-3"
         page.keyboard.press("Enter")
-        assert page.url.endswith("#stretch-3")
+        page.wait_for_url("**/explained.html#stretch-3")
 
 
 def test_every_stretch_has_a_name_and_the_table_its_headers(browser: Any, url: str) -> None:
@@ -89,7 +89,7 @@ def test_on_a_phone_nothing_sticks_out(browser: Any, url: str, scheme: str) -> N
         page.goto(url)
         assert fits(page)
         page.get_by_role("link", name="3. ").tap()
-        assert "segment, moved by -539" in page.locator(".detail").text_content()
+        page.locator(".detail", has_text="segment, moved by -539").wait_for()
 
 
 def contrast(page: Any, selector: str) -> float:

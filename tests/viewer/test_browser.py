@@ -64,10 +64,11 @@ def known(browser: Any, url: str, **options: Any) -> Iterator[Any]:
 def test_the_token_opens_the_pages_and_is_in_no_url(browser: Any, url: str) -> None:
     with opened(browser) as page:
         page.goto(url + "/status")
-        assert page.evaluate("document.activeElement.id") == "token"
+        page.locator("#token:focus").wait_for()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
         page.get_by_role("alert").wait_for()
+        page.locator("#token:focus").wait_for()
         page.keyboard.type(TOKEN)
         page.keyboard.press("Enter")
         page.get_by_role("heading", name="Requests").wait_for()
@@ -90,11 +91,12 @@ def test_all_comes_from_this_server(browser: Any, url: str) -> None:
 def test_what_the_policy_forbids_is_not_done(browser: Any, url: str) -> None:
     """`opened` fails on errors in the console; here is one that is there on purpose."""
     with known(browser, url) as page:
-        page.evaluate(
-            "document.body.insertAdjacentHTML('beforeend', '<p style=\"color:red\">x</p>')"
-        )
-        page.wait_for_timeout(100)
-        assert any("Content Security Policy" in text for text in page.wrong)
+        forbidden = "Content Security Policy"
+        with page.expect_console_message(lambda line: forbidden in line.text):
+            page.evaluate(
+                "document.body.insertAdjacentHTML('beforeend', '<p style=\"color:red\">x</p>')"
+            )
+        assert any(forbidden in text for text in page.wrong)
         page.wrong.clear()
 
 
@@ -197,4 +199,4 @@ def test_without_scripts_it_works_too(browser: Any, url: str) -> None:
     with known(browser, url, java_script_enabled=False) as page:
         page.get_by_role("link", name="1", exact=True).click()
         page.get_by_role("link", name="3. tokens 645").click()
-        assert page.url.endswith("#stretch-3")
+        page.wait_for_url("**/requests/1#stretch-3")
