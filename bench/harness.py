@@ -21,6 +21,9 @@ from typing import Any, Protocol, TypedDict, TypeVar, cast
 T = TypeVar("T")
 Row = dict[str, Any]
 
+FEWEST_FOR_INTERVAL = 6
+"""Values whose median has an interval of 95 %: the range of fewer is none yet."""
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CORE_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 INSTRUCTION_SETS = {
@@ -145,13 +148,14 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     distribution, and so never narrower than a few values allow.
 
     Raises:
-        BenchError: fewer than six values, whose range is no such interval yet.
+        BenchError: fewer than `FEWEST_FOR_INTERVAL` values.
     """
     from scipy import stats
 
-    if len(values) < 6:
+    if len(values) < FEWEST_FOR_INTERVAL:
         raise BenchError(
-            f"{len(values)} values are too few for an interval of 95 %: take 6 or more"
+            f"{len(values)} values are too few for an interval of 95 %: "
+            f"take {FEWEST_FOR_INTERVAL} or more"
         )
     interval = stats.quantile_test(list(values), p=0.5).confidence_interval(0.95)
     return float(interval.low), float(interval.high)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From single requests to the figures of a run.
 
-The unit is a conversation: its steps depend on each other. Times are compared within one, between
-arms that got the same prompts; medians over conversations, with exact intervals where there are at
-least six. The intervals of success and of distances are of conversations' means. H2 and H4 alone
-count steps (`verdicts`).
+Times are compared between arms that got the same prompts. Every interval is of traces: neither the
+steps of a conversation nor the conversations of a trace are independent (`by_trace`). Medians have
+exact intervals where there are at least six traces; those of success and of distances are of the
+means of traces.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from bench import harness
-from bench.agents import scoring, verdicts
+from bench.agents import by_trace, scoring, verdicts
 from bench.agents.arms import CLOSE, CONTENT, NONE, PREFIX, SIMILAR, TESTED
+from bench.agents.by_trace import DIGITS, Key
+from bench.agents.by_trace import median_with_interval as _median
 from bench.agents.distance import Apart
 from bench.agents.serving import Free, Taken
 from bench.agents.success import Paired
@@ -27,12 +29,8 @@ from bench.agents.tokens import Tokens
 from bench.harness import Row
 from bench.quality import statistics
 
-DIGITS = 4
 ALL = "all"
 _BINS = (0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0)
-
-Key = tuple[str, int, int]
-"""Of a conversation: kind, trace, number."""
 
 
 @dataclass
@@ -99,8 +97,7 @@ def conversations(taken: Iterable[Taken]) -> dict[Key, dict[str, Conversation]]:
     """Conversations by key and arm."""
     steps: dict[Key, dict[str, list[Taken]]] = {}
     for it in taken:
-        key = (it.kind, it.trace, it.conversation)
-        steps.setdefault(key, {}).setdefault(it.arm, []).append(it)
+        steps.setdefault(_key(it), {}).setdefault(it.arm, []).append(it)
     return {
         key: {arm: _conversation(mine) for arm, mine in by_arm.items()}
         for key, by_arm in steps.items()
@@ -125,9 +122,12 @@ def savings(
     base: str,
     amount: Callable[[Conversation], float] = lambda it: it.total_s,
 ) -> list[float]:
-    """Share of the base's time, or of another amount, that an arm saves, by conversation."""
-    both = [it for it in told.values() if arm in it and base in it]
-    return [1 - amount(it[arm]) / amount(it[base]) for it in both]
+    """Share of the base's time, or of another amount, that an arm saves, by trace."""
+
+    def amounts(name: str) -> dict[Key, float]:
+        return {key: amount(it[name]) for key, it in told.items() if name in it}
+
+    return by_trace.savings(amounts(arm), amounts(base))
 
 
 def _served(told: Mapping[Key, Mapping[str, Conversation]]) -> list[Row]:
@@ -193,7 +193,7 @@ def _by_share(taken: Sequence[Taken]) -> list[Row]:
             "speedup_of": arm,
             "found": f"{_BINS[group]:.2f} to {_BINS[group + 1]:.2f}",
             "requests": len(ratios),
-            **_median("ttft_speedup", ratios),
+            "ttft_speedup": _round(median(ratios)),
         }
         for (arm, group), ratios in sorted(points.items())
     ]
@@ -248,7 +248,8 @@ def _distances(apart: Sequence[Apart]) -> list[Row]:
         rows.append(
             {
                 "distance_of": arm,
-                "conversations": len(means),
+                "traces": len(means),
+                "conversations": _conversations(mine),
                 "steps": len(mine),
                 "first_kl": _round(fmean(first)),
                 "first_kl_p95": _round(float(np.quantile(first, 0.95))),
@@ -267,7 +268,7 @@ def _distances(apart: Sequence[Apart]) -> list[Row]:
 
 
 def _success(paired: Sequence[Paired]) -> list[Row]:
-    """How often steps are right beside full prefill, by arm: means of conversations' means."""
+    """How often steps are right beside full prefill, by arm: means of traces' means."""
     rows = []
     for arm, mine in _by_arm(paired).items():
         full, score = _scores(mine)
@@ -275,7 +276,8 @@ def _success(paired: Sequence[Paired]) -> list[Row]:
         rows.append(
             {
                 "success_of": arm,
-                "conversations": len(full),
+                "traces": len(full),
+                "conversations": _conversations(mine),
                 "steps": len(mine),
                 "full": _round(fmean(full)),
                 "right": _round(fmean(score)),
@@ -295,12 +297,16 @@ def _summary(
     measured: Measured, told: Mapping[Key, Mapping[str, Conversation]]
 ) -> dict[str, float | str]:
     summary: dict[str, Any] = {}
-    for name, base in (("none", NONE), ("prefix", PREFIX), ("content", CONTENT)):
+    for base in by_trace.BASES:
         for what, amount in _AMOUNTS.items():
             values = savings(told, SIMILAR, base, amount)
-            summary |= _median(f"{what}_saving_over_{name}", values)
-    both = [it for it in told.values() if SIMILAR in it and NONE in it]
-    full, similar = ([it[arm].score for it in both] for arm in (NONE, SIMILAR))
+            summary |= _median(f"{what}_saving_over_{base}", values)
+    served = {key: it for key, it in told.items() if SIMILAR in it and NONE in it}
+    full, similar = (
+        by_trace.means((key, it[arm].score) for key, it in served.items())
+        for arm in (NONE, SIMILAR)
+    )
+    both = list(served.values())
     if both:
         shares = sum((it[SIMILAR].tokens for it in both), Tokens()).shares()
         for name in (PREFIX, CONTENT, SIMILAR):
@@ -308,40 +314,54 @@ def _summary(
             if tokens.prompt:
                 summary[f"work_{name}"] = _round(tokens.shares()["work"])
         summary |= {
+            "traces": len(full),
             "conversations": len(both),
             "steps": sum(it[SIMILAR].steps for it in both),
-            "success_full": _round(fmean(full)),
-            "success_similar": _round(fmean(similar)),
+            "success_full": _round(fmean(it[NONE].score for it in both)),
+            "success_similar": _round(fmean(it[SIMILAR].score for it in both)),
             "similar_tokens_share": _round(shares["similar"]),
         }
     summary |= measured.similar.get("summary", {})
     pairs, right = (int(summary.pop(name, 0)) for name in ("pairs", "right_pairs"))
-    first_kl = {arm: [it.first_kl for it in mine] for arm, mine in _by_arm(measured.apart).items()}
-    accepted = [it.first_kl for it in measured.apart if it.arm == TESTED and it.accepted]
+    apart = _by_arm(measured.apart)
+    accepted = [it for it in apart.get(TESTED, []) if it.accepted]
     if accepted:
-        summary["boundary_kl_p95"] = _round(float(np.quantile(accepted, 0.95)))
+        boundary_kl = [it.first_kl for it in accepted]
+        summary["boundary_kl_p95"] = _round(float(np.quantile(boundary_kl, 0.95)))
     paired = [it for it in measured.paired if it.arm == SIMILAR]
     scores = _scores(paired) if paired else (full, similar)
+    saved = savings(told, SIMILAR, NONE)
     found = {
-        "h1": verdicts.h1(savings(told, SIMILAR, NONE), *scores),
-        "h2": verdicts.h2(accepted),
+        "h1": verdicts.h1(saved, *scores),
+        "h1_latency": verdicts.h1_latency(saved),
+        "h2": verdicts.h2(_far(accepted)),
         "h3": verdicts.h3(right, pairs),
-        "h4": verdicts.h4(first_kl.get(TESTED) or first_kl.get(CLOSE, [])),
+        "h4": verdicts.h4(_far(apart.get(TESTED) or apart.get(CLOSE, []))),
     }
     return summary | {name: str(verdict) for name, verdict in found.items()}
 
 
 def _scores(paired: Sequence[Paired]) -> tuple[list[float], list[float]]:
-    """Scores of full prefill and of an arm, conversation by conversation."""
+    """Scores of full prefill and of an arm, trace by trace."""
     return _means(paired, lambda it: it.full), _means(paired, lambda it: it.score)
 
 
+def _far(steps: Iterable[Apart]) -> list[float]:
+    """Share of the first tokens that are far from full prefill's, trace by trace."""
+    return _means(steps, lambda it: float(it.first_kl >= verdicts.MOST_KL))
+
+
 def _means(steps: Iterable[Any], value: Callable[[Any], float]) -> list[float]:
-    """Mean of each conversation's steps, which are alike: no interval may take them one by one."""
-    by_key: dict[Key, list[float]] = {}
-    for it in steps:
-        by_key.setdefault((it.kind, it.trace, it.conversation), []).append(value(it))
-    return [fmean(values) for values in by_key.values()]
+    """Mean of each trace's steps."""
+    return by_trace.means((_key(it), value(it)) for it in steps)
+
+
+def _conversations(steps: Iterable[Any]) -> int:
+    return len({_key(it) for it in steps})
+
+
+def _key(step: Any) -> Key:
+    return step.kind, step.trace, step.conversation
 
 
 def _by_arm(items: Iterable[Any]) -> dict[str, list[Any]]:
@@ -349,19 +369,6 @@ def _by_arm(items: Iterable[Any]) -> dict[str, list[Any]]:
     for it in items:
         found.setdefault(it.arm, []).append(it)
     return found
-
-
-def _median(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """A median with its interval: None where there are too few values for it."""
-    if not values:
-        return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
-    enough = len(values) >= 6
-    low, high = harness.median_interval(values) if enough else (None, None)
-    return {
-        name: _round(median(values)),
-        f"{name}_low": None if low is None else _round(low),
-        f"{name}_high": None if high is None else _round(high),
-    }
 
 
 def _mean(name: str, scores: Sequence[float]) -> dict[str, float]:

@@ -10,8 +10,8 @@ Logits at boundaries are not computed: h2 takes the first token that is said beh
 segments. h4 takes the acceptance test, or `max_drift` where that was not measured.
 
 A claim is held if the whole interval of 95 % is on its side of the bound, failed if all of it is on
-the other side, and open else: too little was measured, or nothing. h1 counts conversations. h2 and
-h4 count steps, which are not independent within one: their intervals are too narrow.
+the other side, and open else: too little was measured, or nothing. All but h3 count traces
+(`by_trace`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ MOST_KL = 0.1
 LEAST_PRECISION = 0.7
 MOST_FAR = 0.05
 HELD, FAILED, OPEN = "held", "failed", "open"
-_FEWEST = 6
-"""Values of which a median has an interval."""
 
 Interval = tuple[float, float]
 
@@ -46,33 +44,39 @@ class Verdict:
 
 
 def h1(savings: Sequence[float], full: Sequence[float], similar: Sequence[float]) -> Verdict:
-    """Of conversations: those that were timed, and those whose answers were scored.
+    """Of traces: those that were timed, and those whose answers were scored.
 
     Args:
-        savings: of the latency of no reuse by conversation, as shares.
-        full, similar: mean score of each conversation's steps.
+        savings: of the latency of no reuse by trace, as shares.
+        full, similar: mean score of each trace's steps.
     """
-    both, said = [OPEN, OPEN], [f"latency of {len(savings)} conversations, too few", ""]
-    if len(savings) >= _FEWEST:
-        saved = harness.median_interval(savings)
-        both[0] = _above(saved, LEAST_SAVING)
-        said[0] = f"n = {len(savings)} conversations, latency saved "
-        said[0] += f"{_shown(harness.median(savings), saved)} ({both[0]})"
+    latency = h1_latency(savings)
+    both, said = [latency.verdict, OPEN], [f"{latency.why} ({latency.verdict})", ""]
     if not full:
         said[1] = "success was not measured"
     else:
         lost = _swapped(statistics.difference_interval(similar, full))
         both[1] = _above((-lost[1], -lost[0]), -MOST_SUCCESS_LOST)
         mean_lost = sum(full) / len(full) - sum(similar) / len(similar)
-        what = "" if len(full) == len(savings) else f"n = {len(full)} conversations, "
+        what = "" if len(full) == len(savings) else f"n = {len(full)} traces, "
         said[1] = f"{what}success lost {_shown(mean_lost, lost)} ({both[1]})"
     verdict = FAILED if FAILED in both else HELD if both == [HELD, HELD] else OPEN
     return Verdict(verdict, ", ".join(said))
 
 
-def h2(first_kl: Sequence[float]) -> Verdict:
-    """Of the divergences of first tokens behind accepted segments."""
-    return _rarely(first_kl, "steps")
+def h1_latency(savings: Sequence[float]) -> Verdict:
+    """Whether enough latency is saved, by the savings of traces."""
+    if len(savings) < harness.FEWEST_FOR_INTERVAL:
+        return Verdict(OPEN, f"latency of {len(savings)} traces, too few")
+    saved = harness.median_interval(savings)
+    shown = _shown(harness.median(savings), saved)
+    return Verdict(_above(saved, LEAST_SAVING), f"n = {len(savings)} traces, latency saved {shown}")
+
+
+def h2(far: Sequence[float]) -> Verdict:
+    """Of the first tokens behind accepted segments: the share in each trace that diverges by
+    `MOST_KL` or more."""
+    return _rarely(far)
 
 
 def h3(right: int, pairs: int) -> Verdict:
@@ -86,19 +90,19 @@ def h3(right: int, pairs: int) -> Verdict:
     )
 
 
-def h4(first_kl: Sequence[float]) -> Verdict:
-    """Of the divergences of first tokens under a fallback."""
-    return _rarely(first_kl, "steps")
+def h4(far: Sequence[float]) -> Verdict:
+    """Of the first tokens under a fallback: the share in each trace that diverges by `MOST_KL` or
+    more."""
+    return _rarely(far)
 
 
-def _rarely(values: Sequence[float], what: str) -> Verdict:
-    if not values:
+def _rarely(far: Sequence[float]) -> Verdict:
+    if not far:
         return Verdict(OPEN, "not measured")
-    far = [float(value >= MOST_KL) for value in values]
     found = statistics.interval(far)
     return Verdict(
         _above((-found[1], -found[0]), -MOST_FAR),
-        f"n = {len(values)} {what}, share of {MOST_KL} nats or more "
+        f"n = {len(far)} traces, share of {MOST_KL} nats or more "
         f"{_shown(sum(far) / len(far), found)}",
     )
 

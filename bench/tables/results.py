@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench import harness
+from bench.agents import by_trace
 
 RESULTS = Path("bench", "results")
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
@@ -72,6 +73,8 @@ def read(root: Path, file: Path) -> Result:
         raise Finding(f"{file} is no results file: {one_sentence(error)}") from None
     if not _is_named(file.stem, result.suite):
         raise Finding(f"{file} holds results of the suite {result.suite!r}, not of {file.stem!r}")
+    if result.suite == "agents":
+        result.summary = by_trace.summary(result.summary, result.rows)
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench import harness
-from bench.tables import command, definitions, pages
+from bench.tables import command, definitions, pages, results
 from bench.tables.formats import written
 from bench.tables.results import Finding
 
@@ -593,3 +593,17 @@ def test_check_needs_no_pytorch() -> None:
         cwd=harness.REPOSITORY,
     )
     assert not re.search(r"\| +(torch|vllm)$", done.stderr, re.MULTILINE)
+
+
+def test_intervals_of_conversations_are_read_by_trace(tmp_path: Path) -> None:
+    rows = [
+        {"conversation": f"users {trace} {number}", "under": arm, "seconds": seconds, "right": 1.0}
+        for trace in range(2)
+        for number in range(3)
+        for arm, seconds in (("none", 2.0), ("similar", 1.0))
+    ]
+    result: Any = {"rows": rows, "summary": {"h1": "held: n = 6 conversations"}}
+    where = {"date": "2026-01-02T", "commit": "a" * 10, "cpu": "CPU One", "cores": 2}
+    harness.write_json(tmp_path / "agents-small.json", "agents", where, result)
+    summary = results.read(tmp_path, Path("agents-small.json")).summary
+    assert str(summary["h1"]).startswith("open: latency of 2 traces, too few")
