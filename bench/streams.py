@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,11 @@ import openai
 from bench import harness
 from bench.engine import BLOCK_TOKENS
 from bench.server import Server
+
+_REUSED = r'^vllm:segreuse_tokens_total\{.*kind="reused".*\} (\S+)$'
+
+Span = tuple[float, float]
+"""When something began, and when it ended, s."""
 
 
 class Texts:
@@ -63,7 +69,8 @@ class Beside(NamedTuple):
     """What was seen.
 
     Attributes:
-        gaps_ms: between tokens of the requests that decode.
+        gaps_ms: between tokens of the requests that decode, where a prompt was in flight meanwhile:
+            sent, and its first token not there yet.
         ttft_ms: of the prompts that came in.
     """
 
@@ -83,14 +90,53 @@ class Beside(NamedTuple):
     def row(self) -> harness.Row:
         """For a table."""
         return {
-            "p50_itl_ms": statistics.median(self.gaps_ms),
-            "p99_itl_ms": self.p99_gap_ms,
-            "max_itl_ms": max(self.gaps_ms),
-            "gaps": len(self.gaps_ms),
+            "p50_beside_ms": statistics.median(self.gaps_ms),
+            "p99_beside_ms": self.p99_gap_ms,
+            "max_beside_ms": max(self.gaps_ms),
+            "gaps_beside": len(self.gaps_ms),
             "p50_ttft_ms": self.p50_ttft_ms,
             "max_ttft_ms": max(self.ttft_ms),
             "prompts": len(self.ttft_ms),
         }
+
+
+def reused_tokens(server: Server) -> float:
+    """Tokens that requests have reused so far, of the server's metrics."""
+    found = re.findall(_REUSED, server.read("/metrics"), re.MULTILINE)
+    return sum(map(float, found))
+
+
+def reused_share(
+    server: Server, policy: str | None, before: float, known: int, least: float = 0.9
+) -> float:
+    """Share of the known tokens that were reused since `before`.
+
+    Args:
+        server: that was asked.
+        policy: that was to reuse them; None: nothing was to be reused.
+        before: `reused_tokens` then.
+        known: tokens of the prompts that the server knows.
+        least: the share that a policy must have reused.
+
+    Raises:
+        BenchError: it is less than that.
+    """
+    reused = reused_tokens(server) - before
+    if policy is not None and reused < least * known:
+        raise harness.BenchError(
+            f"policy {policy} reused {reused:.0f} of {known} tokens that were known: "
+            "does the KV cache hold the documents?"
+        )
+    return reused / known
+
+
+def overlapping_ms(gaps: Iterable[Span], prompts: Sequence[Span]) -> list[float]:
+    """Lengths of those gaps during which a prompt was in flight."""
+    return [
+        (end - start) * 1e3
+        for start, end in gaps
+        if any(start < answered and sent < end for sent, answered in prompts)
+    ]
 
 
 async def decode_beside(
@@ -108,7 +154,9 @@ async def decode_beside(
     Raises:
         BenchError: no token was decoded meanwhile.
     """
-    seen, working = Beside([], []), True
+    gaps: list[Span] = []
+    in_flight: list[Span] = []
+    working = True
 
     async def decode(client: openai.AsyncOpenAI, number: int) -> None:
         while working:
@@ -122,8 +170,8 @@ async def decode_beside(
             last = None
             async for _ in stream:
                 now = time.perf_counter()
-                if last is not None and working:
-                    seen.gaps_ms.append((now - last) * 1e3)
+                if last is not None:
+                    gaps.append((last, now))
                 last = now
 
     async with openai.AsyncOpenAI(
@@ -132,14 +180,15 @@ async def decode_beside(
         tasks = [asyncio.create_task(decode(client, number)) for number in range(streams)]
         await asyncio.sleep(0.5)
         for _ in range(prompts):
-            began = time.perf_counter()
+            sent = time.perf_counter()
             await client.completions.create(
                 model=server.model_name, prompt=texts.prompt(), max_tokens=1, extra_body=options
             )
-            seen.ttft_ms.append((time.perf_counter() - began) * 1e3)
+            in_flight.append((sent, time.perf_counter()))
             await asyncio.sleep(0.05)
         working = False
         await asyncio.gather(*tasks)
-    if not seen.gaps_ms:
+    gaps_ms = overlapping_ms(gaps, in_flight)
+    if not gaps_ms:
         raise harness.BenchError("no token was decoded while prompts came in")
-    return seen
+    return Beside(gaps_ms, [(answered - sent) * 1e3 for sent, answered in in_flight])

@@ -10,7 +10,6 @@ import importlib.util
 import io
 import json
 import os
-import re
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server
 PARTS = ("decode", "serve", "others")
 _START_S = 200
 _TURNS = 4
-_REUSED = r'^vllm:segreuse_tokens_total\{.*kind="reused".*\} (\S+)$'
 _FIGURES = (
     *("completed", "output_throughput", "total_token_throughput"),
     *("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms"),
@@ -144,29 +142,6 @@ POLICIES = (
 )
 
 
-def reused_tokens(server: Server) -> float:
-    """Tokens that requests have reused so far, of the server's metrics."""
-    found = re.findall(_REUSED, server.read("/metrics"), re.MULTILINE)
-    return sum(map(float, found))
-
-
-def reused_share(
-    server: Server, policy: Policy, before: float, known: int, least: float = 0.9
-) -> float:
-    """Share of the known tokens that were reused since `before`.
-
-    Raises:
-        BenchError: it is less than that, though a policy was to reuse them.
-    """
-    reused = reused_tokens(server) - before
-    if policy.name is not None and reused < least * known:
-        raise harness.BenchError(
-            f"policy {policy.name} reused {reused:.0f} of {known} tokens that were known: "
-            "does the KV cache hold the documents?"
-        )
-    return reused / known
-
-
 def _xargs(policy: Policy) -> dict[str, Any]:
     extra_args = policy.extra_args(layers=0)  # no share of the layers is asked for here
     return {} if extra_args is None else {"vllm_xargs": extra_args}
@@ -187,11 +162,11 @@ def _saturated(server: Server, model: Path, tokens: int, quick: bool) -> Found:
             options += ["--skip-chat-template", "--extra-body", json.dumps(_xargs(policy))]
             # Anew: prompts without reuse drive documents out.
             streams.know(server, texts, NAMESPACE)
-            reused = reused_tokens(server)
+            reused = streams.reused_tokens(server)
             found = bench_serve(server, model, options)
             # Prompts that run at the same time need the whole cache, and drive documents out.
             known = count * texts.known_tokens
-            share = reused_share(server, policy, reused, known, least=0.5)
+            share = streams.reused_share(server, policy.name, reused, known, least=0.5)
             rows.append({**_row(policy.label, found), "reused_share": share})
             figures[f"served_{policy.label}_per_s"] = found["request_throughput"]
     full = float(figures["served_full_per_s"])
@@ -201,7 +176,7 @@ def _saturated(server: Server, model: Path, tokens: int, quick: bool) -> Found:
 
 
 def _others(server: Server, model: Path, tokens: int, quick: bool) -> Found:
-    """Inter-token latency of decoding requests while prompts of known documents come in."""
+    """Inter-token latency of decoding requests beside prompts of known documents."""
     texts = streams.Texts(model, tokens, 0.9)
     rows, p99 = [], {}
     for policy in POLICIES:
@@ -210,10 +185,10 @@ def _others(server: Server, model: Path, tokens: int, quick: bool) -> Found:
         streams.know(server, texts, NAMESPACE)
         asyncio.run(beside(1, 1))  # warms up
         streams.know(server, texts, NAMESPACE)
-        reused = reused_tokens(server)
+        reused = streams.reused_tokens(server)
         found = asyncio.run(beside(*load))
-        reused_share(server, policy, reused, load[1] * texts.known_tokens)
+        streams.reused_share(server, policy.name, reused, load[1] * texts.known_tokens)
         p99[policy.label] = found.p99_gap_ms
         rows.append({"server": policy.label, **found.row()})
-    figures = {f"others_itl_p99_ratio_{name}": p99[name] / p99["full"] for name in p99}
+    figures = {f"others_beside_p99_ratio_{name}": p99[name] / p99["full"] for name in p99}
     return rows, dict[str, float | str](figures)

@@ -13,7 +13,7 @@ pass        the sparse pass by itself: the host's time for each layer, the devic
             the kernels that take longest.
 decode      `vllm bench serve` without segment requests: vLLM alone against the plugin.
 serve       `vllm bench serve` at saturation, prompts of known documents: full against reuse.
-others      inter-token latency of decoding requests while long prompts come in.
+others      inter-token latency of decoding requests while a long prompt is in flight beside them.
 
 The last three share their servers. What a part has found is written before the next one begins, in
 `headline` also before its next step, so that a run which is cut off, or a part that fails, loses

@@ -6,8 +6,9 @@ Two requests decode all the time while prompts come in, nine tenths of which are
 ever new orders. `full` prompts name no extra keys: vLLM computes them in chunks of
 `max_num_batched_tokens`, and what decodes waits for a chunk at most. That is the measure.
 
-Both servers are up, and arms and policies take turns in rounds; ratios are against `full` prompts
-of the same server. `default` is the server's own policy.
+Counted are the gaps between tokens during which a prompt was in flight. Both servers are up, one of
+them halted, and arms and policies take turns in rounds; ratios are against `full` prompts of the
+same server. `default` is the server's own policy.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,13 +69,12 @@ def run(quick: bool) -> harness.SuiteResult:
         for arm, spread_tokens in ARMS.items():
             server = _server(model, load, _config(folder / f"{arm}.yaml", spread_tokens))
             texts = streams.Texts(model, load.prompt_tokens, 0.9)
-            streams.know(stack.enter_context(server), texts, NAMESPACE)
-            servers[arm] = server, texts
+            servers[arm] = stack.enter_context(server), texts
         for arm, policy in seen:
-            _beside(*servers[arm], policy, streams_=1, prompts=1)  # warms up
+            _beside(servers, arm, policy, streams_=1, prompts=1)  # warms up
         for turn in harness.progress(range(load.rounds), "stall"):
             for arm, policy in harness.rotated(list(seen), turn):
-                taken = _beside(*servers[arm], policy, streams_=2, prompts=load.prompts)
+                taken = _beside(servers, arm, policy, streams_=2, prompts=load.prompts)
                 for all_of_it, new in zip(seen[arm, policy], taken, strict=True):
                     all_of_it += new
     rows = [{"plans": arm, "policy": policy, **it.row()} for (arm, policy), it in seen.items()]
@@ -87,18 +88,35 @@ def figures(seen: Seen) -> dict[str, float | str]:
         if policy == "full":
             continue
         name, mine, full = f"{policy}_{arm}".replace(" ", "_"), it.row(), seen[arm, "full"].row()
-        for figure in ("p50_itl", "p99_itl", "max_itl", "p50_ttft"):
-            at, what = figure.split("_")
-            key = f"ttft_ratio_{name}" if what == "ttft" else f"itl_{at}_ratio_{name}"
-            summary[key] = mine[f"{figure}_ms"] / full[f"{figure}_ms"]
+        for at in ("p50", "p99", "max"):
+            summary[f"beside_{at}_ratio_{name}"] = mine[f"{at}_beside_ms"] / full[f"{at}_beside_ms"]
+        summary[f"ttft_ratio_{name}"] = mine["p50_ttft_ms"] / full["p50_ttft_ms"]
     return summary
 
 
 def _beside(
-    server: Server, texts: streams.Texts, policy: str, streams_: int, prompts: int
+    servers: Mapping[str, tuple[Server, streams.Texts]],
+    arm: str,
+    policy: str,
+    streams_: int,
+    prompts: int,
 ) -> streams.Beside:
+    """What is seen at the server of an arm, while no other takes cores from it.
+
+    Raises:
+        BenchError: a policy has not reused what was known.
+    """
+    server, texts = servers[arm]
     body = _body(POLICIES[policy])
-    return asyncio.run(streams.decode_beside(server, texts, body, streams_, prompts))
+    with ExitStack() as stack:
+        for other in servers.keys() - {arm}:
+            stack.enter_context(servers[other][0].halted())
+        streams.know(server, texts, NAMESPACE)  # anew: `full` prompts drive documents out
+        before = streams.reused_tokens(server)
+        found = asyncio.run(streams.decode_beside(server, texts, body, streams_, prompts))
+        reusing = policy if body else None
+        streams.reused_share(server, reusing, before, prompts * texts.known_tokens)
+    return found
 
 
 def _config(path: Path, spread_tokens: int | None) -> Path:
