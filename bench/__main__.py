@@ -101,4 +101,5 @@ def _listed(texts: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
+    harness.exit_on_signals()
     sys.exit(main())

@@ -266,4 +266,5 @@ def _show(console: Console, asked: list[Asked]) -> None:
 
 
 if __name__ == "__main__":
+    harness.exit_on_signals()
     sys.exit(main())

@@ -75,9 +75,15 @@ def measure_all(out: Path, quick: bool, commit: str | None, measure: Measure | N
 def run_suite(suite: str, file: Path, quick: bool) -> int:
     """`python -m bench SUITE` in a process of its own."""
     command = [sys.executable, "-m", "bench", suite, "--json", str(file.absolute())]
-    return subprocess.run(
-        [*command, "--quick"] if quick else command, cwd=harness.REPOSITORY, check=False
-    ).returncode
+    if quick:
+        command.append("--quick")
+    with subprocess.Popen(command, cwd=harness.REPOSITORY) as process:
+        try:
+            return process.wait()
+        except BaseException:  # it has servers to stop, so it is not killed, as `run` would do
+            process.terminate()
+            process.wait()
+            raise
 
 
 def _is_measured(file: Path, suite: str, quick: bool, commit: str | None) -> bool:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -123,6 +124,20 @@ def git(*arguments: str, repository: Path | None = None) -> str:
     """
     command = ["git", "-C", str(repository or REPOSITORY), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+
+
+def exit_on_signals() -> None:
+    """From here on SIGTERM and SIGHUP raise SystemExit, so that `with` blocks stop their servers.
+
+    For commands; a signal that is ignored, as SIGHUP is by `nohup`, stays so.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
 
 
 def progress(steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:

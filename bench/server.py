@@ -158,7 +158,9 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # A group of its own: Ctrl-C reaches the client first, which then stops the server.
-                start_new_session=True,
+                # The session stays the same, so that who ends all of it (`bench/gpu/stages.py`)
+                # ends servers, too.
+                process_group=0,
             )
         try:
             self._wait_until_healthy(self._process)
@@ -195,12 +197,14 @@ class Server:
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-        with contextlib.suppress(ProcessLookupError):  # raised once the whole group has ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+        finally:  # also where a signal ends the wait
+            with contextlib.suppress(ProcessLookupError):  # raised once the whole group has ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + self.start_timeout_s

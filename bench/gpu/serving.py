@@ -48,11 +48,13 @@ def run(parts: Sequence[str], model: Path, tokens: int, quick: bool) -> Iterator
         raise harness.BenchError(
             "part serve: `vllm bench serve` reads prompts with pandas: pip install pandas"
         )
-    with contextlib.ExitStack() as stack:
+    # The stack is left first: a server that is stopped ends the thread that waits for it.
+    with ThreadPoolExecutor() as starting, contextlib.ExitStack() as stack:
         names = ("segreuse", "vllm") if "decode" in parts else ("segreuse",)
         servers = {name: _server(model, tokens, name == "segreuse", quick) for name in names}
-        with ThreadPoolExecutor() as starting:  # each takes a minute or two on a GPU
-            list(starting.map(stack.enter_context, servers.values()))
+        for server in servers.values():
+            stack.callback(server.stop)
+        list(starting.map(Server.start, servers.values()))  # each takes a minute or two on a GPU
         for part in parts:
             if part == "decode":
                 rows, figures = _decode(servers, model, quick)

@@ -3,7 +3,7 @@
 
     python3 bench/gpu/stages.py --out DIR unpack+build check+tests+cuda kernels headline
 
-A stage is a few commands of its own process group with a limit of time; those joined by `+` run
+A stage is a few commands in a session of their own with a limit of time; those joined by `+` run
 beside one another, and what times something runs alone. A stage that fails does not stop the rest.
 FlashInfer is not in the bundle, so vLLM samples without it.
 What a stage said goes to DIR/log.txt as soon as it ends; results go to DIR as JSON. Needs nothing
@@ -11,6 +11,7 @@ but Python.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import shlex
@@ -75,7 +76,12 @@ STAGES = {
     "serve": (300, f"{BENCH} gpu --part serve --json {{out}}/serve.json"),
 }
 _LAST_LINES = 12
+_POLL_S = 0.05
+_KILLED_S = 10
 _writing = threading.Lock()
+_starting = threading.Lock()
+_sessions = set[int]()
+"""Of the stages that run."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,17 +100,23 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
     failed = list[str]()
-    for group in groups:
-        threads = [
-            threading.Thread(
-                target=stage, args=(name, min(limit, deadline), args.out, args.into, failed)
-            )
-            for name, limit in group
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    try:
+        for group in groups:
+            threads = [
+                threading.Thread(
+                    target=stage, args=(name, min(limit, deadline), args.out, args.into, failed)
+                )
+                for name, limit in group
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        with _starting:
+            running = list(_sessions)  # where a signal ends this process
+        for session in running:
+            end_session(session)
     print(f"failed: {', '.join(failed) or 'nothing'}", flush=True)
     return 1 if failed else 0
 
@@ -126,21 +138,25 @@ def stage(name: str, deadline: float, out: Path, into: Path, failed: list[str]) 
         failed.append(name)
         print(f"{name}: no time is left", flush=True)
         return
-    process = subprocess.Popen(
-        ["bash", "-c", command.format(out=shlex.quote(str(out)), into=shlex.quote(str(into)))],
-        cwd=ROOT,
-        env={"VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that servers and engines below it end with it
-    )
+    with _starting:
+        process = subprocess.Popen(
+            ["bash", "-c", command.format(out=shlex.quote(str(out)), into=shlex.quote(str(into)))],
+            cwd=ROOT,
+            env={"VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that servers and engines below it end with it
+        )
+        _sessions.add(process.pid)
     try:
         said, _ = process.communicate(timeout=remaining)
         ended = "passed" if process.returncode == 0 else f"exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        end_session(process.pid)
         said, _ = process.communicate()
         ended = f"stopped after {remaining:.0f} s"
+    end_session(process.pid)  # a server that a stage left would hold memory of the GPU
+    _sessions.discard(process.pid)
     text = said.decode(errors="replace").strip()
     with _writing:
         if ended != "passed":
@@ -151,5 +167,37 @@ def stage(name: str, deadline: float, out: Path, into: Path, failed: list[str]) 
         print("\n".join(line[:300] for line in text.splitlines()[-_LAST_LINES:]), flush=True)
 
 
+def end_session(session: int) -> None:
+    """Kill all processes of a session, and wait until they are gone, for ten seconds at most.
+
+    A server is a process group of its own, so that killing the stage's group would not reach it.
+    """
+    deadline = time.monotonic() + _KILLED_S
+    while (running := _running_in(session)) and time.monotonic() < deadline:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _running_in(session: int) -> list[int]:
+    """Processes of a session, without those that have ended (proc(5), `/proc/PID/stat`)."""
+    found = list[int]()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            told = Path("/proc", pid, "stat").read_text(errors="replace")
+            # Behind the name, which may have blanks: state, parent, process group, session.
+            state, _, _, of = told.rpartition(")")[2].split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.append(int(pid))
+    return found
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _leave)
     sys.exit(main())

@@ -2,6 +2,7 @@
 """`bench all`: one suite after the other, resumed where it was, and what fails is told."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +160,32 @@ def test_a_suite_runs_in_a_process_of_its_own(
     assert everything.run_suite("ttft", Path("out/ttft.json"), quick=True) == 5
     wanted = f"-m bench ttft --json {tmp_path}/out/ttft.json --quick"
     assert note.read_text() == f"{harness.REPOSITORY} {wanted}\n"
+
+
+def test_a_suite_may_stop_its_servers_when_all_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bench.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "def leave(*_):\n"
+        "    pathlib.Path('stopped').touch()\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(harness, "REPOSITORY", tmp_path)
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(number)
+
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with pytest.raises(SystemExit):
+            everything.run_suite("ttft", tmp_path / "ttft.json", quick=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (tmp_path / "stopped").exists()
 
 
 def test_what_all_measures_the_definitions_of_tables_expect() -> None:
