@@ -28,7 +28,7 @@ PARTS = ("decode", "serve", "others")
 _START_S = 200
 _TURNS = 4
 _FIGURES = (
-    *("completed", "output_throughput", "total_token_throughput"),
+    *("completed", "failed", "output_throughput", "total_token_throughput"),
     *("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms"),
 )
 
@@ -91,6 +91,9 @@ def bench_serve(server: Server, model: Path, options: list[str]) -> dict[str, An
 
     In this process: importing vLLM takes longer than most measurements. The command itself does not
     start with vLLM's CPU wheel.
+
+    Raises:
+        BenchError: a request failed, so that the others had the server to themselves.
     """
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -101,9 +104,13 @@ def bench_serve(server: Server, model: Path, options: list[str]) -> dict[str, An
     arguments += ["--tokenizer", str(model), "--percentile-metrics", "ttft,itl", "--disable-tqdm"]
     arguments += ["--metric-percentiles", "50,99", "--ignore-eos", *options]
     with contextlib.redirect_stdout(io.StringIO()):  # its own table
-        found: dict[str, Any] = serve.main(parser.parse_args(arguments))
-    if found["completed"] == 0:
-        raise harness.BenchError("vllm bench serve completed no request")
+        asked = parser.parse_args(arguments)
+        found: dict[str, Any] = serve.main(asked)
+    if found["completed"] != asked.num_prompts:
+        raise harness.BenchError(
+            f"vllm bench serve completed {found['completed']} of {asked.num_prompts} requests "
+            f"({found['failed']} failed): see the log of the server, {server.log}"
+        )
     return found
 
 

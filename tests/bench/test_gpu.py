@@ -362,6 +362,23 @@ def test_a_fat_binary_of_another_layout_is_an_error() -> None:
         fatbin.only(good[:20] + b"\0\0\0\0" + good[24:], 90)
 
 
+@pytest.mark.parametrize("completed", [0, 5, 8])
+def test_a_run_with_failed_requests_is_no_measurement(
+    completed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.benchmarks import serve
+
+    found = {"completed": completed, "failed": 8 - completed}
+    monkeypatch.setattr(serve, "main", lambda args: found)
+    server: Any = SimpleNamespace(url="http://127.0.0.1:1", model_name="m", log="the.log")
+    options = ["--num-prompts", "8"]
+    if completed == 8:
+        assert serving.bench_serve(server, Path("m"), options) == found
+        return
+    with pytest.raises(harness.BenchError, match=f"completed {completed} of 8 requests"):
+        serving.bench_serve(server, Path("m"), options)
+
+
 STAGES = {
     "well": (30, "echo fine"),
     "ill": (30, "echo wrong; exit 3"),
