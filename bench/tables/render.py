@@ -75,7 +75,8 @@ class Renderer:
                 where = self.result(file).environment
             except Finding:
                 continue  # it was said where the file was first used
-            machine = f"{where.cpu}, {where.cores} {'core' if where.cores == 1 else 'cores'}"
+            machine = f"{where.gpu}, " if where.gpu else ""
+            machine += f"{where.cpu}, {where.cores} {'core' if where.cores == 1 else 'cores'}"
             if where.vllm:
                 machine += f", vLLM {where.vllm}, torch {where.torch}"
             link = os.path.relpath(file, page.parent)
