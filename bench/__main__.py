@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one suite or command; returns the exit status."""
+    """Run one suite or command; returns the exit status: 130 if it was interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         module, _ = COMMANDS[argv[0]]
@@ -87,13 +87,14 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     where["omp_threads_bind"] = os.environ.get(harness.CORE_BINDING)  # suites may set it
     where["seconds"] = round(time.monotonic() - started, 1)
+    where["interrupted"] = result.pop("interrupted", False)
     # A suite may have rows too long to be printed.
     harness.report(args.suite, where, getattr(suite, "shown", lambda it: it)(result))
     if args.json:
         harness.write_json(args.json, args.suite, where, result)
     if args.html:
         suite.write_html(args.html, where, result)  # type: ignore[attr-defined]
-    return 0
+    return 130 if where["interrupted"] else 0
 
 
 def _listed(texts: Mapping[str, str]) -> str:

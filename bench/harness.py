@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, TypeVar, cast
+from typing import Any, NotRequired, Protocol, TypedDict, TypeVar, cast
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -51,10 +51,12 @@ _WRITTEN = (":(exclude)bench/results", ":(exclude)README.md", ":(exclude)docs")
 
 
 class SuiteResult(TypedDict):
-    """What a suite measured: one row per measurement, and the figures that matter."""
+    """What a suite measured: one row per measurement, the figures that matter, and whether an
+    interrupt (Ctrl-C) ended it early; who writes it takes that out, for the environment."""
 
     rows: list[Row]
     summary: Mapping[str, float | str]
+    interrupted: NotRequired[bool]
 
 
 class Suite(Protocol):

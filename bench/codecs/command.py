@@ -23,7 +23,7 @@ QUICK_SAMPLES = 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; returns the exit status: 2 for bad input."""
+    """Run it; returns the exit status: 2 for bad input, 130 if it was interrupted."""
     args = _parser().parse_args(argv)
     tasks = tuple(args.tasks.split(",")) if args.tasks else USUAL
     for task in tasks:
@@ -33,18 +33,21 @@ def main(argv: list[str] | None = None) -> int:
     where = harness.environment() | {"quick": args.quick}
     started = time.monotonic()
     result = speed.measure(args.quick)
+    done = True
     try:
         if args.model is not None:
             samples = args.samples or (QUICK_SAMPLES if args.quick else SAMPLES)
-            result = _joined(result, _quality(args.model, tasks, samples, args.dtype))
+            found = _quality(args.model, tasks, samples, args.dtype)
+            done = not found.pop("interrupted", False)
+            result = _joined(result, found)
     except harness.BenchError as error:
         print(f"bench codecs: {error}", file=sys.stderr)
         return 1
-    where["seconds"] = round(time.monotonic() - started, 1)
+    where |= {"seconds": round(time.monotonic() - started, 1), "interrupted": not done}
     harness.report("codecs", where, result)
     if args.json:
         harness.write_json(args.json, "codecs", where, result)
-    return 0
+    return 0 if done else 130
 
 
 def _quality(model: Path, tasks: tuple[str, ...], samples: int, dtype: str) -> harness.SuiteResult:

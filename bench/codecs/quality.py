@@ -119,7 +119,11 @@ def measure(
             print(f"interrupted: {len(rows)} of {len(steps)} examples", file=sys.stderr)
     if len(rows) < LEAST:
         raise harness.BenchError(f"{len(rows)} examples are too few: take {LEAST} or more")
-    return {"rows": rows, "summary": {**summary(rows, model.resolve().name), "dtype": used}}
+    return {
+        "rows": rows,
+        "summary": {**summary(rows, model.resolve().name), "dtype": used},
+        "interrupted": len(rows) < len(steps),
+    }
 
 
 def summary(rows: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:

@@ -81,7 +81,11 @@ def run(quick: bool) -> harness.SuiteResult:
     with alone() if quick else Workers() as engines:
         results = ask_all(engines, load)
     rows, summary = figures(results, load.arms)
-    return {"rows": rows, "summary": {"model": model, "seeds": load.seeds, **summary}}
+    return {
+        "rows": rows,
+        "summary": {"model": model, "seeds": load.seeds, **summary},
+        "interrupted": any(len(results.get(t, ())) < load.samples for t in load.tasks),
+    }
 
 
 def ask_all(engines: Alone | Workers, load: Load) -> Results:

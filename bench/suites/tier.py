@@ -106,15 +106,18 @@ def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
 
     rows: list[harness.Row] = []
     summary: dict[str, Any] = {}
+    interrupted = False
     measures = _measures(quick)
     try:
         for part in parts or PARTS:
             found = measures[part]()
             rows += found["rows"]
             summary |= found["summary"]
+            if interrupted := found.get("interrupted", False):
+                break
     except (ServerError, ClientError, openai.OpenAIError) as error:
         raise harness.BenchError(str(error)) from error
-    return {"rows": rows, "summary": summary}
+    return {"rows": rows, "summary": summary, "interrupted": interrupted}
 
 
 def _measures(quick: bool) -> dict[str, Callable[[], harness.SuiteResult]]:

@@ -134,7 +134,8 @@ def _check_file(
         if str(finding) not in renderer.findings:
             yield str(finding)
         return
-    yield from results.check_provenance(history, file, result)
+    command = defined.command(file.stem)
+    yield from results.check_provenance(history, file, result, command)
     machine = defined.machines.get(file.parent.name)
     if machine is None:
         yield f"{file}: {definitions.FILE} knows no machine {file.parent.name!r}"

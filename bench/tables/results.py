@@ -13,6 +13,8 @@ from bench import harness
 from bench.agents import by_trace
 
 RESULTS = Path("bench", "results")
+INTERRUPTED = "ended by Ctrl-C"
+"""What the command of an interrupted run says, in brackets behind it."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
@@ -25,6 +27,7 @@ class Environment(BaseModel):
 
     Attributes:
         commits: all of them, where records of several are together; `commit` is of the last run.
+        interrupted: whether Ctrl-C ended it.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -38,6 +41,7 @@ class Environment(BaseModel):
     torch: str | None = None
     instruction_sets: list[str] | None = None
     quick: bool = False
+    interrupted: bool = False
     commits: list[str] | None = None
 
     @property
@@ -92,10 +96,19 @@ def _is_named(stem: str, suite: str) -> bool:
     return stem == suite or stem.startswith(f"{suite}-")
 
 
-def check_provenance(history: "History", file: Path, result: Result) -> Iterator[str]:
-    """Why nobody could measure this again: a sentence for each reason."""
+def check_provenance(history: "History", file: Path, result: Result, command: str) -> Iterator[str]:
+    """Why nobody could measure this again: a sentence for each reason.
+
+    Args:
+        command: how the pages say that it was made.
+    """
     if result.environment.quick:
         yield f"{file} was measured with --quick, which gives a rough answer only"
+    if result.environment.interrupted and INTERRUPTED not in command:
+        yield (
+            f"{file} was interrupted, and its command does not say so: add {INTERRUPTED!r}, and "
+            "where, to it"
+        )
     for commit in result.environment.measured_at:
         if not commit:
             yield f"{file} names no commit: measure it in a git checkout"

@@ -205,6 +205,21 @@ def test_examples_are_asked_of_the_set_that_the_load_names() -> None:
         ]
 
 
+@pytest.mark.parametrize("asked", [1, 2])
+def test_an_interrupted_run_is_not_told_to_be_whole(
+    asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engines:
+        def ask(self, draws: Any, arms: Any) -> Any:
+            yield from ((example(**one), {}) for one in list(draws)[:asked])
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(quality, "alone", lambda: nullcontext(Engines()))
+    monkeypatch.setattr(quality, "QUICK_LOAD", quality.Load(("vt",), 2, ()))
+    monkeypatch.setattr(quality, "figures", lambda *_: ([], {}))
+    assert quality.run(quick=True)["interrupted"] is (asked < 2)
+
+
 @pytest.mark.parametrize(("model", "asked"), [("lab", False), ("seed0", True)])
 def test_a_model_is_asked_the_tasks_that_it_has_learnt(
     monkeypatch: pytest.MonkeyPatch, model: str, asked: bool
@@ -212,7 +227,7 @@ def test_a_model_is_asked_the_tasks_that_it_has_learnt(
     loads: list[quality.Load] = []
     monkeypatch.setattr(quality, "MODEL", REPOSITORY / "models" / model)
     monkeypatch.setattr(quality, "Workers", nullcontext)
-    monkeypatch.setattr(quality, "ask_all", lambda _, load: loads.append(load))
+    monkeypatch.setattr(quality, "ask_all", lambda _, load: loads.append(load) or {})
     monkeypatch.setattr(quality, "figures", lambda *_: ([], {}))
     monkeypatch.delenv("BENCH_QUALITY_TASKS", raising=False)
     summary = quality.run(quick=False)["summary"]

@@ -335,6 +335,7 @@ def test_a_broken_file_is_named_in_one_sentence(
         ({"commits": ["0123456789"]}, "commit 0123456789 is unknown to git"),
         ({"commits": ["0123456789-dirty"]}, "measured on uncommitted code (0123456789-dirty)"),
         ({"quick": True}, "was measured with --quick"),
+        ({"interrupted": True}, "was interrupted, and its command does not say so"),
         ({"cpu": "CPU Two"}, "would mix machines"),
         ({"cores": 1}, "would mix machines"),
         ({"cores": 4}, "would mix machines"),
@@ -349,6 +350,31 @@ def test_what_nobody_could_measure_again_is_refused(
     assert len(found) == 1
     assert found[0].startswith("bench/results/one/speed.json")
     assert said in found[0]
+
+
+def test_an_interrupted_run_may_be_quoted_if_its_command_says_so(checkout: Checkout) -> None:
+    checkout.result("one/choice", {"count": 12345}, ROWS, interrupted=True)
+    assert "bench/results/one/choice.json was interrupted" in checkout.finding()
+    note = "make choice (ended by Ctrl-C behind the last of them)"
+    checkout.edit(str(definitions.FILE), "choice: make choice", f"choice: {note}")
+    assert list(command.check(checkout.root, write=True)) == []
+    assert f"`{note}`" in checkout.page()
+
+
+def test_results_of_two_gpus_are_told_apart(checkout: Checkout) -> None:
+    """Machines with other GPUs may have the same CPU."""
+    for machine, gpu in (("one", "GPU One"), ("two", "GPU Two")):
+        cpu = f"lacks: [amx], gpu: {gpu}" if machine == "one" else f"has: [amx], gpu: {gpu}"
+        checkout.edit(str(definitions.FILE), cpu.partition(", gpu")[0], cpu)
+        checkout.result(f"{machine}/speed", {"ratio": 2.5}, cpu="CPU One", gpu=gpu)
+    checkout.result("one/choice", {"count": 12345}, ROWS, gpu="GPU One")
+    checkout.edit(str(definitions.FILE), "cpu: CPU Two", "cpu: CPU One")
+    assert list(command.check(checkout.root, write=True)) == []
+    for said in (
+        "on GPU One, CPU One, 2 cores: [speed](bench/results/one/speed.json)",
+        "; on GPU Two, CPU One, 2 cores: [speed](bench/results/two/speed.json)",
+    ):
+        assert said in checkout.page()
 
 
 def test_every_commit_of_a_result_is_named(checkout: Checkout) -> None:
