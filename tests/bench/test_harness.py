@@ -90,6 +90,18 @@ def test_a_measurement_that_failed_is_no_result(
     assert not file.exists()
 
 
+@pytest.mark.parametrize(("interrupted", "status"), [(True, 130), (False, 0)])
+def test_a_run_that_was_interrupted_says_so(
+    interrupted: bool, status: int, suite: Callable[[SuiteFunction], None], tmp_path: Path
+) -> None:
+    suite(lambda quick: {**RESULT, "interrupted": interrupted})
+    file = tmp_path / "out.json"
+    assert command.main(["ttft", "--json", str(file)]) == status
+    content = json.loads(file.read_text())
+    assert content["environment"]["interrupted"] is interrupted
+    assert list(content) == ["suite", "environment", "rows", "summary"]
+
+
 def test_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         command.main(["speed"])
@@ -152,10 +164,30 @@ def test_changed_and_new_code_is_dirty(checkout: Path, name: str) -> None:
     ],
 )
 def test_a_tree_without_its_history_has_the_commit_that_is_named(
-    named: str, told: str, monkeypatch: pytest.MonkeyPatch
+    named: str, told: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    copied = checkout / "copied"  # within a repository, which says nothing of it
+    copied.mkdir()
+    monkeypatch.setattr(harness, "REPOSITORY", copied)
+    assert harness.commit() is None
+    assert "commit_given" not in harness.environment()
     monkeypatch.setenv("SEGREUSE_BENCH_COMMIT", named)
     assert harness.commit() == told
+    where = harness.environment()
+    assert (where["commit"], where["commit_given"]) == (told, True)
+
+
+def test_in_a_checkout_git_knows_better_than_who_names_a_commit(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = str(harness.commit())
+    monkeypatch.setenv("SEGREUSE_BENCH_COMMIT", "0123456789")
+    (checkout / "bench/code.py").write_text("changed\n")
+    where = harness.environment()
+    assert where["commit"] == f"{head}-dirty"
+    assert "commit_given" not in where
+    said = f"SEGREUSE_BENCH_COMMIT=0123456789 is ignored: git says {head}-dirty\n"
+    assert capsys.readouterr().err == said
 
 
 def test_there_is_no_commit_without_git(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
