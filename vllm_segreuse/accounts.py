@@ -16,6 +16,7 @@ from vllm_segreuse.plan import (
     AcceptanceOutcome,
     ModelLayers,
     PlanOutcome,
+    ReusePlan,
 )
 
 if TYPE_CHECKING:
@@ -79,12 +80,16 @@ class Accounts:
         if outcome.drift is not None:
             self._stats.observe_drift(outcome.drift, outcome.in_full)
         if plan.acceptance is not None and outcome.acceptance is not None:
-            self._tested(tracked, plan.acceptance, outcome.acceptance)
+            self._tested(tracked, plan, plan.acceptance, outcome.acceptance)
 
     def _tested(
-        self, tracked: TrackedRequest, acceptance: Acceptance, outcome: AcceptanceOutcome
+        self,
+        tracked: TrackedRequest,
+        plan: ReusePlan,
+        acceptance: Acceptance,
+        outcome: AcceptanceOutcome,
     ) -> None:
-        """Similar segments were accepted or rejected."""
+        """Similar segments of a plan were accepted or rejected."""
         assert tracked.report is not None
         is_rejected = acceptance.is_rejected(outcome.drifts)
         rejected = int(is_rejected.sum())
@@ -95,7 +100,9 @@ class Accounts:
         )
         self._stats.observe_acceptance(outcome.drifts, rejected)
         if tracked.explanation is not None:
-            tracked.explanation = with_acceptance(tracked.explanation, outcome.drifts, is_rejected)
+            tracked.explanation = with_acceptance(
+                tracked.explanation, plan.start, acceptance, outcome.drifts
+            )
 
     def frozen(self, entries: FrozenPool) -> None:
         """A scheduling step is over: how much knowledge bases keep."""

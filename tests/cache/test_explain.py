@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each stretch of a prompt has its source, or the nearest reason why it was not found."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import find_matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import Pieces, Tier
+from vllm_segreuse.plan import Halo, Pieces, Tier
+from vllm_segreuse.plan.acceptance import acceptance_of
 
 SIZE = 4
 DOCUMENT = [*range(100, 112)]
@@ -117,10 +119,28 @@ def test_parts_of_a_similar_segment_have_its_boundary_drift() -> None:
     pieces.source[[1, 3]] = Tier.HOST
     assert len(pieces.similar_segments(0)[0]) == 2
     found = explain(pieces, 0, 19, lambda start, stop: "unknown")
-    tested = with_acceptance(found, [0.25, 0.5], np.array([False, True]))
+    assert drifts_of(pieces, found, [0.25, 0.5]) == [0.25, 0.25, 0.5, 0.5]
+
+
+def test_similar_segments_of_two_sequences_have_their_own_boundary_drift() -> None:
+    """Texts made of one template have the same positions: only who copied them tells them apart."""
+    table = [[6, 4, 7, 0, 40], [10, 4, 1, 0, 44], [18, 4, 3, 0, 80]]
+    pieces = Pieces.from_table(table, is_similar=True, begins=[True, True, True])
+    found = explain(pieces, 2, 23, lambda start, stop: "unknown")
+    assert drifts_of(pieces, found, [0.25, math.nan, 0.5]) == [0.25, None, 0.5]
+
+
+def drifts_of(pieces: Pieces, found: list[Stretch], drifts: list[float]) -> list[float | None]:
+    """What each similar stretch is said to be off; it is rejected above 0.25."""
+    start = int(pieces.destination[0])
+    acceptance = acceptance_of(Halo(1, 0.25), pieces, start)
+    assert acceptance is not None
+    tested = with_acceptance(found, start, acceptance, drifts)
     similar = [each for each in tested if each["source"] == "similar"]
-    assert [each["boundary_drift"] for each in similar] == [0.25, 0.25, 0.5, 0.5]
-    assert [each["rejected"] for each in similar] == [False, False, True, True]
+    assert [each["rejected"] for each in similar] == [
+        each["boundary_drift"] != 0.25 for each in similar
+    ]
+    return [each["boundary_drift"] for each in similar]
 
 
 def test_evicted_text_is_told_from_text_that_never_was(world: World) -> None:

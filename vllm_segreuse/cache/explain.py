@@ -18,7 +18,7 @@ from vllm_segreuse.cache.forgotten import Forgotten, Why
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import indexed_windows
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import BoolArray, IntArray, Pieces, Tier
+from vllm_segreuse.plan import Acceptance, BoolArray, IntArray, Pieces, Tier
 
 Stretch = dict[str, Any]
 
@@ -94,32 +94,27 @@ def with_recomputed(stretches: Sequence[Stretch], positions: IntArray | None) ->
 
 
 def with_acceptance(
-    stretches: Sequence[Stretch], drifts: Sequence[float], is_rejected: BoolArray
+    stretches: Sequence[Stretch], start: int, acceptance: Acceptance, drifts: Sequence[float]
 ) -> list[Stretch]:
     """The same stretches; similar ones have `boundary_drift` (None: not a number) and whether they
     were `rejected`.
 
     Args:
-        stretches: of a prompt.
-        drifts, is_rejected: of each similar segment, in order.
+        stretches: of a prompt; each similar one is a segment, or a part of one.
+        start: of the plan.
+        acceptance: the test of its similar segments.
+        drifts: of each of them.
     """
-    tested = zip(drifts, is_rejected.tolist(), strict=True)
+    first, is_rejected = start + acceptance.first, acceptance.is_rejected(drifts)
     found: list[Stretch] = []
     for each in stretches:
         if each["source"] == "similar":
-            if not (found and _continues(each, found[-1])):
-                drift, rejected = next(tested)
+            segment = int(np.searchsorted(first, each["start"], side="right")) - 1
+            drift, rejected = drifts[segment], bool(is_rejected[segment])
             shown = round(drift, 4) if math.isfinite(drift) else None
             each = each | {"boundary_drift": shown, "rejected": rejected}
         found.append(each)
     return found
-
-
-def _continues(stretch: Stretch, before: Stretch) -> bool:
-    """Whether two stretches are of one segment, whose parts lie in different tiers."""
-    is_next = before["start"] + before["tokens"] == stretch["start"]
-    same = before["source"], before.get("in_context"), before.get("position", 0) + before["tokens"]
-    return is_next and same == (stretch["source"], stretch.get("in_context"), stretch["position"])
 
 
 def _runs_within(stretch: Stretch, positions: IntArray) -> list[list[int]]:
