@@ -674,25 +674,33 @@ class SchedulerSide:
     def _explained(self, tracked: TrackedRequest) -> list[dict[str, Any]] | None:
         """Where each stretch of a prompt comes from that was just decided on; None if nothing was
         searched for."""
-        plan, memo = tracked.plan or tracked.observed, tracked.prompt.memo
+        plan = tracked.plan or tracked.observed
         if plan is not None:
             pieces = plan.copied
-        elif tracked.reason in SEARCHED and memo is not None:
-            pieces = memo.matches.pieces
+        elif tracked.reason in SEARCHED and tracked.found is not None:
+            pieces = tracked.found.pieces
         else:
             return None
-        others = [self._namespaces.find(key) for key in tracked.other_adapters]
-        known = [namespace for namespace in others if namespace is not None]
-        by_content = Reasons(tracked.prompt, self._index, self._forgotten, known)
-        reason = (lambda start, stop: "not_cached") if tracked.finder.is_exact else by_content
-        if plan is not None and memo is not None and pieces.in_context.all():
-            reason = Unused(memo.matches.pieces.where(~memo.matches.pieces.in_context), by_content)
+        reason = self._why_not_reused(tracked)
         images, start, new_image = tracked.prompt.images, tracked.start, None
         if images is not None:
             new_image = images.first_new(pieces.reused(start, tracked.num_tokens - 1), start)
             pieces = pieces if new_image is None else pieces.up_to(new_image)
         found = explain(pieces, start, tracked.num_tokens, reason, new_image)
         return with_recomputed(found, plan.recomputed_positions if plan else None)
+
+    def _why_not_reused(self, tracked: TrackedRequest) -> Callable[[int, int], str]:
+        """The reason for each text of a prompt that is in no plan of it."""
+        bypass = tracked.bypass
+        if bypass is not None:  # it is restored only
+            return lambda start, stop: bypass
+        if tracked.finder.is_exact:
+            return lambda start, stop: "not_cached"
+        others = [self._namespaces.find(key) for key in tracked.other_adapters]
+        known = [namespace for namespace in others if namespace is not None]
+        by_content = Reasons(tracked.prompt, self._index, self._forgotten, known)
+        found = tracked.found
+        return by_content if found is None else Unused(found.pieces, by_content)
 
     def _frozen_limit(self, num_blocks: int) -> int:
         """Most blocks that may be frozen: the configured share, and never so many that a request of

@@ -41,7 +41,7 @@ def headers_of(request: Request) -> Mapping[str, str]:
 
 def match_span(tracked: TrackedRequest) -> None:
     """A request was admitted. Its span is empty in time where nothing was searched for."""
-    report, memo = tracked.report, tracked.prompt.memo
+    report, found = tracked.report, tracked.found
     if tracked.trace_headers is None or report is None:
         return
     now_s = time.perf_counter()
@@ -49,7 +49,7 @@ def match_span(tracked: TrackedRequest) -> None:
     attributes = {
         "policy": tracked.policy,
         "prefix_tokens": report.prefix_tokens,
-        "matched_tokens": memo.matches.num_tokens if tracked.searched_s and memo else 0,
+        "matched_tokens": 0 if found is None else found.num_tokens,
         "matches": tracked.num_segments,
         "reused_tokens": report.reused_tokens,
         "new_tokens": report.new_tokens,

@@ -160,6 +160,20 @@ def test_the_nearest_reason_counts(world: World) -> None:
     assert reasons(world.explain([*OTHER, *DOCUMENT, 9], world.mine))[0] == "computed_now"
 
 
+def test_cached_text_that_is_in_no_plan_is_not_said_to_be_computed_now(world: World) -> None:
+    prompt = Prompt(world.mine, np.array([*DOCUMENT, 9], np.int32))
+
+    def reason() -> str:
+        return Reasons(prompt, world.index, world.forgotten)(0, len(DOCUMENT))
+
+    world.cache(DOCUMENT, 0, world.mine)
+    assert reason() == "computed_now"
+    world.index.begin_step()
+    assert reason() == "not_worth_it"
+    world.cache(DOCUMENT, 8, world.mine)
+    assert reason() == "not_worth_it", "the older copy may donate"
+
+
 def test_text_of_another_adapter_is_named_where_nothing_nearer_is_known(world: World) -> None:
     adapter = world.names.intern(b"mine, with an adapter")
     world.cache(OTHER, 8, adapter)

@@ -13,11 +13,14 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group
 from vllm.v1.request import Request, RequestStatus
 
 from tests.test_scheduler import DOCUMENT, LORA, OPTIONS, SIZE
-from tests.tier.test_scheduler_side import Tiered
+from tests.tier.test_scheduler_side import EXPLAIN, Tiered
+from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.frozen import FrozenPart
+from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.plan import (
     CopyOrder,
     FreezeOrder,
+    Pieces,
     PlanOutcome,
     ReusePlan,
     ScoreOrder,
@@ -103,15 +106,60 @@ def test_it_is_restored_although_what_is_behind_it_is_not_worth_it(
 ) -> None:
     other = [*range(200, 216)]
     world.end(world.admit([1, 2, 3, 4, *other, 5]))
-    wanted = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_ratio": share}
+    wanted = EXPLAIN | {"segreuse_policy": "focus", "segreuse_recompute_ratio": share}
     admitted = world.admit([*DOCUMENT, 5, 6, 7, 8, *other, 9], wanted)
     plan = admitted.plan
     assert plan is not None
     assert (plan.begin, plan.num_restored, plan.num_tokens) == (0, len(DOCUMENT), behind)
+    assert plan.left_out == (0 if behind else len(other))
     assert admitted.supplied == len(DOCUMENT) + behind
     report = world.end(admitted)
     assert report is not None
     assert report["matches"] == 1 + bool(behind)
+    reasons = [each["reason"] for each in report["explain"] if each["source"] == "new"]
+    assert reasons == ["unknown" if behind else "not_worth_it", "last_token"]
+
+
+@pytest.mark.parametrize("least", [1, 17])
+def test_too_little_behind_it_is_found_and_computed(world: Restoring, least: int) -> None:
+    other = [*range(200, 216)]
+    world.end(world.admit([1, 2, 3, 4, *other, 5]))
+    wanted = EXPLAIN | {"segreuse_min_reused_tokens": least}
+    report = world.end(world.admit([*DOCUMENT, 5, *other, 9], wanted))
+    assert report is not None
+    reasons = [each["reason"] for each in report["explain"] if each["source"] == "new"]
+    assert reasons[0] == ("not_worth_it" if least > len(other) else "shorter_than_block")
+
+
+def test_similar_text_behind_it_is_found_and_computed(world: Restoring) -> None:
+    """No index of equal text knows of it."""
+    request = world.add(
+        [*DOCUMENT, *range(200, 216), 9], EXPLAIN | {"segreuse_min_reused_tokens": 17}
+    )
+    tracked = world.side._planner.get(request.request_id)
+    assert tracked is not None
+    similar = Matches.of(Pieces.from_table([[36, 8, 1, 0, 90]], is_similar=True))
+    finder = ContentFinder(world.index, 0)
+    finder.find = lambda *_: similar  # type: ignore[method-assign]
+    tracked.finder = finder
+    report = world.end(world.schedule(request))
+    assert report is not None
+    assert [each.get("reason", each["source"]) for each in report["explain"]] == [
+        *("segment", "not_worth_it", "last_token")
+    ]
+
+
+def test_who_falls_back_is_told_why_nothing_is_searched_for_behind_it(
+    world: Restoring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = [*range(200, 216)]
+    world.end(world.admit([1, 2, 3, 4, *other, 5]))
+    monkeypatch.setattr(world.side._audits, "falls_back", lambda _: True)
+    report = world.end(world.admit([*DOCUMENT, *other, 9], EXPLAIN))
+    assert report is not None
+    assert [each.get("reason", each["source"]) for each in report["explain"]] == [
+        *("segment", "fallback", "last_token")
+    ]
 
 
 def test_it_has_exact_names_once_the_workers_have_reported(world: Restoring) -> None:

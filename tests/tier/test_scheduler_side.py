@@ -96,6 +96,23 @@ def test_an_evicted_document_is_reused_from_host_memory(world: Tiered) -> None:
     assert data["tier"][-2:] == [["host", 8, 8 * ROW_BYTES], ["disk", 0, 0]]
 
 
+def test_records_in_short_runs_are_found_and_computed() -> None:
+    tiered = Tiered({"min_run_tokens": len(DOCUMENT) + 1})
+    tiered.run(tiered.add(DOCUMENT))
+    tiered.end_step()
+    tiered.report(tiered.evict_all())
+    other = [*range(300, 332)]
+    tiered.run(tiered.add(other))
+    request = tiered.add([7, *other, 8, *DOCUMENT, 9], EXPLAIN)
+    tiered.run(request)
+    report = tiered.side.finished(request, [])
+    assert report is not None
+    assert report["tiered_tokens"] == 0
+    assert [each.get("reason", each["source"]) for each in report["explain"]] == [
+        *("shorter_than_block", "segment", "not_worth_it", "last_token")
+    ]
+
+
 def test_a_plan_without_blocks_holds_no_rows(world: Tiered) -> None:
     request = world.add(PROMPT)
     assert world.match(request, 0)

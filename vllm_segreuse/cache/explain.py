@@ -147,11 +147,11 @@ def _segments(pieces: Pieces) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
 
 
 class Unused:
-    """Why text of a prompt is not reused: it was found, and is less work to compute
+    """Why text of a prompt is in no plan: it was found, and is computed all the same
     (`not_worth_it`), or it was not.
 
     Args:
-        pieces: what was found, and is in no plan.
+        pieces: what was found.
         not_found: the reason for other text.
     """
 
@@ -160,7 +160,7 @@ class Unused:
         self._not_found = not_found
 
     def __call__(self, start: int, stop: int) -> str:
-        """The reason for the text `[start, stop)`."""
+        """The reason for the text `[start, stop)`, none of which is in the plan."""
         begins, ends = self._pieces.destination, self._pieces.destination + self._pieces.length
         if ((begins < stop) & (ends > start)).any():
             return "not_worth_it"
@@ -168,10 +168,11 @@ class Unused:
 
 
 class Reasons:
-    """Why text of a prompt was not found by its content.
+    """Why text of a prompt is not reused by its content.
 
     - `shorter_than_block`: only whole KV blocks are found.
     - `computed_now`: it is being computed in this very step.
+    - `not_worth_it`: it may donate, and is computed all the same.
     - `evicted`: it was known, and its blocks were taken for other text.
     - `too_deep`: it was only computed behind too much reused KV (`max_provenance_depth`).
     - `other_adapter`: it is cached in this namespace, as computed with another LoRA adapter.
@@ -208,21 +209,25 @@ class Reasons:
     def _known(self) -> dict[str, BoolArray]:
         """By reason, the windows of the prompt that it holds for; the nearest first."""
         if self._by_reason is None:
-            indexed = self._indexed(self._prompt.namespace)
+            oldest = self._indexed(self._prompt.namespace)
+            is_known = oldest >= 0
+            is_fresh = is_known & (self._index.nodes["born"][oldest] == self._index.step)
             forgotten = self._forgotten.windows(self._prompt)
-            elsewhere = np.zeros_like(indexed)
+            elsewhere = np.zeros_like(is_known)
             for namespace in self._other_adapters:
-                elsewhere |= self._indexed(namespace)
+                elsewhere |= self._indexed(namespace) >= 0
             self._by_reason = {
-                "computed_now": indexed,  # not found: it may not donate yet
+                "computed_now": is_fresh,
+                "not_worth_it": is_known & ~is_fresh,
                 "evicted": forgotten[Why.EVICTED],
                 "too_deep": forgotten[Why.TOO_DEEP],
                 "other_adapter": elsewhere,
             }
         return self._by_reason
 
-    def _indexed(self, namespace: int) -> BoolArray:
-        """Windows of the prompt that are the content of blocks of a namespace."""
+    def _indexed(self, namespace: int) -> IntArray:
+        """The oldest entry of a namespace with the content of each window of the prompt; -1: there
+        is none."""
         index, prompt = self._index, self._prompt
         hashes, length = prompt.hashes(index.block_size), len(prompt.tokens)
-        return indexed_windows(index, namespace, prompt.tokens, hashes, 0, length) >= 0
+        return indexed_windows(index, namespace, prompt.tokens, hashes, 0, length)

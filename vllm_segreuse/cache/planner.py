@@ -244,7 +244,7 @@ class Planner:
 
     def _search(self, tracked: TrackedRequest, start: int, stop: int) -> _Found | None:
         """What the request's prefix hit can be continued with; None: too little."""
-        restored = NOTHING
+        tracked.found, restored = None, NOTHING
         if tracked.restores:
             last = min(stop, tracked.exact_stop)
             exact = restorable(tracked.prompt, start, last, self._block_size)
@@ -375,6 +375,7 @@ class Planner:
             tracked.searched_s = (began, ended)
             self._on_match(ended - began)
             self._budget.lookups += 1
+        tracked.found = matches
         return matches
 
     def _make_plan(
@@ -397,7 +398,10 @@ class Planner:
             if wanted is None and restoration is not None:
                 found = found.alone()
                 tracked.num_segments = found.matches.num_segments
-                return self._make_plan(tracked, found, begin, start)
+                plan = self._make_plan(tracked, found, begin, start)
+                assert plan is not None
+                plan.left_out = matches.num_tokens
+                return plan
             if wanted is None:
                 tracked.reason = NOTHING_SAVED
                 return None

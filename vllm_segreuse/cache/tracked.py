@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm_segreuse.cache.contexts import known_until
 from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import (
     TO_THE_END,
@@ -118,7 +119,8 @@ class TrackedRequest:
         misses_room: its plan was not allocated, and nobody but itself held blocks.
         start: tokens of vLLM's own prefix hit at the last decision.
         reason: why it was not planned then.
-        num_segments: segments that were found then.
+        found: what the finder found then; None: nothing was searched for.
+        num_segments: segments of what it would reuse then.
         searched_s: when the last search began and ended, by the planner's clock; None: never.
     """
 
@@ -155,6 +157,7 @@ class TrackedRequest:
     misses_room: bool = False
     start: int = 0
     reason: str | None = None
+    found: Matches | None = None
     num_segments: int = 0
     searched_s: tuple[float, float] | None = None
 

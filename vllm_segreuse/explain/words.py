@@ -14,7 +14,7 @@ REASONS = {
     "too_deep": "only computed behind reused KV (max_provenance_depth)",
     "other_adapter": "cached for another LoRA adapter only",
     "unknown": "not seen in this namespace",
-    "not_worth_it": "found, and computed all the same: that is less work",
+    "not_worth_it": "found, and computed all the same: reuse would save too little",
     "not_cached": "not cached under its exact name",
     "new_image": "begins with an image that is not reused wholly",
 }
