@@ -283,14 +283,17 @@ def test_nothing_is_left_out_of_what_a_pass_cannot_compute() -> None:
         assert (tracked.work is not None) == tracked.recompute_once == may
 
 
-def test_what_was_found_together_is_no_answer_to_a_search_behind_it() -> None:
-    """It is kept for explanations; the prefix cache may have what stands in front by then."""
+def test_what_was_found_behind_it_is_not_searched_for_again() -> None:
+    """Nor is what was found together the answer to a search behind it: the prefix cache may have
+    what stands in front by then."""
+    searches = []
     prompt = Prompt(0, np.arange(40, dtype=np.int32))
     front, back = (
         Matches.of(Pieces.from_table([[first, 8, first, 0, first]])) for first in (0, 16)
     )
 
     def find(prompt: Prompt, start: int, stop: int) -> Matches:
+        searches.append(start)
         prompt.memo = Memo((start, stop, 3), back)
         return back
 
@@ -301,8 +304,10 @@ def test_what_was_found_together_is_no_answer_to_a_search_behind_it() -> None:
     kept = SimpleNamespace(found=lambda prompt, start, stop: NOTHING if start else front)
     finder: Any = SimpleNamespace(find=find, remembered=remembered)
     continuing = ContinuingFinder(finder, kept)  # type: ignore[arg-type]
-    both = continuing.find(prompt, 0, 39)
-    assert both.pieces.destination.tolist() == [0, 16]
-    assert prompt.memo is not None
-    assert prompt.memo.matches is both
-    assert continuing.remembered(prompt, 8, 39) is None
+    for _ in range(2):
+        assert continuing.remembered(prompt, 0, 39) is None
+        both = continuing.find(prompt, 0, 39)
+        assert both.pieces.destination.tolist() == [0, 16]
+    assert searches == [8]
+    assert continuing.remembered(prompt, 8, 39) is back
+    assert continuing.remembered(prompt, 16, 39) is None

@@ -27,11 +27,8 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.cache.prompt import Memo, Prompt
+from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import TrackedRequest
-
-_NOWHERE = -1
-"""Where no search begins."""
 
 _Name = tuple[bytes, bytes]
 """Key of a namespace, and vLLM's chained hash of a block."""
@@ -163,9 +160,7 @@ class ContinuingFinder(FinderAround):
         kept = self._conversations.found(prompt, start, stop)
         if not kept.num_tokens:
             return self._finder.find(prompt, start, stop)
-        others = self._finder.find(prompt, kept.pieces.stop, stop)
-        both = kept.merged(others)
-        if prompt.memo is not None:
-            # For whoever explains it. It is no answer to a search, which begins elsewhere.
-            prompt.memo = Memo((_NOWHERE, stop, prompt.memo.key[2]), both)
-        return both
+        others = self._finder.remembered(prompt, kept.pieces.stop, stop)
+        if others is None:
+            others = self._finder.find(prompt, kept.pieces.stop, stop)
+        return kept.merged(others)
