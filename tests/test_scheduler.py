@@ -432,6 +432,8 @@ def test_what_was_computed_behind_too_much_reused_text_is_explained_as_such() ->
     reusing = world.add([7, *DOCUMENT, 8, 9, 10, *behind, 8])
     assert world.run(reusing) == 48
     assert explained(world, [7, *behind, 8]) == [(13, "too_deep"), (1, "last_token")]
+    copied = DOCUMENT[SIZE - 1 : 2 * SIZE - 1]  # a block of the reusing request, not of the donor
+    assert explained(world, [7, *copied, 8, 8, 8]) == [(7, "unknown"), (1, "last_token")]
 
 
 def test_where_nothing_would_be_reused_nothing_is_observed() -> None:

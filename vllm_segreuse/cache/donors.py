@@ -26,7 +26,7 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
-from vllm_segreuse.plan import IntArray
+from vllm_segreuse.plan import BoolArray, IntArray, ReusePlan
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -141,6 +141,15 @@ class Donors(BlockListener):
             return np.where(is_context, -1, 0).astype(np.int32)
         if plan is None:
             return np.zeros(count, dtype=np.int32)
+        depth = plan.donor_depth + 1
+        whole = self._computed_whole(plan, first_block, count)
+        depths = np.where(whole & (depth <= self._max_depth), depth, -1)
+        exact = np.arange(first_block, first_block + count) < plan.exact_until // size
+        return np.where(exact, 0, depths).astype(np.int32)
+
+    def _computed_whole(self, plan: ReusePlan, first_block: int, count: int) -> BoolArray:
+        """bool `[count]`: of which consecutive blocks every token is computed at every layer."""
+        size = self._index.block_size
         first = first_block * size
         computed = np.ones(count * size, dtype=np.bool_)
         low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
@@ -150,11 +159,7 @@ class Donors(BlockListener):
             computed[max(plan.stop - first, 0) : behind] = False
         if low < high:
             computed[low:high] = plan.recipe.settled[low + first - plan.start :][: high - low]
-        depth = plan.donor_depth + 1
-        whole = computed.reshape(count, size).all(axis=1)
-        depths = np.where(whole & (depth <= self._max_depth), depth, -1)
-        exact = np.arange(first_block, first_block + count) < plan.exact_until // size
-        return np.where(exact, 0, depths).astype(np.int32)
+        return np.asarray(computed.reshape(count, size).all(axis=1), np.bool_)
 
     def _may_donate(self, tracked: TrackedRequest) -> bool:
         return tracked.donates and not self._health.broken
@@ -166,14 +171,11 @@ class Donors(BlockListener):
             self._index_run(tracked, blocks, slice(0, len(depths)), 0)
             return
         donors = np.flatnonzero((depths >= 0) & (depths <= MAX_PROVENANCE_DEPTH))
-        too_deep = tracked.plan is not None and tracked.plan.donor_depth >= self._max_depth
-        if not (len(donors) or too_deep):
-            return
-        if too_deep:
-            last = first + len(blocks.block_ids)
+        if tracked.plan is not None and tracked.plan.donor_depth >= self._max_depth:
+            last = first + len(depths)
             tokens = _tokens(tracked, blocks, first * size, last * size)
-            others = tokens.reshape(-1, size)[depths < 0]
-            self._forgotten.too_deep(tracked.prompt.namespace, others)
+            others = (depths < 0) & self._computed_whole(tracked.plan, first, len(depths))
+            self._forgotten.too_deep(tracked.prompt.namespace, tokens.reshape(-1, size)[others])
         if not len(donors):
             return
         # The index takes runs of consecutive blocks; a block that may not donate ends a run.
