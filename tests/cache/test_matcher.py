@@ -4,6 +4,7 @@
 The properties are checked in plain Python against a model that knows nothing of hashes or links.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -542,6 +543,57 @@ def test_a_prompt_of_one_token_repeated_ends_quickly():
     matches = match(index, 0, [7] * 16_384)
     assert matches.num_tokens == 16_384
     assert len(matches.pieces) <= 2 * 16_384 // 32
+
+
+def spent(index: SegmentIndex, prompt: Sequence[int]) -> tuple[int, int]:
+    """What choices take of `MAX_WORK`, and the tokens that are found."""
+    tokens = np.array(prompt, np.int32)
+    hashes, salt, stop = matcher_hashes(tokens, index.block_size), matcher.salt_of(0), len(prompt)
+    groups = matcher.indexed_windows(index, 0, tokens, hashes, 0, stop)
+    work = np.full(1, assembly.MAX_WORK, np.int64)
+    arrays = index.nodes, index.tokens, groups, tokens, hashes, salt
+    table, _, _ = matcher.assemble(*arrays, 0, stop, index.step, 9, work)
+    return assembly.MAX_WORK - int(work[0]), int(table[:, assembly.LENGTH].sum())
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_content_without_donors_is_gone_through_once(period):
+    index = SegmentIndex(900, 4)
+    texts = [[7 + (i + j) % period for j in range(4)] for i in range(period)]
+    for block in range(300 * period):
+        index.insert(0, np.array([block], np.int32), np.array(texts[block % period], np.int32), 0)
+    prompt = [7 + i % period for i in range(4096)]
+    assert spent(index, prompt) == (period * assembly.MAX_VISITED, 0)
+
+
+def test_contents_remembered_in_one_place_are_told_apart():
+    index = SegmentIndex(assembly.MAX_KNOWN + 1, 4)
+    for block, text, depth in ((0, "abcd", 3), (assembly.MAX_KNOWN, "efgh", 0)):
+        tokens = np.array(spell(text), np.int32)
+        index.insert(0, np.array([block], np.int32), tokens, 0, depths=depth)
+    index.begin_step()
+    matches = match(index, 0, spell("abcdefgh"), max_depth=2)
+    assert matches.pieces.rows() == [[4, 4, assembly.MAX_KNOWN, 0, 0]]
+
+
+def test_the_work_of_all_choices_of_a_prompt_is_bounded():
+    """Runs of one block each, whose donors have the same blocks in front as often as can be."""
+    copies = [(spell("abcd") * (assembly.MAX_ANCESTORS + 1), {})] * assembly.MAX_CANDIDATES
+    index = build(*copies, blocks=len(copies) * (assembly.MAX_ANCESTORS + 1))
+    prompt = spell("abcd.") * 2000
+    choice = assembly.MAX_VISITED + assembly.MAX_CANDIDATES * (2 + 2 * assembly.MAX_ANCESTORS)
+    work, found = spent(index, prompt)
+    assert assembly.MAX_WORK <= work < assembly.MAX_WORK + choice
+    assert found == 2000 * 4
+
+
+def test_where_no_work_is_left_the_oldest_donor_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = build((spell("zzzzefgh"), {"depths": 1}), (spell("abcdefgh"), {}))
+    prompt = spell("abcd..efgh")
+    assert match(index, 0, prompt).pieces.block.tolist() == [2, 3]
+    monkeypatch.setattr(matcher, "MAX_WORK", 0)
+    assert match(index, 0, prompt).pieces.block.tolist() == [2, 1]
+    assert match(index, 0, prompt, max_depth=0).pieces.block.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("length", [0, 1, 3])

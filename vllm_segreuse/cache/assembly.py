@@ -11,11 +11,14 @@ They stay in one file because a kernel only calls kernels of its own (see `jit.k
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_segreuse.cache.jit import kernel
 from vllm_segreuse.cache.links import IntArray, Nodes
 from vllm_segreuse.cache.rolling_hash import HashArray, TokenArray
 from vllm_segreuse.plan import BoolArray
+
+WorkArray = npt.NDArray[np.int64]
 
 # Bounds of the work per choice. A passage cached more often than this loses nothing but the
 # chance of a still better donor.
@@ -24,10 +27,20 @@ MAX_VISITED = 8 * MAX_CANDIDATES  # entries looked at, eligible or not
 MAX_CONTEXT_TOKENS = 1024  # left context compared
 MAX_ANCESTORS = 64  # blocks in front of a donor looked for in the prompt
 
+# Bound of the work of all choices of a prompt: entries visited and compared, blocks compared and
+# looked for, at about 15 ns each. Behind it the oldest donor is taken, and none is compared.
+MAX_WORK = 128 * MAX_CANDIDATES * MAX_ANCESTORS
+
+# Groups whose first donor is remembered; a power of two. Repetitive text has few contents, and
+# asks for each of them at every window.
+MAX_KNOWN = 4096
+
 # Columns of the table that the loops below fill; see `Pieces`.
 DESTINATION, LENGTH, BLOCK, OFFSET, POSITION = range(5)
 # Columns of the table of candidates.
 ENTRY, WINDOW = range(2)
+# Columns of the table of groups that are known, by the lowest bits of their heads.
+HEAD, DONOR = range(2)
 
 
 @kernel
@@ -42,28 +55,38 @@ def assemble(
     stop: int,
     step: int,
     max_depth: int,
+    work: WorkArray,
 ) -> tuple[IntArray, BoolArray, int]:
     """Of `matcher.Matches` the pieces, as a table `[n, 5]` and where segments begin, `[n]`; and the
     depth.
 
     Walks entries of one namespace, whose links never leave it.
+
+    Args:
+        work: int64 `[1]`, what choices may still take of `MAX_WORK`; counted down, and may end a
+            little below 0.
     """
     block_size = block_tokens.shape[1]
     pieces = np.empty((stop - start, 5), np.int32)
     table = np.empty(0, np.int32)  # `_tabulate`, at the first choice that needs it
+    known = np.full((MAX_KNOWN, 2), -1, np.int32)
     count, position = 0, start
     while position < stop:
-        candidates = _find_candidates(nodes, groups, block_size, position, step, max_depth)
+        candidates = _find_candidates(
+            nodes, groups, block_size, position, step, max_depth, known, work
+        )
         if candidates.shape[0] == 0:
             break
         best, is_whole = 0, False
         if candidates.shape[0] > 1:
-            candidates, is_whole = _keep_longest_context(nodes, block_tokens, tokens, candidates)
+            candidates, is_whole = _keep_longest_context(
+                nodes, block_tokens, tokens, candidates, work
+            )
         if candidates.shape[0] > 1:
             if table.size == 0:
                 table = _tabulate(tokens, hashes, salt, groups, start - block_size + 1)
             best = _best_candidate(
-                nodes, block_tokens, tokens, hashes, salt, table, candidates, is_whole
+                nodes, block_tokens, tokens, hashes, salt, table, candidates, is_whole, work
             )
         donor, window = candidates[best, ENTRY], candidates[best, WINDOW]
         if window > position:
@@ -129,19 +152,31 @@ def _is_eligible(nodes: Nodes, entry: int, step: int, max_depth: int) -> bool:
 
 @kernel
 def _find_candidates(
-    nodes: Nodes, groups: IntArray, block_size: int, position: int, step: int, max_depth: int
+    nodes: Nodes,
+    groups: IntArray,
+    block_size: int,
+    position: int,
+    step: int,
+    max_depth: int,
+    known: IntArray,
+    work: WorkArray,
 ) -> IntArray:
     """The next donors, `[n, 2]`: entries, and the windows that they equal. n = 0: there is none.
 
-    First those of `_first_window`. Then those of the windows less than a block behind it, in whose
-    sequences the text was at another offset in its block. The block before such a donor must be
-    one, too: if its left context is as long, the two serve all that the first window would.
+    First those of `_first_window`; of these only the first if no work is left. Then those of the
+    windows less than a block behind it, in whose sequences the text was at another offset in its
+    block. The block before such a donor must be one, too: if its left context is as long, the two
+    serve all that the first window would.
     """
     candidates = np.empty((MAX_CANDIDATES, 2), np.int32)
     count, visits = 0, MAX_VISITED
-    first = _first_window(nodes, groups, block_size, position, step, max_depth)
+    first = _first_window(nodes, groups, block_size, position, step, max_depth, known, work)
     if first < 0:
         return candidates[:0]
+    if work[0] <= 0:
+        donor = _first_donor(nodes, groups[first], step, max_depth, known, work)
+        candidates[0, ENTRY], candidates[0, WINDOW] = donor, first
+        return candidates[:1]
     for window in range(first, min(first + block_size, groups.size)):
         twin = head = groups[window]
         while twin >= 0 and visits > 0 and count < MAX_CANDIDATES:
@@ -155,12 +190,20 @@ def _find_candidates(
             twin = nodes[twin].next_twin
             if twin == head:
                 break
+    work[0] -= MAX_VISITED - visits
     return candidates[:count]
 
 
 @kernel
 def _first_window(
-    nodes: Nodes, groups: IntArray, block_size: int, position: int, step: int, max_depth: int
+    nodes: Nodes,
+    groups: IntArray,
+    block_size: int,
+    position: int,
+    step: int,
+    max_depth: int,
+    known: IntArray,
+    work: WorkArray,
 ) -> int:
     """The next window with an eligible donor, or -1.
 
@@ -168,30 +211,48 @@ def _first_window(
     others; then the windows behind it.
     """
     for window in range(min(position, groups.size - 1), max(-1, position - block_size), -1):
-        if groups[window] >= 0 and _has_donor(nodes, groups[window], step, max_depth):
+        head = groups[window]
+        if head >= 0 and _first_donor(nodes, head, step, max_depth, known, work) >= 0:
             return window
     for window in range(position + 1, groups.size):
-        if groups[window] >= 0 and _has_donor(nodes, groups[window], step, max_depth):
+        head = groups[window]
+        if head >= 0 and _first_donor(nodes, head, step, max_depth, known, work) >= 0:
             return window
     return -1
 
 
 @kernel
-def _has_donor(nodes: Nodes, head: int, step: int, max_depth: int) -> bool:
-    """Whether any entry of a group is eligible."""
-    twin = head
+def _first_donor(
+    nodes: Nodes, head: int, step: int, max_depth: int, known: IntArray, work: WorkArray
+) -> int:
+    """The first eligible entry of a group, or -1.
+
+    Args:
+        known: heads and donors of groups that were asked for, `[MAX_KNOWN, 2]`; -1: none was.
+    """
+    slot = head & (MAX_KNOWN - 1)
+    if known[slot, HEAD] == head:
+        return int(known[slot, DONOR])
+    twin, donor = head, -1
     for _ in range(MAX_VISITED):
+        work[0] -= 1
         if _is_eligible(nodes, twin, step, max_depth):
-            return True
+            donor = twin
+            break
         twin = nodes[twin].next_twin
         if twin == head:
             break
-    return False
+    known[slot, HEAD], known[slot, DONOR] = head, donor
+    return donor
 
 
 @kernel
 def _keep_longest_context(
-    nodes: Nodes, block_tokens: TokenArray, tokens: TokenArray, candidates: IntArray
+    nodes: Nodes,
+    block_tokens: TokenArray,
+    tokens: TokenArray,
+    candidates: IntArray,
+    work: WorkArray,
 ) -> tuple[IntArray, bool]:
     """The candidates whose equal left context begins first in the prompt; and whether all is equal
     that is in front of them, as far as it is compared."""
@@ -200,6 +261,7 @@ def _keep_longest_context(
     for i in range(candidates.shape[0]):
         entry, window = candidates[i, ENTRY], candidates[i, WINDOW]
         begin = _context_start(nodes, block_tokens, tokens, entry, window, floor)
+        work[0] -= 1 + (window - begin) // block_tokens.shape[1]
         if begin < earliest:
             earliest, kept = begin, 0
         if begin == earliest:
@@ -238,6 +300,7 @@ def _best_candidate(
     table: IntArray,
     candidates: IntArray,
     is_whole: bool,
+    work: WorkArray,
 ) -> int:
     """Row of the candidate to copy from, among those with equal left context; see `find_matches`.
 
@@ -245,7 +308,8 @@ def _best_candidate(
         table: `_tabulate` of this prompt.
         is_whole: whether nothing else is in front of those that are in place.
     """
-    shared = _count_shared(nodes, block_tokens, tokens, hashes, salt, table, candidates)
+    shared = _count_shared(nodes, block_tokens, tokens, hashes, salt, table, candidates, work)
+    work[0] -= candidates.shape[0]
     best, best_rank = 0, (-1, 0, 0, 0, 0)
     for i in range(candidates.shape[0]):
         node, window = nodes[candidates[i, ENTRY]], candidates[i, WINDOW]
@@ -266,6 +330,7 @@ def _count_shared(
     salt: np.uint64,
     table: IntArray,
     candidates: IntArray,
+    work: WorkArray,
 ) -> IntArray:
     """Blocks in front of each candidate whose content is anywhere in the prompt; int32 `[n]`.
 
@@ -280,6 +345,7 @@ def _count_shared(
         for i in range(count):
             entry = ancestors[i]
             if entry >= 0:
+                work[0] -= 1
                 key, begin = nodes[entry].key, nodes[entry].block * size
                 slot = _find_slot(table, tokens, hashes, salt, key, text, begin, size)
                 shared[i] += table[slot] >= 0

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-LOOKUPS_PER_STEP = 16  # at about 0.5 ms each for a long prompt
+LOOKUPS_PER_STEP = 16  # about 0.5 ms each for a long prompt, a few more for repetitive text
 
 
 class StepBudget:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_segreuse.cache.assembly import assemble
+from vllm_segreuse.cache.assembly import MAX_WORK, assemble
 from vllm_segreuse.cache.index import SegmentIndex, salt_of
 from vllm_segreuse.cache.lookup import find_groups
 from vllm_segreuse.cache.rolling_hash import (
@@ -89,6 +89,7 @@ def find_matches(
     5. The larger position: more text in front, though unrelated, is no worse than none.
     6. The lower block id, so that the choice is always the same.
 
+    Once choices have taken `MAX_WORK`, as in repetitive text, the oldest of the donors is taken.
     Children of one block have the same blocks in front, so that 3 and 5 do not tell them apart.
     Tokens outside of `[start, stop)` count as context, and as the prompt's content.
 
@@ -126,6 +127,7 @@ def find_matches(
         stop,
         index.step,
         max_depth,
+        np.full(1, MAX_WORK, np.int64),
     )
     return Matches.of(Pieces.from_table(table, begins=begins), depth)
 
