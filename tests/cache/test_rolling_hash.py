@@ -13,7 +13,7 @@ from vllm_segreuse.cache import rolling_hash
 from vllm_segreuse.cache.rolling_hash import window_anchors, window_hashes
 
 MASK = 2**64 - 1
-BASE = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 tokens_of_any_length = st.lists(st.integers(0, 2**31 - 1), max_size=80)
 
 
@@ -24,9 +24,9 @@ def mixed(value: int) -> int:
 
 
 def polynomial_hash(window: list[int], seed: int) -> int:
-    total = 0
+    total, base = 0, mixed(seed ^ GOLDEN) // 8 * 8 + 5
     for token in window:
-        total = (total * BASE + mixed((token * BASE & MASK) ^ seed)) & MASK
+        total = (total * base + mixed((token * GOLDEN & MASK) ^ seed)) & MASK
     return mixed(total)
 
 
@@ -87,6 +87,13 @@ def test_seeds_are_unrelated():
     tokens = np.arange(100, dtype=np.int32)
     one, other = (window_hashes(tokens, 8, np.uint64(seed)) for seed in (1, 2))
     assert not np.intersect1d(one, other).size
+
+
+def test_seeds_have_bases_of_their_own():
+    """Windows prepared for one base would collide whatever the tokens' values are."""
+    bases = {int(rolling_hash._base(np.uint64(seed))) for seed in range(100)}
+    assert len(bases) == 100
+    assert {base % 8 for base in bases} == {5}
 
 
 def test_no_two_processes_hash_alike():

@@ -3,7 +3,7 @@
 
 The hash of `width` tokens is a polynomial over Z/2^64,
 
-    finalize(sum_j value(t_j) * BASE^(width - 1 - j)),
+    finalize(sum_j value(t_j) * base^(width - 1 - j)),
 
 which rolls from one window to the next in two multiplications. Token ids are small integers, so
 `value` spreads them over 64 bits first, and `finalize` makes every bit of the sum count in the low
@@ -27,13 +27,16 @@ TokenArray = npt.NDArray[np.int32]
 HashArray = npt.NDArray[np.uint64]
 AnchorArray = npt.NDArray[np.uint32]
 
-# Drawn per process: a client cannot prepare prompts whose windows collide. Nothing depends on the
-# hash but speed (hits are verified token by token), so results are the same in every process.
+# Drawn per process: clients know neither `base` nor `value`, and cannot prepare prompts whose
+# windows collide, unless blocks are very long: Thue-Morse sequences of 1,024 tokens collide with
+# every base. Nothing depends on the hash but speed (hits are verified token by token), so results
+# are the same in every process.
 PROCESS_SEED = np.uint64(secrets.randbits(64))
 
-_BASE = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_FIVE, _SEVEN = np.uint64(5), np.uint64(7)
 _ONE, _ZERO = np.uint64(1), np.uint64(0)
 _INDEX_BITS = np.uint64(22)  # more tokens than a prompt has; a longer one just wraps
 _INDEX_MASK = np.uint64(2**22 - 1)
@@ -91,8 +94,14 @@ def _finalize(value: np.uint64) -> np.uint64:
 
 
 @kernel
+def _base(seed: np.uint64) -> np.uint64:
+    """5 modulo 8: such a number has the largest multiplicative order, 2^62."""
+    return (_finalize(seed ^ _GOLDEN) & ~_SEVEN) | _FIVE
+
+
+@kernel
 def _token_value(token: np.int32, seed: np.uint64) -> np.uint64:
-    return _finalize((np.uint64(np.uint32(token)) * _BASE) ^ seed)
+    return _finalize((np.uint64(np.uint32(token)) * _GOLDEN) ^ seed)
 
 
 @kernel
@@ -103,16 +112,17 @@ def _window_hashes(tokens: TokenArray, width: int, seed: np.uint64) -> HashArray
     values = np.empty(tokens.size, np.uint64)
     for i in range(tokens.size):
         values[i] = _token_value(tokens[i], seed)
-    leaving = _ONE  # BASE^width: the weight of the token that leaves, after one more step
+    base = _base(seed)
+    leaving = _ONE  # base^width: the weight of the token that leaves, after one more step
     rolling = _ZERO
     for i in range(width):
-        leaving *= _BASE
-        rolling = rolling * _BASE + values[i]
+        leaving *= base
+        rolling = rolling * base + values[i]
     hashes = np.empty(count, np.uint64)
     hashes[0] = _finalize(rolling)
     for i in range(1, count):
         entering = values[i + width - 1] - values[i - 1] * leaving
-        rolling = rolling * _BASE + entering
+        rolling = rolling * base + entering
         hashes[i] = _finalize(rolling)
     return hashes
 
