@@ -165,6 +165,22 @@ def test_a_request_waits_for_records_that_are_on_their_way(
     assert world.match(request, 0)
 
 
+def test_a_request_that_runs_without_a_plan_waits_no_longer(
+    world: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over: list[str] = []
+    monkeypatch.setattr(world.side._tier, "left", over.append)
+    request = world.add(PROMPT)
+    with monkeypatch.context() as patched:
+        patched.setattr(world.side._tier, "hold", lambda request_id, entries: None)
+        assert world.match(request, 0) is None
+    assert over == []
+    monkeypatch.setattr(world.side._planner, "_search", lambda *args: None)  # they are lost
+    assert world.match(request, 0) == 0
+    world.side.allocated(request, [])
+    assert over == [request.request_id]
+
+
 def test_blocks_that_are_invalid_are_not_stored(world: Tiered) -> None:
     world.run(world.add([*range(300, 332)]))
     world.end_step()

@@ -306,7 +306,7 @@ def on_disk(world: World) -> None:
 
 
 def test_what_leaves_host_memory_is_read_from_files() -> None:
-    world = World(rows=3, files=True)
+    world = World(rows=3, files=True, wait_ms=5000)
     stored(world)
     on_disk(world)
     stored(world, OTHER)
@@ -317,15 +317,17 @@ def test_what_leaves_host_memory_is_read_from_files() -> None:
     assert world.hold("a", DOCUMENT) is None, "it is on its way"
     world.step()
     assert world.hold("a", DOCUMENT) is None
+    world.now_s += 1
     world.files.work()
     world.step()
     pieces = world.hold("a", DOCUMENT)
     assert pieces is not None
     assert pieces.num_tiered == len(DOCUMENT)
+    world.now_s += 300  # no blocks are free
     world.send("a", DOCUMENT, pieces)
     world.step()
     assert world.ranks[0].read == 3
-    assert len(world.stats.data["seconds"]["tier_wait"]) == 1
+    assert world.stats.data["seconds"]["tier_wait"] == [1]
     world.check_idle()
 
 
@@ -341,9 +343,15 @@ def test_nobody_waits_longer_for_files_than_allowed() -> None:
     pieces = world.hold("a", DOCUMENT)
     assert pieces is not None
     assert not len(pieces)
+    assert world.stats.data["seconds"]["tier_wait"] == [0.05], "its wait is over"
+    assert world.tier.counts().jobs == 0
     world.tier.let_go("a")
+    world.now_s += 300  # it is computed, and decodes
+    assert world.hold("a", DOCUMENT) is not None, "it has waited"
     world.tier.left("a")
     assert world.stats.data["seconds"]["tier_wait"] == [0.05]
+    assert world.hold("a", DOCUMENT) is None, "another request of this name"
+    world.tier.left("a")
     on_disk(world)
     world.step()
     world.check_idle()

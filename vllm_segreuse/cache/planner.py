@@ -316,6 +316,8 @@ class Planner:
             self._ready.append(tracked)
             if tracked.required:
                 tracked.unchecked.append(plan)
+        else:
+            self._tier.left(tracked.request_id)
         start, prompt = tracked.start, tracked.num_tokens
         if plan is None:
             return Report(start, 0, 0, prompt - start, 0, tracked.reason or "no_match")

@@ -48,7 +48,7 @@ class SecondTier(Protocol):
         workers have read it."""
 
     def left(self, request_id: str) -> None:
-        """A request has ended; what its plan reads is held as before."""
+        """A request has ended, or runs without a plan; what its plan reads is held as before."""
 
 
 class NoTier:

@@ -45,7 +45,7 @@ class Loads:
         follow: has the catalogue follow what the manager reports.
         wait_s: longest time that a request waits.
         clock: seconds.
-        on_wait: called with the seconds that a request has waited.
+        on_wait: called with the seconds that a request has waited, once its wait is over.
         on_load: called with the records that a plan reads.
     """
 
@@ -70,6 +70,7 @@ class Loads:
         self._on_load = on_load
         self._held: dict[str, Held] = {}
         self._waits: dict[str, _Wait] = {}
+        self._waited: set[str] = set()  # their wait is over, and nobody waits twice
         self._sent: list[Held] = []
 
     def __len__(self) -> int:
@@ -82,6 +83,7 @@ class Loads:
         absent = [record for record in records if not record.in_host]
         if absent and self._is_coming(request_id, absent):
             return None
+        self._end_wait(request_id)
         keys = [OffloadKey(record.key) for record in records if record.in_host]
         rows = np.full(len(records), -1, np.int32)
         if keys:
@@ -94,6 +96,8 @@ class Loads:
 
     def _is_coming(self, request_id: str, absent: Sequence[Record]) -> bool:
         """Whether it is worth waiting for records; begins to read those that are in files."""
+        if request_id in self._waited:
+            return False
         now = self._clock()
         wait = self._waits.get(request_id)
         if wait is None:
@@ -118,7 +122,7 @@ class Loads:
             if held is not None:
                 self._sent.append(held)
                 self._on_load(len(held.keys))
-            self._end_wait(request_id)
+            self._forget_wait(request_id)
 
     def take_sent(self) -> list[Held]:
         """What the plans of this step read."""
@@ -133,11 +137,11 @@ class Loads:
     def left(self, request_id: str) -> None:
         """See `SecondTier`."""
         self.let_go(request_id)
-        self._end_wait(request_id)
+        self._forget_wait(request_id)
 
     def clear(self) -> None:
         """The manager has forgotten everything."""
-        for kept in (self._held, self._waits, self._sent):
+        for kept in (self._held, self._waits, self._waited, self._sent):
             kept.clear()
 
     def _end_wait(self, request_id: str) -> None:
@@ -145,3 +149,8 @@ class Loads:
         if wait is not None:
             self._on_wait(self._clock() - wait.since_s)
             self._contexts.end(wait.context)
+            self._waited.add(request_id)
+
+    def _forget_wait(self, request_id: str) -> None:
+        self._end_wait(request_id)
+        self._waited.discard(request_id)
