@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from vllm_segreuse.serve.report import StreamReport
 
 DONE = "data: [DONE]\n\n"
@@ -77,9 +79,10 @@ def test_stream_without_a_report_passes_byte_for_byte() -> None:
     assert events == [chunk("x"), chunk("x", "length"), USAGE, DONE]
 
 
-def test_several_prompts_end_with_one_report() -> None:
-    other = {"segreuse": {"policy": "shift", "reused_tokens": 1}}
-    outputs = [(0, output()), (0, output(True, other)), (1, output()), (1, output(True, REPORT))]
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_several_prompts_end_with_the_report_of_the_first(order: tuple[int, int]) -> None:
+    reports = {0: REPORT, 1: {"segreuse": {"policy": "shift", "reused_tokens": 1}}}
+    outputs = [each for i in order for each in ((i, output()), (i, output(True, reports[i])))]
     assert params_of(run(outputs)) == [None, None, None, REPORT]
 
 

@@ -40,11 +40,14 @@ class StreamReport:
         self._finished = False
 
     async def watch(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Passes `outputs` on: request outputs, or pairs of (prompt's index, request output)."""
+        """Passes `outputs` on: request outputs, or pairs of (prompt's index, request output).
+
+        Of several prompts the report is the first one's, as in vLLM's whole responses.
+        """
         async for item in outputs:
-            output = item[1] if isinstance(item, tuple) else item
+            index, output = item if isinstance(item, tuple) else (0, item)
             self._finished = output.finished
-            if output.kv_transfer_params is not None:
+            if index == 0 and output.kv_transfer_params is not None:
                 self._params = output.kv_transfer_params
             yield item
 
