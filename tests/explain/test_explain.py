@@ -2,6 +2,9 @@
 """`vllm-segreuse explain`: what is sent, what is shown, and texts of errors."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ OBSERVED = {"reused_tokens": 100, "recomputed_tokens": 20, "computed_share": 0.2
 REPORT = {
     "policy": "focus",
     "prompt_tokens": 140,
+    "prefix_tokens": 32,
     "reused_tokens": 0,
     "bypass_reason": "observed",
     "observed": OBSERVED,
@@ -143,8 +147,14 @@ def test_the_verdict_is_a_sentence(server: Server) -> None:
     )
     server.report = {**REPORT, **OBSERVED, "observed": None, "bypass_reason": None}
     assert " were reused with focus" in printed(server)
-    server.report = {**REPORT, "observed": None, "bypass_reason": "disabled"}
+    nothing = {**REPORT, "observed": None, "prefix_tokens": 0, "bypass_reason": "disabled"}
+    server.report = nothing
     assert printed(server).splitlines()[-1] == "Nothing is reused of 140 tokens: disabled."
+    server.report = {**nothing, "prefix_tokens": 128, "bypass_reason": "too_few_tokens"}
+    assert printed(server).splitlines()[-1] == (
+        "128 of 140 tokens are found by the prefix cache; of the rest nothing is reused: "
+        "too_few_tokens."
+    )
 
 
 @pytest.mark.parametrize("why", ["no route", "other tokens"])
@@ -233,18 +243,67 @@ def test_exit_codes_and_one_line_of_error(
 
 @pytest.fixture
 def answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    clients = iter([server.client(), server.client()])
+    clients = iter([server.client() for _ in range(3)])
     monkeypatch.setattr(httpx, "Client", lambda **options: next(clients))
     return server
 
 
-def test_a_page_is_written_instead_of_a_table(
-    answered: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, shown = tmp_path / "request.json", tmp_path / "explained.html"
+@pytest.fixture
+def request_file(tmp_path: Path) -> Path:
+    file = tmp_path / "request.json"
     file.write_text(json.dumps(BODY))
-    assert cli.main([str(file), "--html", str(shown)]) == 0
-    assert capsys.readouterr().out.startswith("100 of 140 tokens (71%) would be reused")
+    return file
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_page_is_written_beside_what_is_printed(
+    answered: Server,
+    request_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    form: list[str],
+) -> None:
+    """One question for both: the next one would find the prompt in the prefix cache."""
+    assert cli.main([str(request_file), *form]) == 0
+    alone = capsys.readouterr().out
+    answered.sent.clear()
+    shown = tmp_path / "explained.html"
+    assert cli.main([str(request_file), *form, "--html", str(shown)]) == 0
+    assert capsys.readouterr().out == alone
     assert "What is reused of request.json" in shown.read_text()
-    assert cli.main([str(file), "--html", str(tmp_path / "none" / "x.html")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert [path for path, _ in answered.sent].count("/v1/completions") == 1
+    assert cli.main([str(request_file), *form, "--html", str(tmp_path / "none" / "x.html")]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, "cannot write" in printed.err) == (alone, True)
+
+
+def test_json_is_the_report_and_the_texts(
+    answered: Server, request_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([str(request_file), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["report"] == REPORT
+    assert len(said["texts"]) == len(STRETCHES)
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_has_enough_is_no_error(request_file: Path, form: list[str]) -> None:
+    code = (
+        "import sys, httpx\n"
+        "from tests.explain.test_explain import Server\n"
+        "from vllm_segreuse.explain import cli\n"
+        "client = Server().client()\n"
+        "httpx.Client = lambda **options: client\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(request_file), *form],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

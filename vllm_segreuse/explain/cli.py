@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from vllm_segreuse.explain import page, show, words
+from vllm_segreuse.explain import page, show
 from vllm_segreuse.explain.client import (
     TIMEOUT_S,
     ExplainError,
@@ -37,13 +37,17 @@ def main(argv: list[str] | None = None) -> int:
     except (ExplainError, httpx.InvalidURL) as error:
         print(f"vllm-segreuse explain: {error}", file=sys.stderr)
         return 1 if isinstance(error, ExplainError) and not isinstance(error, InputError) else 2
-    if args.html:
-        return _write_page(args.html, found, args.request.name)
+    status = _write_page(args.html, found, args.request.name) if args.html else 0
+    console = Console()
     if args.json:
-        print(json.dumps({"report": found.report, "texts": found.texts}, indent=1))
+        said = json.dumps({"report": found.report, "texts": found.texts}, indent=1)
+        try:
+            print(said, flush=True)
+        except BrokenPipeError:  # `head` has enough
+            console.on_broken_pipe()  # ends the process, as it does for a table
     else:
-        Console().print(show.table(found))
-    return 0
+        console.print(show.table(found))
+    return status
 
 
 def _write_page(file: Path, found: Explanation, name: str) -> int:
@@ -52,14 +56,15 @@ def _write_page(file: Path, found: Explanation, name: str) -> int:
     except OSError as error:
         print(f"vllm-segreuse explain: cannot write {file}: {error}", file=sys.stderr)
         return 2
-    print(words.verdict(found.report))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-segreuse explain",
-        description="What a running server would reuse of a request, and why not the rest.",
+        description="What a running server would reuse of a request, and why not the rest. "
+        "Without --reuse the server computes the whole prompt: asked again, it finds the prompt in "
+        "its prefix cache.",
     )
     parser.add_argument(
         "request", type=Path, metavar="REQUEST.json", help="the body of a (chat) completion"
@@ -71,7 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--reuse", action="store_true", help="reuse what is found, instead of only observing it"
     )
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print the report instead of a table")
-    shown.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of a table")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the report and the beginnings of texts instead of a table",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
     return parser

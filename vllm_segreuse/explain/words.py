@@ -60,4 +60,10 @@ def verdict(report: Mapping[str, Any]) -> str:
             f"{report['policy']}, {found['recomputed_tokens']:,} of these computed again: "
             f"{work:.0%} of the work behind the prefix."
         )
-    return f"Nothing is reused of {total:,} tokens: {report['bypass_reason']}."
+    why = report["bypass_reason"]
+    if prefix := report["prefix_tokens"]:
+        return (
+            f"{prefix:,} of {total:,} tokens are found by the prefix cache; of the rest nothing is "
+            f"reused: {why}."
+        )
+    return f"Nothing is reused of {total:,} tokens: {why}."
