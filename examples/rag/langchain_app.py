@@ -19,7 +19,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr, SkipValidation
 
 from examples.rag import ask, library
-from vllm_segreuse.knowledge.client import KnowledgeClient
+from vllm_segreuse.knowledge.client import ClientError, KnowledgeClient
 
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", library.SYSTEM), ("human", "{passages}\n\nQuestion: {question}")]
@@ -67,9 +67,13 @@ def main(argv: list[str] | None = None) -> int:
     options = ask.parser("One question, answered by a LangChain chain.")
     options.add_argument("question")
     args = options.parse_args(argv)
-    documents = library.folder(args.folder) if args.folder else library.python_topics()
-    with KnowledgeClient(args.url, args.token) as bases:
-        ask.fill(bases, args.base, documents)
+    try:
+        documents = library.folder(args.folder) if args.folder else library.python_topics()
+        with KnowledgeClient(args.url, args.token) as bases:
+            ask.fill(bases, args.base, documents)
+    except (ClientError, OSError, ValueError) as error:
+        print(f"rag example: {error}", file=sys.stderr)
+        return 1
     import openai
 
     served = openai.OpenAI(base_url=f"{args.url}/v1", api_key="none").models.list().data[0].id

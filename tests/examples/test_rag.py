@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from examples.rag import ask, library
 from tests.knowledge.served import TOKEN, Served, served
+from vllm_segreuse.knowledge.client import TOKEN_ENV
 
 PARAGRAPHS = st.lists(st.sampled_from(["a", "bb bb", "ccc\nccc", "d" * 40, ""]), max_size=12)
 
@@ -120,6 +121,17 @@ def test_each_question_is_asked_both_ways(
 def test_a_failure_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert ask.main(["--folder", str(tmp_path), "--token", TOKEN]) == 1
     assert capsys.readouterr().err.startswith(f"rag example: {tmp_path} holds no .txt/")
+
+
+def test_a_missing_token_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
+    assert ask.main([]) == 1
+    assert capsys.readouterr().err == (
+        "rag example: the admin token is empty: pass the server's, or set "
+        "VLLM_SEGREUSE_ADMIN_TOKEN to it\n"
+    )
 
 
 @pytest.mark.slow  # LangChain takes seconds to import

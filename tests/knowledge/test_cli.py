@@ -215,6 +215,7 @@ def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
         ),
         (["rm", "py", "nothing"], 1, "there is no document 'nothing' in knowledge base 'py'"),
         (["ls", "--token", "wrong"], 1, "this is not the admin token"),
+        (["ls", "--token", " "], 2, "the admin token is empty"),
         (["ls", "--url", "http://127.0.0.1:9"], 3, "cannot be reached"),
         (["ls", "--url", "localhost:8000"], 2, "must begin with http"),
         (["create", "a b"], 2, "must be 1 to 128 letters"),

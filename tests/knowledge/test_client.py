@@ -10,6 +10,7 @@ import pytest
 from tests.knowledge.served import FAULT, TOKEN, Served, served
 from vllm_segreuse.knowledge import client as module
 from vllm_segreuse.knowledge.client import (
+    ClientError,
     KnowledgeClient,
     RefusedError,
     UnreachableError,
@@ -158,6 +159,29 @@ def test_white_space_around_the_token_does_not_count(server: Served, around: str
         assert client.stats().bases == 0
 
 
+@pytest.mark.parametrize(
+    ("token", "complaint"),
+    [
+        ("", "is empty: pass the server's, or set VLLM_SEGREUSE_ADMIN_TOKEN to it"),
+        (" \n", "is empty"),
+        ("sec\nret", "has a line break or another control character"),
+        ("sec\0ret", "has a line break"),
+        ("sec\x7fret", "has a line break"),
+    ],
+)
+def test_a_token_that_no_header_carries_is_refused_at_once(token: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"the admin token {complaint}") as refused:
+        KnowledgeClient("http://x", token)
+    assert "sec" not in str(refused.value)
+
+
+@pytest.mark.parametrize("token", ["se cret", "se\tcret", "geheim-ß"])
+def test_other_tokens_reach_the_server(server: Served, token: str) -> None:
+    with KnowledgeClient(server.url, token) as client, pytest.raises(RefusedError) as refused:
+        client.stats()
+    assert refused.value.status == 403
+
+
 def test_a_wrong_token_is_refused(server: Served) -> None:
     with KnowledgeClient(server.url, "wrong") as client, pytest.raises(RefusedError) as refused:
         client.stats()
@@ -223,6 +247,14 @@ def test_a_lost_connection_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
     transport, seen = _transport(*lost, httpx.ConnectError("refused"))
     with pytest.raises(UnreachableError, match="http://x cannot be reached: refused"):
         KnowledgeClient("http://x", TOKEN, transport=transport).delete("py")
+
+
+def test_what_cannot_be_sent_is_not_tried_again() -> None:
+    transport, seen = _transport(httpx.LocalProtocolError("Illegal header value"))
+    with pytest.raises(ClientError, match="cannot be sent: Illegal header value") as failed:
+        KnowledgeClient("http://x", TOKEN, transport=transport).create("py")
+    assert seen == ["POST"]
+    assert not isinstance(failed.value, UnreachableError)
 
 
 def test_a_slow_answer_is_not_asked_for_twice() -> None:

@@ -12,6 +12,7 @@ there already, adding what has not changed and deleting what is gone all succeed
 whose answer was lost, or that met a server too busy, are sent again.
 """
 
+import re
 import string
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,6 +58,9 @@ PAUSES_S = (0.2, 0.6, 1.2)
 """Before each further attempt at a request."""
 
 _BUSY = frozenset({429, 502, 503, 504})
+
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What no value of a header may have: httpx refuses some of these, and servers all (RFC 9110)."""
 
 _NAME: TypeAdapter[str] = TypeAdapter(BaseName)
 _ID: TypeAdapter[str] = TypeAdapter(DocumentId)
@@ -116,7 +120,7 @@ class KnowledgeClient:
             raise ValueError(f"{url!r} is no URL: {error}") from error
         self._http = httpx.Client(
             base_url=self.url + PREFIX,
-            headers=bearer(token.strip(string.whitespace)),
+            headers=bearer(_checked(token.strip(string.whitespace))),
             timeout=self._timeout,
             transport=transport,
         )
@@ -306,6 +310,9 @@ class KnowledgeClient:
             except httpx.ReadTimeout as error:
                 # The server is at it; a second request would only add to its work.
                 raise UnreachableError(f"{self.url} did not answer in time") from error
+            except httpx.LocalProtocolError as error:
+                # Nothing was sent, nor would it be the next time.
+                raise ClientError(f"the request cannot be sent: {error}") from error
             except httpx.TransportError as error:
                 if pause_s is None:
                     raise UnreachableError(f"{self.url} cannot be reached: {error}") from error
@@ -329,6 +336,22 @@ class KnowledgeClient:
                 message = f"{self.url} answered {status} {response.reason_phrase}"
             return RefusedError(message, status)
         return RefusedError(error.message, status, error.type, error.param)
+
+
+def _checked(token: str) -> str:
+    """An admin token that a header can carry.
+
+    Raises:
+        ValueError: it is empty, or has a character that no header may have; it is not shown.
+    """
+    if not token:
+        raise ValueError(f"the admin token is empty: pass the server's, or set {TOKEN_ENV} to it")
+    if _CONTROL.search(token):
+        raise ValueError(
+            "the admin token has a line break or another control character, which no header can "
+            f"carry: pass the server's, or set {TOKEN_ENV} to it"
+        )
+    return token
 
 
 def bearer(token: str) -> dict[bytes, bytes]:
