@@ -104,6 +104,29 @@ def test_a_bad_file_does_not_stop_the_others(run: Run, docs: Path) -> None:
     assert added.stderr.splitlines() == [f"vllm-segreuse kb: {p}" for p in answer["problems"]]
 
 
+def test_a_bad_argument_does_not_stop_the_others(run: Run, docs: Path, tmp_path: Path) -> None:
+    run("create", "py")
+    (tmp_path / "image.png").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.md").write_text("another file of this name")
+    wrong = [tmp_path / name for name in ("none.txt", "image.png", "empty", "n" * 300)]
+    added = run("add", "py", *wrong, docs, tmp_path / "a.md", "--json")
+    assert added.exit_code == 1
+    answer = json.loads(added.stdout)
+    assert [d["id"] for d in answer["documents"]] == ["a.md", "c.jsonl#1", "last", "sub/b.txt"]
+    assert answer["documents"][0]["tokens"] == 16, "the first of its name"
+    kinds = ".txt/.md/.jsonl/.html/.htm/.pdf"
+    assert answer["problems"] == [
+        f"{wrong[0]} does not exist",
+        f"{wrong[1]} is no {kinds} file",
+        f"{wrong[2]} holds no {kinds} file",
+        f"{wrong[3]}: File name too long",
+        f"{docs}/a.md and {tmp_path}/a.md would both become the document 'a.md': name the folder "
+        "above them",
+    ]
+    assert added.stderr.splitlines() == [f"vllm-segreuse kb: {p}" for p in answer["problems"]]
+
+
 def test_files_above_a_limit_are_named_and_the_others_are_added(run: Run, docs: Path) -> None:
     run("create", "py")
     (docs / "large.txt").write_text("word " * 1000)
@@ -206,7 +229,6 @@ def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
     ("arguments", "status", "complaint"),
     [
         (["ls", "nothing"], 1, "there is no knowledge base 'nothing'"),
-        (["add", "py", "no-such-file.txt"], 1, "no-such-file.txt does not exist"),
         (["add", "nothing", "x.txt"], 1, "there is no knowledge base 'nothing'"),
         (
             ["create", "py", "--extra-key", "other"],

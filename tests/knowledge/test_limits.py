@@ -211,6 +211,10 @@ def test_a_folder_that_cannot_be_read_is_named(
     monkeypatch.setattr(os, "scandir", refusing)
     with pytest.raises(ExtractError, match="sub: Permission denied"):
         find_sources([tmp_path])
+    problems: list[str] = []
+    found = find_sources([tmp_path, tmp_path / "sub"], problems)
+    assert [source.id for source in found] == ["a.txt"]
+    assert problems == [f"{tmp_path}/sub: Permission denied"] * 2
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def add(
         extract.Extractor(limits) as extractor,
     ):
         client.base(name)  # before any work is done
-        sources = extract.find_sources(paths)
+        sources = extract.find_sources(paths, problems)
         sent = progress.add_task("sending", total=len(sources))
         ids: set[str] = set()
         found = _documents(sources, extractor, problems, lambda: progress.advance(sent))

@@ -20,10 +20,10 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, NoReturn, Self
+from typing import NamedTuple, Self
 
 from vllm_segreuse.knowledge import parsing
 from vllm_segreuse.knowledge.parsing import PARSERS, Text
@@ -59,51 +59,69 @@ class Source(NamedTuple):
     folder: Path | None = None
 
 
-def find_sources(paths: Iterable[Path]) -> list[Source]:
+def find_sources(paths: Iterable[Path], problems: list[str] | None = None) -> list[Source]:
     """The files that `paths` (files, and folders with all below them) name, in a stable order.
 
     Folders give the files whose suffix is known. Hidden ones are left out, and links to folders are
     not followed.
 
+    Args:
+        problems: gets a sentence about each path or folder that is left out; None: the first one
+            is raised.
+
     Raises:
         ExtractError: a path does not exist, a named file is of an unknown kind, a folder cannot be
             read or holds no file of a known kind, or two different files would get the same id.
     """
+
+    def refuse(problem: str) -> None:
+        if problems is None:
+            raise ExtractError(problem)
+        problems.append(problem)
+
     found: dict[str, Source] = {}
     for path in paths:
-        for source in _below(path) if path.is_dir() else [_named(path)]:
+        for source in _sources(path, refuse):
             other = found.setdefault(source.id, source)
             if os.path.realpath(other.path) != os.path.realpath(source.path):
-                raise ExtractError(
+                refuse(
                     f"{other.path} and {source.path} would both become the document "
                     f"{source.id!r}: name the folder above them"
                 )
     return list(found.values())
 
 
-def _below(folder: Path) -> Iterator[Source]:
+def _sources(path: Path, refuse: Callable[[str], None]) -> Iterator[Source]:
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        refuse(f"{path} does not exist")
+        return
+    except OSError as error:
+        refuse(f"{path}: {error.strerror}")
+        return
+    if is_folder:
+        yield from _below(path, refuse)
+    elif path.suffix.lower() in PARSERS:
+        yield Source(path, path.name)
+    else:
+        refuse(f"{path} is no {_KINDS} file")
+
+
+def _below(folder: Path, refuse: Callable[[str], None]) -> Iterator[Source]:
+    unread: list[OSError] = []
     empty = True
-    for directory, folders, files in os.walk(folder, onerror=_unreadable):
+    for directory, folders, files in os.walk(folder, onerror=unread.append):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(directory, name)
             if not name.startswith(".") and path.suffix.lower() in PARSERS:
                 empty = False
                 yield Source(path, path.relative_to(folder).as_posix(), folder)
-    if empty:
-        raise ExtractError(f"{folder} holds no {_KINDS} file")
-
-
-def _unreadable(error: OSError) -> NoReturn:
-    raise ExtractError(f"{error.filename}: {error.strerror}") from error
-
-
-def _named(path: Path) -> Source:
-    if not path.exists():
-        raise ExtractError(f"{path} does not exist")
-    if path.suffix.lower() not in PARSERS:
-        raise ExtractError(f"{path} is no {_KINDS} file")
-    return Source(path, path.name)
+    for error in unread:
+        refuse(f"{error.filename}: {error.strerror}")
+    if empty and not unread:
+        refuse(f"{folder} holds no {_KINDS} file")
 
 
 _KINDS = "/".join(PARSERS)
