@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
@@ -26,6 +27,7 @@ from vllm_segreuse.knowledge.compression import Compression
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
+    KnowledgeError,
     NoRoomError,
     NotFoundError,
 )
@@ -375,6 +377,26 @@ def test_names_that_cannot_be_served_are_refused() -> None:
             await service.named(["base/a"], ["base"])
         assert json.dumps(sorted(engine.pool.warm())) != "[]", "the text is still warm"
         assert len(engine.pool.warm()) == 1
+
+    run(test)
+
+
+def test_messages_name_a_document_of_a_folder_behind_vllms_filter_too() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", body(keep=None, **{"tmp/sub/t.txt": TOKENS}))
+        engine.others = 1
+        await service.add("base", body(wait=False, **{"sub/c.txt": TOKENS}))
+        for name, said in (
+            ("base/sub/c.txt", "the document 'base/sub%2Fc.txt': it is still being compressed"),
+            ("base/sub/none.txt", "there is no document 'base/sub%2Fnone.txt'"),
+            ("base/home/a", "there is no document 'base/home%2Fa'"),
+            ("/usr/lib/5%", "there is no document '/usr%2Flib%2F5%25'"),
+            ("none", "there is no document 'none'"),
+            ("base/tmp/sub/t.txt", "the document 'base/tmp%2Fsub%2Ft.txt' is not compressed"),
+        ):
+            with pytest.raises(KnowledgeError) as refused:
+                await service.named([name], ["base"])
+            assert said in sanitize_message(str(refused.value))
 
     run(test)
 

@@ -10,6 +10,7 @@ import pytest
 from fastapi import HTTPException
 from starlette.testclient import TestClient
 from vllm import SamplingParams
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
 from tests.serve.vllm_app import MESSAGES, make_app
 from vllm_segreuse.config import RequestError
@@ -176,8 +177,8 @@ def test_orders_of_the_server_are_no_options_of_clients() -> None:
 
 def test_names_that_nobody_has_looked_up_are_refused() -> None:
     check_extra_args({"extra_keys": "a", NAMES: [ENTRY]})
-    with pytest.raises(BadOptionError, match="'handbook/a' is no entry"):
-        check_extra_args({"extra_keys": "a", NAMES: [ENTRY, "handbook/a"]})
+    with pytest.raises(BadOptionError, match=r"'handbook/a%2Fb\.md' is no entry"):
+        check_extra_args({"extra_keys": "a", NAMES: [ENTRY, "handbook/a/b.md"]})
     assert SamplingParams(extra_args={NAMES: [ENTRY]})
 
 
@@ -203,6 +204,11 @@ def test_documents_have_to_stand_in_the_prompt_in_their_order() -> None:
     check_places([9, 1, 2, 9, 3], [one, two])
     with pytest.raises(PlaceError, match=r"'b/y' does not stand"):
         check_places([3, 1, 2], [one, two])
+    with pytest.raises(PlaceError) as refused:
+        check_places([3], [document("b/sub/x.md", 1), two])
+    said = sanitize_message(str(refused.value))  # as a client gets it
+    assert "'b/sub%2Fx.md' does not stand" in said
+    assert "put its marker, [[BASE/ID]], there" in said
 
 
 @pytest.mark.parametrize("wrong", [-1, 0x110000, 2**31, 2**32, 2**63, 2**70])

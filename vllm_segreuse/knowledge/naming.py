@@ -41,6 +41,16 @@ class PlaceError(ValueError):
     """The documents that a request names do not stand in its prompt."""
 
 
+def shown(name: str) -> str:
+    """A name for a message to a client: slashes of the id as in URLs.
+
+    vLLM takes what looks like a path of the server out of such messages (`sanitize_message` in
+    `vllm/entrypoints/serve/exception_handling/utils.py`), and ids are often paths below a folder.
+    """
+    base, slash, document_id = name.partition("/")
+    return base + slash + document_id.replace("%", "%25").replace("/", "%2F")
+
+
 def marker(name: str) -> str:
     """What a text has in the place of a document."""
     return f"[[{name}]]"
@@ -67,6 +77,7 @@ def check_places(prompt: Sequence[int], documents: Sequence[NamedDocument]) -> N
     for document, place in zip(documents, found, strict=True):
         if place is None:
             raise PlaceError(
-                f"{DOCUMENTS}: the document {document.name!r} does not stand in the prompt, or not "
-                f"behind the ones that are named before it: put {marker(document.name)} there"
+                f"{DOCUMENTS}: the document {shown(document.name)!r} does not stand in the prompt, "
+                "or not behind the ones that are named before it: put its marker, [[BASE/ID]], "
+                "there"
             )

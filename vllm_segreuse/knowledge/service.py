@@ -48,7 +48,7 @@ from vllm_segreuse.knowledge.errors import (
     UnavailableError,
 )
 from vllm_segreuse.knowledge.isolated import IsolatedDocuments
-from vllm_segreuse.knowledge.naming import NamedDocument
+from vllm_segreuse.knowledge.naming import NamedDocument, shown
 from vllm_segreuse.knowledge.restoring import restore
 from vllm_segreuse.knowledge.scheduler_state import SchedulerState, Uses
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
@@ -417,7 +417,7 @@ class KnowledgeService:
             await asyncio.wait(jobs)
         for document in documents:
             if error := self._warming.error(document.entry):
-                raise ConflictError(f"{DOCUMENTS}: the document {document.name!r}: {error}")
+                raise ConflictError(f"{DOCUMENTS}: the document {shown(document.name)!r}: {error}")
 
     async def _named(self, name: str, extra_keys: tuple[str, ...]) -> NamedDocument:
         base_name, _, document_id = name.partition("/")
@@ -425,26 +425,29 @@ class KnowledgeService:
         document = None if base is None else base.documents.get(document_id)
         if base is None or document is None or (base.record.extra_key,) != extra_keys:
             raise NotFoundError(
-                f"{DOCUMENTS}: there is no document {name!r} (BASE/ID) in the namespace of this "
-                "request: add it, or name its base's extra key in extra_keys",
+                f"{DOCUMENTS}: there is no document {shown(name)!r} (BASE/ID) in the namespace of "
+                "this request: add it, or name its base's extra key in extra_keys",
                 DOCUMENTS,
             )
         anchors = self._shape.anchors
         if document.compression is None and anchors is None:
             raise InvalidError(
-                f"{DOCUMENTS}: the document {name!r} is not compressed: send its text", DOCUMENTS
+                f"{DOCUMENTS}: the document {shown(name)!r} is not compressed: send its text",
+                DOCUMENTS,
             )
         record = await self._in_store(
             self._store.document, base.record.extra_key, base_name, document_id
         )
         if document.fault or record is None or record.fault:
             fault = document.fault or (UNREADABLE if record is None else record.fault)
-            raise ConflictError(f"{DOCUMENTS}: the document {name!r} failed: {fault}", DOCUMENTS)
+            raise ConflictError(
+                f"{DOCUMENTS}: the document {shown(name)!r} failed: {fault}", DOCUMENTS
+            )
         if anchors is not None:
             return NamedDocument(name, record.entry, _standing_for(anchors, record.tokens))
         if record.kept is None:
             error = self._warming.error(record.entry) or "it is still being compressed: try again"
-            raise ConflictError(f"{DOCUMENTS}: the document {name!r}: {error}", DOCUMENTS)
+            raise ConflictError(f"{DOCUMENTS}: the document {shown(name)!r}: {error}", DOCUMENTS)
         return NamedDocument(name, record.entry, record.tokens[record.kept])
 
     # Tokens and room.

@@ -25,6 +25,7 @@ from vllm_segreuse.config import (
     parse_extra_keys,
     parse_request,
 )
+from vllm_segreuse.knowledge.naming import shown
 from vllm_segreuse.knowledge.origin import Origin, may_name, origin
 from vllm_segreuse.knowledge.store import is_entry
 from vllm_segreuse.serve.callers import api_key
@@ -98,8 +99,8 @@ def check_extra_args(
         if wrong := [name for name in parsed.documents if not is_entry(name)]:
             raise RequestError(
                 DOCUMENTS,
-                f"{DOCUMENTS}: {short_repr(wrong[0])} is no entry of a knowledge base: names of "
-                "documents are looked up at endpoints such as /v1/completions only",
+                f"{DOCUMENTS}: {short_repr(shown(wrong[0]))} is no entry of a knowledge base: "
+                "names of documents are looked up at endpoints such as /v1/completions only",
             )
     except RequestError as error:
         raise BadOptionError(error) from None
