@@ -73,6 +73,8 @@ def test_06_an_unknown_option_of_a_request_is_named(key: str, shown: str) -> Non
     with pytest.raises(RequestError, match="unknown option") as caught:
         parse_request({key: 1}, CONFIG)
     assert caught.value.option == shown, "an answer can be sent with it"
+    allowed = str(caught.value).partition("allowed are ")[2].split(", ")
+    assert {"segreuse_documents", "segreuse_policy", "segreuse_observe"} <= {*allowed}
 
 
 def test_06_the_name_of_an_unknown_option_is_cut() -> None:

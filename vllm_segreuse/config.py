@@ -559,7 +559,7 @@ def parse_request(
     for key, value in own.items():
         name = key.removeprefix(OPTION_PREFIX)
         if name not in fields:
-            allowed = [OPTION_PREFIX + field for field in RequestOptions.model_fields]
+            allowed = [DOCUMENTS, *(OPTION_PREFIX + field for field in RequestOptions.model_fields)]
             raise RequestError(short_repr(key)[1:-1], _unknown_text(key, allowed))
         fields[name] = None if isinstance(value, str) and value == NULL else value
     try:
