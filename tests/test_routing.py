@@ -3,6 +3,9 @@
 
 import hashlib
 import random
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,16 @@ def test_it_is_the_smallest_sha256_as_any_client_computes_it() -> None:
     digests = [hashlib.sha256(f"one\0two\0{name}".encode()).hexdigest() for name in "abc"]
     assert key(["a", "b", "c"], ["one", "two"]) == min(digests)[:16]
     assert key(["é"], []) == hashlib.sha256("é".encode()).hexdigest()[:16]
+
+
+def test_the_pages_command_computes_it() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    [command] = re.findall(r"^for document in .*sha256sum.*$", page, re.MULTILINE)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == key(["faq.md", "travel.md"], ["handbook"])
+    turned = command.replace("travel.md faq.md", "faq.md")
+    alone = subprocess.run(["sh", "-c", turned], capture_output=True, text=True, check=True)
+    assert alone.stdout == key(["faq.md"], "handbook")
 
 
 def test_requests_meet_as_often_as_they_share_documents() -> None:

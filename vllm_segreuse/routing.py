@@ -6,7 +6,7 @@ An engine reuses what it has computed itself. The value is the smallest SHA-256 
 documents (MinHash; Broder, 1997): two requests get the same value as often as a document of either
 is a document of both. So it needs no knowledge of other requests, and any language can compute it.
 
-    printf 'KEY\\0DOCUMENT' | sha256sum     # the smallest of these, 16 digits of it
+    printf 'KEY\\0%s' DOCUMENT | sha256sum     # the smallest of these, 16 digits of it
 
 Imports neither torch nor vLLM.
 """

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,7 @@ from tests.e2e.server import Server
 
 pytestmark = pytest.mark.slow
 
-VLLM_BENCH = (
-    "from vllm.benchmarks.serve import add_cli_args, main\n"
-    "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-    "parser = FlexibleArgumentParser()\n"
-    "add_cli_args(parser)\n"
-    "main(parser.parse_args())\n"
-)
-"""`vllm bench serve`: the CPU build's own `vllm` command does not start."""
+PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
 
 REQUESTS, DOCUMENTS, CHARACTERS = 12, 2, 2000
 
@@ -73,6 +67,13 @@ def assert_most_is_reused(server: Server, before: dict[str, float]) -> None:
     assert counted["reused"] > 0.5 * prompt
 
 
+def vllm_bench() -> str:
+    """The page's program for `vllm bench serve`: the CPU build's `vllm` command does not start."""
+    program = re.search(r"```python\n( *from vllm\.benchmarks.*?)```", PAGE.read_text(), re.DOTALL)
+    assert program is not None
+    return textwrap.dedent(program[1])
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("pandas") is None, reason="vllm bench serve needs pandas"
 )
@@ -81,7 +82,7 @@ def test_vllm_bench_serve(server: Server, model: Path, prompts: Path, tmp_path: 
     result = tmp_path / "result.json"
     run(
         [
-            *(sys.executable, "-c", VLLM_BENCH, "--base-url", server.url, "--model", "m"),
+            *(sys.executable, "-c", vllm_bench(), "--base-url", server.url, "--model", "m"),
             *("--tokenizer", str(model), "--dataset-name", "custom"),
             *("--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle"),
             *(
