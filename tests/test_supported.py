@@ -109,6 +109,11 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
         "LlamaForCausalLM uses dual chunk attention, whose keys depend on the chunk",
     ),
     ({"alibi": True}, "LlamaForCausalLM has ALiBi positions"),
+    (
+        {"llama_4_scaling": {"beta": 0.1}, "latent": True},
+        "LlamaForCausalLM hands scales of the queries to each layer beside the hidden states "
+        "(llama_4_scaling), and a pass does not",
+    ),
 ]
 
 
@@ -116,10 +121,8 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
 def test_layers_that_config_json_tells_of_are_refused(
     text: dict[str, Any], why: str, llama: Any
 ) -> None:
-    if "alibi" in text:
-        assert refusal(config(llama, {"uses_alibi": True})) == f"{why}; {WITHOUT}"
-    else:
-        assert refusal(config(llama, text=text)) == f"{why}; {WITHOUT}"
+    model = {"uses_alibi": "alibi" in text, "use_mla": "latent" in text}
+    assert refusal(config(llama, model, text=text)) == f"{why}; {WITHOUT}"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +131,7 @@ def test_layers_that_config_json_tells_of_are_refused(
         {"num_kv_shared_layers": 0, "index_topk": None, "attention_chunk_size": 8192},
         {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
         {"rope_parameters": None, "dual_chunk_attention_config": None},
+        {"llama_4_scaling": {"beta": 0.1}},
     ],
     ids=str,
 )

@@ -77,6 +77,12 @@ def _layer_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"keys are not reused{WITHOUT}",
         ),
         (
+            # Mistral's own attention computes these scales itself.
+            model.use_mla and bool(getattr(text, "llama_4_scaling", None)),
+            f"{name} hands scales of the queries to each layer beside the hidden states "
+            f"(llama_4_scaling), and a pass does not{WITHOUT}",
+        ),
+        (
             bool(getattr(text, "dual_chunk_attention_config", None)),
             f"{name} uses dual chunk attention, whose keys depend on the chunk{WITHOUT}",
         ),

@@ -17,8 +17,10 @@ from vllm_segreuse.doctor import diagnosis, layers
 from vllm_segreuse.doctor.diagnosis import Diagnosis, diagnose
 
 
-def found(folder: Path, name: str = "llama-3.2-1b", **options: Any) -> Diagnosis:
-    (folder / "config.json").write_text(json.dumps(FAMILIES[name]["config"]))
+def found(
+    folder: Path, name: str = "llama-3.2-1b", changes: dict[str, Any] | None = None, **options: Any
+) -> Diagnosis:
+    (folder / "config.json").write_text(json.dumps(FAMILIES[name]["config"] | (changes or {})))
     return diagnose(EngineArgs(model=str(folder), **options), SegReuseConfig())
 
 
@@ -101,3 +103,35 @@ def test_a_layer_that_start_up_refuses_is_refused(
     assert "has ALiBi positions; serve this model without --segreuse" in told.reasons[0]
     assert told.model is not None
     assert told.memory is None
+
+
+def test_a_model_whose_last_layer_alone_sees_everything_is_refused(tmp_path: Path) -> None:
+    told = found(tmp_path, "gemma-3-1b", {"num_hidden_layers": 6})
+    assert not told.works
+    assert "no layer before the last one attends to the whole prompt" in told.reasons[0]
+
+
+@pytest.mark.parametrize(("max_model_len", "enough"), [(8250, False), (8400, True)])
+def test_prompts_too_short_to_prove_chunks_are_refused(
+    max_model_len: int, enough: bool, tmp_path: Path
+) -> None:
+    options = {"max_model_len": max_model_len, "block_size": 32}
+    told = found(tmp_path, "llama-3.2-1b", CHUNKED, **options)
+    assert told.works == enough, told.reasons
+    if not enough:
+        assert "prompts of 8250 tokens are too short to prove layers that att" in told.reasons[0]
+
+
+CHUNKED: dict[str, Any] = {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "attention_chunk_size": 8192,
+    "no_rope_layers": [1, 0, 1],
+    "num_hidden_layers": 3,
+    "intermediate_size_mlp": 256,
+    "interleave_moe_layer_step": 1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "use_qk_norm": True,
+}
+"""Chunks, and all tokens."""

@@ -3,6 +3,7 @@
 proof covers is refused by name."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ from vllm_segreuse.prefill import checks, programs, rows
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.proofs import passes
 from vllm_segreuse.prefill.proofs.causal import check_attention
-from vllm_segreuse.prefill.proofs.rotations import prove_rotation
+from vllm_segreuse.prefill.proofs.rotations import prove_rotation, prove_value
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.supported import RefusedError
 
@@ -419,6 +420,58 @@ def test_a_cached_key_may_be_off_by_rounding_only(
             prove_rotation(layer, key, shifted, None, 100)
 
 
+def _values_grow(model: Loaded, index: int, patch: Patch) -> None:
+    """With their position, at one layer: slower than those of Moondream 3."""
+    attention = model.model.model.layers[index].self_attn
+
+    def forward(positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        sizes = attention.q_size, attention.kv_size, attention.kv_size
+        query, key, value = attention.qkv_proj(hidden_states)[0].split(sizes, -1)
+        query, key = attention.rotary_emb(positions, query, key)
+        grown = 1 + 0.3 * torch.sigmoid(0.3 * (positions + 1).log())
+        value = value * grown[:, None].to(value.dtype)
+        output: torch.Tensor = attention.o_proj(attention.attn(query, key, value))[0]
+        return output
+
+    patch.setattr(attention, "forward", forward)
+
+
+@pytest.mark.parametrize("model", ["float32", "bfloat16"], indirect=True)
+@pytest.mark.parametrize("index", range(LAYERS))
+def test_a_value_that_depends_on_its_position_is_found(
+    index: int, model: Loaded, monkeypatch: Patch
+) -> None:
+    _values_grow(model, index, monkeypatch)
+    why = f"model.layers.{index}.self_attn.attn: the cached value depends on its position"
+    assert why in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "fine"),
+    [
+        (torch.float32, 1e-5, True),
+        (torch.float32, 1e-4, False),
+        (torch.float32, math.nan, False),
+        (torch.bfloat16, 0.01, True),
+        (torch.bfloat16, 0.1, False),
+    ],
+    ids=str,
+)
+def test_the_value_of_each_token_may_be_off_by_rounding_only(
+    dtype: torch.dtype, off: float, fine: bool
+) -> None:
+    layer: Any = SimpleNamespace(layer_name="layer 7")
+    value = torch.randn(50, 2, HEAD_SIZE).to(dtype)
+    value[3] = 0
+    shifted = value.clone()
+    shifted[40] = (value[40].float() * (1 + off)).to(dtype)
+    if fine:
+        prove_value(layer, value, shifted)
+    else:
+        with pytest.raises(rope.RopeError, match="layer 7: the cached value depends on its pos"):
+            prove_value(layer, value, shifted)
+
+
 @pytest.mark.parametrize("off", [1e-3, float("nan")])
 def test_a_moved_value_is_the_value(off: float, model: Loaded, monkeypatch: Patch) -> None:
     align = cpu.align
@@ -449,13 +502,25 @@ def test_a_moved_value_in_fp8_is_the_value(model: Loaded, monkeypatch: Patch) ->
 
 
 @pytest.mark.parametrize(
-    ("noise", "allowed"), [(0.0, 0.0884), (0.02, 0.0884), (0.1, 0.3), (0.2, 0.4), (9.0, 0.4)]
+    ("stored", "noise", "allowed"),
+    [
+        ("fp8", 0.0, 0.0884),
+        ("fp8", 0.02, 0.0884),
+        ("fp8", 0.1, 0.3),
+        ("fp8", 0.2, 0.4),
+        ("fp8", 9.0, 0.4),
+        ("auto", 0.0, 0.0625),
+        ("auto", 0.02, 0.0625),
+        ("auto", 0.06, 0.18),
+    ],
 )
-def test_passes_in_fp8_may_be_three_times_as_far_off_as_rounding(
-    noise: float, allowed: float, monkeypatch: Patch
+def test_passes_may_be_three_times_as_far_off_as_rounding(
+    stored: str, noise: float, allowed: float, monkeypatch: Patch
 ) -> None:
+    """Of a mixture of experts without fp8, too: DeepSeek V3's are off by 0.06."""
     ran: list[str] = []
-    layer = SimpleNamespace(kv_cache_dtype="fp8", kv_cache=torch.zeros(1, dtype=torch.uint8))
+    of_pages = torch.uint8 if stored == "fp8" else torch.bfloat16
+    layer = SimpleNamespace(kv_cache_dtype=stored, kv_cache=torch.zeros(1, dtype=of_pages))
     scratch: Any = SimpleNamespace(
         stack=SimpleNamespace(attention=[layer]),
         dtype=torch.bfloat16,
@@ -465,6 +530,27 @@ def test_passes_in_fp8_may_be_three_times_as_far_off_as_rounding(
     monkeypatch.setattr(passes, "deviation", lambda _: noise)
     assert passes.allowed_deviation(scratch) == pytest.approx(allowed, rel=1e-2)
     assert ran == ["cleared", "again"]
+
+
+@pytest.mark.parametrize("wrong", ["keys", "values"])
+def test_keys_and_values_are_compared_each_by_its_own_norm(wrong: str) -> None:
+    """Keys may have a bias that is a thousand times as large as values are."""
+    layout = PageLayout(_channels_of_page(0), _channels_of_page(1))
+    pages = torch.tensor([[1000.0, 1.0], [1000.0, 1.0]])
+    pages[1, ["keys", "values"].index(wrong)] *= 1.5
+    scratch: Any = SimpleNamespace(
+        stack=SimpleNamespace(attention=[SimpleNamespace(kv_cache_dtype="auto", kv_cache=pages)]),
+        layouts=[layout],
+        own=np.array([0]),
+        copy=np.array([1]),
+        count=1,
+    )
+    assert passes.deviation(scratch) == 0.5
+
+
+def _channels_of_page(offset: int) -> TiledStrides:
+    """Keys or values of one head, token and channel."""
+    return TiledStrides((1, 1, 1), offset, 2, 1, 2, 2, 1, 1, 1)
 
 
 # What no proof covers.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.prefill.loaded import LAYERS, POSITIONS, Loaded, loaded, refused
+from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.drafts import Draft
 from vllm_segreuse.model.layers import DecoderStack, LayerState
@@ -207,8 +208,13 @@ def test_a_draft_that_attends_otherwise_is_found(
 def test_kv_that_nobody_has_written_is_no_proof() -> None:
     """It equals itself, and is none of anything's norm."""
     layer = SimpleNamespace(kv_cache_dtype="auto", kv_cache=torch.zeros(2, 4))
+    part = TiledStrides((1, 1, 2), 0, 2, 1, 2, 2, 2, 2, 1)
     scratch: Any = SimpleNamespace(
-        stack=SimpleNamespace(attention=[layer]), own=np.array([0]), copy=np.array([1])
+        stack=SimpleNamespace(attention=[layer]),
+        layouts=[PageLayout(part, part)],
+        own=np.array([0]),
+        copy=np.array([1]),
+        count=1,
     )
     assert passes.deviation(scratch) == math.inf
 

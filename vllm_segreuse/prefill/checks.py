@@ -32,7 +32,7 @@ from vllm_segreuse.model.rope import RopeError
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.layer_runner import NOTHING, LayerRunner
+from vllm_segreuse.prefill.layer_runner import NOTHING, LayerRunner, model_layers
 from vllm_segreuse.prefill.proofs.attention import prove_attention
 from vllm_segreuse.prefill.proofs.causal import (
     check_attention,
@@ -49,7 +49,7 @@ from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_compiled, prove_passes, warm_up
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
-from vllm_segreuse.prefill.proofs.scratch import Scratch
+from vllm_segreuse.prefill.proofs.scratch import Scratch, count_and_distance
 from vllm_segreuse.prefill.rows import MOST_DECODES, RowBuilder
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.supported import DRAFTS, WITHOUT, RefusedError
@@ -129,6 +129,9 @@ def read_structure(
         check_split_keys(attention)
         check_format(attention.values())
         stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
+        max_model_len = vllm_config.model_config.max_model_len
+        check_scored(model_layers([kind_of(layer, max_model_len) for layer in stack.attention]))
+        count_and_distance(stack.attention, group.block_size, vllm_config)
         layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]
         draft = None if drafter is None else Draft(drafter, by_name, stack)
     except (LayoutError, UnsupportedModelError) as error:
@@ -177,6 +180,7 @@ def prove(
         adapters = Adapters(model)
         scratch = Scratch(
             stack,
+            layouts,
             rows,
             fast_ops,
             adapters,
@@ -207,7 +211,6 @@ def prove(
             states,
             NOTHING if drafted is None else drafted.wanted,
         )
-        check_scored(layers.model)
         prefill = SparsePrefill(layers, aligner, None if drafted is None else drafted.runner)
         prove_moves(scratch, aligner, layouts, ropes)
         prove_codec(scratch, aligner, layouts, ropes, codec)

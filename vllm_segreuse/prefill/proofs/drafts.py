@@ -69,10 +69,12 @@ class DraftProof:
         self._rows = RowBuilder(vllm_config, by_name, group.specs, most_tokens)
         fast_ops, blocks = FastOps(draft.model), int(draft.attention[0].kv_cache.shape[0])
         size = group.block_size
-        self.scratch = Scratch(draft, self._rows, fast_ops, adapters, size, blocks, vllm_config)
+        self._layouts = [discover_layout(layer, size) for layer in draft.attention]
+        self.scratch = Scratch(
+            draft, self._layouts, self._rows, fast_ops, adapters, size, blocks, vllm_config
+        )
         self.scratch.distance -= 1  # positions begin one later than the target's
         self._check_length()
-        self._layouts = [discover_layout(layer, size) for layer in draft.attention]
         self._ropes = self._rotations()
         pages, dtype = typed_pages(draft.attention[0]), vllm_config.model_config.dtype
         most = vllm_config.model_config.max_model_len

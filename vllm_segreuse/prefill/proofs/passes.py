@@ -33,7 +33,7 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | No
         drafted: that of the draft, whose KV a pass computes, too, and compared with its own.
 
     Returns:
-        The largest deviation of a layer's keys and values, relative to their norm.
+        The largest deviation of a layer's keys or values, relative to their norm.
     """
     plans = [_plan_of(scratch, case) for case in programs.proof_cases(len(scratch.stack))]
     reused = (np.arange(scratch.count) // SHORT_STRETCH) % 2 == 1
@@ -133,24 +133,34 @@ def plan_of(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -
 def allowed_deviation(scratch: Scratch) -> float:
     """How far KV may be from that of the model's own forward.
 
-    fp8 rounds numbers that are nearly equal to others that are far apart, and each layer attends to
-    what the layers before made of that. So what rounding does to this model is measured.
+    Where two experts are nearly equal, rounding decides which of them computes a token; and fp8
+    rounds numbers that are nearly equal to others that are far apart. Each layer attends to what the
+    layers before made of that. So what rounding does to this model is measured.
     """
-    stored = stored_dtype(scratch.stack.attention[0])
-    if not is_fp8(stored):
-        return tolerance(stored)
     scratch.clear_copy()
     scratch.forward_rounded_otherwise()
-    # Numbers apart by e are stored a step apart in e / step of all cases.
-    least = math.sqrt(tolerance(scratch.dtype) * torch.finfo(stored).eps)
+    stored = stored_dtype(scratch.stack.attention[0])
+    if is_fp8(stored):
+        # Numbers apart by e are stored a step apart in e / step of all cases.
+        least = math.sqrt(tolerance(scratch.dtype) * torch.finfo(stored).eps)
+    else:
+        least = tolerance(stored)
     return min(max(least, 3 * deviation(scratch)), _MOST)
 
 
 def deviation(scratch: Scratch) -> float:
-    """How far the copy's keys and values are from the tokens' own, at the worst layer."""
+    """How far the copy's keys or values are from the tokens' own, at the worst layer.
+
+    Each by its own norm: keys with a large bias would hide values.
+    """
     worst = 0.0
-    for layer in scratch.stack.attention:
+    for layer, layout in zip(scratch.stack.attention, scratch.layouts, strict=True):
         pages = typed_pages(layer)
-        error = relative_error(pages[scratch.copy.tolist()], pages[scratch.own.tolist()])
-        worst = max(worst, math.inf if math.isnan(error) else error)
+        for part in (layout.keys, layout.values):
+            found, expected = (
+                part.tokens(pages[blocks.tolist()])[: scratch.count]
+                for blocks in (scratch.copy, scratch.own)
+            )
+            error = relative_error(found, expected)
+            worst = max(worst, math.inf if math.isnan(error) else error)
     return worst

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By which rotation each layer's keys carry their position."""
+"""By which rotation each layer's keys carry their position, and that its values carry none."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,36 +26,52 @@ def prove_rotations(scratch: Scratch) -> list[DeltaRope | None]:
     A layer's rotation is derived from the rotary module whose output is the key it caches. It
     is then proven on the model: with all positions moved by the same distance, attention sees
     the same relative positions, so every layer must cache the same keys, rotated by that
-    distance. Leaves the tokens' KV at their own positions in the first scratch blocks.
+    distance. Moved once more, with each layer's output as it was, every layer must cache the very
+    same values. Leaves the tokens' KV at their own positions in the first scratch blocks.
     """
+    outputs: dict[nn.Module, Any] = {}
+
+    def keep(module: nn.Module, output: Any) -> None:
+        outputs[module] = _copy(output)
+
+    stack = scratch.stack
+    modules = *stack.layers, *stack.attention  # a draft has one layer here, whatever it holds
     with scratch.unrounded():
-        moved, _ = _keys(scratch, scratch.distance)
-        keys, rotary = _keys(scratch, 0)
+        with _at_outputs(modules, keep):
+            own = _given(scratch, 0)
+        moved = _given(scratch, scratch.distance)
+        with _at_outputs(modules, lambda module, _: outputs[module]):
+            alone = _given(scratch, scratch.distance)
     scratch.forward()
     ropes = []
-    for layer, key, shifted, module in zip(
-        scratch.stack.attention, keys, moved, rotary, strict=True
-    ):
-        delta_rope = None if module is None else rope.derive(module, layer.layer_name)
-        prove_rotation(layer, key, shifted, delta_rope, scratch.distance)
+    for layer, here, there, kept in zip(stack.attention, own, moved, alone, strict=True):
+        delta_rope = None if here.rotary is None else rope.derive(here.rotary, layer.layer_name)
+        prove_rotation(layer, here.key, there.key, delta_rope, scratch.distance)
+        prove_value(layer, here.value, kept.value)
         ropes.append(delta_rope)
     return ropes
 
 
-def _keys(scratch: Scratch, distance: int) -> tuple[list[torch.Tensor], list[nn.Module | None]]:
-    """Keys each layer caches with positions from `distance` on, and what rotated them."""
-    keys: list[torch.Tensor] = []
-    modules: list[nn.Module | None] = []
+class _Given(NamedTuple):
+    """What an attention layer caches `[tokens, heads, channels]`, and what rotated the key."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    rotary: nn.Module | None
+
+
+def _given(scratch: Scratch, distance: int) -> list[_Given]:
+    """What each layer is given to cache with positions from `distance` on."""
+    given: list[_Given] = []
     latest: list[tuple[nn.Module, torch.Tensor]] = []
 
     def note_rotation(module: nn.Module, _: Any, output: Any) -> None:
         latest[:] = [(module, output[1].clone())]
 
-    def note_key(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key, _ = token_kv.given(layer, args, kwargs)
-        keys.append(key.clone())
+    def note_kv(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        key, value = token_kv.given(layer, args, kwargs)
         rotated = bool(latest) and _points_as(latest[0][1], key)
-        modules.append(latest[0][0] if rotated else None)
+        given.append(_Given(key.clone(), value.clone(), latest[0][0] if rotated else None))
         latest.clear()
 
     rotary = {
@@ -64,13 +82,37 @@ def _keys(scratch: Scratch, distance: int) -> tuple[list[torch.Tensor], list[nn.
     }
     handles = [module.register_forward_hook(note_rotation) for module in rotary.values()]
     for layer in scratch.stack.attention:
-        handles.append(layer.register_forward_pre_hook(note_key, with_kwargs=True))
+        handles.append(layer.register_forward_pre_hook(note_kv, with_kwargs=True))
     try:
         scratch.forward(distance)
     finally:
         for handle in handles:
             handle.remove()
-    return keys, modules
+    return given
+
+
+@contextmanager
+def _at_outputs(
+    modules: Iterable[nn.Module], change: Callable[[nn.Module, Any], Any]
+) -> Iterator[None]:
+    """Modules return what `change` makes of their outputs; where that is None, these."""
+
+    def hook(module: nn.Module, _: Any, output: Any) -> Any:
+        return change(module, output)
+
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copy(output: Any) -> Any:
+    """Of tensors, alone or in a tuple: the next layer changes them in place."""
+    if isinstance(output, tuple):
+        return tuple(_copy(each) for each in output)
+    return output.clone() if isinstance(output, torch.Tensor) else output
 
 
 def _points_as(rotated: torch.Tensor, key: torch.Tensor) -> bool:
@@ -104,3 +146,19 @@ def prove_rotation(
             else "does not turn with its position as its rotary module says"
         )
         raise RopeError(f"{layer.layer_name}: the cached key {what} (off by {error:.2g})")
+
+
+def prove_value(layer: nn.Module, value: torch.Tensor, shifted: torch.Tensor) -> None:
+    """`shifted`, of the same tokens at other positions, must be `value` `[tokens, ...]`.
+
+    Compared token by token: what grows with the position hardly shows in the norm of all.
+    """
+    own, other = value.flatten(1).float(), shifted.flatten(1).float()
+    norm = torch.maximum(own.norm(dim=1), other.norm(dim=1)).clamp(min=torch.finfo(own.dtype).tiny)
+    error = float(((other - own).norm(dim=1) / norm).max())
+    # Computed the same way from the same numbers: as a rule, not a bit is different.
+    if not error <= 4 * max(torch.finfo(value.dtype).eps, 2.0**-16):
+        raise RopeError(
+            f"{layer.layer_name}: the cached value depends on its position, and values are moved "
+            f"as they are (off by {error:.2g})"
+        )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 
 from vllm_segreuse.compat.attention_impl import queries_as_computed, replaced_forward
 from vllm_segreuse.compat.lora_manager import Adapters
+from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kernels.reference import attend
 from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.fast_ops import FastOps
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_BLOCKS = 4
+
+
 class Scratch:
     """Runs the model on random tokens in scratch blocks.
 
@@ -31,6 +35,7 @@ class Scratch:
 
     Args:
         stack: the model's decoder layers, or its draft.
+        layouts: how each layer's pages are laid out.
         rows: builds rows of the stock backend.
         fast_ops: the kernels that layers prefer when they run eagerly.
         adapters: the model's LoRA adapters; proofs use none.
@@ -39,7 +44,7 @@ class Scratch:
         vllm_config: the engine's.
 
     Attributes:
-        stack, block_size: as given.
+        stack, layouts, block_size: as given.
         dtype, max_model_len: of the model.
         count: number of the scratch tokens.
         token_ids: int32 `[count]`.
@@ -52,11 +57,10 @@ class Scratch:
         UnsupportedModelError: the KV cache is too small.
     """
 
-    _BLOCKS = 4
-
     def __init__(
         self,
         stack: Any,
+        layouts: Sequence[PageLayout],
         rows: RowBuilder,
         fast_ops: FastOps,
         adapters: Adapters,
@@ -64,43 +68,25 @@ class Scratch:
         num_blocks: int,
         vllm_config: VllmConfig,
     ) -> None:
-        if num_blocks < 2 * self._BLOCKS + 1:
+        if num_blocks < 2 * _BLOCKS + 1:
             raise UnsupportedModelError(
                 f"the KV cache has {num_blocks} blocks only; give it more memory"
             )
         self.stack = stack
+        self.layouts = layouts
         self._rows = rows
         self._fast_ops = fast_ops
         self._adapters = adapters
         self.block_size = block_size
         self.dtype = vllm_config.model_config.dtype
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.count = min(
-            self._BLOCKS * block_size - 3,
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            vllm_config.model_config.max_model_len // 2,
-        )
-        # Positions of the moved tokens stay within those the model has angles for.
-        self.distance = self._distance(min(211, self.max_model_len - self.count))
+        self.count, self.distance = count_and_distance(stack.attention, block_size, vllm_config)
         generator = np.random.default_rng(0)
         vocabulary = vllm_config.model_config.get_vocab_size()
         self.token_ids = generator.integers(1, vocabulary, self.count, dtype=np.int32)
-        self.own = np.arange(1, 1 + self._BLOCKS, dtype=np.int32)
-        self.copy = self.own + self._BLOCKS
+        self.own = np.arange(1, 1 + _BLOCKS, dtype=np.int32)
+        self.copy = self.own + _BLOCKS
         self.numbers: np.ndarray | None = None
-
-    def _distance(self, most: int) -> int:
-        """Positions of a move; by whole chunks, where chunks would begin elsewhere otherwise."""
-        kinds = [kind_of(layer, self.max_model_len) for layer in self.stack.attention]
-        chunk = max(kind.chunk for kind in kinds)
-        if not chunk or self.count + most <= chunk:
-            return most
-        if chunk + self.count > self.max_model_len:
-            raise UnsupportedModelError(
-                f"prompts of {self.max_model_len} tokens are too short to prove layers that attend "
-                f"to chunks of {chunk}; raise --max-model-len"
-            )
-        return chunk
 
     def forward(self, distance: int = 0) -> None:
         """The model's own forward on the scratch tokens, with positions from `distance` on."""
@@ -188,6 +174,39 @@ def _attend_to_all_before(
     """Causal attention of one request's tokens `[tokens, heads, head_size]`, all of them given."""
     positions = torch.arange(len(query), device=query.device)
     return output.copy_(attend(query, key, value, positions, layer.impl.scale))
+
+
+def count_and_distance(
+    attention: Sequence[torch.nn.Module], block_size: int, vllm_config: VllmConfig
+) -> tuple[int, int]:
+    """How many scratch tokens there are, and how many positions they are moved by: whole chunks,
+    where chunks would begin elsewhere otherwise.
+
+    Args:
+        attention: vLLM's attention layers.
+        block_size: tokens per block.
+        vllm_config: the engine's.
+
+    Raises:
+        UnsupportedModelError: prompts are too short for that.
+    """
+    max_model_len = vllm_config.model_config.max_model_len
+    count = min(
+        _BLOCKS * block_size - 3,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        max_model_len // 2,
+    )
+    # Positions of the moved tokens stay within those the model has angles for.
+    distance = min(211, max_model_len - count)
+    chunk = max(kind_of(layer, max_model_len).chunk for layer in attention)
+    if not chunk or count + distance <= chunk:
+        return count, distance
+    if chunk + count > max_model_len:
+        raise UnsupportedModelError(
+            f"prompts of {max_model_len} tokens are too short to prove layers that attend to "
+            f"chunks of {chunk}; raise --max-model-len"
+        )
+    return count, chunk
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
