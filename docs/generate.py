@@ -423,8 +423,9 @@ def families() -> str:
 def _verdict(family: dict[str, Any]) -> str:
     if not family["works"]:
         return f"refused: {sources.escaped(family['why'])}"
+    works = "works (layers not examined)" if "code" in family else "works"
     needed = [f"{name}={value}" for name, value in family.get("environment", {}).items()]
-    return f"works, with `{' '.join(needed)}`" if needed else "works"
+    return f"{works}, with `{' '.join(needed)}`" if needed else works
 
 
 # Markdown.

@@ -94,6 +94,19 @@ def test_models_that_cannot_be_proven_are_refused_by_name(
     assert refusal(config(llama, model)) == f"LlamaForCausalLM {why}; {WITHOUT}"
 
 
+@pytest.mark.parametrize(
+    ("model_impl", "way_out"), [("auto", WITHOUT), ("transformers", "remove --model-impl")]
+)
+def test_models_of_the_transformers_backend_are_refused(
+    model_impl: str, way_out: str, llama: Any
+) -> None:
+    by = {"using_transformers_backend": lambda: True, "model_impl": model_impl}
+    assert refusal(config(llama, by)) == (
+        "vLLM runs LlamaForCausalLM by its Transformers backend, whose layers are not vLLM's own; "
+        + way_out
+    )
+
+
 LAYERS: list[tuple[dict[str, Any], str]] = [
     (
         {"num_kv_shared_layers": 15},

@@ -99,6 +99,11 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"{name} has layers without attention (linear attention, state space or convolution): "
             f"they need every token before, so that reused KV would save next to nothing{WITHOUT}",
         ),
+        (
+            model.using_transformers_backend(),
+            f"vLLM runs {name} by its Transformers backend, whose layers are not vLLM's own"
+            + ("; remove --model-impl" if model.model_impl == "transformers" else WITHOUT),
+        ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
         (model.enable_prompt_embeds, "prompt embeddings are on; remove --enable-prompt-embeds"),
     ]

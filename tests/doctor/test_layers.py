@@ -111,7 +111,7 @@ def test_a_model_whose_last_layer_alone_sees_everything_is_refused(tmp_path: Pat
     assert "no layer before the last one attends to the whole prompt" in told.reasons[0]
 
 
-@pytest.mark.parametrize(("max_model_len", "enough"), [(8250, False), (8400, True)])
+@pytest.mark.parametrize(("max_model_len", "enough"), [(300, False), (400, True)])
 def test_prompts_too_short_to_prove_chunks_are_refused(
     max_model_len: int, enough: bool, tmp_path: Path
 ) -> None:
@@ -119,13 +119,16 @@ def test_prompts_too_short_to_prove_chunks_are_refused(
     told = found(tmp_path, "llama-3.2-1b", CHUNKED, **options)
     assert told.works == enough, told.reasons
     if not enough:
-        assert "prompts of 8250 tokens are too short to prove layers that att" in told.reasons[0]
+        assert (
+            "prompts of 300 tokens are too short to prove layers that attend to chunks"
+            in told.reasons[0]
+        )
 
 
 CHUNKED: dict[str, Any] = {
     "architectures": ["Llama4ForCausalLM"],
     "model_type": "llama4_text",
-    "attention_chunk_size": 8192,
+    "attention_chunk_size": 256,
     "no_rope_layers": [1, 0, 1],
     "num_hidden_layers": 3,
     "intermediate_size_mlp": 256,

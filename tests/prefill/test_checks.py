@@ -505,16 +505,16 @@ def test_a_moved_value_in_fp8_is_the_value(model: Loaded, monkeypatch: Patch) ->
     ("stored", "noise", "allowed"),
     [
         ("fp8", 0.0, 0.0884),
-        ("fp8", 0.02, 0.0884),
-        ("fp8", 0.1, 0.3),
-        ("fp8", 0.2, 0.4),
-        ("fp8", 9.0, 0.4),
+        ("fp8", 0.01, 0.0884),
+        ("fp8", 0.06, 0.24),
+        ("fp8", 0.2, 0.5),
+        ("fp8", 9.0, 0.5),
         ("auto", 0.0, 0.0625),
-        ("auto", 0.02, 0.0625),
-        ("auto", 0.06, 0.18),
+        ("auto", 0.01, 0.0625),
+        ("auto", 0.06, 0.24),
     ],
 )
-def test_passes_may_be_three_times_as_far_off_as_rounding(
+def test_passes_may_be_four_times_as_far_off_as_rounding(
     stored: str, noise: float, allowed: float, monkeypatch: Patch
 ) -> None:
     """Of a mixture of experts without fp8, too: DeepSeek V3's are off by 0.06."""

@@ -161,6 +161,7 @@ class DecoderStack:
             )
         self._signature = inspect.signature(self.layers[0].forward)
         self._has_residual = "residual" in parameters
+        self._carries_residual = self._has_residual
         self._extras: dict[str, object] = {}
         self._returns_tuple = False
 
@@ -213,13 +214,15 @@ class DecoderStack:
             given = self._signature.bind(*args, **kwargs).arguments
             positions = given["positions"]
             state = LayerState(given["hidden_states"], given.get("residual"))
+            if index:  # Gemma 4's layers take a residual, and return none
+                self._carries_residual = state.residual is not None
             keep(positions.view(-1, positions.shape[-1])[0], state)
 
         self.layers[index].register_forward_pre_hook(report, with_kwargs=True)
 
     def state_of(self, stream: torch.Tensor, index: int) -> LayerState:
         """A state with which layer `index` adds up to this residual stream `[tokens, hidden]`."""
-        if not (self._has_residual and index):
+        if not (self._carries_residual and index):
             return LayerState(stream, None)
         return LayerState(torch.zeros_like(stream), stream)
 

@@ -18,8 +18,11 @@ from vllm_segreuse.prefill.programs.base import SHORT_STRETCH, ProofCase
 from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error, tolerance
 from vllm_segreuse.supported import RefusedError
 
-_MOST = 0.4
+_MOST = 0.5
 """What is not rounded but wrong is off by more."""
+_TIMES_ROUNDING = 4
+"""The worst of all passes may be so much further off than one forward that is rounded otherwise. In
+fp8 the values of a pretrained model of 24 layers (Qwen2.5-Coder 0.5B) were 0.29 and 0.10 off."""
 
 
 @torch.inference_mode()
@@ -145,7 +148,7 @@ def allowed_deviation(scratch: Scratch) -> float:
         least = math.sqrt(tolerance(scratch.dtype) * torch.finfo(stored).eps)
     else:
         least = tolerance(stored)
-    return min(max(least, 3 * deviation(scratch)), _MOST)
+    return min(max(least, _TIMES_ROUNDING * deviation(scratch)), _MOST)
 
 
 def deviation(scratch: Scratch) -> float:
