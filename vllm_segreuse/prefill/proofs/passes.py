@@ -137,8 +137,8 @@ def allowed_deviation(scratch: Scratch) -> float:
     """How far KV may be from that of the model's own forward.
 
     Where two experts are nearly equal, rounding decides which of them computes a token; and fp8
-    rounds numbers that are nearly equal to others that are far apart. Each layer attends to what the
-    layers before made of that. So what rounding does to this model is measured.
+    rounds numbers that are nearly equal to others that are far apart. Each layer attends to what
+    the layers before made of that. So what rounding does to this model is measured.
     """
     scratch.clear_copy()
     scratch.forward_rounded_otherwise()
