@@ -5,6 +5,7 @@ proof covers is refused by name."""
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from vllm_segreuse.kernels import cpu
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 from vllm_segreuse.model import rope
 from vllm_segreuse.model.attention_kind import AttentionKind, kind_of
+from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.model.layers import DecoderStack, LayerState, UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
@@ -511,13 +513,13 @@ def test_a_moved_value_in_fp8_is_the_value(model: Loaded, monkeypatch: Patch) ->
         ("fp8", 9.0, 0.5),
         ("auto", 0.0, 0.0625),
         ("auto", 0.01, 0.0625),
-        ("auto", 0.06, 0.24),
+        ("auto", 0.06, 0.12),
     ],
 )
-def test_passes_may_be_four_times_as_far_off_as_rounding(
+def test_passes_may_be_some_times_as_far_off_as_rounding(
     stored: str, noise: float, allowed: float, monkeypatch: Patch
 ) -> None:
-    """Of a mixture of experts without fp8, too: DeepSeek V3's are off by 0.06."""
+    """Without fp8, too: DeepSeek V3's and those of Gemma 3 270M are off by 0.06."""
     ran: list[str] = []
     of_pages = torch.uint8 if stored == "fp8" else torch.bfloat16
     layer = SimpleNamespace(kv_cache_dtype=stored, kv_cache=torch.zeros(1, dtype=of_pages))
@@ -530,6 +532,23 @@ def test_passes_may_be_four_times_as_far_off_as_rounding(
     monkeypatch.setattr(passes, "deviation", lambda _: noise)
     assert passes.allowed_deviation(scratch) == pytest.approx(allowed, rel=1e-2)
     assert ran == ["cleared", "again"]
+
+
+@pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
+def test_rounding_is_that_of_attention_by_another_kernel(model: Loaded, monkeypatch: Patch) -> None:
+    """Also where vLLM prefers the very kernels that the proof has: nothing else differs then."""
+    found: list[float] = []
+    deviation = passes.deviation
+
+    def noted(scratch: Any) -> float:
+        found.append(deviation(scratch))
+        return found[-1]
+
+    monkeypatch.setattr(passes, "deviation", noted)
+    monkeypatch.setattr(FastOps, "preferred", lambda _: nullcontext())
+    prove(model)
+    rounding, *of_passes = found
+    assert rounding / 4 < max(of_passes) < 2 * rounding
 
 
 @pytest.mark.parametrize("wrong", ["keys", "values"])

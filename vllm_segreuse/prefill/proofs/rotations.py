@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 from vllm_segreuse.model import rope, token_kv
 from vllm_segreuse.model.rope import DeltaRope, RopeError
 from vllm_segreuse.model.rotary import MODULES
-from vllm_segreuse.prefill.proofs.scratch import Scratch
+from vllm_segreuse.prefill.proofs.scratch import Scratch, changed_outputs
 
 _SAME_DIRECTION = 0.999
 """Cosine of two heads of which one is the other, scaled and rounded."""
@@ -37,10 +35,10 @@ def prove_rotations(scratch: Scratch) -> list[DeltaRope | None]:
     stack = scratch.stack
     modules = *stack.layers, *stack.attention  # a draft has one layer here, whatever it holds
     with scratch.unrounded():
-        with _at_outputs(modules, keep):
+        with changed_outputs(modules, keep):
             own = _given(scratch, 0)
         moved = _given(scratch, scratch.distance)
-        with _at_outputs(modules, lambda module, _: outputs[module]):
+        with changed_outputs(modules, lambda module, _: outputs[module]):
             alone = _given(scratch, scratch.distance)
     scratch.forward()
     ropes = []
@@ -89,23 +87,6 @@ def _given(scratch: Scratch, distance: int) -> list[_Given]:
         for handle in handles:
             handle.remove()
     return given
-
-
-@contextmanager
-def _at_outputs(
-    modules: Iterable[nn.Module], change: Callable[[nn.Module, Any], Any]
-) -> Iterator[None]:
-    """Modules return what `change` makes of their outputs; where that is None, these."""
-
-    def hook(module: nn.Module, _: Any, output: Any) -> Any:
-        return change(module, output)
-
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _copy(output: Any) -> Any:

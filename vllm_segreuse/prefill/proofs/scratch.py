@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from vllm_segreuse.compat.attention_impl import queries_as_computed, replaced_forward
 from vllm_segreuse.compat.lora_manager import Adapters
@@ -101,10 +102,19 @@ class Scratch:
             return self._forward(slice(0, self.count), self.own, run=run)
 
     def forward_rounded_otherwise(self) -> None:
-        """The same into the copy's blocks, in two chunks and by the kernels that vLLM prefers."""
+        """The same into the copy's blocks, in two chunks and by the kernels that vLLM prefers; what
+        leaves attention is off by up to a unit in the last place, as of another kernel."""
+        generator = torch.Generator(self.stack.attention[0].kv_cache.device).manual_seed(0)
+
+        def round_otherwise(_: nn.Module, output: torch.Tensor) -> torch.Tensor:
+            noise = 2 * torch.rand(output.shape, generator=generator, device=output.device) - 1
+            eps = torch.finfo(output.dtype).eps
+            return (output.float() * (1 + eps * noise)).to(output.dtype)
+
         half = self.count // 2
-        for part in (slice(0, half), slice(half, self.count)):
-            self._forward(part, self.copy)
+        with changed_outputs(self.stack.attention, round_otherwise):
+            for part in (slice(0, half), slice(half, self.count)):
+                self._forward(part, self.copy)
 
     def _forward(
         self,
@@ -158,6 +168,23 @@ class Scratch:
             return
         with queries_as_computed(layers), replaced_forward(layers, _attend_to_all_before):
             yield
+
+
+@contextmanager
+def changed_outputs(
+    modules: Iterable[nn.Module], change: Callable[[nn.Module, Any], Any]
+) -> Iterator[None]:
+    """Modules return what `change` makes of their outputs; where that is None, these."""
+
+    def hook(module: nn.Module, _: Any, output: Any) -> Any:
+        return change(module, output)
+
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _attend_to_all_before(
