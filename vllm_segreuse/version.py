@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM the patches in `compat/` were written for."""
+"""Which versions of vLLM the patches in `compat/` run on."""
 
-import os
-
-SUPPORTED = (0, 32)
-"""Major and minor version; every patch release of it is supported."""
-
-CHECKED = ((0, 33),)
-"""Versions in which nothing that we use is missing or takes other parameters
-(`scripts/check_vllm.py`), and which have never run: accepted where `UNTESTED_ENV` is 1."""
-
-UNTESTED_ENV = "VLLM_SEGREUSE_UNTESTED_VLLM"
-"""A variable and no option: engine and worker processes ask before they have a configuration."""
+SUPPORTED = ((0, 32), (0, 33))
+"""Major and minor versions; every patch release of these is supported. `docs/support.json` has what
+was run on each."""
 
 
 class UnsupportedVersionError(RuntimeError):
@@ -19,30 +11,19 @@ class UnsupportedVersionError(RuntimeError):
 
 
 def require_supported_vllm() -> None:
-    """Refuses any vLLM other than `SUPPORTED`, and, where that is wanted, `CHECKED`.
+    """Refuses any vLLM that is not in `SUPPORTED`.
 
     The version is vLLM's own word: its CPU and CUDA builds are distributions of different names.
 
     Raises:
-        UnsupportedVersionError: names the version found and the one to install.
+        UnsupportedVersionError: names the version found and those to install.
     """
     import vllm
 
-    found = vllm.__version__.split(".")[:2]
-    if _is(SUPPORTED, found):
-        return
-    why, way_out = "", ""
-    if any(_is(version, found) for version in CHECKED):
-        if os.environ.get(UNTESTED_ENV) == "1":
-            return
-        why = ", whose sources were compared and which has never run"
-        way_out = f"set {UNTESTED_ENV}=1 to try it, "
-    wanted = ".".join(map(str, SUPPORTED))
-    raise UnsupportedVersionError(
-        f"vllm-segreuse supports vLLM {wanted}.x and found {vllm.__version__}{why}: install vLLM "
-        f"{wanted}.x, {way_out}or start without segment reuse"
-    )
-
-
-def _is(version: tuple[int, int], found: list[str]) -> bool:
-    return found == list(map(str, version))
+    names = [".".join(map(str, version)) for version in SUPPORTED]
+    if ".".join(vllm.__version__.split(".")[:2]) not in names:
+        wanted = " or ".join(f"{name}.x" for name in names)
+        raise UnsupportedVersionError(
+            f"vllm-segreuse supports vLLM {wanted} and found {vllm.__version__}: install vLLM "
+            f"{wanted}, or start without segment reuse"
+        )

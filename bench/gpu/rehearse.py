@@ -92,8 +92,9 @@ def import_serving(site: Path) -> str:
 def routes() -> list[Any]:
     """Those of vLLM's server; some of their modules are imported no sooner than they are added."""
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_segreuse.doctor.arguments import make_arg_parser
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     return list(build_app(args, ("generate",), None).routes)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu import kv_connector
 
 from vllm_segreuse import memory
 from vllm_segreuse.compat import model_runner
@@ -207,7 +208,7 @@ def runner_with_graphs(kind: Any, graphs: dict[Any, Any]) -> Any:
     token_ids, positions = torch.zeros(9, dtype=torch.int32), torch.arange(9)
     if "worker.gpu.model_runner" in kind.__module__:
         runner.cudagraph_manager = SimpleNamespace(_capture_descs=graphs)
-        runner.pcp_manager = None
+        runner.pcp_manager = runner.speculator = None
         runner.input_buffers = SimpleNamespace(input_ids=token_ids, positions=positions)
     else:
         runner.cudagraph_dispatcher = SimpleNamespace(
@@ -237,6 +238,28 @@ def test_piecewise_graphs_and_what_they_read(kind: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     assert model_runner.captured_graphs() is None
     del runner
+
+
+@pytest.mark.usefixtures("unwrapped", "latest")
+@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize("comes_before_drafts", [False, True])
+def test_no_graph_overwrites_what_drafts_are_made_of(
+    comes_before_drafts: bool, has_drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 asks connectors between sampling and drafting, 0.32 behind both."""
+
+    def deferred(self: Any, finished_req_ids: set[str], defer_finalize: bool = False) -> Any: ...
+
+    def at_the_end(self: Any, finished_req_ids: set[str]) -> Any: ...
+
+    post_forward = deferred if comes_before_drafts else at_the_end
+    monkeypatch.setattr(kv_connector.ActiveKVConnector, "post_forward", post_forward)
+    [kind] = [it for it in MEASURING if "worker.gpu.model_runner" in it.__module__]
+    runner = runner_with_graphs(kind, descriptors(PIECEWISE=[{"num_tokens": 4}]))
+    runner.speculator = object() if has_drafts else None
+    found = model_runner.captured_graphs()
+    assert found is not None
+    assert found.sampled_first is not (comes_before_drafts and has_drafts)
 
 
 @pytest.mark.usefixtures("unwrapped", "latest")

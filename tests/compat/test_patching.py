@@ -13,8 +13,8 @@ from vllm_segreuse.compat.patching import add_method, of_this_platform, wrap
 
 
 def doubled(original: Any) -> Any:
-    def replacement(*args: Any) -> Any:
-        return 2 * original(*args)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return 2 * original(*args, **kwargs)
 
     return replacement
 
@@ -48,6 +48,37 @@ def test_wrapping_twice_wraps_once(name: str) -> None:
 def test_missing_target_raises_with_its_name() -> None:
     with pytest.raises(RuntimeError, match=r"Upstream\.renamed.*does not have"):
         wrap(make_class(), "renamed", doubled)
+
+
+TAKEN = [
+    ("self, x, *args, **kwargs", "self, x, y=1, *, z=2", None),
+    ("self, x", "self, x", None),
+    ("self, x, y", "self, x, y=1", None),
+    ("self, x", "self, x, y=1", "y"),
+    ("self, x, *args", "self, x, y=1", "y"),
+    ("self, x, **kwargs", "self, x, y=1", "y"),
+    ("self, *args, **kwargs", "self, x, /, y", None),
+    ("self, x, *args", "self, x, *rest", None),
+    ("self, x, y", "self, x, *rest", "rest"),
+    ("self, x, y", "self, x, **rest", "rest"),
+    ("self, x, *args", "self, x, *, z", "z"),
+    ("self, y", "self, x", "x"),
+    ("self, x, y", "self, y, x", None),  # `wrap` cannot know what a wrapper does with a place
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "unknown"), TAKEN)
+def test_a_wrapper_takes_whatever_vllm_may_pass(
+    ours: str, theirs: str, unknown: str | None
+) -> None:
+    upstream, replacement = type("Upstream", (), {}), eval(f"lambda {ours}: None")
+    upstream.plain = original = eval(f"lambda {theirs}: None")  # type: ignore[attr-defined]
+    if unknown is None:
+        wrap(upstream, "plain", lambda original: replacement)
+        return
+    with pytest.raises(RuntimeError, match=rf"Upstream\.plain, which takes '{unknown}' in this"):
+        wrap(upstream, "plain", lambda original: replacement)
+    assert vars(upstream)["plain"] is original
 
 
 def test_inherited_function_is_no_target() -> None:

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.doctor.arguments import make_arg_parser
 from vllm_segreuse.knowledge.client import TOKEN_ENV
 from vllm_segreuse.launch import check_config, names_connector, resolve_flags
 from vllm_segreuse.plugin import register

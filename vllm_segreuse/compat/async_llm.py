@@ -17,8 +17,6 @@ from vllm_segreuse.compat.input_processor import check_prompt
 from vllm_segreuse.compat.patching import wrap
 from vllm_segreuse.viewer.recent import watched
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap the generation of outputs, once."""

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-CHECKED = ("0.32", "0.33")
-
 
 @contextlib.contextmanager
 def queries_as_computed(layers: Sequence[Any]) -> Iterator[None]:

@@ -40,8 +40,6 @@ from vllm_segreuse.plan import TO_THE_END, IntArray
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-CHECKED = ("0.32", "0.33")
-
 _OWN_NAME = b"segreuse:approximate:"
 
 

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-CHECKED = ("0.32", "0.33")
-
 
 def plain_ops(model: nn.Module, method: str) -> list[nn.Module]:
     """A model's rotary embeddings and activations that have a kernel and do not run it.

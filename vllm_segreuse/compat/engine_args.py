@@ -15,8 +15,6 @@ from typing import Any
 from vllm_segreuse import compat, supported
 from vllm_segreuse.compat.patching import wrap
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap the three functions, once."""
@@ -28,10 +26,10 @@ def install() -> None:
 
 
 def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_cli_args(parser: Any) -> Any:
+    def add_cli_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_segreuse.launch import add_flags
 
-        parser = original(parser)
+        parser = original(parser, *args, **kwargs)
         add_flags(parser)
         return parser
 
@@ -39,11 +37,11 @@ def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    def from_cli_args(cls: type, args: argparse.Namespace) -> Any:
+    def from_cli_args(cls: type, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from vllm_segreuse.launch import resolve_flags
 
         resolve_flags(args)
-        return original(cls, args)
+        return original(cls, args, *rest, **kwargs)
 
     return from_cli_args
 

@@ -14,8 +14,6 @@ from typing import Any
 from vllm_segreuse.compat.patching import add_method
 from vllm_segreuse.compat.scheduler import scheduler_side
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Give `EngineCore` the methods, once."""

@@ -11,8 +11,6 @@ Obsolete when plugins can declare environment variables of their own. None filed
 
 import os
 
-CHECKED = ("0.32", "0.33")
-
 PREFIX = "VLLM_SEGREUSE_"
 
 

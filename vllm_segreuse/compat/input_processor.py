@@ -16,8 +16,6 @@ from weakref import WeakKeyDictionary
 
 from vllm_segreuse.compat.patching import wrap
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap the validation of sampling parameters and the processing of prompts, once."""

@@ -23,8 +23,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.compat.patching import signature_with, wrap
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap the allocation and the prefix lookup, once."""
@@ -76,8 +74,8 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_computed_blocks(self: Any, request: Any) -> Any:
-        found, num_tokens, boundary = original(self, request)
+    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        found, num_tokens, boundary = original(self, request, *args, **kwargs)
         pool = self.block_pool
         if not isinstance(pool, SegmentBlockPool):
             return found, num_tokens, boundary

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-CHECKED = ("0.32", "0.33")
-
 
 class Adapters:
     """LoRA adapters of a loaded model; does nothing where LoRA is not enabled.

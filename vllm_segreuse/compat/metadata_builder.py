@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-CHECKED = ("0.32", "0.33")
-
 
 def private_builder(
     backend: Any,

@@ -17,6 +17,7 @@ filed that we know of).
 from __future__ import annotations
 
 import importlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +27,6 @@ from vllm_segreuse.compat.patching import of_this_platform, wrap
 
 if TYPE_CHECKING:
     import torch
-
-CHECKED = ("0.32", "0.33")
 
 _RUNNERS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
@@ -47,9 +46,10 @@ class CapturedGraphs(NamedTuple):
         token_ids: int32 `[most tokens]`; a graph reads as many as it has.
         positions: int64 `[most tokens]`, likewise.
         sampled_first: whether a step has sampled from what its graph left, which the next one
-            overwrites, before connectors go on behind it. V1 asks them as soon as the model has run
-            (`maybe_get_kv_connector_output` in `v1/worker/gpu_model_runner.py`), V2 at the step's
-            end (`post_forward` in `v1/worker/gpu/model_runner.py`).
+            overwrites, and has made its drafts of that, before connectors go on behind it. V1 asks
+            them as soon as the model has run (`maybe_get_kv_connector_output` in
+            `v1/worker/gpu_model_runner.py`), V2 when it has sampled (`post_forward` in
+            `v1/worker/gpu/model_runner.py`): in vLLM 0.32 behind the drafts, in 0.33 before them.
     """
 
     sizes: tuple[int, ...]
@@ -171,7 +171,19 @@ def captured_graphs() -> CapturedGraphs | None:
         captured = runner.cudagraph_dispatcher.cudagraph_keys[CUDAGraphMode.PIECEWISE]
         sizes = {graph.num_tokens for graph in captured if not graph.has_lora}
         inputs = runner.input_ids.gpu, runner.positions
-    return CapturedGraphs(tuple(sorted(sizes)), *inputs, sampled_first=is_v2) if sizes else None
+    if not sizes:
+        return None
+    has_read = is_v2 and not _drafts_behind_connectors(runner)
+    return CapturedGraphs(tuple(sorted(sizes)), *inputs, sampled_first=has_read)
+
+
+def _drafts_behind_connectors(runner: Any) -> bool:
+    """Whether a step of V2 asks connectors what they have finished before its drafts are made, from
+    what its graph left. vLLM 0.32 asks them last."""
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+    is_deferred = "defer_finalize" in inspect.signature(ActiveKVConnector.post_forward).parameters
+    return is_deferred and runner.speculator is not None
 
 
 def _runner() -> Any:

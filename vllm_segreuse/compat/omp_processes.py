@@ -21,8 +21,6 @@ from vllm_segreuse.launch import names_connector
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap the constructor, once. With another connector, or on a GPU, it does what it did."""
@@ -32,10 +30,10 @@ def install() -> None:
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, config: VllmConfig) -> None:
+    def init(self: Any, config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if names_connector(config.kv_transfer_config):
             config = copy.copy(config)
             config.kv_transfer_config = None
-        original(self, config)
+        original(self, config, *args, **kwargs)
 
     return init

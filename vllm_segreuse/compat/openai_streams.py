@@ -14,8 +14,6 @@ from typing import Any
 from vllm_segreuse.compat.patching import signature_with, wrap
 from vllm_segreuse.serve.report import StreamReport, has_report
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap both stream generators, once."""

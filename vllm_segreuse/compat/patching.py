@@ -16,7 +16,8 @@ def wrap(owner: type | ModuleType, name: str, make: Callable[[Any], Callable[...
     Static and class methods stay what they are; `make` sees the plain function.
 
     Raises:
-        RuntimeError: `owner` itself defines no such function.
+        RuntimeError: `owner` itself defines no such function, or vLLM may pass it what the
+            replacement does not take.
     """
     found = vars(owner).get(name)
     original = getattr(found, "__func__", found)
@@ -27,11 +28,37 @@ def wrap(owner: type | ModuleType, name: str, make: Callable[[Any], Callable[...
         )
     if hasattr(original, _MARK):
         return
-    replacement: Any = functools.wraps(original)(make(original))
+    made = make(original)
+    if unknown := untaken(inspect.signature(made), inspect.signature(original)):
+        raise RuntimeError(
+            f"segment reuse wraps {_full_name(owner)}.{name}, which takes {unknown!r} in this "
+            "vLLM, and the wrapper does not; install a supported vLLM, or start without segment "
+            "reuse"
+        )
+    replacement: Any = functools.wraps(original)(made)
     setattr(replacement, _MARK, True)
     if isinstance(found, staticmethod | classmethod):
         replacement = type(found)(replacement)
     setattr(owner, name, replacement)
+
+
+def untaken(ours: inspect.Signature, theirs: inspect.Signature) -> str | None:
+    """The first parameter that calls written for `theirs` may pass and `ours` does not take, by
+    place or by name; None: there is none."""
+    kinds = {it.kind for it in ours.parameters.values()}
+    any_place, any_name = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    only_place, only_name = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
+    names = {it.name for it in ours.parameters.values() if it.kind not in (only_place, any_place)}
+    places = [it for it in ours.parameters.values() if it.kind not in (only_name, any_name)]
+    num_places = sum(it.kind is not any_place for it in places)
+    for place, (name, wanted) in enumerate(theirs.parameters.items()):
+        by_place = wanted.kind not in (only_name, any_name)
+        by_name = wanted.kind not in (only_place, any_place) and name not in ("self", "cls")
+        takes_place = any_place in kinds or (place < num_places and wanted.kind is not any_place)
+        takes_name = any_name in kinds or (name in names and wanted.kind is not any_name)
+        if (by_place and not takes_place) or (by_name and not takes_name):
+            return name
+    return None
 
 
 def signature_with(original: Callable[..., Any], *names: str) -> inspect.Signature:

@@ -16,8 +16,6 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap `PrefixCacheStats.record`, once. Other callers give no sources and see no change."""
@@ -33,9 +31,11 @@ def _record(original: Callable[..., Any]) -> Callable[..., Any]:
         num_hits: int,
         preempted: bool,
         hits_by_source: dict[Any, int] | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         if hits_by_source is not None:
             num_hits = sum(hits_by_source.values())
-        original(self, num_tokens, num_hits, preempted, hits_by_source)
+        original(self, num_tokens, num_hits, preempted, hits_by_source, *args, **kwargs)
 
     return record

@@ -16,8 +16,6 @@ import numpy as np
 
 from vllm_segreuse.compat.patching import wrap
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap the tokenisation of one prompt, once."""
@@ -30,12 +28,14 @@ def _tokenize_singleton_prompt_async(original: Callable[..., Any]) -> Callable[.
     from vllm_segreuse.knowledge.naming import PlaceError, check_places, named
     from vllm_segreuse.serve.requests import PromptError
 
-    async def _tokenize_singleton_prompt_async(self: Any, prompt: Any, params: Any) -> Any:
+    async def _tokenize_singleton_prompt_async(
+        self: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         documents = named.get()
         if documents and "prompt_token_ids" not in prompt and isinstance(prompt.get("prompt"), str):
             ids = await _tokens(self, prompt["prompt"], params, documents)
             prompt = {**prompt, "prompt_token_ids": ids}
-        tokenised = await original(self, prompt, params)
+        tokenised = await original(self, prompt, params, *args, **kwargs)
         if documents:
             try:
                 check_places(tokenised.get("prompt_token_ids") or (), documents)

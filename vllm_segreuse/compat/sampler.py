@@ -19,8 +19,6 @@ from typing import Any, Protocol
 from vllm_segreuse.audit.recorder import Sampled
 from vllm_segreuse.compat.patching import wrap
 
-CHECKED = ("0.32", "0.33")
-
 
 class Records(Protocol):
     """`audit.recorder.Recorder`."""

@@ -20,8 +20,6 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap `Scheduler.update_from_output` and `reset_prefix_cache`, once. Other connectors see no
@@ -38,7 +36,9 @@ def scheduler_side(connector: Any) -> Any:
 
 
 def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         side = scheduler_side(self.connector)
         output = model_runner_output.kv_connector_output
         if side is not None and output is not None:
@@ -51,7 +51,7 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
                 output.finished_recving = loaded
         # What the step has computed for them is no answer.
         failed = [] if side is None else _finish(self, side.take_failed())
-        outputs = original(self, scheduler_output, model_runner_output)
+        outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         if side is not None:
             _add_reference(self, side)
             for request in side.take_documents():

@@ -18,8 +18,6 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
-CHECKED = ("0.32", "0.33")
-
 
 def install() -> None:
     """Wrap the scan, once."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import of_this_platform, wrap
 
-CHECKED = ("0.32", "0.33")
-
 _WORKERS = (
     ("vllm.v1.worker.gpu_worker", "Worker"),
     ("vllm.v1.worker.cpu_worker", "CPUWorker"),
