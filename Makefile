@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv/bin
 SUITE ?= ttft
 ARGS ?=
+VLLM ?= 0.33.0
+NEXT ?= tests/compat tests/stateful tests/cache tests/tier tests/serve tests/test_scheduler.py tests/e2e
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quick test mutants mutation stress demo bench docs lint format clean
+.PHONY: help setup quick test next mutants mutation stress demo bench docs lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +21,10 @@ quick: setup ## run every test that needs no engine, in two minutes: at every sa
 
 test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
 	@PYTHONDONTWRITEBYTECODE= $(VENV)/python -m pytest $(ARGS)
+
+next: setup ## run the suites on the vLLM to come, over the installed one's kernels; NEXT="tests/e2e/test_pool.py" some of them
+	@folder=$$($(VENV)/python scripts/next_vllm.py $(VLLM)) && \
+		PYTHONDONTWRITEBYTECODE= PYTHONPATH=$$folder VLLM_TARGET_DEVICE=cpu $(VENV)/python -m pytest $(NEXT) $(ARGS)
 
 mutants: setup ## take safeguards out, one by one, and see whether the tests notice
 	@nice $(VENV)/python scripts/mutants.py $(ARGS)

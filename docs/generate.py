@@ -374,9 +374,27 @@ def patches() -> str:
             continue
         first, *rest = sources.paragraphs(file)
         ends = " ".join(it[it.index("Obsolete") :] for it in rest if "Obsolete" in it)
-        checked = ", ".join(sources.constant(file, "CHECKED"))
-        rows.append((f"`{file.stem}`", _first_upper(first), checked, _with_links(ends)))
-    return _table(("file", "what it is about", "checked against vLLM", "until when"), rows)
+        run = [where for where, shown in _support().items() if f"compat/{file.stem}" in shown]
+        cells = f"`{file.stem}`", _first_upper(first), _devices(run), _with_links(ends)
+        rows.append(cells)
+    return _table(("file", "what it is about", "run on", "until when"), rows)
+
+
+def _support() -> dict[str, dict[str, list[str]]]:
+    """What passing tests have shown: features by family and by patch, by device and vLLM."""
+    found: dict[str, dict[str, list[str]]] = json.loads(
+        (REPOSITORY / "docs" / "support.json").read_text()
+    )
+    return found
+
+
+def _devices(names: Sequence[str]) -> str:
+    """`cpu 0.32` and `cpu 0.33` as `CPU 0.32, 0.33`."""
+    versions: dict[str, list[str]] = {}
+    for name in sorted(names):
+        device, version = name.split()
+        versions.setdefault(device.upper(), []).append(version)
+    return "; ".join(f"{device} {', '.join(it)}" for device, it in versions.items())
 
 
 def _with_links(text: str) -> str:
@@ -392,16 +410,13 @@ def support() -> str:
     """What passing tests have shown of each shape of model, by device."""
     from bench.shapes import DRAFTED, LATENT, SUPPORTED, VISION
 
-    shown = json.loads((REPOSITORY / "docs" / "support.json").read_text())
+    shown = _support()
     features = sources.constant(REPOSITORY / "tests" / "support.py", "FEATURES")
     rows = []
     for shape, about in (SUPPORTED | VISION | LATENT | DRAFTED).items():
-        by_device = {device: shown.get(device, {}).get(shape, []) for device in ("cpu", "gpu")}
-        cells = [
-            ", ".join(device.upper() for device, has in by_device.items() if one in has)
-            for one in features
-        ]
-        gpu = "" if by_device["gpu"] else "not yet"
+        of_shape = {where: found.get(shape, []) for where, found in shown.items()}
+        cells = [_devices([it for it, has in of_shape.items() if one in has]) for one in features]
+        gpu = "" if any(has for it, has in of_shape.items() if it.startswith("gpu")) else "not yet"
         rows.append((f"`{shape}`", sources.escaped(about.why), *cells, gpu))
     return _table(("shape", "what it has", *features.values(), "on a GPU"), rows)
 

@@ -76,9 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Watch what is shown, if that is wanted."""
     if mode := config.getoption("--support"):
         import torch
+        import vllm
 
         device = "gpu" if torch.cuda.is_available() else "cpu"
-        config.pluginmanager.register(support.Recorder(mode, device))
+        version = ".".join(vllm.__version__.split(".")[:2])
+        config.pluginmanager.register(support.Recorder(mode, f"{device} {version}"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself goes by the markers
@@ -91,6 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in slow]
     for item in items:
         support.note(item)
+        support.note_patches(item)
         support.leave_out(item)
         if item.path.is_relative_to(_E2E):
             item.add_marker(pytest.mark.e2e)

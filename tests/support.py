@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passing tests show of which family of models: `docs/support.json`, the table of models.
+"""What passing tests show of families of models and of patches of vLLM: `docs/support.json`, by
+device and version of vLLM.
 
 A test says so by the marker `shows`: `@pytest.mark.shows("recompute")`. The family is its parameter
-`shape`, that which `by=` names (or the first value of it), or `family=` of the marker. `--support
+`shape`, that which `by=` names (or the first value of it), or `family=` of the marker. The marker
+`patches` names files of `compat/` that the test runs, in a real engine or server. `--support
 record` adds what a run has shown to the file; `--support check` is for complete runs: it fails if
-the file has anything else for this device.
+the file has anything else for this device and version.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ NEEDS = {
 }
 """What `needs` may name: what not every machine has, and why a test is left out there."""
 
+PATCH = "compat/"
+"""What a patch's name begins with in the file, where it stands beside families."""
+
 Shown = dict[str, dict[str, list[str]]]
-"""Features by family, by device."""
+"""Features by family or patch, by device and version of vLLM."""
 
 
 def note(item: pytest.Item) -> None:
@@ -57,6 +62,12 @@ def note(item: pytest.Item) -> None:
                 f"{', '.join(FEATURES)}"
             )
         item.user_properties += [("shows", f"{family} {feature}") for feature in marker.args]
+
+
+def note_patches(item: pytest.Item) -> None:
+    """Keep with the test which patches it needs, by its module's or its own marker `patches`."""
+    for marker in item.iter_markers("patches"):
+        item.user_properties += [("shows", f"{PATCH}{name} runs") for name in marker.args]
 
 
 def leave_out(item: pytest.Item) -> None:
@@ -92,7 +103,7 @@ class Recorder:
 
     Args:
         mode: `record` or `check`.
-        device: `cpu` or `gpu`.
+        device: `cpu` or `gpu`, and the version of vLLM.
         file: what is written or compared.
     """
 
@@ -132,4 +143,4 @@ def _features(report: pytest.TestReport) -> set[tuple[str, str]]:
 
 def _by_family(shown: set[tuple[str, str]]) -> dict[str, list[str]]:
     families = sorted({family for family, _ in shown})
-    return {it: [one for one in FEATURES if (it, one) in shown] for it in families}
+    return {it: [one for one in (*FEATURES, "runs") if (it, one) in shown] for it in families}

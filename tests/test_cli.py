@@ -84,7 +84,6 @@ def test_31_other_versions_of_vllm_are_refused_in_one_sentence(
         with pytest.raises(SystemExit, match=r"^vllm-segreuse: .*found 0\.99\.0"):
             cli.main([command, "m"])
     assert served == []
-    assert version.SUPPORTED == (0, 32)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

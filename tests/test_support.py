@@ -11,6 +11,7 @@ import pytest
 
 from bench.shapes import DRAFTED, LATENT, SUPPORTED, VISION
 from tests import support
+from vllm_segreuse.version import SUPPORTED as SUPPORTED_VLLM
 
 TESTS = Path(__file__).parent
 
@@ -132,7 +133,21 @@ def test_the_committed_table_names_shapes_and_features_that_tests_show() -> None
         for call in re.findall(r"mark\.shows\(([^)]*)\)", file.read_text()):
             marked |= set(re.findall(r'(?<!=)"(\w+)"', call))
     shown = json.loads(support.FILE.read_text())
-    for families in shown.values():
+    for found in shown.values():
+        families = {it: has for it, has in found.items() if not it.startswith(support.PATCH)}
         assert families.keys() <= (SUPPORTED | VISION | LATENT | DRAFTED).keys()
         assert {one for features in families.values() for one in features} <= marked
     assert marked <= support.FEATURES.keys()
+
+
+@pytest.mark.parametrize("version", SUPPORTED_VLLM, ids=str)
+def test_every_patch_has_run_on_every_supported_vllm(version: tuple[int, int]) -> None:
+    patches = {
+        f"{support.PATCH}{it.stem}"
+        for it in (TESTS.parent / "vllm_segreuse" / "compat").glob("*.py")
+        if it.stem not in ("__init__", "patching")
+    }
+    shown = json.loads(support.FILE.read_text())
+    assert patches == {
+        it for it in shown[f"cpu {version[0]}.{version[1]}"] if it.startswith(support.PATCH)
+    }

@@ -13,6 +13,8 @@ from bench.english.recorder import Recorder
 from bench.english.tape import Tape, divergences
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 
+pytestmark = pytest.mark.patches("sampler")
+
 TOKENS = 8
 POLICIES = ("shift", "focus", "epic", "sparsex")
 BIT_IDENTICAL = (*POLICIES, "cacheblend", "prophet")

@@ -13,6 +13,8 @@ from bench.shapes import passages
 from tests.e2e.isolated_models import layout_of, make_isolated
 from tests.e2e.server import ADMIN_TOKEN, Server
 
+pytestmark = pytest.mark.patches("renderer")
+
 BASES = "/plugins/segreuse/v1/knowledge-bases"
 ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 LINK_TOKENS, ANCHORS = 1, (16, 4)

@@ -23,6 +23,8 @@ from tests.e2e.adapters import RANK, write_adapter
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.test_equality import EVERYTHING, WAYS, assert_same
 
+pytestmark = pytest.mark.patches("lora_manager")
+
 SHAPE = "qwen3"
 NOISE = 2e-3  # of float32
 CORES = sorted(os.sched_getaffinity(0))

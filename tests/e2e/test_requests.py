@@ -9,6 +9,19 @@ from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, NAMESPACE, Engine, Prompts,
 from tests.e2e.stepping import drain, step, submit
 from tests.e2e.test_equality import assert_same
 
+pytestmark = pytest.mark.patches(
+    "attention_impl",
+    "block_pool",
+    "custom_op",
+    "engine_args",
+    "input_processor",
+    "kv_cache_manager",
+    "metadata_builder",
+    "model_runner",
+    "scheduler",
+    "triton_dispatcher",
+)
+
 SHIFT = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 16}
 
 

@@ -12,7 +12,7 @@ from tests.e2e.engine import NAMESPACE, Answer, Engine, engine
 from tests.e2e.test_equality import assert_same
 from tests.e2e.test_similar import OPTIONS, Agent
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.patches("worker")
 
 CUT, CONTEXT = 2, 3
 

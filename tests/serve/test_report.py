@@ -32,13 +32,23 @@ async def as_stream(items: Iterable[Any]) -> AsyncIterator[Any]:
         yield item
 
 
-def run(outputs: list[Any], *, usage: bool = False, error: bool = False) -> list[str]:
-    """A generator like vLLM's: one chunk per output, then usage, then [DONE]."""
+def run(
+    outputs: list[Any], *, usage: bool = False, error: bool = False, reports: bool = False
+) -> list[str]:
+    """A generator like vLLM's: one chunk per output, then usage, then [DONE].
+
+    Args:
+        reports: it puts the report where a choice is finished, as vLLM 0.33 does.
+    """
 
     async def vllm(report: StreamReport) -> AsyncGenerator[str, None]:
         async for item in report.watch(as_stream(outputs)):
             out = item[1] if isinstance(item, tuple) else item
-            yield chunk("x", "length" if out.finished else None)
+            event = chunk("x", "length" if out.finished else None)
+            if reports:
+                params = json.dumps(out.kv_transfer_params if out.finished else None)
+                event = event.replace("}\n\n", f',"kv_transfer_params":{params}}}\n\n')
+            yield event
         if error:
             yield 'data: {"error":{"message":"boom"}}\n\n'
         if usage:
@@ -72,6 +82,13 @@ def test_usage_chunk_carries_it_if_there_is_one() -> None:
     assert params_of(events) == [None, None, REPORT]
     assert events[1] == chunk("x", "length")
     assert json.loads(events[2].removeprefix("data: "))["usage"] == {"total_tokens": 9}
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_a_chunk_that_has_the_report_from_vllm_gets_no_second_one(usage: bool) -> None:
+    *chunks, last, _ = run([output(), output(True, REPORT)], usage=usage, reports=True)
+    assert [event.count("kv_transfer_params") for event in (*chunks, last)] == [1] * (2 + usage)
+    assert params_of([last]) == [REPORT]
 
 
 def test_stream_without_a_report_passes_byte_for_byte() -> None:

@@ -2,7 +2,8 @@
 """The stream generators of `vllm.entrypoints.openai`: the report in streamed responses.
 
 vLLM puts a connector's `kv_transfer_params` into whole responses, and into the last event of the
-responses API, but drops them from streamed completions and chat completions.
+responses API. Version 0.32 drops them from streamed completions and chat completions, 0.33 has
+them in chunks with a finish reason and not in the usage chunk.
 
 Obsolete when the last chunk of a stream carries `kv_transfer_params`: requested in
 vllm-project/vllm#36308, proposed in vllm-project/vllm#40186.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a request in streamed responses.
 
-vLLM puts a connector's `kv_transfer_params` into whole responses only. In a stream they go into the
-last chunk before `[DONE]`: the usage chunk if the client asked for one, else the chunk with the
-finish reason. That is where vLLM itself puts what belongs to the whole response.
+vLLM 0.32 puts a connector's `kv_transfer_params` into whole responses only. In a stream they go
+into the last chunk before `[DONE]`: the usage chunk if the client asked for one, else the chunk
+with the finish reason. That is where vLLM itself puts what belongs to the whole response. From 0.33
+on vLLM puts them into each chunk with a finish reason, and the usage chunk gets them here.
 """
 
 import json
@@ -16,6 +17,7 @@ from vllm_segreuse.documents.model import names_of
 
 _DONE = "data: [DONE]"
 _END = "}\n\n"
+_REPORT = '"kv_transfer_params":'
 
 
 def has_report(request: Any, model_config: Any) -> bool:
@@ -71,7 +73,8 @@ class StreamReport:
 
     def _with_report(self, event: str) -> str:
         # Spliced, not parsed and written anew: the rest of the chunk stays vLLM's, byte for byte.
-        if self._params is None or not event.endswith(_END) or '"choices"' not in event:
+        is_chunk = event.endswith(_END) and '"choices"' in event
+        if self._params is None or not is_chunk or _REPORT in event:
             return event
         params = json.dumps(self._params, separators=(",", ":"))
-        return f'{event.removesuffix(_END)},"kv_transfer_params":{params}{_END}'
+        return f"{event.removesuffix(_END)},{_REPORT}{params}{_END}"
