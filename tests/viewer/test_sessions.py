@@ -71,7 +71,10 @@ def test_everything_secret_is_compared_in_constant_time(monkeypatch: pytest.Monk
         ("GET", {"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}, True),
         ("GET", {"sec-fetch-site": "same-site", "sec-fetch-mode": "navigate"}, False),
         ("POST", {"origin": "http://host:8000", "host": "host:8000"}, False),
+        ("POST", {"origin": "https://host", "host": "host"}, False),
         ("POST", {"origin": "http://host:3000", "host": "host:8000"}, True),
+        ("POST", {"origin": "http://[", "host": "host:8000"}, True),
+        ("POST", {"origin": "", "host": ""}, True),
         ("POST", {"origin": "null", "host": "host:8000"}, True),
     ],
 )

@@ -125,7 +125,7 @@ def _set_cookie(request: Request, answer: Response, value: str, max_age_s: int) 
         value,
         max_age=max_age_s,
         path=_base(request),
-        secure=request.url.scheme == "https",
+        secure=request.scope["scheme"] == "https",  # `request.url` reads the header Host, too
         httponly=True,
         samesite="strict",
     )
