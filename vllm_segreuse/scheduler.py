@@ -682,6 +682,8 @@ class SchedulerSide:
         else:
             return None
         reason = self._why_not_reused(tracked)
+        if tracked.given_up is not None:
+            reason = Unused(tracked.given_up, "no_free_blocks", reason)
         images, start, new_image = tracked.prompt.images, tracked.start, None
         if images is not None:
             new_image = images.first_new(pieces.reused(start, tracked.num_tokens - 1), start)
@@ -700,7 +702,7 @@ class SchedulerSide:
         known = [namespace for namespace in others if namespace is not None]
         by_content = Reasons(tracked.prompt, self._index, self._forgotten, known)
         found = tracked.found
-        return by_content if found is None else Unused(found.pieces, by_content)
+        return by_content if found is None else Unused(found.pieces, "not_worth_it", by_content)
 
     def _frozen_limit(self, num_blocks: int) -> int:
         """Most blocks that may be frozen: the configured share, and never so many that a request of

@@ -2,7 +2,7 @@
 """Plans are made, pinned and unpinned exactly once; work per step is bounded; reports add up."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 import numpy as np
@@ -44,6 +44,7 @@ class Pins:
         self.held: Counter[int] = Counter()
         self.pinned = self.unpinned = 0
         self.room = 10**6
+        self.of_others: set[int] = set()  # blocks that others hold
 
     def pin(self, block_ids: list[int]) -> None:
         assert len(set(block_ids)) == len(block_ids), "a block pinned twice by one plan"
@@ -55,8 +56,11 @@ class Pins:
         assert min(self.held.values(), default=0) >= 0, "a block let go that was not held"
         self.unpinned += 1
 
-    def room_beside(self, block_ids: list[int]) -> int:
-        return self.room - len(block_ids)
+    def idle(self, block_ids: Iterable[int]) -> set[int]:
+        return set(block_ids).difference(self.of_others)
+
+    def num_free_blocks(self) -> int:
+        return self.room
 
     @property
     def blocks(self) -> list[int]:
@@ -340,10 +344,67 @@ def test_what_is_observed_is_of_the_last_decision_and_pins_nothing(world, docume
 def test_donors_that_leave_no_room_are_not_pinned(world, document):
     tracked = world.request(world.new_tokens(1) + document[0])
     world.pins.room = 3 + 4
-    assert world.decide(tracked, needed=5) == 0
+    assert world.decide(tracked, needed=7) == 0
     assert world.planner.allocated(tracked, blocks_of(tracked)).bypass_reason == "no_free_blocks"
     assert world.pins.pinned == 0
     assert world.decide(tracked, needed=4) == 12
+    assert tracked.plan.num_reused == 11
+
+
+def test_as_many_donors_are_given_up_as_have_to_be(world, document):
+    tokens, blocks = document
+    tracked = world.request(world.new_tokens(1) + tokens + world.new_tokens(1))
+    world.pins.room = 3 + 4
+    for needed, kept in ((4, 3), (5, 2), (6, 1), (4, 3)):
+        assert world.decide(tracked, needed=needed) == 13, "all the rest is computed by the plan"
+        assert world.pins.blocks == blocks[:kept]
+        assert tracked.plan.num_reused == SIZE * kept
+        assert (tracked.given_up is not None) == (kept < 3)
+    report = world.planner.allocated(tracked, blocks_of(tracked))
+    assert (report.reused_tokens, report.bypass_reason) == (12, None)
+
+
+def test_donors_that_others_hold_are_not_given_up(world, document):
+    tokens, blocks = document
+    tracked = world.request(world.new_tokens(1) + tokens + world.new_tokens(1))
+    world.pins.room, world.pins.of_others = 4, {*blocks[1:]}
+    assert world.decide(tracked, needed=4) == 13
+    assert world.pins.blocks == blocks[1:]
+    world.pins.of_others = {*blocks}
+    assert world.decide(tracked, needed=4) == 13
+    assert world.pins.blocks == blocks
+    assert world.decide(tracked, needed=5) == 0, "without its own blocks it does not run"
+    assert tracked.reason == "no_free_blocks"
+
+
+def test_a_plan_that_is_required_is_whole(world, document):
+    tracked = world.request(world.new_tokens(1) + document[0] + world.new_tokens(1), required=True)
+    world.pins.room = 3 + 4
+    assert (world.decide(tracked, needed=5), tracked.reason) == (0, "no_free_blocks")
+    assert world.decide(tracked, needed=4) == 13
+
+
+def test_a_plan_with_fewer_donors_has_its_place_in_the_budget(world, document):
+    other, _ = world.document(12)
+    world.end_step()
+    first = world.request(world.new_tokens(40) + document[0] + world.new_tokens(1))
+    assert world.decide(first) == 52
+    second = world.request(world.new_tokens(1) + other + world.new_tokens(1))
+    world.pins.room = 12 + 4
+    assert world.decide(second, needed=13) == 0, "it computes 37, and 40 of 60 are taken"
+    assert world.planner.admission_closed
+    assert world.pins.blocks == document[1]
+
+
+def test_what_fits_and_saves_nothing_is_not_reused(world, document):
+    def little(reused: BoolArray, _: IntArray) -> Recipe | None:
+        return Recipe.without_choice(~reused) if reused.sum() > 2 * SIZE else None
+
+    prompt = world.new_tokens(1) + document[0] + world.new_tokens(1)
+    tracked = world.request(prompt, make_recipe=little, work=lambda recipe: 1)
+    world.pins.room = 3 + 4
+    assert world.decide(tracked, needed=5) == 0
+    assert tracked.reason == "no_free_blocks", "with more room it would save something"
 
 
 def test_room_beside_donors_is_made_until_it_is_enough(world, document):
@@ -351,8 +412,10 @@ def test_room_beside_donors_is_made_until_it_is_enough(world, document):
     world.pins.room, world.to_spare = 3 + 4, [1, 1, 1]
     assert world.decide(tracked, needed=6) == 12
     assert world.to_spare == [1], "no more than is needed"
-    assert world.decide(tracked, needed=8) == 0
+    assert tracked.plan.num_reused == 11
+    assert world.decide(tracked, needed=8) == 12
     assert world.to_spare == []
+    assert tracked.plan.num_reused == 8, "what is missing still is given up"
 
 
 def test_donors_deeper_than_allowed_do_not_count(world):
@@ -556,14 +619,19 @@ def test_a_token_that_is_asked_needs_its_slot_before_vllm_computes_it(world, doc
     assert world.donors.depths(tracked, 5, 1).tolist() == [1]
 
 
-def test_a_plan_that_misses_room_while_nobody_else_has_any_is_left_out_once(world, document):
+def test_a_plan_that_missed_room_while_nobody_else_had_any_gives_up_as_much_once(world, document):
     tracked = world.request(document[0] + world.new_tokens(3))
-    assert world.decide(tracked)
-    tracked.misses_room = True
+    world.pins.room = 7
+    assert world.decide(tracked, needed=4)
+    tracked.misses_room = 2
     assert world.end_step() == []
-    assert (world.decide(tracked), tracked.reason) == (0, "no_free_blocks")
+    assert world.decide(tracked, needed=4)
+    assert world.pins.blocks == document[1][:1]
+    tracked.misses_room = 3
+    assert (world.decide(tracked, needed=4), tracked.reason) == (0, "no_free_blocks")
     assert world.pins.blocks == []
-    assert world.decide(tracked), "if it waits on, others have come"
+    assert world.decide(tracked, needed=4), "if it waits on, others have come"
+    assert world.pins.blocks == document[1]
 
 
 def test_what_was_called_back_reuses_nothing(world, document):
@@ -626,6 +694,7 @@ class Protocol(RuleBasedStateMachine):
             assert not fresh
             assert answer == tracked.num_tokens - 1 - start
             assert tracked.plan is not None
+            assert len(tracked.plan.donor_blocks) <= room - 3
             self.pending[tracked.request_id] = tracked.plan
         else:
             assert tracked.plan is None

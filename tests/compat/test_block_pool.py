@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from tests.compat.managed import OPTIONS, SIZE, Managed, ids, plan_of
 from vllm_segreuse.cache.listener import BlockListener
+from vllm_segreuse.cache.planner import PrefixState
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
@@ -319,11 +320,13 @@ def test_pinned_blocks_are_held_once_more(managed: Managed) -> None:
     assert managed.pool.num_free_blocks() == free - 1
 
 
-def test_room_beside_blocks_is_without_those_in_the_queue(managed: Managed) -> None:
+def test_blocks_that_nobody_holds_are_idle(managed: Managed) -> None:
     blocks = managed.computed(DOCUMENT)
     managed.pool.touch(blocks[:1])
-    free = managed.pool.num_free_blocks()
-    assert managed.pool.room_beside(ids(blocks)) == free - 3
+    assert managed.pool.idle(ids(blocks)) == {*ids(blocks[1:])}
+    request = managed.request([*DOCUMENT, *range(3)])
+    found = managed.pool.prefix_state(request, len(DOCUMENT), len(DOCUMENT) + 4, 0)
+    assert found.idle == {*ids(blocks[1:])}
 
 
 def test_room_beside_donors_is_made_of_frozen_ones(managed: Managed) -> None:
@@ -333,11 +336,12 @@ def test_room_beside_donors_is_made_of_frozen_ones(managed: Managed) -> None:
     managed.pool.touch(donors)
     managed.hold_all_but(2)
     managed.pool.free_blocks(donors)
-    assert managed.planner._room_beside(ids(donors), 2) == 2
+    lacks = managed.planner._lacks_room_beside
+    assert not lacks(ids(donors), PrefixState(False, 2))
     assert managed.warm == {"old", "new"}
-    assert managed.planner._room_beside(ids(donors), 3) == 5
+    assert not lacks(ids(donors), PrefixState(False, 3))
     assert managed.warm == {"new"}
-    assert managed.planner._room_beside(ids(donors), 9) == 5, "all that is frozen would not do"
+    assert lacks(ids(donors), PrefixState(False, 9)), "all that is frozen would not do"
     assert managed.warm == {"new"}
 
 

@@ -195,4 +195,4 @@ def test_who_alone_misses_room_does_without_its_plan(state: str) -> None:
         managed.side._planner._budget.close()
     given = managed.manager.allocate_slots(request, 1, num_external_computed_tokens=2 * SIZE - 1)
     assert given is None
-    assert tracked.misses_room is (state == "alone")
+    assert (tracked.misses_room > 0) is (state == "alone")

@@ -31,7 +31,7 @@ DECIDING = {
     "cache.prompt.window_hashes": SHIFT,
     "compat.block_pool.SegmentBlockPool.prefix_state": SHIFT,
     "compat.block_pool.SegmentBlockPool.resident_blocks": EXACT,
-    "compat.block_pool.SegmentBlockPool.room_beside": SHIFT,
+    "compat.block_pool.SegmentBlockPool.idle": SHIFT,
     "compat.block_pool.SegmentBlockPool.pin": SHIFT,
     "methods.Methods.recipe": SHIFT,
 }

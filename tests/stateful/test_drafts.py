@@ -90,7 +90,8 @@ def test_nobody_waits_for_blocks_that_its_own_donors_hold(
     world.ask("plain", [1, 2, 3], None)
     assert world.run() == []
     reused = world.reports["reader"]["reused_tokens"]
+    assert world.reports["reader"]["bypass_reason"] is None
     if num_blocks <= FITS:
-        assert (reused, world.reports["reader"]["bypass_reason"]) == (0, "no_free_blocks")
+        assert 0 < reused < len(DOCUMENT), "as much as there is room for"
     if num_blocks == FITS + 3:
         assert reused == len(DOCUMENT)

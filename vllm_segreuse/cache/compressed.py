@@ -22,7 +22,7 @@ from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.documents.places import places
-from vllm_segreuse.plan import IntArray, Pieces
+from vllm_segreuse.plan import BoolArray, IntArray, Pieces
 
 Held = Callable[[str], Sequence[FrozenPart] | None]
 """Parts of an entry in the request's namespace; None: not all of it is there."""
@@ -110,6 +110,16 @@ class NamedFinder(FinderAround):
     def first_place(self, prompt: Prompt) -> int:
         """Where the first document begins; 0 where one is not there, and may be anywhere."""
         return min((place for place, _ in self._documents(prompt)), default=0)
+
+    def part(
+        self, prompt: Prompt, matches: Matches, kept: BoolArray, start: int, stop: int
+    ) -> Matches | None:
+        """A document is no text: all of it is reused, or nothing at all."""
+        lost = matches.pieces.where(~kept)
+        spans = [(at, at + len(_tokens(parts))) for at, parts in self._documents(prompt)]
+        if not spans or len(outside(lost, spans)) < len(lost):
+            return None
+        return super().part(prompt, matches, kept, start, stop)
 
     def _documents(self, prompt: Prompt) -> list[tuple[int, Sequence[FrozenPart]]]:
         """Where each of them begins, and its parts; none at all unless every one is there."""

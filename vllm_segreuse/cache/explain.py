@@ -147,24 +147,25 @@ def _segments(pieces: Pieces) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
 
 
 class Unused:
-    """Why text of a prompt is in no plan: it was found, and is computed all the same
-    (`not_worth_it`), or it was not.
+    """Why text of a prompt is in no plan, although it was found.
 
     Args:
         pieces: what was found.
-        not_found: the reason for other text.
+        reason: why it is not in the plan.
+        otherwise: the reason for other text.
     """
 
-    def __init__(self, pieces: Pieces, not_found: Callable[[int, int], str]) -> None:
+    def __init__(self, pieces: Pieces, reason: str, otherwise: Callable[[int, int], str]) -> None:
         self._pieces = pieces
-        self._not_found = not_found
+        self._reason = reason
+        self._otherwise = otherwise
 
     def __call__(self, start: int, stop: int) -> str:
         """The reason for the text `[start, stop)`, none of which is in the plan."""
         begins, ends = self._pieces.destination, self._pieces.destination + self._pieces.length
         if ((begins < stop) & (ends > start)).any():
-            return "not_worth_it"
-        return self._not_found(start, stop)
+            return self._reason
+        return self._otherwise(start, stop)
 
 
 class Reasons:

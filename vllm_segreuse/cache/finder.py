@@ -9,7 +9,8 @@ from vllm_segreuse.cache.contexts import compared
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
 from vllm_segreuse.cache.prompt import Memo, Prompt
-from vllm_segreuse.plan import NO_HALO, Halo
+from vllm_segreuse.cache.second_tier import keeping
+from vllm_segreuse.plan import NO_HALO, BoolArray, Halo
 
 
 class Finder(Protocol):
@@ -48,6 +49,17 @@ class Finder(Protocol):
         vLLM's own work."""
         return stop
 
+    def part(
+        self, prompt: Prompt, matches: Matches, kept: BoolArray, start: int, stop: int
+    ) -> Matches | None:
+        """What can be reused of matches where some of their pieces cannot; None: nothing.
+
+        Args:
+            matches: for `[start, stop)`, perhaps with what is restored in front of them.
+            kept: bool `[pieces]`: those that can.
+        """
+        return keeping(matches, kept)
+
 
 class FinderAround(Finder):
     """Finds more than another finder, to which it leaves what only that one knows.
@@ -70,6 +82,11 @@ class FinderAround(Finder):
 
     def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
         return self._finder.plan_stop(matches, start, stop)
+
+    def part(
+        self, prompt: Prompt, matches: Matches, kept: BoolArray, start: int, stop: int
+    ) -> Matches | None:
+        return self._finder.part(prompt, matches, kept, start, stop)
 
 
 class ContentFinder(Finder):

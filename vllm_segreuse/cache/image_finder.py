@@ -17,6 +17,7 @@ from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.images import PromptImages
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.plan import BoolArray
 
 
 class ImageFinder(Finder):
@@ -49,6 +50,12 @@ class ImageFinder(Finder):
     def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
         stop = max(start, self._finder.plan_stop(matches, start, stop))
         return self._limit(matches, start, stop)
+
+    def part(
+        self, prompt: Prompt, matches: Matches, kept: BoolArray, start: int, stop: int
+    ) -> Matches | None:
+        found = self._finder.part(prompt, matches, kept, start, stop)
+        return None if found is None else self._with_whole_images(found, start, stop)
 
     def _limit(self, matches: Matches, start: int, stop: int) -> int:
         return self._images.limit(matches.pieces.reused(start, stop), start, stop)

@@ -22,13 +22,14 @@ what is restored, and vLLM computes the rest as behind a prefix hit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.exact import end_without_hole, restorable
+from vllm_segreuse.cache.fitting import kept_without
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, keeping, on_rows
@@ -59,8 +60,11 @@ class BlockPins(Protocol):
     def unpin(self, block_ids: list[int]) -> None:
         """Release held blocks."""
 
-    def room_beside(self, block_ids: list[int]) -> int:
-        """Free blocks that would be left if the given blocks were pinned."""
+    def idle(self, block_ids: Iterable[int]) -> set[int]:
+        """Those of the given blocks that nobody holds: each takes a free block if it is pinned."""
+
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
 
 
 class PrefixState(NamedTuple):
@@ -69,10 +73,12 @@ class PrefixState(NamedTuple):
     Attributes:
         fresh: a block of it was hashed in this very step, so its KV is not there yet.
         blocks_needed: blocks vLLM must still take from the free queue to run the request.
+        idle: those of them that are the prefix hit's own: as donors they take no others.
     """
 
     fresh: bool
     blocks_needed: int
+    idle: Collection[int] = ()
 
 
 class _Found(NamedTuple):
@@ -215,16 +221,14 @@ class Planner:
             at all in this step if that closed admission; None to decide in a later step.
         """
         self._drop(tracked.request_id)
-        tracked.plan, tracked.observed, tracked.start = None, None, start
+        tracked.plan, tracked.observed, tracked.given_up = None, None, None
+        tracked.start = start
         stop = num_tokens - 1
         tracked.reason = self._bypass_reason(tracked, stop - start)
         if tracked.reason is not None:
             return 0
         if self._budget.is_spent:
             return self._close()
-        if tracked.misses_room:
-            tracked.misses_room, tracked.reason = False, "no_free_blocks"
-            return 0
         found = self._search(tracked, start, stop)
         if found is None:
             return 0
@@ -236,8 +240,10 @@ class Planner:
         if state.fresh:
             self._budget.lookups += 1
             return None
+        more, tracked.misses_room = tracked.misses_room, 0
+        state = state._replace(blocks_needed=state.blocks_needed + more)
         try:
-            return self._admit(tracked, found, start, stop, state.blocks_needed)
+            return self._admit(tracked, found, start, stop, state)
         finally:
             if tracked.plan is None:
                 self._tier.let_go(tracked.request_id)
@@ -275,7 +281,7 @@ class Planner:
         return found
 
     def _admit(
-        self, tracked: TrackedRequest, found: _Found, start: int, stop: int, blocks_needed: int
+        self, tracked: TrackedRequest, found: _Found, start: int, stop: int, state: PrefixState
     ) -> int | None:
         """Make the request's plan, and hold what it reads, if this step has room for both."""
         matches = on_rows(found.matches, self._tier, tracked.request_id)
@@ -286,17 +292,20 @@ class Planner:
         held = self._worth_it(tracked, _Found(matches, until), start)
         if held is None:
             return 0
-        plan = self._make_plan(tracked, held, start, stop)
+        plan = self._planned(tracked, held, start, stop)
         if plan is None:
             return 0
-        plan.spread = not tracked.required and self._is_spread(plan)
         if not self._budget.admits(_at_once(plan)):
             return self._close()
-        if self._room_beside(plan.donor_blocks, blocks_needed) < blocks_needed:
-            # Without the pins the donors themselves may make room: never wait for what may not
-            # come.
-            tracked.reason = "no_free_blocks"
-            return 0
+        if self._lacks_room_beside(plan.donor_blocks, state):
+            # Never wait for what may not come: without their pins donors themselves make room.
+            fewer = self._fitting(tracked, held, start, stop, state)
+            plan = None if fewer is None else self._planned(tracked, fewer, start, stop)
+            if plan is None:
+                tracked.reason = "no_free_blocks"
+                return 0
+            if not self._budget.admits(_at_once(plan)):
+                return self._close()
         self._pins.pin(plan.donor_blocks)
         self._pending[tracked.request_id] = tracked
         self._budget.tokens += _at_once(plan)
@@ -380,6 +389,14 @@ class Planner:
         tracked.found = matches
         return matches
 
+    def _planned(
+        self, tracked: TrackedRequest, found: _Found, start: int, stop: int
+    ) -> ReusePlan | None:
+        plan = self._make_plan(tracked, found, start, stop)
+        if plan is not None:
+            plan.spread = not tracked.required and self._is_spread(plan)
+        return plan
+
     def _make_plan(
         self, tracked: TrackedRequest, found: _Found, begin: int, stop: int
     ) -> ReusePlan | None:
@@ -446,12 +463,39 @@ class Planner:
             numbers=None if images is None else images.numbers(start, stop + 1),
         )
 
-    def _room_beside(self, donor_blocks: list[int], needed: int) -> int:
-        """Free blocks that pinned donors leave; more are made if they are fewer than needed."""
-        room = self._pins.room_beside(donor_blocks)
-        while room < needed and self._make_room(needed - room):
-            room = self._pins.room_beside(donor_blocks)
-        return room
+    def _missing_beside(self, donor_blocks: Iterable[int], state: PrefixState) -> int:
+        """Blocks that a request lacks if donors are pinned; 0 or less: it lacks none."""
+        pinned = len(self._pins.idle(donor_blocks).difference(state.idle))
+        return state.blocks_needed + pinned - self._pins.num_free_blocks()
+
+    def _lacks_room_beside(self, donor_blocks: list[int], state: PrefixState) -> bool:
+        """Whether a request lacks blocks if donors are pinned, however many can be made."""
+        missing = self._missing_beside(donor_blocks, state)
+        while missing > 0 and self._make_room(missing):
+            missing = self._missing_beside(donor_blocks, state)
+        return missing > 0
+
+    def _fitting(
+        self, tracked: TrackedRequest, found: _Found, start: int, stop: int, state: PrefixState
+    ) -> _Found | None:
+        """As much of what was found as there is room for beside the request; None: too little of
+        it, or its plan has to be whole."""
+        matches = found.matches
+        donors = matches.pieces.donor_blocks
+        missing = self._missing_beside(donors, state)
+        if tracked.required or self._missing_beside((), state) > 0:
+            return None
+        idle = self._pins.idle(donors).difference(state.idle)
+        has_images = tracked.prompt.images is not None
+        kept = kept_without(matches.pieces, idle, missing, found.exact_until, has_images)
+        part = tracked.finder.part(tracked.prompt, matches, kept, start, stop)
+        if part is None:
+            return None
+        until = end_without_hole(part.pieces, start, found.exact_until)
+        tracked.given_up = matches.pieces.where(
+            ~np.isin(matches.pieces.destination, part.pieces.destination)
+        )
+        return self._worth_it(tracked, _Found(part, until), start)
 
     def _drop(self, request_id: str) -> None:
         """Undo a plan that vLLM has not allocated blocks for."""

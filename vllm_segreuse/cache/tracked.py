@@ -17,6 +17,7 @@ from vllm_segreuse.plan import (
     TO_THE_END,
     BoolArray,
     FreezeOrder,
+    Pieces,
     Recipe,
     ReusePlan,
     Segments,
@@ -116,10 +117,12 @@ class TrackedRequest:
             computed of it.
         unchecked: of a request that waits for its plan, the plans that have left, and that the
             workers have not reported on yet; the oldest first.
-        misses_room: its plan was not allocated, and nobody but itself held blocks.
+        misses_room: blocks for want of which its plan was not allocated, although nobody else held
+            any.
         start: tokens of vLLM's own prefix hit at the last decision.
         reason: why it was not planned then.
         found: what the finder found then; None: nothing was searched for.
+        given_up: what of it there was no room for.
         num_segments: segments of what it would reuse then.
         searched_s: when the last search began and ended, by the planner's clock; None: never.
     """
@@ -154,10 +157,11 @@ class TrackedRequest:
     other_adapters: Sequence[bytes] = ()
     awaited: ReusePlan | None = None
     unchecked: deque[ReusePlan] = field(default_factory=deque)
-    misses_room: bool = False
+    misses_room: int = 0
     start: int = 0
     reason: str | None = None
     found: Matches | None = None
+    given_up: Pieces | None = None
     num_segments: int = 0
     searched_s: tuple[float, float] | None = None
 

@@ -17,7 +17,7 @@ evicted. vllm-project/vllm#44223 proposes to keep approximate KV out of the exac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -137,22 +137,21 @@ class SegmentBlockPool(BlockPool):
         """Blocks that nobody holds, whether or not admission is closed."""
         return int(self.free_block_queue.num_free_blocks)
 
-    def room_beside(self, block_ids: list[int]) -> int:
-        """Free blocks that would be left if the given blocks were pinned."""
-        in_queue = sum(self.blocks[i].ref_cnt == 0 for i in block_ids)
-        return self.get_num_free_blocks() - in_queue
+    def idle(self, block_ids: Iterable[int]) -> set[int]:
+        """Those of the given blocks that nobody holds: they are free until they are pinned."""
+        return {i for i in block_ids if self.blocks[i].ref_cnt == 0}
 
     def exact_stop(self, request_id: str) -> int:
         """Behind this position a request takes no exact blocks; see `TrackedRequest`."""
         tracked = self._requests.get(request_id)
         return TO_THE_END if tracked is None else tracked.exact_stop
 
-    def misses_room(self, request_id: str) -> None:
-        """A request was not allocated although no other holds blocks. If its plan pins donors, it
-        would wait for these for ever: it is admitted without a plan next."""
+    def misses_room(self, request_id: str, blocks: int) -> None:
+        """A request was not allocated, for want of so many blocks, although no other holds any. If
+        its plan pins donors, it would wait for these for ever: it gives up as many next."""
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.plan is not None:
-            tracked.misses_room = True
+            tracked.misses_room = blocks
 
     def is_exact(self, block_id: int) -> bool:
         """Whether a block has an exact name."""
@@ -176,14 +175,11 @@ class SegmentBlockPool(BlockPool):
         """
         size = self.group.block_size
         hit = num_hit_tokens // size
-        fresh, idle = False, 0
-        for block_hash in request.block_hashes[:hit]:
-            cached = self._cached(block_hash)
-            if cached is not None:
-                fresh |= cached.block_id in self._fresh
-                idle += cached.ref_cnt == 0
+        found = [self._cached(block_hash) for block_hash in request.block_hashes[:hit]]
+        blocks = [block.block_id for block in found if block is not None]
+        fresh, idle = not self._fresh.isdisjoint(blocks), self.idle(blocks)
         missing = -(-num_slots // size) - hit
-        return PrefixState(fresh, missing + idle + watermark)
+        return PrefixState(fresh, missing + len(idle) + watermark, idle)
 
     def resident_blocks(self, request: Request, first: int, last: int) -> IntArray:
         """Blocks `[first, last)` of a request that are cached under its own hashes, else -1.

@@ -39,14 +39,14 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
         pool = self.block_pool
         if allocated is not None or not isinstance(pool, SegmentBlockPool):
             return allocated
-        given = signature.bind(self, request, num_new_tokens, *args, **kwargs)
+        given, needed = signature.bind(self, request, num_new_tokens, *args, **kwargs), 0
         while allocated is None and not pool.is_closed:
             needed = _blocks_needed(self, request, num_new_tokens, given.arguments)
             if not pool.make_room(needed - pool.num_free_blocks()):
                 break
             allocated = original(self, request, num_new_tokens, *args, **kwargs)
         if allocated is None and not pool.is_closed and not is_anybody_admitted(self):
-            pool.misses_room(request.request_id)
+            pool.misses_room(request.request_id, max(1, needed - pool.num_free_blocks()))
         return allocated
 
     # Called for each running request in every step, with these arguments alone; `*args, **kwargs`

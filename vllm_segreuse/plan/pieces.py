@@ -215,7 +215,7 @@ class Pieces:
 
     def of_segments_above(self, tokens: int) -> Pieces:
         """Those of segments of more than so many tokens."""
-        segment = np.cumsum(self._begins()) - 1
+        segment = self.segment
         lengths = np.bincount(segment, weights=self.length)
         return self.where(lengths[segment] > tokens)
 
@@ -235,6 +235,11 @@ class Pieces:
             np.asarray(self.position[first], dtype=np.int32),
             self.in_context[first],
         )
+
+    @property
+    def segment(self) -> IntArray:
+        """int32 `[n]`: number of the segment that each piece is part of, from 0 on."""
+        return np.asarray(np.cumsum(self._begins()) - 1, np.int32)
 
     def similar_segments(self, start: int) -> tuple[IntArray, IntArray]:
         """First token of each segment of similar text, and the one behind its last; int32 `[n]`,

@@ -19,7 +19,7 @@ from vllm_segreuse.cache.similar.depth import Depths, left_contexts
 from vllm_segreuse.cache.similar.fill import fill
 from vllm_segreuse.cache.similar.store import SimilarStore
 from vllm_segreuse.config import SimilarityOptions
-from vllm_segreuse.plan import Halo, Pieces
+from vllm_segreuse.plan import BoolArray, Halo, Pieces
 from vllm_segreuse.values import ALL
 
 
@@ -103,6 +103,14 @@ class SimilarFinder:
 
     def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
         return self._equal.plan_stop(matches, start, stop)
+
+    def part(
+        self, prompt: Prompt, matches: Matches, kept: BoolArray, start: int, stop: int
+    ) -> Matches | None:
+        """A similar segment is reused as a whole: it is long enough, and its halo stands for it."""
+        pieces, segment = matches.pieces, matches.pieces.segment
+        lost = pieces.is_similar & np.isin(segment, segment[~kept])
+        return self._equal.part(prompt, matches, kept & ~lost, start, stop)
 
     def _filled(self, equal: Matches, prompt: Prompt, start: int, stop: int) -> Matches:
         index = self._index
