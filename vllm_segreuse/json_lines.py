@@ -16,6 +16,12 @@ def json_lines(file: Path, error: type[ValueError]) -> Iterator[tuple[str, Any]]
         file: as UTF-8.
         error: raised, with one sentence, where the file cannot be read or a line is no JSON.
     """
+    for where, line in lines_of(file, error):
+        yield where, parsed(where, line, error)
+
+
+def lines_of(file: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]:
+    """The same lines as they are."""
     try:
         # Not by `splitlines`: text in JSON may hold other separators of lines.
         lines = file.read_text(encoding="utf-8").split("\n")
@@ -23,9 +29,12 @@ def json_lines(file: Path, error: type[ValueError]) -> Iterator[tuple[str, Any]]
         raise error(f"cannot read {file}: {why}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
-            where = f"{file}, line {number}"
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as why:
-                raise error(f"{where} is no JSON: {why}") from None
-            yield where, value
+            yield f"{file}, line {number}", line
+
+
+def parsed(where: str, line: str, error: type[ValueError]) -> Any:
+    """What one line holds; `error` if it is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as why:
+        raise error(f"{where} is no JSON: {why}") from None

@@ -339,10 +339,42 @@ def test_pictures_are_left_out(run: Any) -> None:
     picture = {"messages": [{"role": "user", "content": [image]}]}
     status, out, _ = run([picture, BODY])
     assert status == 0
-    assert "left out  1 request: images, audio or video\n" in out
-    status, _, err = run([picture])
+    assert "left out  1 request (line 1): images, audio or video\n" in out
+    assert run([picture, BODY], "--strict")[0] == 0, "a server of another model would take it"
+    status, _, err = run([picture, {"prompt": 7}])
     assert status == 2
-    assert "holds no request of text alone" in err
+    assert "holds nothing that can be replayed: 1 request (line 1): images, audio or video; " in err
+    assert "; 1 request (line 2): prompt" in err
+
+
+def test_what_a_server_would_refuse_is_left_out_counted_and_named(rows: Any, run: Any) -> None:
+    options = ("--max-model-len", "512", *KEYS, "--policy", "shift")
+    sound = logs.bodies(8, in_each=1)
+    long = [BODY | {"prompt": "word " * (900 + i)} for i in range(7)]
+    wrong = [{"prompt": 7}, BODY | {"vllm_xargs": {"segreuse_x": 1}}, {"input": "a"}, [], BODY]
+    mixed = [*long[:3], *sound, *wrong[:4], *long[3:]]
+    found, by_policy = rows(mixed, *options)
+    assert by_policy == rows(sound, *options)[1], "the others are estimated as ever"
+    frequent, *others = found["left_out"]
+    assert (frequent["requests"], frequent["lines"]) == (7, [1, 2, 3, 16, 17])
+    assert "maximum context length" in frequent["reason"]
+    assert sum(each["requests"] for each in found["left_out"]) == 11
+    assert {line for each in others for line in each["lines"]} == {12, 13, 14, 15}
+    status, out, _ = run(mixed, *options)
+    assert status == 0
+    assert "left out  7 requests (lines 1, 2, 3, 16, 17, ...): " in out
+    assert "left out  1 request (line 13): unknown option 'segreuse_x'" in out
+
+
+def test_of_very_many_reasons_the_most_frequent_are_printed(rows: Any, run: Any) -> None:
+    options = "abcdefghijklmnop"
+    wrong = [BODY | {f"segreuse_{letter}": 1} for letter in options]
+    found, _ = rows([BODY, *wrong, *wrong[:1]])
+    assert len(found["left_out"]) == len(options)
+    _, out, _ = run([BODY, *wrong, *wrong[:1]])
+    shown = [line for line in out.splitlines() if line.startswith("left out")]
+    assert "2 requests (lines 2, 18): segreuse_a " in shown[0]
+    assert shown[-1] == "left out  6 requests for 6 other reasons (--json has all)"
 
 
 BAD: list[tuple[Any, list[str], str]] = [
@@ -368,7 +400,7 @@ BAD: list[tuple[Any, list[str], str]] = [
 
 @pytest.mark.parametrize(("line", "options", "why"), BAD, ids=range(len(BAD)))
 def test_bad_input_is_one_sentence(line: Any, options: list[str], why: str, run: Any) -> None:
-    status, out, err = run([BODY, line], *options)
+    status, out, err = run([BODY, line], "--strict", *options)
     assert (status, out) == (2, "")
     assert f"log.jsonl, {why}" in err
     assert len([it for it in err.splitlines() if it.startswith("vllm-segreuse estimate: ")]) == 1
@@ -378,8 +410,10 @@ def test_a_log_of_a_server_that_finds_similar_segments_needs_its_options(
     run: Any, tmp_path: Path
 ) -> None:
     body = BODY | {"extra_keys": "a", "vllm_xargs": {"segreuse_similarity": 1}}
-    status, _, err = run([body])
+    status, _, err = run([body], "--strict")
     assert (status, err.endswith("; give its options by --config\n")) == (2, True)
+    status, out, _ = run([body, BODY])
+    assert (status, "; give its options by --config\n" in out) == (0, True)
     file = tmp_path / "reuse.yaml"
     file.write_text("similarity: {by_default: false}\n")
     assert run([body], "--config", str(file))[0] == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.estimate import logs
-from vllm_segreuse.estimate.log import LogError, Logged, read_log
+from vllm_segreuse.estimate.log import LeftOut, LogError, Logged, read_log
 
 CHAT = {"messages": [{"role": "user", "content": "Who?"}]}
 
@@ -78,6 +78,26 @@ def test_a_bad_line_is_named(line: str, why: str, tmp_path: Path) -> None:
         read_log(file)
     assert str(refused.value).startswith(f"{file}, {why}")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("line", "why"), BAD, ids=range(len(BAD)))
+def test_a_bad_line_may_be_left_out(line: str, why: str, tmp_path: Path) -> None:
+    file, left_out = tmp_path / "log.jsonl", LeftOut(strict=False)
+    file.write_text(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "b"}}\n{line}')
+    assert [one.body["prompt"] for one in read_log(file, left_out)] == ["a", "b"]
+    (found,) = left_out.reasons
+    assert (found.requests, found.lines) == (2, [2, 4])
+    assert found.reason.startswith(why.removeprefix("line 2").lstrip(": "))
+
+
+def test_reasons_are_told_apart_by_more_than_values() -> None:
+    left_out = LeftOut(strict=False)
+    for line in range(1, 10):
+        left_out.add(f"log, line {line}", f"'{'x' * line}' has {line} tokens, 5 are allowed")
+    left_out.add("log, line 10", "it has no tokens")
+    few, other = left_out.reasons
+    assert str(few) == "9 requests (lines 1, 2, 3, 4, 5, ...): 'x' has 1 tokens, 5 are allowed"
+    assert str(other) == "1 request (line 10): it has no tokens"
 
 
 def test_a_file_without_requests(tmp_path: Path) -> None:

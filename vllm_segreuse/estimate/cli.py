@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_segreuse.config import AUTO, RECOMMENDED, ConfigError, SegReuseConfig
 from vllm_segreuse.doctor.quiet import quiet
 from vllm_segreuse.doctor.reading import InputError
-from vllm_segreuse.estimate.log import LogError, Logged, read_log
+from vllm_segreuse.estimate.log import LeftOut, LogError, Logged, read_log
 from vllm_segreuse.policies import POLICIES
 from vllm_segreuse.supported import RefusedError
 
@@ -33,8 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     quiet()
     try:
         of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
-        log = _ordered(read_log(given.requests), given.tokens_per_second is not None)
-        found, default = _estimated(given, engine_arguments, of_file, log)
+        left_out = LeftOut(given.strict)
+        log = _ordered(read_log(given.requests, left_out), given.tokens_per_second is not None)
+        found, default = _estimated(given, engine_arguments, of_file, log, left_out)
     except RefusedError as error:
         for reason in error.reasons:
             print(f"vllm-segreuse estimate: {given.model} is refused: {reason}", file=sys.stderr)
@@ -55,6 +56,7 @@ def _estimated(
     engine_arguments: list[str],
     of_file: SegReuseConfig | None,
     log: list[Logged],
+    left_out: LeftOut,
 ) -> tuple[Estimate, str]:
     """What the log comes to, and the server's policy."""
     # Imported here: they load vLLM, which takes seconds, and bad input is reported before.
@@ -66,16 +68,18 @@ def _estimated(
 
         model = load_model("estimate", given.model, engine_arguments, of_file)
     options = model.options
-    renderer = Renderer(model.vllm_config, model.args, given.extra_keys, given.answer_tokens)
-    asked = renderer.render(log)
+    asked = Renderer(
+        model.vllm_config, model.args, given.extra_keys, given.answer_tokens, options, left_out
+    ).render(log)
     if not asked:
-        raise LogError(f"{given.requests} holds no request of text alone")
+        whys = "; ".join(str(each) for each in left_out.reasons)
+        raise LogError(f"{given.requests} holds nothing that can be replayed: {whys}")
     cache = cache_of(model, asked, given.block_size, given.num_blocks, given.kv_gib)
     step_tokens = model.vllm_config.scheduler_config.max_num_batched_tokens
     step_work = options.spread_work(step_tokens, model.layers.count)
     pace = Pace(model.layers, step_work or 0, given.concurrency, given.tokens_per_second)
     policies = [RECOMMENDED if name == AUTO else name for name in given.policy] or [*POLICIES]
-    found = estimate(model, asked, options, policies, cache, pace, dict(renderer.left_out))
+    found = estimate(model, asked, options, policies, cache, pace, left_out.reasons)
     return found, options.policy
 
 
@@ -178,6 +182,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         default=128,
         metavar="N",
         help="most tokens of answers that were not logged (%(default)s)",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="end at the first line that a server would refuse (it is left out, and named)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_known_args(arguments)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_segreuse.config import EXTRA_KEYS, RequestError, SegReuseConfig, parse_request
+from vllm_segreuse.config import EXTRA_KEYS, SegReuseConfig
 from vllm_segreuse.doctor.reading import InputError
 from vllm_segreuse.estimate.engine import ModellessEngine
-from vllm_segreuse.estimate.log import LogError
+from vllm_segreuse.estimate.log import LogError, Reason
 from vllm_segreuse.estimate.model import Model
 from vllm_segreuse.estimate.prompts import Asked
 from vllm_segreuse.estimate.replay import Pace, Replayed, replay
@@ -79,7 +79,7 @@ class Estimate:
         requests, prompt_tokens, median_tokens: of the log.
         with_extra_keys: requests that name a namespace.
         namespaces: distinct extra keys.
-        left_out: requests that were not replayed, by the reason.
+        left_out: lines that were not replayed, by the reason.
         concurrency: requests at a time; None: they arrived at their logged times.
         cache: see `Cache`.
         has_tier: whether the server has a second tier. None is replayed, so what is evicted is
@@ -92,7 +92,7 @@ class Estimate:
     median_tokens: int
     with_extra_keys: int
     namespaces: int
-    left_out: dict[str, int]
+    left_out: tuple[Reason, ...]
     concurrency: int | None
     cache: Cache
     has_tier: bool
@@ -110,15 +110,14 @@ def estimate(
     policies: Sequence[str],
     cache: Cache,
     pace: Pace,
-    left_out: dict[str, int],
+    left_out: tuple[Reason, ...],
 ) -> Estimate:
     """Replay a log: once without segments, and once with each policy.
 
     Raises:
-        LogError: a request does not fit into the KV cache, or the server would refuse its options.
+        LogError: a request does not fit into the KV cache.
     """
     _check_sizes(asked, cache)
-    _check_options(asked, config)
     keys = {tuple(one.extra_args[EXTRA_KEYS]) for one in asked if EXTRA_KEYS in one.extra_args}
     arms = [Arm(config, policy) for policy in [None, *(policies if keys else ())]]
     lengths = [len(one.token_ids) for one in asked]
@@ -176,15 +175,6 @@ def _check_sizes(asked: Sequence[Asked], cache: Cache) -> None:
                 f"{one.where} needs {needed:,} KV blocks of {cache.block_size} tokens, and there "
                 f"are {max(there, 0):,}: raise --num-blocks or --kv-gib"
             )
-
-
-def _check_options(asked: Sequence[Asked], config: SegReuseConfig) -> None:
-    """All but what depends on the server's own options was checked before (`Renderer`)."""
-    for one in asked:
-        try:
-            parse_request(one.extra_args, config)
-        except RequestError as error:
-            raise LogError(f"{one.where}: {error}; give its options by --config") from None
 
 
 def _rows(

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from vllm_segreuse.config import EXTRA_KEYS
-from vllm_segreuse.json_lines import json_lines
+from vllm_segreuse.json_lines import lines_of, parsed
 
 _EXPECTED = (
     'the body of a completion ("prompt") or of a chat completion ("messages"), or an object that '
@@ -20,6 +21,68 @@ _EXPECTED = (
 
 class LogError(ValueError):
     """A line of the log cannot be replayed; one sentence names the line and says why."""
+
+
+@dataclass
+class Reason:
+    """Why lines are not replayed.
+
+    Attributes:
+        reason: of the first of them; those of others may differ in numbers and in what they quote.
+        requests: how many lines.
+        lines: numbers of the first ones.
+    """
+
+    reason: str
+    requests: int = 0
+    lines: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        s = "" if self.requests == 1 else "s"
+        more = ", ..." if self.requests > len(self.lines) else ""
+        lines = ", ".join(map(str, self.lines)) + more
+        return f"{self.requests:,} request{s} (line{s} {lines}): {self.reason}"
+
+
+class LeftOut:
+    """Lines of a log that are not replayed, by the reason.
+
+    Args:
+        strict: a line that a server would refuse is an error.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        self._strict = strict
+        self._reasons: dict[str, Reason] = {}
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """The most frequent first."""
+        return tuple(sorted(self._reasons.values(), key=lambda each: -each.requests))
+
+    def add(self, where: str, reason: str) -> None:
+        """A line has what no replay takes."""
+        found = self._reasons.setdefault(_VALUES.sub("", reason), Reason(reason))
+        found.requests += 1
+        if len(found.lines) < FIRST_LINES:
+            found.lines.append(int(where.rpartition(" ")[2]))
+
+    def refuse(self, where: str, error: LogError) -> None:
+        """A server would refuse a line.
+
+        Raises:
+            LogError: that is an error.
+        """
+        if self._strict:
+            raise error
+        self.add(where, str(error).removeprefix(where).lstrip(": "))
+
+
+FIRST_LINES = 5
+"""Numbers of lines that are kept for each reason."""
+
+_VALUES = re.compile(r"""\d+|'[^']*'|"[^"]*\"""")
+"""What differs between lines that are refused for one reason."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +107,26 @@ class Logged:
         return "messages" in self.body
 
 
-def read_log(file: Path) -> list[Logged]:
+def read_log(file: Path, left_out: LeftOut | None = None) -> list[Logged]:
     """Read a file of lines as `_EXPECTED` says.
 
     Beside the body's own fields, a line may have `extra_keys`, `timestamp` (seconds since any
     moment, or ISO 8601) and `answer` (the text that was generated). Other fields around a "body",
     as in batch files, are ignored. So are blank lines.
 
+    Args:
+        left_out: gets the lines that are none; None: the first one is an error.
+
     Raises:
         LogError: the file cannot be read, holds no request, or a line is none.
     """
-    found = [_logged(where, given) for where, given in json_lines(file, LogError)]
+    left_out = LeftOut() if left_out is None else left_out
+    found: list[Logged] = []
+    for where, line in lines_of(file, LogError):
+        try:
+            found.append(_logged(where, parsed(where, line, LogError)))
+        except LogError as error:
+            left_out.refuse(where, error)
     if not found:
         raise LogError(f"{file} holds no requests: each line must be {_EXPECTED}")
     return found

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 from vllm_segreuse.estimate.estimate import Cache, Estimate, Row
 
+MOST_REASONS = 10
+"""Why lines are left out, as far as it is printed."""
+
 _HEADER = ("", "prefix", "reused", "recomputed", "computed", "requests", "evicted")
 _LEGEND = (
     "prefix: found by prefix caching; reused: segments, at any position; recomputed: of these;",
@@ -32,8 +35,12 @@ def _facts(estimate: Estimate) -> Iterator[str]:
         f"tokens (median {estimate.median_tokens:,}), {estimate.with_extra_keys:,} with extra "
         f"keys, {estimate.namespaces:,} {names}"
     )
-    for reason, count in estimate.left_out.items():
-        yield f"left out  {_count(count, 'request')}: {reason}"
+    shown = estimate.left_out[:MOST_REASONS]
+    for reason in shown:
+        yield f"left out  {reason}"
+    if others := estimate.left_out[len(shown) :]:
+        requests = _count(sum(reason.requests for reason in others), "request")
+        yield f"left out  {requests} for {_count(len(others), 'other reason')} (--json has all)"
     if estimate.concurrency is None:
         yield "order     at the logged times"
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,15 @@ try:
 except ImportError:  # vLLM 0.33
     from vllm.entrypoints.common.cli_args import resolve_default_chat_template_kwargs
 
-from vllm_segreuse.config import EXTRA_KEYS, OPTION_PREFIX, RequestError
+from vllm_segreuse.config import (
+    EXTRA_KEYS,
+    OPTION_PREFIX,
+    RequestError,
+    SegReuseConfig,
+    parse_request,
+)
 from vllm_segreuse.doctor.reading import InputError
-from vllm_segreuse.estimate.log import LogError, Logged
+from vllm_segreuse.estimate.log import LeftOut, LogError, Logged
 from vllm_segreuse.serve.requests import admit_body
 
 if TYPE_CHECKING:
@@ -72,9 +77,9 @@ class Renderer:
         args: of vLLM's server: chat template, parsers.
         extra_keys: of bodies that name none; empty: they have none.
         answer_tokens: most that an answer has whose text was not logged.
-
-    Attributes:
-        left_out: requests that are not replayed, by the reason.
+        options: of the server; None: some that allow all that a request may say.
+        left_out: gets the lines that are not replayed; None: one that a server would refuse is an
+            error.
     """
 
     def __init__(
@@ -83,8 +88,11 @@ class Renderer:
         args: Namespace,
         extra_keys: Sequence[str],
         answer_tokens: int,
+        options: SegReuseConfig | None = None,
+        left_out: LeftOut | None = None,
     ) -> None:
-        self.left_out: Counter[str] = Counter()
+        self._options = options
+        self._left_out = LeftOut() if left_out is None else left_out
         self._extra_keys = list(extra_keys)
         self._answer_tokens = answer_tokens
         self._unknown = itertools.count(_UNKNOWN_TOKEN)
@@ -94,10 +102,10 @@ class Renderer:
         self._tokenizer = self._renderer.get_tokenizer()
 
     def render(self, log: Sequence[Logged]) -> list[Asked]:
-        """All requests of a log, in its order.
+        """All requests of a log that a server would take, in its order.
 
         Raises:
-            LogError: naming the line that a server would refuse, and why.
+            LogError: naming the line that it would refuse, and why, where that is an error.
         """
         return asyncio.run(self._rendered(log))
 
@@ -105,14 +113,15 @@ class Renderer:
         asked: list[Asked] = []
         for logged in log:
             if has_non_text_content(logged.body.get("messages")):
-                self.left_out["images, audio or video"] += 1
+                self._left_out.add(logged.where, "images, audio or video")
                 continue
             try:
-                asked += self._asked(logged, await self._generate_requests(logged))
-            except LogError:
-                raise
+                asked += [*self._asked(logged, await self._generate_requests(logged))]
+            except LogError as error:
+                self._left_out.refuse(logged.where, error)
             except (VLLMError, ValueError, TypeError) as error:  # a server would answer 400
-                raise LogError(f"{logged.where}: {_one_line(error)}") from None
+                refused = LogError(f"{logged.where}: {_one_line(error)}")
+                self._left_out.refuse(logged.where, refused)
         return asked
 
     async def _generate_requests(self, logged: Logged) -> list[Any]:
@@ -138,6 +147,7 @@ class Renderer:
             self._check(request)
             params = request.sampling_params
             extra_args = dict(params.extra_args or {})
+            self._check_options(logged, extra_args)
             extra_args.pop(f"{OPTION_PREFIX}observe", None)  # what would be is asked here
             for _ in range(params.n):
                 yield Asked(
@@ -161,6 +171,15 @@ class Renderer:
             self._tokenizer,
         )
         self._renderer.validate_token_ids(request.token_ids)
+
+    def _check_options(self, logged: Logged, extra_args: dict[str, Any]) -> None:
+        """What depends on the server's own options; the rest `admit_body` has checked."""
+        if self._options is None:
+            return
+        try:
+            parse_request(extra_args, self._options)
+        except RequestError as error:
+            raise LogError(f"{logged.where}: {error}; give its options by --config") from None
 
     def _answer_ids(self, answer: str | None, max_tokens: int) -> list[int]:
         if answer is not None:
