@@ -56,7 +56,7 @@ def run(
         yield DONE
 
     async def collect() -> list[str]:
-        report = StreamReport()
+        report = StreamReport(len({item[0] for item in outputs if isinstance(item, tuple)}) or 1)
         return [event async for event in report.complete(vllm(report))]
 
     return asyncio.run(collect())
@@ -101,6 +101,29 @@ def test_several_prompts_end_with_the_report_of_the_first(order: tuple[int, int]
     reports = {0: REPORT, 1: {"segreuse": {"policy": "shift", "reused_tokens": 1}}}
     outputs = [each for i in order for each in ((i, output()), (i, output(True, reports[i])))]
     assert params_of(run(outputs)) == [None, None, None, REPORT]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_last_chunk_of_a_prompt_does_not_wait_for_another_prompt(first: int) -> None:
+    async def scenario() -> None:
+        report, gate = StreamReport(2), asyncio.Event()
+
+        async def outputs() -> AsyncIterator[Any]:
+            yield first, output(True, REPORT)
+            await gate.wait()
+            yield 1 - first, output(True, REPORT)
+
+        async def vllm() -> AsyncGenerator[str, None]:
+            async for _ in report.watch(outputs()):
+                yield chunk("x", "length")
+            yield DONE
+
+        events = report.complete(vllm())
+        assert await asyncio.wait_for(anext(events), 5) == chunk("x", "length")
+        gate.set()
+        assert params_of([event async for event in events]) == [REPORT]
+
+    asyncio.run(scenario())
 
 
 def test_report_of_a_choice_that_finished_earlier_is_kept() -> None:

@@ -32,7 +32,7 @@ def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(self, *args, **kwargs)
         if not has_report(call.arguments["request"], self.model_config):
             return original(self, *args, **kwargs)
-        report = StreamReport()
+        report = StreamReport(call.arguments.get("num_prompts", 1))  # chats have one
         call.arguments["result_generator"] = report.watch(call.arguments["result_generator"])
         return report.complete(original(*call.args, **call.kwargs))
 

@@ -35,11 +35,16 @@ def has_report(request: Any, model_config: Any) -> bool:
 
 
 class StreamReport:
-    """Watches the outputs that a stream is made of, and completes the stream's last chunk."""
+    """Watches the outputs that a stream is made of, and completes the stream's last chunk.
 
-    def __init__(self) -> None:
+    Args:
+        num_prompts: that the stream answers.
+    """
+
+    def __init__(self, num_prompts: int = 1) -> None:
         self._params: dict[str, Any] | None = None
-        self._finished = False
+        self._num_prompts = num_prompts
+        self._ended: set[int] = set()
 
     async def watch(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Passes `outputs` on: request outputs, or pairs of (prompt's index, request output).
@@ -48,7 +53,8 @@ class StreamReport:
         """
         async for item in outputs:
             index, output = item if isinstance(item, tuple) else (0, item)
-            self._finished = output.finished
+            if output.finished:
+                self._ended.add(index)
             if index == 0 and output.kv_transfer_params is not None:
                 self._params = output.kv_transfer_params
             yield item
@@ -56,7 +62,7 @@ class StreamReport:
     async def complete(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Passes server-sent events on, with the report in the last one before `[DONE]`.
 
-        Only events that follow a finished output are held back, and only until the next one.
+        Only events that follow the end of all prompts are held back, and only until the next one.
         """
         held: str | None = None
         async with aclosing(events):
@@ -64,7 +70,7 @@ class StreamReport:
                 if held is not None:
                     yield self._with_report(held) if event.startswith(_DONE) else held
                     held = None
-                if self._finished and not event.startswith(_DONE):
+                if len(self._ended) == self._num_prompts and not event.startswith(_DONE):
                     held = event
                 else:
                     yield event
