@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.cache.test_frozen import make, order
 from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder, PartsFinder
 from vllm_segreuse.cache.copies import outside, rows, within
+from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
@@ -114,6 +115,7 @@ class Others:
 
     is_exact = False
     halo = NO_HALO
+    part = Finder.part
 
     def __init__(self, table: Sequence[Sequence[int]] = ()) -> None:
         pieces = Pieces.from_table(np.array(table, np.int32).reshape(-1, 5))
@@ -165,6 +167,18 @@ def test_the_rest_is_found_as_ever() -> None:
     found = finder(["a"], others, a=[part(1, 2, 3)]).find(PROMPT, 0, 12)
     assert found.pieces.rows() == [[0, 2, 3, 0, 7], [2, 3, 50, 0, 0], [9, 2, 5, 0, 9]]
     assert (found.num_tokens, found.num_segments, found.max_depth) == (7, 3, 3)
+
+
+def test_of_a_document_all_is_reused_or_nothing() -> None:
+    others = Others([[0, 2, 3, 0, 7], [9, 2, 5, 0, 9]])
+    one = finder(["a"], others, a=[part(1, 2, 3)])
+    found = one.find(PROMPT, 0, 12)
+    kept = np.array([True, True, False])
+    left = one.part(PROMPT, found, kept, 0, 12)
+    assert left is not None
+    assert left.pieces.rows() == [[0, 2, 3, 0, 7], [2, 3, 50, 0, 0]]
+    assert one.part(PROMPT, found, ~kept, 0, 12) is None
+    assert finder(["b"], others).part(PROMPT, found, kept, 0, 12) is None, "it has gone meanwhile"
 
 
 def test_what_the_others_remember_is_used() -> None:

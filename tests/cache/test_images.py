@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_segreuse.cache import images as module
+from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.image_finder import ImageFinder
 from vllm_segreuse.cache.images import ImageIds, ImageKey, PromptImages
 from vllm_segreuse.cache.matcher import Matches
@@ -113,6 +114,8 @@ class Found:
     def plan_stop(self, matches, start, stop):
         return matches.pieces.stop if self.is_exact else stop
 
+    part = Finder.part
+
 
 def test_what_is_behind_a_new_image_is_not_reused():
     images = PromptImages([Image(4, 1, 4), Image(10, 1, 2)], [FIRST, FIRST + 4])
@@ -132,3 +135,18 @@ def test_what_is_behind_a_new_image_is_not_reused():
         exact = ImageFinder(Found(rows, is_exact=True), images)
         assert exact.is_exact
         assert exact.plan_stop(exact.find(prompt, 0, 19), 0, 19) == stop
+
+
+def test_without_a_part_of_an_image_nothing_is_reused_from_there_on():
+    images = PromptImages([Image(4, 1, 4), Image(10, 1, 2)], [FIRST, FIRST + 4])
+    prompt = Prompt(0, np.zeros(20, np.int32), images=images)
+    rows = [[0, 4, 1, 0, 0], [4, 4, 2, 0, 4], [8, 4, 3, 0, 8], [12, 4, 4, 0, 12]]
+    finder = ImageFinder(Found(rows), images)
+    found = finder.find(prompt, 0, 19)
+    for kept, left in (
+        ([1, 1, 1, 0], rows[:3]),
+        ([1, 1, 0, 1], rows[:2]),
+        ([1, 0, 1, 1], [[0, 3, 1, 0, 0]]),
+    ):
+        part = finder.part(prompt, found, np.array(kept, np.bool_), 0, 19)
+        assert part.pieces.rows() == left

@@ -164,9 +164,9 @@ def test_white_space_around_the_token_does_not_count(server: Served, around: str
     [
         ("", "is empty: pass the server's, or set VLLM_SEGREUSE_ADMIN_TOKEN to it"),
         (" \n", "is empty"),
-        ("sec\nret", "has a line break or another control character"),
-        ("sec\0ret", "has a line break"),
-        ("sec\x7fret", "has a line break"),
+        ("sec\nret", r"has the control character '\\n'"),
+        ("sec\0ret", r"has the control character '\\x00'"),
+        ("sec\x7fret", r"has the control character '\\x7f'"),
     ],
 )
 def test_a_token_that_no_header_carries_is_refused_at_once(token: str, complaint: str) -> None:

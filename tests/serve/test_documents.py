@@ -93,10 +93,10 @@ def test_compressed_documents_are_named_in_their_namespace(
     extra_args: Any, is_apart: bool, reason: str
 ) -> None:
     with pytest.raises(RequestError, match=reason):
-        ANCHORED.check(TWO, SamplingParams(extra_args=extra_args), False, is_apart)
+        ANCHORED.check(TWO, SamplingParams(extra_args=extra_args), None, is_apart)
     ANCHORED.check(TWO, SamplingParams(extra_args=OF_BOTH))
-    ANCHORED.check([1, 2, 3], SamplingParams(), False, is_apart)
-    RULES.check(PROMPT, SamplingParams(), False, is_apart)
+    ANCHORED.check([1, 2, 3], SamplingParams(), None, is_apart)
+    RULES.check(PROMPT, SamplingParams(), None, is_apart)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
@@ -125,7 +125,7 @@ PROMPTS: list[tuple[list[int], dict[str, Any], str, str]] = [
     ([100, 5, 100, 6, 101, 110, 2], {}, "documents", "a start token inside document 1"),
     ([*PROMPT[:-1], 100, 8, 101, 2], {}, "documents", "more than 2 documents"),
     (PROMPT, {"prompt_logprobs": 0}, "prompt_logprobs", "not computed in their places"),
-    (PROMPT, {"skip_reading_prefix_cache": True}, "documents", "let the cache be read"),
+    (PROMPT, {"skip_reading_prefix_cache": True}, "documents", "which skip_reading_prefix_cache"),
     ([100, *[5] * 27, 101, 110, 2], {}, "documents", "29 tokens takes 34 .* the model 32"),
     ([1, 100, *[5] * 18, 101, 110, 2], {}, "documents", "take 11 KV blocks .* there are 9"),
 ]
@@ -153,12 +153,13 @@ def test_drafts_take_blocks_too() -> None:
 
 
 def test_text_without_documents_may_ask_for_anything() -> None:
-    RULES.check([1, 2], SamplingParams(prompt_logprobs=1), is_unusual=True)
+    RULES.check([1, 2], SamplingParams(prompt_logprobs=1), unusual="images")
 
 
 def test_images_and_parts_do_not_go_with_documents() -> None:
-    with pytest.raises(RequestError, match="send no images"):
-        RULES.check(PROMPT, SamplingParams(), is_unusual=True)
+    for unusual in ("images, audio or video", "parts to come"):
+        with pytest.raises(RequestError, match=f"send it without {unusual}$"):
+            RULES.check(PROMPT, SamplingParams(), unusual=unusual)
 
 
 def test_embeddings_hide_documents() -> None:

@@ -106,6 +106,19 @@ def test_a_template_gets_the_marker_as_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("has_admin", "why"), [(False, "an admin token"), (True, "--api-server-count 1")]
+)
+def test_a_server_without_knowledge_bases_says_why(has_admin: bool, why: str) -> None:
+    app = make_app()
+    if has_admin:
+        app.state.segreuse_service = None
+    sent = body("handbook/a", model="m", prompt="x")
+    answer = TestClient(app).post("/v1/completions", json=sent)
+    assert answer.status_code == 400
+    assert why in answer.text
+
+
+@pytest.mark.parametrize(
     ("sent", "message"),
     [
         (body(documents=[{"base": "b", "id": "a", "text": "x"}]), "a base and a text"),

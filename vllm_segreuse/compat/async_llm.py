@@ -13,7 +13,7 @@ server. None filed that we know of.
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from vllm_segreuse.compat.input_processor import check_prompt
+from vllm_segreuse.compat.input_processor import IMAGES, check_prompt
 from vllm_segreuse.compat.patching import wrap
 from vllm_segreuse.viewer.recent import watched
 
@@ -32,7 +32,8 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
         kind = prompt.get("type") if isinstance(prompt, dict) else None
         if kind is not None:  # it is tokenised
             tokens = None if kind == "embeds" else prompt.get("prompt_token_ids")
-            check_prompt(self.input_processor, tokens, sampling_params, kind == "multimodal")
+            unusual = IMAGES if kind == "multimodal" else None
+            check_prompt(self.input_processor, tokens, sampling_params, unusual)
         outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
         return watched(request_id, sampling_params, outputs)
 

@@ -52,13 +52,16 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             self,
             None if embeds else request.prompt_token_ids,
             request.sampling_params,
-            bool(request.mm_features) or request.resumable,
+            IMAGES if request.mm_features else "parts to come" if request.resumable else None,
             request.lora_request is not None or request.cache_salt is not None,
         )
         return request
 
     return process_inputs
 
+
+IMAGES = "images, audio or video"
+"""What a prompt may come with."""
 
 _RULES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -67,7 +70,7 @@ def check_prompt(
     processor: Any,
     tokens: Sequence[int] | None,
     params: Any,
-    is_unusual: bool,
+    unusual: str | None,
     is_apart: bool = False,
 ) -> None:
     """Checks a prompt by the layout of the model; see `PromptRules.check`.
@@ -91,6 +94,6 @@ def check_prompt(
     if rules is None:
         return
     try:
-        rules.check(tokens, params, is_unusual, is_apart)
+        rules.check(tokens, params, unusual, is_apart)
     except RequestError as error:
         raise BadOptionError(error) from None

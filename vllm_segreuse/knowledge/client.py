@@ -346,10 +346,10 @@ def _checked(token: str) -> str:
     """
     if not token:
         raise ValueError(f"the admin token is empty: pass the server's, or set {TOKEN_ENV} to it")
-    if _CONTROL.search(token):
+    if found := _CONTROL.search(token):
         raise ValueError(
-            "the admin token has a line break or another control character, which no header can "
-            f"carry: pass the server's, or set {TOKEN_ENV} to it"
+            f"the admin token has the control character {found[0]!r}, which no header can carry: "
+            f"pass the server's, or set {TOKEN_ENV} to it"
         )
     return token
 

@@ -193,10 +193,11 @@ class KnowledgeService:
                 self._check_memory(base.num_bytes)
                 await self._in_store(self._store.add_base, record)
                 self._catalogue.bases[body.name] = base
-            elif _content(known.record, body) != _content(record, body):
+            elif others := _differing(known.record, record, body):
+                differing = " and another ".join(others)
                 raise ConflictError(
-                    f"a knowledge base {body.name!r} exists with another extra key, preamble, "
-                    "context or metadata: delete it first, or choose another name",
+                    f"a knowledge base {body.name!r} exists with another {differing}: delete it "
+                    "first, or choose another name",
                     "name",
                 )
         return (await self.base(body.name)), known is None
@@ -623,9 +624,15 @@ def _standing_for(anchors: Anchors, document: Tokens) -> Tokens:
     return np.array(anchors.standing_for(len(document) - 2), np.int32)
 
 
-def _content(base: BaseRecord, body: schemas.CreateBase) -> tuple[Any, ...]:
-    context = None if body.context is None else base.context
-    return base.extra_key, base.preamble, base.metadata, context
+def _differing(one: BaseRecord, other: BaseRecord, body: schemas.CreateBase) -> list[str]:
+    """What two bases of one name do not have in common; a context only if the request names one."""
+    compared = {
+        "extra key": (one.extra_key, other.extra_key),
+        "preamble": (one.preamble, other.preamble),
+        "metadata": (one.metadata, other.metadata),
+        "context": (one.context, other.context if body.context else one.context),
+    }
+    return [name for name, (here, there) in compared.items() if here != there]
 
 
 def _page(names: Iterable[str], after: str | None, limit: int) -> tuple[list[str], str | None]:

@@ -122,7 +122,7 @@ class PromptRules:
         self,
         tokens: Sequence[int] | None,
         params: Any,
-        is_unusual: bool | None = False,
+        unusual: str | None = None,
         is_apart: bool = False,
     ) -> None:
         """Checks a prompt before it is submitted.
@@ -130,7 +130,7 @@ class PromptRules:
         Args:
             tokens: of the prompt; None: it consists of embeddings.
             params: vLLM's sampling parameters, or others.
-            is_unusual: whether it comes with images, with embeddings, or in parts.
+            unusual: what it comes with beside text, such as images; None: nothing.
             is_apart: whether it has an adapter or a salt, and so a namespace of its own.
 
         Raises:
@@ -156,22 +156,27 @@ class PromptRules:
                 "or the chat template does not put each of them into the prompt",
             )
         if spans:
-            self._check_options(params, is_unusual)
+            self._check_options(params, unusual)
             self._check_room(tokens, spans)
         if spans and self.layout.anchors is not None:
             _check_named(extra_args or {}, len(spans), is_apart)
 
-    def _check_options(self, params: Any, is_unusual: bool | None) -> None:
+    def _check_options(self, params: Any, unusual: str | None) -> None:
         if getattr(params, "prompt_logprobs", None) is not None:
             raise RequestError(
                 "prompt_logprobs",
                 "prompt_logprobs: documents are not computed in their places: leave it away",
             )
-        if is_unusual or getattr(params, "skip_reading_prefix_cache", None):
+        if unusual is not None:
             raise RequestError(
                 DOCUMENTS,
-                f"{DOCUMENTS}: they are reused from the cache in a prompt of text only: send no "
-                "images, no embeddings, no input in parts, and let the cache be read",
+                f"{DOCUMENTS}: they are reused in a prompt of text only: send it without {unusual}",
+            )
+        if getattr(params, "skip_reading_prefix_cache", None):
+            raise RequestError(
+                DOCUMENTS,
+                f"{DOCUMENTS}: they are reused from the cache, which skip_reading_prefix_cache "
+                "forbids: leave that away",
             )
 
     def _check_room(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:

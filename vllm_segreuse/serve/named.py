@@ -19,11 +19,14 @@ from vllm_segreuse.knowledge.service import KnowledgeService
 XARGS = "vllm_xargs"
 
 
-async def name_documents(body: dict[str, Any], service: KnowledgeService | None) -> None:
+async def name_documents(
+    body: dict[str, Any], service: KnowledgeService | None, has_admin: bool = False
+) -> None:
     """Look up what an admitted body names; the body then has entries instead of names.
 
     Args:
         service: knowledge bases; None where there are none.
+        has_admin: whether the server has an administrator's routes.
 
     Raises:
         RequestError: the body contradicts itself.
@@ -42,20 +45,21 @@ async def name_documents(body: dict[str, Any], service: KnowledgeService | None)
         raise RequestError(
             DOCUMENTS, f"{DOCUMENTS}: compressed documents are found by {EXTRA_KEYS}: add them"
         )
-    found = await _found(names, [keys] if isinstance(keys, str) else keys, service)
+    found = await _found(names, [keys] if isinstance(keys, str) else keys, service, has_admin)
     named.set(found)
     body[XARGS] = {**(xargs or {}), DOCUMENTS: [document.entry for document in found]}
 
 
 async def _found(
-    names: tuple[str, ...], keys: list[str], service: KnowledgeService | None
+    names: tuple[str, ...], keys: list[str], service: KnowledgeService | None, has_admin: bool
 ) -> tuple[NamedDocument, ...]:
     if service is None:
-        raise HTTPException(
-            400,
-            f"{DOCUMENTS}: this server has no knowledge bases: it needs an admin token, and "
-            "one API server",
+        why = (
+            "they need one API server with all engines: start it with --api-server-count 1"
+            if has_admin
+            else "start it with an admin token"
         )
+        raise HTTPException(400, f"{DOCUMENTS}: this server has no knowledge bases: {why}")
     try:
         return tuple(await service.named(names, keys))
     except KnowledgeError as error:

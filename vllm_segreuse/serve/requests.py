@@ -132,8 +132,9 @@ async def admit(connection: HTTPConnection) -> None:
             check_body(body, names)
         if rights is not None:
             _bind(body, connection, rights)
-        service = getattr(connection.app.state, "segreuse_service", None)
-        await name_documents(body, service)
+        state = connection.app.state
+        has_admin = hasattr(state, "segreuse_service")  # None: it cannot have knowledge bases
+        await name_documents(body, state.segreuse_service if has_admin else None, has_admin)
     except RequestError as error:
         raise BadOptionError(error) from None
     origin.set(Origin.CHECKED if rights is None else Origin.BOUND)

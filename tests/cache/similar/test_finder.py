@@ -53,6 +53,24 @@ def test_equal_segments_come_first_and_similar_ones_fill_what_is_left() -> None:
     assert found.num_segments > equal.num_segments
 
 
+def test_a_similar_segment_is_reused_as_a_whole() -> None:
+    world = World()
+    document, parts = world.words(5 * SIZE), wording(world)
+    world.cache(document)
+    world.cache(world.records(parts))
+    prompt = world.arrive([3, *document, *world.records(parts), 4])
+    found, stop = world.find(prompt), prompt.tokens.size - 1
+    pieces, segment = found.pieces, found.pieces.segment
+    runs = np.bincount(segment)
+    lost = int(np.flatnonzero(pieces.is_similar & (runs[segment] > 1))[0])
+    for index in (0, lost):
+        kept = np.arange(len(pieces)) != index
+        part = world.finder.part(prompt, found, kept, 0, stop)
+        assert part is not None
+        gone = len(pieces) - len(part.pieces)
+        assert gone == (runs[segment[index]] if pieces.is_similar[index] else 1)
+
+
 def test_what_is_found_is_remembered() -> None:
     world = World()
     parts = wording(world)
