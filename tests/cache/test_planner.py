@@ -619,6 +619,15 @@ def test_a_token_that_is_asked_needs_its_slot_before_vllm_computes_it(world, doc
     assert world.donors.depths(tracked, 5, 1).tolist() == [1]
 
 
+def test_a_token_that_is_asked_is_computed_before_its_block_is_full(world, document):
+    world.spread = True
+    prompt = world.new_tokens(4) + document[0] + world.new_tokens(2)
+    tracked = world.request(prompt, make_recipe=half_by_score)
+    assert world.decide(tracked) == len(prompt)
+    world.planner.allocated(tracked, blocks_of(tracked))
+    assert world.donors.depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
+
+
 def test_a_plan_that_missed_room_while_nobody_else_had_any_gives_up_as_much_once(world, document):
     tracked = world.request(document[0] + world.new_tokens(3))
     world.pins.room = 7

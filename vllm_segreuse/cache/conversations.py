@@ -82,9 +82,7 @@ class Conversations(BlockListener):
         for index, block, name in zip(
             range(blocks.first, last), blocks.block_ids, names, strict=False
         ):
-            # vLLM computes the token behind a spread plan in a step after the one that names it.
-            is_written = not plan.spread or index != plan.stop // size
-            if index >= exact and is_written:
+            if index >= exact and index != plan.named_early(size):
                 self._forget(block)
                 self._kept[block] = name, plan.donor_depth
                 self._block[name] = block

@@ -153,10 +153,9 @@ class Donors(BlockListener):
         first = first_block * size
         computed = np.ones(count * size, dtype=np.bool_)
         low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
-        if plan.spread:
-            # The token behind the plan is vLLM's to compute, in a step after the one that names it.
-            behind = max(plan.start + plan.num_written - first, 0)
-            computed[max(plan.stop - first, 0) : behind] = False
+        early = plan.named_early(size)
+        if early is not None and first_block <= early < first_block + count:
+            computed[plan.stop - first] = False
         if low < high:
             computed[low:high] = plan.recipe.settled[low + first - plan.start :][: high - low]
         return np.asarray(computed.reshape(count, size).all(axis=1), np.bool_)

@@ -365,6 +365,17 @@ class ReusePlan:
     def _behind(self) -> int:
         return int(self.next_token is not None)
 
+    def named_early(self, block_size: int) -> int | None:
+        """Index of the block that vLLM names before it has computed its last token; None: none.
+
+        Of a spread plan that probes the token behind it. vLLM names what is full when the plan is
+        done, and computes that token in a later step. Where it does not end a block, its block is
+        full, and named, only after that.
+        """
+        named_until = self.stop + self._behind
+        is_early = self.spread and self._behind and named_until % block_size == 0
+        return named_until // block_size - 1 if is_early else None
+
     @property
     def reused(self) -> BoolArray:
         """bool `[stop - start]`: tokens whose KV is copied."""
