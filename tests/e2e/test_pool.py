@@ -176,7 +176,7 @@ def test_21_donors_first_in_line_for_eviction_are_held(reusing: Engine, text: Pr
     assert full.logprobs == with_room.logprobs
 
 
-def test_23_without_room_beside_the_donors_the_request_runs_without_them(
+def test_23_without_room_beside_all_donors_the_request_reuses_those_that_fit(
     reusing: Engine, text: Prompts
 ) -> None:
     document = text.tokens(18 * BLOCK_SIZE)
@@ -186,10 +186,11 @@ def test_23_without_room_beside_the_donors_the_request_runs_without_them(
     reusing.ask(document, options=NAMESPACE, max_tokens=1)
     submit(reusing, "running", text.tokens(5 * BLOCK_SIZE), None, **LONG)
     step(reusing)
-    submit(reusing, "crowded", prompt, SHIFT)
+    submit(reusing, "crowded", prompt, EVERYTHING)
     answer = drain(reusing)["crowded"]
-    assert answer.report["bypass_reason"] == "no_free_blocks"
-    assert answer.report["new_tokens"] == len(prompt)
+    assert answer.report["bypass_reason"] is None
+    assert 0 < answer.report["reused_tokens"] < len(document)
+    assert answer.report["new_tokens"] == len(prompt) - answer.report["reused_tokens"]
     assert_same(answer, reference, NOISE)
 
 
