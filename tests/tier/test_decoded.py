@@ -4,6 +4,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from tests.tier.test_store import DOCUMENT, stored
 from tests.tier.world import SIZE, World
@@ -84,3 +85,36 @@ def test_blocks_that_are_computed_or_filled_anew_are_stored() -> None:
     world.tier.note_plans([plan(again, [(0, 3 * SIZE, 0, 0, 0)], [True])])
     world.tier.note_plans([plan(again, [(0, SIZE, 0, 0, 0)], [True])])
     assert evicted(world, again) == 2
+
+
+@pytest.mark.parametrize("end", ["evicted", "reset"])
+def test_what_vllm_computes_where_a_record_was_decoded_once_is_stored(end: str) -> None:
+    """Behind the plan of another request, say; blocks of moved tokens are not in the index."""
+    world = World(blocks=16, rows=40, codec="int8")
+    stored(world)
+    blocks = filled(world, [*range(300, 312)], depth=1)
+    assert evicted(world, blocks) == 3
+    world.tier.note_plans([plan(blocks, [(0, 3 * SIZE, 0, 0, 0)], [True])])
+    if end == "evicted":
+        assert evicted(world, blocks) == 0
+    else:
+        world.reset()
+    world.take_next(blocks)
+    answer = filled(world, [*range(700, 712)], depth=1)
+    assert sorted(answer) == sorted(blocks)
+    copy = filled(world, [*range(800, 812)], depth=1)
+    pieces = [(SIZE * i, SIZE, block, 0, 0) for i, block in enumerate(answer)]
+    world.tier.note_plans([plan(copy, pieces, [False] * 3)])
+    assert evicted(world, answer) == 3
+    assert evicted(world, copy) == 3, "nor does it spread"
+    assert "tier_dropped" not in world.stats.data or not world.stats.data["tier_dropped"]
+
+
+def test_where_only_documents_are_stored_nothing_is_dropped_as_decoded() -> None:
+    """They are exact; nothing else is stored, so that nothing needs to be known of plans."""
+    world = World(rows=20, codec="int8", admission="knowledge")
+    blocks = filled(world, DOCUMENT, depth=0)
+    world.tier.note_plans([plan(blocks, [(0, 3 * SIZE, 0, 0, 0)], [True])])
+    world.tier.documents.keep("doc", 0, 1, blocks)
+    world.step()
+    assert world.tier.documents.held() == {"doc": "host"}

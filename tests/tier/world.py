@@ -174,6 +174,11 @@ class World:
         self.namespaces.release(namespace)
         return ids
 
+    def take_next(self, blocks: list[int]) -> None:
+        """These blocks, which are free, are taken before any other."""
+        others = [block for block in self._free if block not in blocks]
+        self._free = deque([*blocks, *others])
+
     def evict(self, blocks: list[int]) -> None:
         """Blocks are taken for tokens that donate nothing."""
         self.tier.evicting(blocks)

@@ -43,6 +43,7 @@ ANCHORS_PER_BLOCK = 32
 ENTRIES_PER_BLOCK = 4
 CACHE_LINE_BYTES = 64
 GOLDEN = 0x9E3779B97F4A7C15
+_STEPS = 2**32 - 1  # then their numbers begin anew, with 1
 
 
 def bytes_per_block(block_size: int) -> int:
@@ -104,7 +105,7 @@ class SegmentIndex:
 
     def begin_step(self) -> None:
         """Start a schedule(): what was inserted before it is computed by now, no longer fresh."""
-        self.step = self.step % (2**32 - 1) + 1
+        self.step = self.step % _STEPS + 1
         if self._has_fresh:
             self._has_fresh = False
             self.version += 1
@@ -169,7 +170,7 @@ class SegmentIndex:
             self.anchor_counts,
             self._population,
             self.spares,
-            self.step if fresh else (self.step - 2) % (2**32 - 1) + 1,
+            self.step if fresh else (self.step - 2) % _STEPS + 1,
             namespace,
             salt_of(namespace),
             block_ids,
@@ -292,6 +293,11 @@ class SegmentIndex:
     def check_integrity(self) -> None:
         """Walk every link both ways; AssertionError with what is wrong. O(blocks), for tests."""
         check(self)
+
+
+def was_before(step: int, other: int) -> bool:
+    """Whether a step was before another one, less than 2**31 steps apart."""
+    return 0 < (other - step) % _STEPS < 1 << 31
 
 
 def salt_of(namespace: int) -> np.uint64:

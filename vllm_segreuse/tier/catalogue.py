@@ -54,12 +54,14 @@ class Seen(NamedTuple):
     """A block of vLLM's pool as the index knows it; the fields of its record.
 
     Attributes:
+        born: step of the index in which it was named; 0: it is a record.
         namespaces: ids; none of them is forgotten before `Catalogue.done_with`.
         parent_block: of the index, in front of it; -1: none.
         children: blocks of the pool behind it, with their keys.
     """
 
     block: int
+    born: int
     key: bytes
     tokens: IntArray
     position: int
@@ -142,6 +144,11 @@ class Catalogue:
         self._next = num_blocks
         self.num_in_host = self.num_on_disk = 0
 
+    @property
+    def step(self) -> int:
+        """Of the index; what is named from now on is born in it, or later."""
+        return self._index.step
+
     def clear(self) -> None:
         """Forget all records, and what was seen; the index is cleared by its owner."""
         self.held.release_all()
@@ -176,7 +183,7 @@ class Catalogue:
 
         def key_at(block: int) -> bytes | None:
             if block not in keys:
-                keys[block] = self._key_at(block)
+                keys[block] = self.key_at(block)
             return keys[block]
 
         together = frozenset(blocks)
@@ -210,8 +217,8 @@ class Catalogue:
         # Entries of further namespaces stand for a block, too; the first one is the block itself.
         parent_block = int(nodes[parent]["block"]) if parent >= self._index.num_blocks else parent
         return Seen(
-            *(block, key, self._index.tokens[block].copy(), first[_POSITION], first[_DEPTH]),
-            tuple(namespaces),
+            *(block, first[_BORN], key, self._index.tokens[block].copy()),
+            *(first[_POSITION], first[_DEPTH], tuple(namespaces)),
             key_at(parent_block),
             parent_block,
             tuple((child, key_at(child) or b"") for child in {*children} - together),
@@ -222,8 +229,8 @@ class Catalogue:
         for namespace in seen.namespaces:
             self.held.release(namespace)
 
-    def _key_at(self, block: int) -> bytes | None:
-        """Key of a block of the pool, or of a record, by its id in the index."""
+    def key_at(self, block: int) -> bytes | None:
+        """Key of a block of the pool, or of a record, by its id in the index; None: it has none."""
         if block < 0:
             return None
         if block < self.first_entry:
@@ -369,7 +376,7 @@ class Catalogue:
         new: list[Record] = []
         for stored in found:
             seen = Seen(
-                *(-1, stored.key, stored.tokens, stored.position, stored.depth, (namespace,)),
+                *(-1, 0, stored.key, stored.tokens, stored.position, stored.depth, (namespace,)),
                 *(stored.parent, -1, ()),
             )
             record = self._by_key.get(stored.key)

@@ -2,8 +2,8 @@
 """Blocks whose KV was read from records of a codec that rounds, or copied from such a block. They
 are not stored again.
 
-A block is known by its id, which gets other content later. What is computed anew has provenance
-depth 0, and what other plans fill is noted as their plans leave.
+A block is known by its id, until vLLM takes it for other content. What is computed anew has
+provenance depth 0, and what other plans fill is noted as their plans leave.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from vllm_segreuse.tier.catalogue import Seen
 
 
 class Decoded:
-    """One per engine whose codec rounds."""
+    """One per engine whose codec rounds.
 
-    def __init__(self) -> None:
-        self._blocks: set[int] = set()
+    Args:
+        num_blocks: of vLLM's pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._is_decoded = np.zeros(num_blocks, np.bool_)
 
     def note(self, plans: Iterable[ReusePlan], block_size: int) -> None:
         """These plans leave.
@@ -32,16 +36,31 @@ class Decoded:
         for plan in plans:
             written = plan.block_ids[plan.start // block_size : -(-plan.stop // block_size)]
             pieces = plan.pieces
-            copied = np.isin(pieces.block, [*self._blocks])
-            self._blocks.difference_update(written.tolist())
-            read = np.flatnonzero((pieces.source == Tier.HOST) | copied)
+            is_read = pieces.source == Tier.HOST
+            is_read[~is_read] = self._is_decoded[pieces.block[~is_read]]
+            self._is_decoded[written] = False
+            read = np.flatnonzero(is_read)
             for first, length in zip(pieces.destination[read], pieces.length[read], strict=True):
                 blocks = slice(int(first) // block_size, -(-int(first + length) // block_size))
-                self._blocks.update(plan.block_ids[blocks].tolist())
+                self._is_decoded[plan.block_ids[blocks]] = True
 
-    def split(self, seen: Sequence[Seen]) -> tuple[list[Seen], list[Seen]]:
-        """Of blocks that are evicted: those that may be stored, and those that were decoded."""
-        mine = [found for found in seen if found.block in self._blocks and found.depth > 0]
-        self._blocks.difference_update(found.block for found in seen)
-        lossy = {found.block for found in mine}
-        return [found for found in seen if found.block not in lossy], mine
+    def taken(
+        self, block_ids: Sequence[int], seen: Sequence[Seen]
+    ) -> tuple[list[Seen], list[Seen]]:
+        """vLLM takes blocks for other content.
+
+        Args:
+            block_ids: of all that it takes.
+            seen: those of them that might be stored.
+
+        Returns:
+            Those that may be, and those that were decoded.
+        """
+        decoded = [found for found in seen if self._is_decoded[found.block] and found.depth > 0]
+        self._is_decoded[list(block_ids)] = False
+        lossy = {found.block for found in decoded}
+        return [found for found in seen if found.block not in lossy], decoded
+
+    def clear(self) -> None:
+        """Blocks have lost their names."""
+        self._is_decoded[:] = False

@@ -90,6 +90,7 @@ class Keeping:
         clock: seconds since 1970.
         files: None where nothing outlives the process.
         journal: of an earlier run; None without files.
+        key_of: key of the record of a block; None: it has no name.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Keeping:
         clock: Callable[[], float],
         files: DurableFiles | None = None,
         journal: DocumentJournal | None = None,
+        key_of: Callable[[int], bytes | None] = lambda block: None,
     ) -> None:
         self.capacity_blocks = capacity_blocks
         self._store = store
@@ -107,6 +109,8 @@ class Keeping:
         self._clock = clock
         self._uses: dict[str, Use] = {}
         self._lost: set[str] = set()
+        self._unstored: dict[str, set[bytes]] = {}  # which GPU memory has all the same
+        self._key_of = key_of
         self._files = files
         self._kept = KeptEntries(journal)
         if files is not None and journal is not None:
@@ -125,6 +129,8 @@ class Keeping:
         with self._health.contained("a document"):
             keys = self._store.write_through(block_ids)
             if not keys:
+                named = filter(None, map(self._key_of, block_ids))
+                self._unstored.setdefault(entry, set()).update(named)
                 return
             self._erase(self._kept.keep(entry, part, parts, keys))
             if self._files is not None:
@@ -136,7 +142,9 @@ class Keeping:
         """See `KeepingTier`."""
         with self._health.contained("the removal of documents"):
             names = list(entries)
-            self._erase(self._kept.release(names))
+            gone = self._kept.release(names)
+            unstored = set().union(*(self._unstored.pop(name, ()) for name in names))
+            self._erase([*gone, *(key for key in unstored if key not in self._kept)])
             self._lost.difference_update(names)
             for name in names:
                 self._uses.pop(name, None)
@@ -186,6 +194,7 @@ class Keeping:
     def cleared(self) -> None:
         """Host memory was cleared, and files are hidden: the model may have other weights."""
         self._lost.clear()
+        self._unstored.clear()
         for key in self._kept.records():
             self._kept.placed(key, False, False)
 

@@ -143,7 +143,8 @@ class TierStore(BlockListener):
         self._reuse = reuse
         self._health = Health("the second tier")
         capacity = max(len(view), 0 if files is None else files.num_slots)
-        self.documents = Keeping(self, capacity, self._health, time.time, files, journal)
+        known = (self, capacity, self._health, time.time, files, journal)
+        self.documents = Keeping(*known, catalogue.key_at)
         self._files = files
         self._exact_key = None if exact_key is None else functools.lru_cache(_KEYS)(exact_key)
         self._contexts = Contexts(manager)
@@ -153,9 +154,9 @@ class TierStore(BlockListener):
             lambda records: stats.count_tier_tokens("loaded", records * catalogue.block_size),
         )
         self._evicted: list[Seen] = []
-        self._deleted = Deleted(catalogue.first_entry + capacity)
-        self._rounds = options.is_lossy
-        self._decoded = Decoded()
+        self._deleted = Deleted(catalogue.first_entry, catalogue.key_at)
+        self._rounds = options.is_lossy and self._stores_evicted
+        self._decoded = Decoded(catalogue.first_entry)
         self._noted = 0, 0
         self._is_verified = True
         self._sequence = 0
@@ -184,8 +185,8 @@ class TierStore(BlockListener):
         """Store what donates, once the step is scheduled."""
         if self._stores_evicted and self.is_open:
             with self._health.contained("an eviction"):
-                seen, decoded = self._decoded.split(self._catalogue.see(block_ids))
-                wanted, deleted = self._deleted.split(seen, evicted=True)
+                seen, decoded = self._decoded.taken(block_ids, self._catalogue.see(block_ids))
+                wanted, deleted = self._deleted.split(seen)
                 self._evicted += wanted
                 for found in (*decoded, *deleted):
                     self._catalogue.done_with(found)
@@ -209,14 +210,13 @@ class TierStore(BlockListener):
 
     def erase(self, keys: Iterable[bytes]) -> None:
         """See `WritingStore`."""
-        if self.is_open:
-            deleted = list(keys)
-            self._deleted.add(deleted)
-            self._evicted, unwanted = self._deleted.split(self._evicted, evicted=False)
-            for found in unwanted:
-                self._catalogue.done_with(found)
-            self._rows.erase(deleted)
-            self._follow()
+        deleted = list(keys)
+        self._deleted.add(deleted, self._catalogue.step)
+        self._evicted, unwanted = self._deleted.split(self._evicted)
+        for found in unwanted:
+            self._catalogue.done_with(found)
+        self._rows.erase(deleted)
+        self._follow()
 
     def is_on_host(self, key: bytes) -> bool:
         """See `WritingStore`."""
@@ -243,6 +243,7 @@ class TierStore(BlockListener):
             self._health.recover()
             self._evicted = []
             self._deleted.clear()
+            self._decoded.clear()
             self._stale |= self._steps
             self._steps = {}
             self._loads.clear()
