@@ -5,7 +5,9 @@ import os
 import sqlite3
 import stat
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,4 +280,118 @@ def test_a_base_made_anew_has_none_of_the_documents_of_before(path: str) -> None
     store = Store(path, "model")
     store.add_base(BaseRecord("base", "key", None, {}, 1.0))
     assert list(store.load().documents) == []
+    store.close()
+
+
+# What was deleted.
+
+SECRET = np.arange(70_000, 70_900, dtype=np.int32)
+
+
+def left_of(secret: np.ndarray, folder: Path) -> int:
+    """How many pieces of 16 tokens are in any file of a folder."""
+    content = b"".join(file.read_bytes() for file in folder.iterdir())
+    return sum(secret[i : i + 16].tobytes() in content for i in range(0, len(secret) - 16, 16))
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite as it is by default, which leaves what was deleted where it is."""
+    connect = sqlite3.connect
+
+    def connected(*given: Any, **named: Any) -> sqlite3.Connection:
+        sql = connect(*given, **named)
+        sql.execute("PRAGMA secure_delete = OFF")
+        return sql
+
+    monkeypatch.setattr(sqlite3, "connect", connected)
+
+
+def secret_record(document_id: str = "secret", tokens: np.ndarray = SECRET) -> DocumentRecord:
+    name = entry_name("key", CONTEXT, tokens)
+    return DocumentRecord("base", document_id, CONTEXT, tokens, {}, name)
+
+
+def with_siblings(document_id: str, context: np.ndarray) -> DocumentRecord:
+    """One that was computed behind the text of others."""
+    name = entry_name("key", context, TOKENS)
+    return DocumentRecord("base", document_id, context, TOKENS, {}, name)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("how", ["deleted", "replaced", "with its base"])
+@pytest.mark.usefixtures("forgetful")
+def test_no_file_has_the_text_of_a_document_that_is_gone(path: str, how: str, closes: bool) -> None:
+    """Neither the manifest nor its journal; while it is open, too, as after a kill. Others were
+    computed behind it, and have its text in their contexts."""
+    folder = Path(path).parent
+    store = Store(path, "model")
+    store.put("key", [secret_record(), with_siblings("sibling", SECRET[:512])])
+    store.save_uses([(secret_record().entry, 3, 1.0)])
+    assert left_of(SECRET, folder) > 50
+    moved = with_siblings("sibling", CONTEXT)
+    if how == "deleted":
+        store.delete("base", "secret", "key", [moved])
+    elif how == "replaced":
+        store.put("key", [secret_record(tokens=TOKENS), moved])
+    else:
+        store.delete_base("base")
+    store.forget_uses([secret_record().entry])
+    if closes:
+        store.close()
+    assert left_of(SECRET, folder) == 0
+    assert secret_record().entry.encode() not in Path(path).read_bytes()
+    store.close()
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_what_an_earlier_version_has_left_is_gone_once_the_manifest_was_opened(path: str) -> None:
+    folder = Path(path).parent
+    store = Store(path, "model")
+    store.put("key", [secret_record()])
+    store.close()
+    with closing(sqlite3.connect(path)) as sql:
+        sql.execute("PRAGMA user_version = 0")
+        sql.execute("DELETE FROM documents WHERE id = 'secret'")
+        sql.commit()
+    assert left_of(SECRET, folder) > 50
+    store = Store(path, "model")
+    assert left_of(SECRET, folder) == 0
+    assert [found.id for found in store.load().documents] == ["doc"]
+    store.close()
+    assert reload(path).fault is None
+
+
+def test_a_manifest_that_cannot_be_written_anew_is_used_all_the_same(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(sqlite3.connect(path)) as sql:
+        sql.execute("PRAGMA user_version = 0")
+    connect = sqlite3.connect
+
+    class Full(sqlite3.Connection):
+        def execute(self, statement: str, *given: Any) -> sqlite3.Cursor:
+            if statement == "VACUUM":
+                raise sqlite3.OperationalError("database or disk is full")
+            return super().execute(statement, *given)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Full))
+    assert reload(path).fault is None
+    assert "disk is full" in caplog.text
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    caplog.clear()
+    assert reload(path).fault is None
+    assert not caplog.text
+
+
+def test_counts_of_documents_that_are_gone_do_not_outlive_a_restart(path: str) -> None:
+    """A crash came between the deletion and their removal."""
+    store = Store(path, "model")
+    store.put("key", [secret_record()])
+    entries = [secret_record().entry, record().entry]
+    store.save_uses([(entry, 3, 1.0) for entry in entries])
+    store.delete("base", "secret", "key")
+    store.close()
+    store = Store(path, "model")
+    assert store.load().uses.keys() == {record().entry}
     store.close()

@@ -150,3 +150,18 @@ def test_a_damaged_row_is_no_part(path: str, row: tuple[object, ...]) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"missing"):
         DocumentJournal(str(tmp_path / "missing" / "documents.sqlite"), at_once)
+
+
+def test_the_names_of_what_was_released_are_in_no_file(path: str) -> None:
+    """They are digests of texts: whoever guesses one could see that it was there."""
+    journal = DocumentJournal(path, at_once)
+    journal.kept("of a deleted document", 0, 1, [A])
+    journal.kept("doc", 0, 1, [B])
+    files = [Path(path + suffix) for suffix in ("", "-wal")]
+    assert any(b"of a deleted document" in file.read_bytes() for file in files)
+    journal.released(["of a deleted document"])
+    for file in files:
+        assert b"of a deleted document" not in file.read_bytes()
+        assert A not in file.read_bytes()
+    journal.close()
+    assert reopened(path) == [("doc", 0, 1, [B])]

@@ -38,6 +38,7 @@ class Tiered(RuleBasedStateMachine):
         self.world = World(9, rows, ranks, files, most_files=rows, wait_ms=10, zeroise=zeroise)
         self.held: dict[str, list[int]] = {}  # requests of this step with a plan
         self.numbers = iter(range(10**6))
+        self.deleted: set[int] = set()  # blocks that were of deleted documents then, by id
 
     @rule(number=st.integers(0, DOCUMENTS - 1), depth=st.integers(0, 1))
     def compute(self, number: int, depth: int) -> None:

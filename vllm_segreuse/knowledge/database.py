@@ -3,6 +3,10 @@
 
 It holds the tokens of documents, so that it is its owner's alone (0600): a new file is made so, and
 the permissions of one that exists are narrowed. SQLite gives its journals those of the file.
+
+What was deleted is overwritten in it, whatever SQLite was built to do, and the journal is cut off
+behind each change: a locked database would keep it, with all pages as they were before. A file that
+was once written without this is written anew.
 """
 
 from __future__ import annotations
@@ -22,8 +26,13 @@ logger = logging.getLogger("vllm.segreuse")
 IN_MEMORY = ":memory:"
 _VERSION = "3"
 _READABLE = ("1", "2", _VERSION)
+_ERASES = 1  # in the file's header: nothing that was deleted is left in it
 _PRIVATE = 0o600
 _JOURNALS = ("-journal", "-wal", "-shm")
+_PRAGMAS = (
+    *("locking_mode = EXCLUSIVE", "synchronous = FULL", "secure_delete = ON"),
+    "temp_store = MEMORY",
+)
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -86,19 +95,42 @@ def _create(file: str) -> None:
 
 
 def _prepare(sql: sqlite3.Connection, file: str | None) -> None:
-    sql.execute("PRAGMA locking_mode = EXCLUSIVE")
-    sql.execute("PRAGMA synchronous = FULL")
+    for pragma in _PRAGMAS:
+        sql.execute(f"PRAGMA {pragma}")
     sql.execute("BEGIN EXCLUSIVE")
     tables = {name for (name,) in sql.execute("SELECT name FROM sqlite_master")}
     if tables and "about" not in tables:
         raise ValueError("it is a database of something else")
     if file is not None:
         _narrow(file)  # before anything is written
+    sql.commit()  # the file stays locked
+    sql.execute("PRAGMA journal_mode = TRUNCATE")
+    sql.execute("BEGIN EXCLUSIVE")
     for statement in _TABLES.split(";"):
         sql.execute(statement)
     _check_version(sql)
     _migrate(sql)
+    # What was counted of a document whose deletion a crash has cut short.
+    sql.execute("DELETE FROM uses WHERE entry NOT IN (SELECT entry FROM documents)")
     sql.commit()
+    _erase_what_was_left(sql)
+
+
+def _erase_what_was_left(sql: sqlite3.Connection) -> None:
+    """Earlier versions did not overwrite what was deleted, unless SQLite did by itself."""
+    if sql.execute("PRAGMA user_version").fetchone()[0] >= _ERASES:
+        return
+    try:
+        sql.execute("VACUUM")
+    except sqlite3.Error as error:
+        logger.warning(
+            "segment reuse: knowledge bases: text that was deleted by an earlier version may still "
+            "be in the manifest's file: it could not be written anew: %s; the next start tries it "
+            "again",
+            error,
+        )
+        return
+    sql.execute(f"PRAGMA user_version = {_ERASES}")
 
 
 def _narrow(file: str) -> None:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from vllm_segreuse.tier.format import DIGEST_BYTES, Kept
 from vllm_segreuse.tier.sealing import PROOF_BYTES, CorruptError, Sealer
-from vllm_segreuse.tier.sqlite import open_private, sqlite_errors
+from vllm_segreuse.tier.sqlite import forget_deleted, open_private, sqlite_errors
 
 _errors = functools.partial(sqlite_errors, "the database of the store")
 _WRITING, _THERE, _LEAVING = range(3)
@@ -412,8 +412,7 @@ class Database:
         """Rows that were deleted are on no page of the database and of its journal any more;
         returns whether that could be done now."""
         with self._lock, contextlib.suppress(sqlite3.Error):
-            busy: int = self._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-            return not busy
+            return forget_deleted(self._sql)
         return False
 
     # What is known of records.

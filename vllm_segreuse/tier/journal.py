@@ -17,7 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from vllm_segreuse.tier.sqlite import FILES, DamagedError, open_private, sqlite_errors
+from vllm_segreuse.tier.sqlite import (
+    FILES,
+    DamagedError,
+    forget_deleted,
+    open_private,
+    sqlite_errors,
+)
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -97,6 +103,8 @@ class DocumentJournal:
                 with self._sql as sql:
                     for change in changes:
                         _carry_out(sql, change)
+                if not all(isinstance(change, Part) for change in changes):
+                    forget_deleted(self._sql)
             except sqlite3.Error as error:
                 if len(changes) < _MOST_CHANGES:
                     self._changes.extendleft(reversed(changes))  # to be written with the next

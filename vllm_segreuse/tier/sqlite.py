@@ -21,7 +21,9 @@ _OUTSIDE = frozenset(
         *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_MISUSE),
     )
 )
-_PRAGMAS = ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
+_PRAGMAS = (
+    *("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON", "temp_store = MEMORY"),
+)
 
 
 class DamagedError(OSError):
@@ -45,6 +47,17 @@ def sqlite_errors(what: str) -> Iterator[None]:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF
         kind = OSError if code in _OUTSIDE else DamagedError
         raise kind(f"{what}: {error}") from error
+
+
+def forget_deleted(sql: sqlite3.Connection) -> bool:
+    """Rows that were deleted are on no page of the database and of its journal any more; returns
+    whether that could be done now.
+
+    Raises:
+        sqlite3.Error: it could not, for another reason than that others read it.
+    """
+    busy: int = sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    return not busy
 
 
 def open_private(path: str, tables: str, timeout_s: float) -> sqlite3.Connection:
