@@ -68,6 +68,15 @@ def test_the_first_block_stands_behind_nothing_and_others_behind_a_chain_of_hash
     assert not set(other.tolist()) & set(contexts.tolist()), "the first token is part of all"
 
 
+def test_all_of_a_hash_names_a_context() -> None:
+    """Two hashes of which 64 bits are equal can be found."""
+    hashes = [bytes(24) + b"%08d" % i for i in range(9)] + [
+        b"%08d" % i + bytes(24) for i in range(9)
+    ]
+    contexts = contexts_of(hashes, np.arange(1, 19, dtype=np.int32))
+    assert len(set(contexts.tolist())) == 18
+
+
 @pytest.mark.parametrize(("stop", "known"), [(0, 1), (SIZE - 1, 1), (SIZE, 2), (9 * SIZE, 4)])
 def test_a_context_that_reaches_behind_a_document_is_not_known(stop: int, known: int) -> None:
     prompt, blocks = prompt_of([*range(4 * SIZE)]), np.arange(4, dtype=np.int32)

@@ -16,6 +16,7 @@ from bench.shapes import make_model
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.tier.fingerprint import (
     UnknownWeightsError,
+    UnsafeNamesError,
     digest_of,
     model_fingerprint,
     sampled_weights,
@@ -146,4 +147,21 @@ def test_weights_that_are_not_here_are_refused(tmp_path: Path) -> None:
     for file in (tmp_path / "copy").glob("*.safetensors"):
         file.unlink()
     with pytest.raises(UnknownWeightsError, match="are not files of this machine"):
+        fingerprint(found)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("seed", [None, "0"])
+def test_hashes_that_collide_on_purpose_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str | None
+) -> None:
+    """Whether a process has a seed of its own, so that others find nothing, or shares it."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    found = config(make_model("qwen3"), prefix_caching_hash_algo=algorithm)
+    if algorithm.startswith("sha256"):
+        assert len(fingerprint(found)) == 32
+        return
+    with pytest.raises(UnsafeNamesError, match=rf"{algorithm}, .*use --prefix-caching-hash-algo"):
         fingerprint(found)

@@ -6,7 +6,8 @@ turn 1             prefix   moved      computed  computed
 turn 2             prefix   moved      reused    reused    computed
 same context                no         yes       yes
 
-A block's context is everything in front of it, named by vLLM's chained hash of the block before it.
+A block's context is everything in front of it, named by vLLM's chained hash of the block before it
+(64 bits of a digest of that, with a key of this process: nobody can look for two texts of one name).
 KV of a token whose context is the same is what it was when it was computed: computing it again, in
 the same approximation of what is in front, would change nothing. So policies choose none of these
 tokens, and what is computed behind them is no deeper than they are. A conversation that goes on
@@ -15,6 +16,8 @@ costs its new text, and what of it is moved.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -28,6 +31,7 @@ from vllm_segreuse.plan import IntArray
 
 ContextArray = npt.NDArray[np.uint64]
 
+_SECRET = os.urandom(32)
 UNKNOWN, NOTHING = 0, 1
 """Contexts of a block: not known, equal to no other; and of a sequence's first block."""
 
@@ -44,8 +48,13 @@ def contexts_of(hashes: Sequence[bytes], blocks: IntArray) -> ContextArray:
         if block == 0:
             found[i] = NOTHING
         elif block <= len(hashes):
-            found[i] = max(int.from_bytes(hashes[block - 1][:8], "little"), NOTHING + 1)
+            found[i] = max(_named(hashes[block - 1]), NOTHING + 1)
     return found
+
+
+def _named(chained: bytes) -> int:
+    digest = hashlib.blake2b(chained, digest_size=8, key=_SECRET).digest()
+    return int.from_bytes(digest, "little")
 
 
 def known_until(

@@ -43,8 +43,15 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 _MOST_HEADER_BYTES = 100 << 20  # the limit of the format
 
 
+_SAFE_NAMES = ("sha256", "sha256_cbor")
+
+
 class UnknownWeightsError(RefusedError):
     """The model's weights are no files of this machine."""
+
+
+class UnsafeNamesError(RefusedError):
+    """vLLM's names of blocks do not stand for their content where others choose it."""
 
 
 def model_fingerprint(vllm_config: VllmConfig, group: KvGroup, codec: str = "raw") -> bytes:
@@ -57,6 +64,7 @@ def model_fingerprint(vllm_config: VllmConfig, group: KvGroup, codec: str = "raw
 
     Raises:
         UnknownWeightsError: names the model.
+        UnsafeNamesError: names the hash algorithm.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -66,6 +74,7 @@ def model_fingerprint(vllm_config: VllmConfig, group: KvGroup, codec: str = "raw
         vllm_config.cache_config,
         vllm_config.parallel_config,
     )
+    _check_names(cache.prefix_caching_hash_algo)
     config = model.hf_config.to_dict()
     parts: dict[str, object] = {
         "format": FORMAT,
@@ -89,6 +98,17 @@ def model_fingerprint(vllm_config: VllmConfig, group: KvGroup, codec: str = "raw
     if draft := _draft(vllm_config):
         parts["draft"] = draft
     return digest_of(parts)
+
+
+def _check_names(algorithm: str) -> None:
+    """A record of an exact block is found by vLLM's name of it, by other processes, too."""
+    if algorithm not in _SAFE_NAMES:
+        raise UnsafeNamesError(
+            f"prefix_caching_hash_algo is {algorithm}, for which prompts with equal hashes can be "
+            "made: with tier.path, whoever has two would change the prefix of others, after a "
+            "restart and in other engines, too; use --prefix-caching-hash-algo sha256, or start "
+            "without tier.path"
+        )
 
 
 def _draft(vllm_config: VllmConfig) -> list[str]:
