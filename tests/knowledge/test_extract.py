@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files become documents with stable ids, or an error that names them."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pypdf import PdfWriter
@@ -169,3 +171,26 @@ def test_a_bad_file_is_named_with_the_cause(
     make(tmp_path / name)
     with pytest.raises(ExtractError, match=complaint):
         read(Source(tmp_path / name, name))
+
+
+def test_a_file_that_is_exchanged_for_another_kind_before_it_is_opened_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to the folder can do that at any moment; a pipe would wait for ever."""
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+    (source,) = find_sources([file])
+    look, left = os.stat, [file]
+
+    def exchanged(path: Any, *given: Any, **named: Any) -> os.stat_result:
+        found = look(path, *given, **named)
+        if path in left:
+            left.clear()
+            file.unlink()
+            os.mkfifo(file)
+        return found
+
+    with Extractor() as extractor, monkeypatch.context() as patch:
+        patch.setattr(os, "stat", exchanged)
+        with pytest.raises(ExtractError, match="a.txt is no regular file"):
+            extractor.read(source)

@@ -148,6 +148,22 @@ def test_25_two_changes_of_one_document_at_once_are_refused() -> None:
     run(test)
 
 
+def test_25_a_base_stays_while_one_of_its_documents_is_being_changed() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[1, 2, 3], b=[7, 8, 9]))
+        changing = asyncio.create_task(service.add("base", documents(wait=False, a=[4, 5, 6])))
+        await asyncio.sleep(0)
+        with pytest.raises(ConflictError, match="'a' is being changed by another request"):
+            await service.delete_base("base")
+        await changing
+        page = await service.documents("base", None, 10)
+        assert [document.id for document in page.data] == ["a", "b"]
+        await service.delete_base("base")
+        assert not (await service.bases(None, 10)).data
+
+    run(test)
+
+
 def test_25_two_creations_at_once_make_one_base() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         bodies = [CreateBase(name="new", preamble=text) for text in ("one", "two")]

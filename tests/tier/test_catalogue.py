@@ -46,6 +46,29 @@ def test_a_block_that_is_evicted_again_hands_its_neighbours_to_its_record() -> N
     world.check_idle()
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_record_does_not_follow_what_has_come_in_the_place_of_its_predecessor(
+    taken: bool,
+) -> None:
+    """vLLM gives the block in front of it to other tokens before the record is there."""
+    world = World(rows=8)
+    blocks = world.compute(DOCUMENT)
+    world.step()
+    world.evict(blocks[2:])
+    other = [*range(300, 300 + 2 * SIZE)]
+    world.end_step()
+    if taken:
+        world.take_next(blocks[:2])
+        assert world.compute(other) == blocks[:2]
+    world.end_step()
+    world.work()
+    prompt = [*(other[SIZE:] if taken else DOCUMENT[SIZE : 2 * SIZE]), *DOCUMENT[2 * SIZE :]]
+    found = world.match(prompt)
+    assert found.num_tokens == len(prompt)
+    assert found.num_segments == (2 if taken else 1), "these tokens never followed each other"
+    world.check()
+
+
 def test_records_are_removed_with_their_families() -> None:
     world = World(rows=3)
     for first in (100, 200, 300):

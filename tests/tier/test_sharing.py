@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -183,6 +185,20 @@ def test_who_has_missed_too_much_reads_all_rows(
     assert second.load(6, 7, 8) == [6, 7, 8]
 
 
+def test_what_engines_tell_each_other_does_not_grow_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_MOST_CHANGES", 5)
+    store = folder(tmp_path)
+    (path,) = tmp_path.glob("*/records.sqlite")
+    with closing(sqlite3.connect(path)) as sql:
+        for number in range(20):
+            write(store, number)
+            (rows,) = sql.execute("SELECT count(*) FROM changes").fetchone()
+            assert rows == min(number + 1, 5)
+    store.close()
+
+
 # Documents of knowledge bases.
 
 
@@ -314,6 +330,20 @@ def test_a_relative_manifest_is_looked_for_where_it_is(
     folder(tmp_path / "store", owner=Owner("other")).close()
     assert journal.exists()
     (tmp_path / "a" / "manifest").unlink()
+    folder(tmp_path / "store", owner=Owner("other")).close()
+    assert not journal.exists()
+
+
+def test_a_seat_whose_manifest_nobody_can_look_for_is_kept(tmp_path: Path) -> None:
+    """What its lock holds is torn, or relative to a folder that nobody knows."""
+    store = folder(tmp_path / "store", owner=Owner("manifest"))
+    journal = Path(store.journal)
+    journal.touch()
+    store.close()
+    journal.with_suffix(".lock").write_text("nowhere/manifest")
+    folder(tmp_path / "store", owner=Owner("other")).close()
+    assert journal.exists()
+    journal.with_suffix(".lock").write_text("/nowhere/manifest")
     folder(tmp_path / "store", owner=Owner("other")).close()
     assert not journal.exists()
 
