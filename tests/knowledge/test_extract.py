@@ -192,5 +192,5 @@ def test_a_file_that_is_exchanged_for_another_kind_before_it_is_opened_is_not_re
 
     with Extractor() as extractor, monkeypatch.context() as patch:
         patch.setattr(os, "stat", exchanged)
-        with pytest.raises(ExtractError, match="a.txt is no regular file"):
+        with pytest.raises(ExtractError, match=r"a\.txt is no regular file"):
             extractor.read(source)

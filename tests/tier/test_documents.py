@@ -304,7 +304,13 @@ def test_no_copy_of_a_deleted_document_in_gpu_memory_is_stored(
         others.append(world.compute(DOCUMENT)[part])
         world.step()
     end_of_transfers(world)
-    world.evict([block for block in world.names if block not in {*first, *sum(others, [])}])
+    world.evict(
+        [
+            block
+            for block in world.names
+            if block not in {*first, *(block for each in others for block in each)}
+        ]
+    )
     world.tier.documents.release(["doc"])
     end_of_transfers(world)
     stored(world, OTHER)

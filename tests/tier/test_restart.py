@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,15 +36,17 @@ def wait_for(world: Tiered, records: int) -> None:
     raise AssertionError(world.side.status())
 
 
-def engine(path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes = b"model") -> Tiered:
+def engine(
+    path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes = b"model", **options: Any
+) -> Tiered:
     """One with files."""
     monkeypatch.setattr(scheduler, "model_fingerprint", lambda *args: model * 4)
-    return Tiered(files={"path": str(path), "disk_gib": 0.1, "wait_ms": 60_000})
+    return Tiered(files={"path": str(path), "disk_gib": 0.1, "wait_ms": 60_000} | options)
 
 
-def computed(path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiered:
+def computed(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Tiered:
     """An engine that has computed a document."""
-    world = engine(path, monkeypatch)
+    world = engine(path, monkeypatch, **options)
     world.run(world.add(DOCUMENT))
     world.end_step()
     return world
@@ -290,3 +293,51 @@ def test_a_document_that_a_full_disk_did_not_take_is_written_after_the_pause(
     assert tier.counts["no_space"] == 8
     assert not world.side.has_pending_work
     assert held_after_a_restart(world, tmp_path, monkeypatch) == {"doc": "disk"}
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_what_one_engine_deletes_does_not_come_back_from_another_ones_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool
+) -> None:
+    """The other has the same text in GPU memory, or has read it from the files."""
+    first = computed(tmp_path, monkeypatch, zeroise=True)
+    assert first.side._tier is not None
+    blocks = [block for block in range(first.pool.num_gpu_blocks) if block in first.index]
+    first.side._tier.documents.keep("doc", 0, 1, blocks)
+    wait_for(first, 8)
+    second = computed(tmp_path, monkeypatch, zeroise=True)
+    wait_for(second, 8)
+    if deleted:
+        first.side._tier.documents.release(["doc"])
+        wait_for(first, 0)
+        wait_for(second, 0)
+    second.report(second.evict_all())
+    for _ in range(50):
+        second.report(second.end_step()[1])
+        time.sleep(0.01)
+    tier = second.side.status()["tier"]
+    assert (tier["host"] > 0, tier["disk"]) == ((False, 0) if deleted else (True, 8))
+    if deleted:
+        second.run(second.add(DOCUMENT))
+        second.end_step()
+        second.end_step()
+        second.report(second.evict_all())
+        wait_for(second, 8)
+    second.side.close()
+    first.side.close()
+
+
+def test_what_another_engine_deletes_stays_a_document_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = computed(tmp_path, monkeypatch)
+    tier = world.side._tier
+    assert tier is not None
+    blocks = [block for block in range(world.pool.num_gpu_blocks) if block in world.index]
+    tier.documents.keep("doc", 0, 1, blocks)
+    wait_for(world, 8)
+    tier.erased_elsewhere([record.key for record in tier._catalogue])
+    world.report(world.evict_all())
+    wait_for(world, 8)
+    assert tier.documents.held() == {"doc": "host"}
+    world.side.close()

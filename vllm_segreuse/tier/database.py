@@ -33,6 +33,7 @@ from vllm_segreuse.tier.sqlite import forget_deleted, open_private, sqlite_error
 
 _errors = functools.partial(sqlite_errors, "the database of the store")
 _WRITING, _THERE, _LEAVING = range(3)
+_ERASED, _GONE, _CAME = -1, 0, 1  # of the table `changes`
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (
     name TEXT PRIMARY KEY, digest BLOB UNIQUE, secret BLOB NOT NULL, about BLOB NOT NULL,
@@ -101,12 +102,14 @@ class Changes(NamedTuple):
     Attributes:
         gone: names of records.
         coming: records.
+        erased: names of those that have gone because their document was deleted.
         all: names of all records, if what has gone is no longer known by name.
     """
 
     gone: list[str]
     coming: list[Kept]
     all: frozenset[str] | None = None
+    erased: frozenset[str] = frozenset()
 
 
 class Database:
@@ -305,7 +308,7 @@ class Database:
                 sql.execute("UPDATE records SET in_place = 0 WHERE name = ?", name)
                 query = "UPDATE records SET state = ? WHERE name = ? AND state = ?"
                 if sql.execute(query, (_THERE, *name, _WRITING)).rowcount:
-                    sql.execute("INSERT INTO changes (name, there) VALUES (?, 1)", name)
+                    _note(sql, name, _CAME)
                 else:
                     erased.append(kept)
             sql.executemany("DELETE FROM records WHERE name = ?", [(name,) for name in victims])
@@ -328,16 +331,18 @@ class Database:
             self._take_away(sql, found, found)
 
     def _take_away(
-        self, sql: sqlite3.Connection, names: Collection[str], there: Collection[str]
+        self,
+        sql: sqlite3.Connection,
+        names: Collection[str],
+        there: Collection[str],
+        change: int = _GONE,
     ) -> None:
         sql.executemany(
             "UPDATE records SET state = ?, engine = ?, digest = NULL, secret = x'', about = x'' "
             "WHERE name = ?",
             [(_LEAVING, self._engine, name) for name in names],
         )
-        sql.executemany(
-            "INSERT INTO changes (name, there) VALUES (?, 0)", [(name,) for name in there]
-        )
+        _note(sql, there, change)
 
     def settle(
         self, gone: Collection[str], stuck: Collection[str] = (), engine: str | None = None
@@ -387,7 +392,7 @@ class Database:
                     "WHERE digest = ? AND state = ?",
                     (_LEAVING, digest, _WRITING),
                 )
-            self._take_away(sql, leaving, leaving)
+            self._take_away(sql, leaving, leaving, _ERASED)
         return leaving
 
     def excess(self, slots: int) -> list[str]:
@@ -478,13 +483,15 @@ class Database:
                 others = [kept for _, kept in rows if kept is not None and not kept.mine]
                 return Changes([], others, frozenset(name for name, _ in rows))
             self._seen = found[-1][0]
-            gone = [name for _, name, there in found if not there]
-            coming = {name for _, name, there in found if there} - {*gone}
+            gone = [name for _, name, change in found if change != _CAME]
+            erased = frozenset(name for _, name, change in found if change == _ERASED)
+            coming = {name for _, name, _ in found} - {*gone}
             query = f"SELECT {_COLUMNS} FROM records WHERE name = ? AND state = ?"
             found_rows = [self._sql.execute(query, (name, _THERE)).fetchone() for name in coming]
             kept = [self._kept(*row) for row in found_rows if row is not None]
             self._count(self._sql)
-        return Changes(gone, [row for row in kept if row is not None and not row.mine])
+        coming_in = [row for row in kept if row is not None and not row.mine]
+        return Changes(gone, coming_in, erased=erased)
 
     # All of it.
 
@@ -524,3 +531,10 @@ class Database:
             if self._sql.in_transaction:
                 self._sql.execute("ROLLBACK")
             raise
+
+
+def _note(sql: sqlite3.Connection, names: Iterable[str], change: int) -> None:
+    """Tell other engines what has become of records."""
+    sql.executemany(
+        "INSERT INTO changes (name, there) VALUES (?, ?)", [(name, change) for name in names]
+    )

@@ -97,6 +97,7 @@ class FileTier(SecondaryTierManager):
         io_threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
         zeroises: bool = False,
+        on_erased: Callable[[list[bytes]], None] = lambda keys: None,
     ) -> None:
         """Take over an open store.
 
@@ -108,6 +109,7 @@ class FileTier(SecondaryTierManager):
             io_threads: threads that read and write.
             clock: seconds.
             zeroises: whether copies of rows are zeroed.
+            on_erased: told of records that another engine has erased; in the scheduler's thread.
 
         Raises:
             OSError: what is above the budget could not be removed.
@@ -118,6 +120,7 @@ class FileTier(SecondaryTierManager):
         self._describe = describe
         self._clock = clock
         self._zeroises = zeroises
+        self._on_erased = on_erased
         self.num_slots = budget_bytes // folder.record_bytes
         folder.trim(self.num_slots)
         self._residents = Residents(folder.at_start)
@@ -203,7 +206,9 @@ class FileTier(SecondaryTierManager):
             if changes.all is not None:
                 others = [kept.name for kept in self._residents if not kept.mine]
                 gone = [name for name in others if name not in changes.all]
-            self._gone(gone)
+            removed = self._gone(gone)
+            if erased := [kept.key for kept in removed if kept.name in changes.erased]:
+                self._on_erased(erased)
             new = [kept for kept in changes.coming if self._residents.add(kept)]
             self._count_found(new)
             if not self._hidden:
@@ -216,8 +221,8 @@ class FileTier(SecondaryTierManager):
         if others := sum(not kept.mine for kept in records):
             self.counts["found"] += others
 
-    def _gone(self, names: Iterable[str]) -> None:
-        """Records that are on disk no longer."""
+    def _gone(self, names: Iterable[str]) -> list[Kept]:
+        """Records that are on disk no longer; returns those that were known."""
         removed = [kept for name in names if (kept := self._residents.remove(name)) is not None]
         if removed:
             self.counts["removed"] += len(removed)
@@ -228,6 +233,7 @@ class FileTier(SecondaryTierManager):
                     if not keys:
                         del self._unnamed[digest]
         self._event([kept.key for kept in removed], removed=True)
+        return removed
 
     def hide(self) -> None:
         """Offers and stores nothing: the model may have other weights from here on."""
@@ -597,6 +603,7 @@ def open_file_tier(
     fingerprint: bytes,
     describe: Describe,
     owner: Owner | None = None,
+    on_erased: Callable[[list[bytes]], None] = lambda keys: None,
 ) -> FileTier:
     """The file tier that the options describe; they have a `path`.
 
@@ -606,6 +613,7 @@ def open_file_tier(
         fingerprint: of the model.
         describe: see `FileTier`.
         owner: the engine, as it is known after a restart.
+        on_erased: see `FileTier`.
 
     Raises:
         RefusedError: the files cannot be kept; says why and what to do.
@@ -626,6 +634,7 @@ def open_file_tier(
             *(primary_kv_view, store, options.disk_bytes, describe),
             io_threads=options.io_threads,
             zeroises=options.zeroise,
+            on_erased=on_erased,
         )
         tier.journal()  # opened here: it may be what is wrong
     except (OSError, ValueError) as error:

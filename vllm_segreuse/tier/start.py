@@ -68,7 +68,10 @@ def start_tier(
     if options.path is not None:
         assert fingerprint is not None, "what is on disk is a model's"
         view = rows.get_kv_memoryview()
-        files = open_file_tier(options, view, fingerprint, lambda key: store.describe(key), owner)
+        files = open_file_tier(
+            *(options, view, fingerprint, lambda key: store.describe(key), owner),
+            on_erased=lambda keys: store.erased_elsewhere(keys),
+        )
         journal = files.journal()
     manager = TieringOffloadingManager(rows, [] if files is None else [files])
     domain = fingerprint or os.urandom(32)

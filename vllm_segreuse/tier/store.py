@@ -218,6 +218,11 @@ class TierStore(BlockListener):
         self._rows.erase(deleted)
         self._follow()
 
+    def erased_elsewhere(self, keys: Iterable[bytes]) -> None:
+        """Another engine has deleted documents whose files were shared. What this one has read of
+        them does not come back to the files."""
+        self.erase([key for key in keys if not self.documents.is_durable(key)])
+
     def is_on_host(self, key: bytes) -> bool:
         """See `WritingStore`."""
         record = self._catalogue.get(key)
