@@ -38,28 +38,55 @@ class Tiered(RuleBasedStateMachine):
         self.world = World(9, rows, ranks, files, most_files=rows, wait_ms=10, zeroise=zeroise)
         self.held: dict[str, list[int]] = {}  # requests of this step with a plan
         self.numbers = iter(range(10**6))
-        self.deleted: set[int] = set()  # blocks that were of deleted documents then, by id
+        self.deleted: dict[int, bytes] = {}  # keys of blocks that were of deleted documents then
 
     @rule(number=st.integers(0, DOCUMENTS - 1), depth=st.integers(0, 1))
     def compute(self, number: int, depth: int) -> None:
-        self.world.compute(document(number), depth=depth)
+        self.computed(self.world.compute(document(number), depth=depth))
+
+    def computed(self, blocks: list[int]) -> list[int]:
+        """These blocks hold something else than before."""
+        for block in blocks:
+            self.deleted.pop(block, None)
+        return blocks
 
     @rule(number=st.integers(0, DOCUMENTS - 1))
     def keep(self, number: int) -> None:
         """It is a document of a knowledge base."""
-        blocks = self.world.compute(document(number))
+        blocks = self.computed(self.world.compute(document(number)))
         self.world.end_step()
         self.world.tier.documents.keep(str(number), 0, 1, blocks)
 
     @rule(number=st.integers(0, DOCUMENTS - 1))
     def delete(self, number: int) -> None:
-        self.world.tier.documents.release([str(number)])
+        """Some of its blocks may be there several times, or be those of other documents."""
+        kept = self.world.tier.documents
+        names = self.names()
+        before = {block for block in names if kept.is_durable(names[block])}
+        kept.release([str(number)])
+        self.deleted |= {block: names[block] for block in before - self.durable(names)}
+
+    def names(self) -> dict[int, bytes]:
+        """Keys of the blocks that have one."""
+        keys = {block: self.world.key_of(block) for block in self.world.names}
+        return {block: key for block, key in keys.items() if key is not None}
+
+    def durable(self, names: dict[int, bytes]) -> set[int]:
+        """Blocks whose records documents have."""
+        kept = self.world.tier.documents
+        return {block for block, key in names.items() if kept.is_durable(key)}
 
     @rule(seed=SEEDS)
     def evict(self, seed: int) -> None:
-        named = sorted(self.world.names)
-        chosen = random.Random(seed).sample(named, min(len(named), seed % 4))
+        """A block that was of a deleted document is not stored."""
+        names = self.names()
+        durable = self.durable(names)
+        chosen = random.Random(seed).sample(sorted(names), min(len(names), seed % 4))
+        waited = {seen.key for seen in self.world.tier._evicted}
         self.world.evict(chosen)
+        stored = {seen.block for seen in self.world.tier._evicted if seen.key not in waited}
+        gone = {block for block in chosen if self.deleted.get(block) == names[block]}
+        assert not (gone - durable) & stored, "a deleted document comes back"
 
     @rule(
         numbers=st.lists(st.integers(0, DOCUMENTS - 1), min_size=1, max_size=3), sends=st.booleans()
@@ -123,6 +150,7 @@ class Tiered(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.world.reset()
+        self.deleted.clear()
 
     @rule()
     def time_passes(self) -> None:
