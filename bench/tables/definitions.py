@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from bench.harness import INSTRUCTION_SETS
 from bench.tables import formats
 from bench.tables.results import RESULTS, Finding, Result, one_sentence
 
@@ -18,6 +19,15 @@ DEFAULT_COMMAND = ".venv/bin/python -m bench SUITE --json FILE"
 
 class _Definition(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _is_set(text: str) -> str:
+    if text not in INSTRUCTION_SETS:
+        raise ValueError(f"no result says {text!r}: it is none of {', '.join(INSTRUCTION_SETS)}")
+    return text
+
+
+InstructionSet = Annotated[str, AfterValidator(_is_set)]
 
 
 class Machine(_Definition):
@@ -35,8 +45,8 @@ class Machine(_Definition):
     cpu: str
     cores: int
     gpu: str | None = None
-    has: list[str] = []
-    lacks: list[str] = []
+    has: list[InstructionSet] = []
+    lacks: list[InstructionSet] = []
     results: list[str]
 
     def misplaced(self, file: Path, result: Result) -> str | None:

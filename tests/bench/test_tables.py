@@ -543,6 +543,7 @@ def test_a_grid_needs_one_row_for_each_cell(checkout: Checkout) -> None:
         ("tables:", "tables: [", "is no YAML"),
         ("tables:", "table:", "tables: Field required"),
         ('goal: ">= 2"', 'goal: "=> 2"', "the goal '=> 2' is none of"),
+        ("lacks: [amx]", "lacks: [avx512f]", "'avx512f': it is none of amx, avx512_bf16, avx512"),
         ("{ratio:.2f}x", "fast", "'fast' names no key"),
         ("from: choice", "from: chioce", "no machine has results of 'chioce'"),
         ("what: of choices", "machines: [two]", "'two' has no results of 'choice'"),
