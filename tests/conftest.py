@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from bench.server import cpu_environment
 from tests import support
+from tests.libraries import built, widest  # noqa: F401 - fixtures
 
 # Before anything imports torch or vLLM, which read them once. What the caller has set stays.
 for _name, _value in cpu_environment().items():
