@@ -45,7 +45,8 @@ def run_as(level: str, *command: str) -> subprocess.CompletedProcess[str]:
     if os.environ.get("SEGREUSE_LESSER_CPU"):
         pytest.skip(f"this is a machine of {os.environ['SEGREUSE_LESSER_CPU']} already")
     arguments = [sys.executable, "-m", "tests.lesser_cpu", level, *command]
-    return subprocess.run(arguments, capture_output=True, text=True, check=False)
+    root = Path(__file__).parents[1]
+    return subprocess.run(arguments, cwd=root, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("level", lesser_cpu.LEVELS)

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -148,10 +147,8 @@ def test_a_special_file_is_never_opened(
     make(folder / "special.txt")
     (folder / "z.txt").write_text("text")
     special, *_ = find_sources([folder / "special.txt"] if is_named else [folder])
-    started = time.monotonic()
     with pytest.raises(ExtractError, match=r"special\.txt is no regular file"), Extractor() as e:
         e.read(special)
-    assert time.monotonic() - started < 30
 
 
 def test_links_out_of_a_folder_are_refused_and_those_inside_are_read(tmp_path: Path) -> None:
