@@ -96,7 +96,8 @@ def main(argv: list[str]) -> None:
     if given.level is None:
         if why:
             print(f"no lesser machine is tried: {why}", file=sys.stderr)
-        print(*([] if why else levels), sep="\n", end="\n" if levels and not why else "")
+        else:
+            print("\n".join(levels))
         return
     if why or given.level not in levels:
         parser.error(f"cannot pass for {given.level}: {why or 'this machine has no more itself'}")
