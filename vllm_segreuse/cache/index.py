@@ -3,26 +3,34 @@
 
 One physical block may be known in several namespaces: vLLM shares the blocks of a common prefix,
 and each namespace that meets them may reuse them at other offsets, too. `links` has the layout of
-the entries, and the loops that maintain them.
+the entries, and the loops that maintain them. A block has an entry in the namespace that it was
+computed in; those of other namespaces that know it (`known`) are made when these are looked into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_segreuse.cache.integrity import check
+from vllm_segreuse.cache.known import Known
 from vllm_segreuse.cache.links import (
     DEPTH,
+    MAX_VIEWS,
+    NEW,
+    NEW_VIEW,
     NODE,
     UNUSED,
     CountArray,
     DepthArray,
     IntArray,
     Nodes,
+    add_views,
+    drop_views,
     find_ancestors,
     find_entries,
     find_missing,
@@ -30,16 +38,24 @@ from vllm_segreuse.cache.links import (
     remove_blocks,
 )
 from vllm_segreuse.cache.rolling_hash import (
+    HashArray,
     TokenArray,
     window_anchors,
     window_hashes,
 )
+from vllm_segreuse.cache.shares import Shares
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
+from vllm_segreuse.plan import BoolArray
+
+# Prefixes that namespaces know of others, each counted once per namespace; and blocks of these, for
+# each that there is. Behind that, who has the most gives back (`shares`).
+MAX_KNOWN_PREFIXES = 1 << 17
+MAX_KNOWN_PER_BLOCK = 8
 
 # Slots per block. Sparse tables: what a window finds there is nearly always a hit.
 BUCKETS_PER_BLOCK = 4
 ANCHORS_PER_BLOCK = 32
-# Entries, that is, namespaces a block may be known in on average before the entries must move.
+# Entries, that is, namespaces a block may have entries in on average before these must move.
 ENTRIES_PER_BLOCK = 4
 CACHE_LINE_BYTES = 64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -48,7 +64,7 @@ _STEPS = 2**32 - 1  # then their numbers begin anew, with 1
 
 def bytes_per_block(block_size: int) -> int:
     """Most bytes that an index reserves per block, without what it keeps of images."""
-    return 4 * block_size + 360
+    return 4 * block_size + 364
 
 
 class SegmentIndex:
@@ -66,13 +82,25 @@ class SegmentIndex:
         step: number of the current step, from 1. It begins anew after 2**32 - 1 steps: a block that
             has stayed for exactly as long is then fresh for one step, that is, no donor in it.
         contexts: uint64 `[num_blocks]`, what each block was computed behind (`contexts.py`).
+        nodes: the entries; what `show` was not asked for may be missing.
+        known: what namespaces know of blocks that others have computed.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Reserve `4 * block_size + 312` to `360` bytes per block; pages are touched when used.
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        owner_of: Callable[[int], Hashable] = lambda namespace: namespace,
+    ) -> None:
+        """Reserve `4 * block_size + 316` to `364` bytes per block; pages are touched when used.
 
-        192 of them are for blocks known in several namespaces. Should those not suffice, the
-        entries move to an array twice as large. The first image takes `4 * block_size` more.
+        192 of them are for entries in further namespaces. Should those not suffice, the entries
+        move to an array twice as large. The first image takes `4 * block_size` more.
+
+        Args:
+            num_blocks, block_size: see above.
+            owner_of: whose a namespace is, which knows blocks that others have computed. If too
+                much is known, owners who have the most give back what they used last longest ago.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
@@ -83,6 +111,7 @@ class SegmentIndex:
         self.block_size = block_size
         self.version = 0
         self.step = 1
+        self._owner_of = owner_of
         self._allocate()
 
     def _allocate(self) -> None:
@@ -98,6 +127,11 @@ class SegmentIndex:
         self.anchor_counts: CountArray = np.zeros(ANCHORS_PER_BLOCK * power, np.uint8)
         self._population: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self.lags: IntArray | None = None
+        self.known = Known(self.num_blocks)
+        self._shares = Shares(self._owner_of)
+        # Namespaces that have views, the latest used last; `Known.changes` when they were made.
+        self._shown: OrderedDict[int, int] = OrderedDict()
+        self._orphans: dict[int, npt.NDArray[np.int64]] = {}  # by namespace without views
 
     def _set_nodes(self, nodes: Nodes) -> None:
         self.nodes = nodes
@@ -126,8 +160,8 @@ class SegmentIndex:
 
         A block that is not indexed yet is fresh until `begin_step`. One that is, with the same
         tokens, position and depth, is known in this namespace from now on, too, and as fresh as it
-        was; beyond `links.MAX_VIEWS` namespaces it is left as it is. In any other case the id was
-        reused for other KV, and all that was known of it is replaced.
+        was. In any other case the id was reused for other KV, and all that was known of it is
+        replaced.
 
         Args:
             namespace: small non-negative integer (`NamespaceTable.intern`).
@@ -162,8 +196,10 @@ class SegmentIndex:
         )
         self._check_insert(namespace, block_ids, first_position, int(lowest), int(deepest))
         self._note_lags(block_ids, lags)
-        self._reserve_views(block_ids)
-        grown, changed = insert_blocks(
+        self.show(namespace)
+        self._reserve_views(int(np.count_nonzero(self._born[block_ids])))
+        hashes = window_hashes(tokens, self.block_size)[:: self.block_size].copy()
+        grown, changed, concerns_others, became = insert_blocks(
             self.nodes,
             self.tokens,
             self.heads,
@@ -175,12 +211,15 @@ class SegmentIndex:
             salt_of(namespace),
             block_ids,
             tokens,
-            window_hashes(tokens, self.block_size)[:: self.block_size].copy(),
+            hashes,
             window_anchors(tokens, self.block_size)[:: self.block_size].copy(),
             first_position,
             int(parent_block),
             np.full(count, depths, DEPTH),
         )
+        if concerns_others:
+            self.known.evicted(block_ids[became == NEW].astype(np.int64))
+            self._note_views(namespace, int(parent_block), block_ids, hashes, became == NEW_VIEW)
         self.contexts[block_ids] = 0 if contexts is None else contexts
         self._size += grown
         if changed:
@@ -209,9 +248,87 @@ class SegmentIndex:
         tokens = self.tokens[self._born[: self.num_blocks] != 0]
         return np.asarray(tokens[tokens < 0], np.int32)
 
-    def _reserve_views(self, block_ids: IntArray) -> None:
-        """Make room for a further entry of each block that has one."""
-        wanted = int(self.spares[UNUSED]) + int(np.count_nonzero(self._born[block_ids]))
+    # What namespaces know of others.
+
+    def show(self, namespace: int) -> None:
+        """Let `nodes` have all entries of a namespace. To be called before they are looked for."""
+        if not self.known.has(namespace):
+            return
+        self._shares.used(namespace)
+        if self._shown.get(namespace) == self.known.changes:
+            self._shown.move_to_end(namespace)
+            return
+        table = self.known.table(namespace)
+        orphans = self._orphans.pop(namespace, np.empty((0, 2), np.int64))
+        orphans[:, 1] = self.known.blocks_of(orphans[:, 1])
+        self._reserve_views(len(table))
+        arrays = self.nodes, self.tokens, self.heads, self.anchor_counts, self.spares
+        add_views(*arrays, int(namespace), salt_of(namespace), table, orphans)
+        self._make_room_for(namespace)
+
+    def knows(self, namespace: int, block_id: int) -> bool:
+        """Whether a block is known in a namespace; asks of a stranger, so that it is no use."""
+        if self._born[block_id] == 0:
+            return False
+        if self.nodes["namespace"][block_id] == namespace:
+            return True
+        return bool((self.known.table(namespace)[:, 0] == block_id).any())
+
+    def _note_views(
+        self, namespace: int, parent: int, block_ids: IntArray, hashes: HashArray, is_new: BoolArray
+    ) -> None:
+        """Blocks got views in a namespace, which it keeps to know."""
+        new = np.flatnonzero(is_new)
+        if not new.size:
+            return
+        left = self.known.prune(namespace)
+        keys = hashes.astype(np.uint32)
+        for run in np.split(new, np.flatnonzero(np.diff(new) > 1) + 1):
+            before = int(block_ids[run[0] - 1]) if run[0] else parent
+            if not 0 <= before < self.num_blocks or self._born[before] == 0:
+                before = -1
+            self.known.add(namespace, before, self._key_of(before), block_ids[run], keys[run])
+            left += 1
+        self._shares.holds(namespace, left)
+        self._make_room_for(namespace)
+        most_blocks = max(MAX_KNOWN_PREFIXES, MAX_KNOWN_PER_BLOCK * self.num_blocks)
+        while self.known.num_marks > MAX_KNOWN_PREFIXES or self.known.num_cells > most_blocks:
+            self._forget(self._shares.next())
+
+    def _key_of(self, block: int) -> int:
+        """Hash of the tokens of an indexed block; -1: of none."""
+        if block < 0:
+            return 0
+        node = self.nodes[block]
+        return int(node["key"]) ^ int(salt_of(int(node["namespace"])) & np.uint64(0xFFFFFFFF))
+
+    def _make_room_for(self, namespace: int) -> None:
+        """A namespace has views; those that were used longest ago are dropped for it."""
+        self._shown[namespace] = self.known.changes
+        self._shown.move_to_end(namespace)
+        while len(self._shown) > MAX_VIEWS:
+            self._hide(next(iter(self._shown)))
+
+    def _hide(self, namespace: int) -> None:
+        del self._shown[namespace]
+        arrays = self.nodes, self.heads, self.anchor_counts, self.spares
+        orphans = drop_views(*arrays, namespace, self.known.table(namespace))
+        if len(orphans):
+            self._orphans[namespace] = orphans
+
+    def _forget(self, namespace: int) -> None:
+        """A namespace knows nothing of others any more."""
+        if namespace in self._shown:
+            self._hide(namespace)
+        self._orphans.pop(namespace, None)
+        self.known.forget(namespace)
+        if namespace in self._shares:
+            self._shares.holds(namespace, 0)
+        self.version += 1
+
+    def _reserve_views(self, count: int) -> None:
+        """Make room for further entries."""
+        wanted = int(self.spares[UNUSED]) + count
         if wanted > self.nodes.size:
             grown = _aligned_zeros(max(wanted, 2 * self.nodes.size), NODE)
             grown[: self.nodes.size] = self.nodes
@@ -240,14 +357,16 @@ class SegmentIndex:
     def remove(self, block_ids: Sequence[int]) -> int:
         """Forget blocks in all namespaces (vLLM evicted them).
 
-        O(1) per block and namespace, amortised.
+        O(1) per block and namespace that has a view of it, of which there are few, amortised.
 
         Returns:
             How many were indexed.
         """
         arrays = self.nodes, self.heads, self.anchor_counts, self._population, self.spares
-        removed = remove_blocks(*arrays, np.asarray(block_ids, np.int64), self.num_blocks)
+        gone = np.asarray(block_ids, np.int64)
+        removed = remove_blocks(*arrays, gone, self.num_blocks)
         if removed:
+            self.known.evicted(gone)
             self._size -= removed
             self.version += 1
         return removed
@@ -258,8 +377,12 @@ class SegmentIndex:
         self.version += 1
 
     def population(self, namespace: int) -> int:
-        """Number of blocks known in a namespace."""
-        return int(self._population[namespace]) if namespace < self._population.size else 0
+        """Number of blocks known in a namespace. A namespace without any is forgotten."""
+        own = int(self._population[namespace]) if namespace < self._population.size else 0
+        known = self.known.count(namespace)
+        if not own + known and self.known.has(namespace):
+            self._forget(namespace)
+        return own + known
 
     def missing(self, namespace: int, block_ids: IntArray) -> IntArray:
         """Indices, ascending, of the block ids that are not known in a namespace.
@@ -268,6 +391,7 @@ class SegmentIndex:
             block_ids: int32 `[n]`, each in `0 .. num_blocks - 1`.
         """
         block_ids = np.require(block_ids, np.int32, ("C", "W"))
+        self.show(namespace)
         return find_missing(self.nodes, block_ids, int(namespace))
 
     def entries(self, namespace: int, block_ids: IntArray) -> IntArray:
@@ -276,6 +400,7 @@ class SegmentIndex:
         Args:
             block_ids: int32 `[n]`, each below `num_blocks`; negative ones are nobody's.
         """
+        self.show(namespace)
         return find_entries(self.nodes, np.require(block_ids, np.int32, ("C", "W")), int(namespace))
 
     def ancestors(self, entry: int, count: int) -> IntArray:

@@ -23,10 +23,11 @@ def check(index: SegmentIndex) -> None:
     views = [entry for block in blocks.tolist() for entry in _check_views(index, block)]
     assert sorted(views) == entries.tolist(), "an entry belongs to no block, or to two"
     _check_spares(index, len(entries) - len(blocks))
-    namespaces = index.nodes["namespace"][entries]
+    namespaces = index.nodes["namespace"][blocks]
     for namespace, count in zip(*np.unique(namespaces, return_counts=True), strict=True):
-        assert index.population(namespace) == count, f"population of namespace {namespace}"
-    assert index._population.sum() == len(entries), "population of a namespace without entries"
+        assert index._population[namespace] == count, f"population of namespace {namespace}"
+    assert index._population.sum() == len(blocks), "population of a namespace without entries"
+    _check_known(index)
     for entry in entries.tolist():
         _check_family(index, entry)
     _check_anchors(index, entries[index.nodes["is_head"][entries] != 0])
@@ -42,12 +43,31 @@ def _check_views(index: SegmentIndex, block: int) -> list[int]:
         assert entry not in views, f"the views of block {block} run in circles"
         views.append(entry)
         entry = int(index.nodes[entry]["next_view"])
-    assert len(views) <= MAX_VIEWS, f"block {block} has {len(views)} views"
+    assert len(views) <= MAX_VIEWS + 1, f"block {block} has {len(views)} views"
     nodes = index.nodes[views]
     assert len(set(nodes["namespace"].tolist())) == len(views), f"block {block} twice in one"
     assert (nodes["block"] == block).all(), f"a view of block {block} stands for another block"
     assert (nodes[_SHARED] == nodes[_SHARED][0]).all(), f"the views of block {block} disagree"
     return views
+
+
+def _check_known(index: SegmentIndex) -> None:
+    """Namespaces have views of what they know of others, if they have any."""
+    index.known.check_integrity()
+    views = index.nodes[index.num_blocks :]
+    views = views[views["born"] != 0]
+    for namespace in {*np.unique(views["namespace"]).tolist(), *index._shown}:
+        assert namespace in index._shown, f"namespace {namespace} has views that nobody drops"
+        known = index.known.table(namespace)[:, 0]
+        known = known[known >= 0]
+        assert index.nodes["born"][known].all(), f"namespace {namespace} knows what is gone"
+        others = known[index.nodes["namespace"][known] != namespace]
+        mine = views["block"][views["namespace"] == namespace]
+        is_current = index._shown[namespace] == index.known.changes
+        missing = {*others.tolist()} - {*mine.tolist()}
+        assert not (missing and is_current), f"namespace {namespace} has no views of {missing}"
+        foreign = {*mine.tolist()} - {*others.tolist()}
+        assert not foreign, f"namespace {namespace} has views of {foreign}, unknown to it"
 
 
 def _check_spares(index: SegmentIndex, in_use: int) -> None:

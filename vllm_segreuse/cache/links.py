@@ -4,7 +4,8 @@
 An entry is one physical block as seen from one namespace. vLLM shares the blocks of a common
 prefix between namespaces, so a block has one entry, or view, for each that knows its tokens. The
 first lies under the block's own id: nothing is allocated for a block of one namespace, and its
-eviction is a few writes. The others lie behind `num_blocks`, and go when the first goes. Four kinds
+eviction is a few writes. The others lie behind `num_blocks`, go when the first goes, and are there
+for a few namespaces at a time (`known` remembers them all). Four kinds
 of links run through the entries:
 
     block -> view -> view ...        the entries of one physical block, one per namespace
@@ -60,12 +61,19 @@ NODE = np.dtype(
 )
 FULL = np.uint8(255)  # an anchor counter that stopped counting
 
-# Namespaces that may know one block; a further one does without. It bounds what an eviction costs.
-MAX_VIEWS = 64
+# Namespaces that have views at a time, those that were looked into last. It bounds what an eviction
+# costs; who knows a block without having a view of it is in `known`.
+MAX_VIEWS = 32
 
 # Where entries for further views come from, as an array: the first that was released, and the
 # first that was never used.
 RETURNED, UNUSED = 0, 1
+
+# What an insertion made of a block.
+NEW, NEW_VIEW = 1, 2
+
+# Columns of the tables of `known`.
+KNOWN_BLOCK, KNOWN_KEY, KNOWN_PARENT, KNOWN_CELL = range(4)
 
 
 @kernel
@@ -86,9 +94,11 @@ def insert_blocks(
     position: int,
     parent_block: int,
     depths: DepthArray,
-) -> tuple[int, bool]:
-    """(by how much the number of indexed blocks grew, whether anything changed)."""
-    grown, changed = 0, False
+) -> tuple[int, bool, bool, npt.NDArray[np.int8]]:
+    """(by how much the number of indexed blocks grew, whether anything changed, whether blocks were
+    replaced or got views, and of each block whether it is `NEW` or has a `NEW_VIEW`)."""
+    grown, changed, concerns_others = 0, False, False
+    became = np.zeros(block_ids.size, np.int8)
     block_size = block_tokens.shape[1]
     parent = -1
     if 0 <= parent_block < block_tokens.shape[0]:
@@ -104,6 +114,7 @@ def insert_blocks(
         ):
             remove_block(nodes, heads, anchor_counts, population, spares, block)
             grown -= 1
+            concerns_others = True
         entry = find_entry(nodes, block, namespace)
         if entry >= 0:
             if nodes[entry].parent < 0:  # the parent it knew was evicted, and has come back
@@ -115,17 +126,22 @@ def insert_blocks(
                 node.anchor, node.next_view = anchors[i], -1
                 block_tokens[block] = content
                 grown += 1
+                population[namespace] += 1
+                became[i] = NEW
             else:
                 entry = _new_view(nodes, spares, block)
-            if entry >= 0:
-                _fill_entry(nodes, entry, block, namespace, np.uint32(hashes[i] ^ salt))
-                _link_group(nodes, block_tokens, heads, anchor_counts, entry)
-                _link_parent(nodes, entry, parent, block_size)
-                population[namespace] += 1
-                changed = True
+                became[i] = NEW_VIEW
+                concerns_others = True
+            _fill_entry(nodes, entry, block, namespace, np.uint32(hashes[i] ^ salt))
+            _link_group(nodes, block_tokens, heads, anchor_counts, entry)
+            _link_parent(nodes, entry, parent, block_size)
+            changed = True
         parent = entry
         position += block_size
-    return grown, changed
+    for i in range(block_ids.size):  # one that is there twice has been replaced since
+        if became[i] == NEW_VIEW and nodes[block_ids[i]].namespace == namespace:
+            became[i] = NEW
+    return grown, changed, concerns_others, became
 
 
 @kernel
@@ -146,9 +162,10 @@ def remove_block(
         following = node.next_view
         _unlink_family(nodes, entry)
         _unlink_group(nodes, heads, anchor_counts, entry)
-        population[node.namespace] -= 1
         node.born = 0
-        if entry != block:
+        if entry == block:
+            population[node.namespace] -= 1
+        else:
             node.next_view = spares[RETURNED]
             spares[RETURNED] = entry
         entry = following
@@ -171,6 +188,86 @@ def remove_blocks(
         if 0 <= block < num_blocks:
             removed += remove_block(nodes, heads, anchor_counts, population, spares, block)
     return removed
+
+
+@kernel
+def add_views(
+    nodes: Nodes,
+    block_tokens: TokenArray,
+    heads: IntArray,
+    anchor_counts: CountArray,
+    spares: IntArray,
+    namespace: int,
+    salt: np.uint64,
+    known: npt.NDArray[np.int64],
+    orphans: npt.NDArray[np.int64],
+) -> None:
+    """Make the entries of what a namespace knows of blocks of others, as far as they are missing.
+
+    Args:
+        known: its table (`known.Known.table`).
+        orphans: what `drop_views` has returned when they were dropped.
+    """
+    block_size = block_tokens.shape[1]
+    for row in range(known.shape[0]):
+        block = known[row, KNOWN_BLOCK]
+        if block >= 0 and find_entry(nodes, block, namespace) < 0:
+            entry = _new_view(nodes, spares, block)
+            key = np.uint32(known[row, KNOWN_KEY]) ^ np.uint32(salt & np.uint64(0xFFFFFFFF))
+            _fill_entry(nodes, entry, block, namespace, np.uint32(key))
+            _link_group(nodes, block_tokens, heads, anchor_counts, entry)
+    for row in range(known.shape[0]):
+        block, parent = known[row, KNOWN_BLOCK], known[row, KNOWN_PARENT]
+        if block >= 0 and parent >= 0:
+            entry = find_entry(nodes, block, namespace)
+            if nodes[entry].parent < 0:
+                _link_parent(nodes, entry, find_entry(nodes, parent, namespace), block_size)
+    for row in range(orphans.shape[0]):
+        child, parent = orphans[row]
+        node = nodes[child]
+        if parent >= 0 and node.born != 0 and node.namespace == namespace and node.parent < 0:
+            _link_parent(nodes, child, find_entry(nodes, parent, namespace), block_size)
+
+
+@kernel
+def drop_views(
+    nodes: Nodes,
+    heads: IntArray,
+    anchor_counts: CountArray,
+    spares: IntArray,
+    namespace: int,
+    known: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Drop the entries that `add_views` has made; the namespace's own blocks that followed one of
+    them, with its cell, `[n, 2]`."""
+    count = 0
+    orphans = np.empty((known.shape[0], 2), np.int64)
+    for row in range(known.shape[0]):
+        block = known[row, KNOWN_BLOCK]
+        if block < 0 or nodes[block].namespace == namespace:
+            continue
+        before, entry = block, nodes[block].next_view
+        while entry >= 0 and nodes[entry].namespace != namespace:
+            before, entry = entry, nodes[entry].next_view
+        if entry < 0:
+            continue  # it is there twice
+        child = nodes[entry].first_child
+        while child >= 0:
+            if nodes[child].block == child:
+                if count == orphans.shape[0]:
+                    more = np.empty((2 * count, 2), np.int64)
+                    more[:count] = orphans
+                    orphans = more
+                orphans[count, 0], orphans[count, 1] = child, known[row, KNOWN_CELL]
+                count += 1
+            child = nodes[child].next_sibling
+        nodes[before].next_view = nodes[entry].next_view
+        _unlink_family(nodes, entry)
+        _unlink_group(nodes, heads, anchor_counts, entry)
+        nodes[entry].born = 0
+        nodes[entry].next_view = spares[RETURNED]
+        spares[RETURNED] = entry
+    return orphans[:count].copy()
 
 
 @kernel
@@ -220,14 +317,7 @@ def find_ancestors(nodes: Nodes, entry: int, count: int) -> IntArray:
 
 @kernel
 def _new_view(nodes: Nodes, spares: IntArray, block: int) -> int:
-    """A further entry of an indexed block, with what all its entries share; -1: has too many."""
-    count = 1
-    other = nodes[block].next_view
-    while other >= 0:
-        count += 1
-        other = nodes[other].next_view
-    if count >= MAX_VIEWS:
-        return -1
+    """A further entry of an indexed block, with what all its entries share."""
     entry = spares[RETURNED]
     if entry >= 0:
         spares[RETURNED] = nodes[entry].next_view

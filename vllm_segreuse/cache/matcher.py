@@ -19,6 +19,7 @@ import numpy as np
 
 from vllm_segreuse.cache.assembly import MAX_WORK, assemble
 from vllm_segreuse.cache.index import SegmentIndex, salt_of
+from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.cache.lookup import find_groups
 from vllm_segreuse.cache.rolling_hash import (
     HashArray,
@@ -148,6 +149,7 @@ def indexed_windows(
     Returns:
         See `lookup.find_groups`.
     """
+    index.show(namespace)
     return find_groups(
         index.nodes,
         index.tokens,
@@ -168,8 +170,12 @@ def warm_up() -> None:
     index = SegmentIndex(num_blocks=2, block_size=2)
     tokens = np.arange(4, dtype=np.int32)
     blocks = np.arange(2, dtype=np.int32)
-    index.insert(0, blocks, tokens, first_position=0)
+    for namespace in range(MAX_VIEWS + 2):
+        index.insert(namespace, blocks, tokens, first_position=0)
     index.missing(0, blocks)
     index.begin_step()
-    find_matches(index, 0, tokens, window_hashes(tokens, 2), 0, 4, 0)
+    for namespace in range(2):  # the views of the second one were dropped
+        find_matches(index, namespace, tokens, window_hashes(tokens, 2), 0, 4, 0)
+    index.population(1)
+    index.known.attach(index.known.detach(0), 0)
     index.remove([0])
