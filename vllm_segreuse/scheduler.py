@@ -42,7 +42,7 @@ from vllm_segreuse.cache.images import ImageIds
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.matcher import warm_up
-from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.namespace import NamespaceTable, owner_of
 from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
@@ -175,7 +175,11 @@ class SchedulerSide:
         pool = SegmentBlockPool.adopt(kv_cache_manager.block_pool, group)
         options = config.tier or TierOptions()
         records = 0 if region is None else most_records(region, options)
-        index = SegmentIndex(pool.num_gpu_blocks + records, group.block_size)
+        index = SegmentIndex(
+            pool.num_gpu_blocks + records,
+            group.block_size,
+            owner_of=lambda namespace: owner_of(self._namespaces.key(namespace)),
+        )
         health = Health()
         self._namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
         by_content: Finder = ContentFinder(index, config.max_provenance_depth)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache import matcher
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.cache.matcher import find_matches
 from vllm_segreuse.cache.rolling_hash import window_hashes
 
@@ -24,7 +23,8 @@ def ints(*values: int) -> np.ndarray:
 
 
 block_ids = st.integers(0, BLOCKS - 1)
-namespaces = st.integers(0, 3)
+NAMESPACES = 6
+namespaces = st.integers(0, NAMESPACES - 1)
 inserts = st.tuples(
     st.just("insert"),
     namespaces,
@@ -111,15 +111,17 @@ def is_known(index: SegmentIndex, namespace: int, block: int) -> bool:
     return not index.missing(namespace, np.array([block])).size
 
 
+@pytest.mark.parametrize("views", [1, 2, 16])
 @pytest.mark.parametrize("colliding", [False, True], ids=["hashed", "all keys collide"])
 @given(operations=operations)
-def test_it_holds_what_was_inserted_last(colliding, operations):
+def test_it_holds_what_was_inserted_last(colliding, views, operations):
     with pytest.MonkeyPatch.context() as patch:
         if colliding:
             patch.setattr(index_module, "window_hashes", lambda t, w: np.ones_like(t, np.uint64))
             patch.setattr(index_module, "salt_of", lambda namespace: np.uint64(0))
             patch.setattr(index_module, "window_anchors", lambda t, w: np.ones_like(t, np.uint32))
             patch.setattr(index_module, "ENTRIES_PER_BLOCK", 1)  # they move again and again
+        patch.setattr(index_module, "MAX_VIEWS", views)
         index, model = SegmentIndex(BLOCKS, BLOCK_SIZE), Model()
         for operation in operations:
             apply(index, model, operation)
@@ -127,7 +129,7 @@ def test_it_holds_what_was_inserted_last(colliding, operations):
             assert contents(index) == model.contents
             assert len(index) == len(model.contents)
             assert {block for block in range(BLOCKS) if is_fresh(index, block)} == model.fresh
-            for namespace in range(4):
+            for namespace in range(NAMESPACES):
                 known = [b for b in range(BLOCKS) if namespace in model.namespaces.get(b, ())]
                 assert [b for b in range(BLOCKS) if is_known(index, namespace, b)] == known
                 assert index.population(namespace) == len(known)
@@ -241,23 +243,6 @@ def test_other_content_replaces_the_block_in_all_namespaces(tokens, position, de
     index.insert(1, ints(0), ints(*tokens), position, depths=depth)
     assert [is_known(index, namespace, 0) for namespace in range(3)] == [False, True, False]
     assert is_fresh(index, 0)
-    index.check_integrity()
-
-
-def test_more_namespaces_than_a_block_may_have_go_without_it():
-    index = SegmentIndex(3, 2)
-    for namespace in range(MAX_VIEWS + 2):
-        index.insert(namespace, ints(0, 1), ints(1, 2, 3, 4), 0)
-    version = index.version
-    index.insert(MAX_VIEWS, ints(0, 1), ints(1, 2, 3, 4), 0)
-    assert index.version == version
-    index.check_integrity()
-    known = [namespace for namespace in range(MAX_VIEWS + 2) if is_known(index, namespace, 1)]
-    assert known == list(range(MAX_VIEWS))
-    index.insert(MAX_VIEWS, ints(2), ints(5, 6), 4, parent_block=1)  # its parent is unknown there
-    index.check_integrity()
-    assert index.remove([0])
-    assert sum(index.population(namespace) for namespace in known) == MAX_VIEWS
     index.check_integrity()
 
 

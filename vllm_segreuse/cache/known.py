@@ -172,6 +172,18 @@ class Known:
         self._detached[handle] = first
         return handle
 
+    def joined(self, handle: int, other: int) -> int:
+        """One handle for two, which are then done with; 0: nobody knows either."""
+        first, second = self._detached.pop(handle, -1), self._detached.pop(other, -1)
+        if first < 0 or second < 0:
+            first, second = max(first, second), -1
+        if first < 0:
+            return 0
+        self._cells["following"][self._same(first)[-1]] = second
+        joined = next(_handles)
+        self._detached[joined] = first
+        return joined
+
     def attach(self, handle: int, block: int) -> None:
         """Who knew the block of a handle knows another one instead, with the same content. Of one
         that is done with, nothing is known."""

@@ -63,7 +63,7 @@ FULL = np.uint8(255)  # an anchor counter that stopped counting
 
 # Namespaces that have views at a time, those that were looked into last. It bounds what an eviction
 # costs; who knows a block without having a view of it is in `known`.
-MAX_VIEWS = 32
+MAX_VIEWS = 16
 
 # Where entries for further views come from, as an array: the first that was released, and the
 # first that was never used.

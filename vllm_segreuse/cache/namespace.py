@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 _SECRET = secrets.token_bytes(32)
+_LOOKED_AT = 2
 
 
 def namespace_key(
@@ -52,6 +53,17 @@ def _field(tag: bytes, items: tuple[str, ...]) -> bytes:
     return tag + len(sized).to_bytes(4, "big") + b"".join(sized)
 
 
+def owner_of(key: bytes) -> bytes:
+    """Whose a namespace is: its first extra key. That is what rights are about, and where names are
+    bound to API keys, the caller's where the name is the caller's own (`config.bind_extra_keys`).
+
+    Args:
+        key: of the namespace.
+    """
+    size = int.from_bytes(key[5:9])
+    return key[9 : 9 + size]
+
+
 def has_lora(key: bytes) -> bool:
     """Whether the requests of a namespace have a LoRA adapter.
 
@@ -87,7 +99,7 @@ class NamespaceTable:
         self._digests: npt.NDArray[np.uint64] = np.zeros(64, np.uint64)  # by id
         self._references: list[int] = []  # by id
         self._free: list[int] = []
-        self._sweep_at = 1024
+        self._hand = -1
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -156,14 +168,13 @@ class NamespaceTable:
             raise ValueError(f"namespace {namespace} is not in use: intern its key first")
 
     def _new_id(self) -> int:
-        # Blocks are evicted without telling this table, so idle ids are collected in bulk, each
-        # time the table has doubled: O(1) per new id.
-        if len(self._ids) >= self._sweep_at:
-            for namespace in range(len(self._keys)):
-                idle = self._keys[namespace] is not None and not self._references[namespace]
-                if idle and not self._is_indexed(namespace):
-                    self._drop(namespace)
-            self._sweep_at = max(1024, 2 * len(self._ids))
+        # Blocks are evicted without telling this table, so idle ids are looked for, in turn: more
+        # than one per new id, so that the table is no larger than twice what is in use.
+        for _ in range(min(_LOOKED_AT, len(self._keys))):
+            self._hand = namespace = (self._hand + 1) % len(self._keys)
+            idle = self._keys[namespace] is not None and not self._references[namespace]
+            if idle and not self._is_indexed(namespace):
+                self._drop(namespace)
         if self._free:
             return self._free.pop()
         self._keys.append(None)

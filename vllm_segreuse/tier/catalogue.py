@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.links import MAX_VIEWS, NODE
+from vllm_segreuse.cache.links import NODE
 from vllm_segreuse.cache.namespace import HeldNamespaces, NamespaceTable, has_lora
 from vllm_segreuse.plan import IntArray
 
@@ -26,6 +26,9 @@ _PARENT, _FIRST_CHILD, _NEXT_SIBLING = map(
     _FIELD.__getitem__, ("parent", "first_child", "next_sibling")
 )
 
+MAX_TOLD = 64
+"""Namespaces of a record that files are told of: those that came to know it last."""
+
 
 class StoredRecord(NamedTuple):
     """What has to be stored beside a record's KV, so that it can be found again after a restart.
@@ -35,8 +38,8 @@ class StoredRecord(NamedTuple):
         tokens: int32 `[block_size]`.
         position: of the first token in the sequence that it was computed in.
         depth: provenance depth; 0: exact.
-        namespaces: keys of the namespaces that know it (`cache/namespace.py`). They contain salts:
-            what is written holds digests of them only.
+        namespaces: keys of namespaces that know it (`cache/namespace.py`), `MAX_TOLD` at most. They
+            contain salts: what is written holds digests of them only.
         parent: key of the record of the block in front of it; None: it is the first, or unknown.
         durable: part of a knowledge base's document: other records are removed first.
     """
@@ -55,9 +58,12 @@ class Seen(NamedTuple):
 
     Attributes:
         born: step of the index in which it was named; 0: it is a record.
-        namespaces: ids; none of them is forgotten before `Catalogue.done_with`.
+        namespaces: ids, of those that have entries; none of them is forgotten before
+            `Catalogue.done_with`.
         parent_block: of the index, in front of it; -1: none.
         children: blocks of the pool behind it, with their keys.
+        knowers: handle of all who know it beside who computed it (`Known.detach`); 0: nobody, or
+            the block is still there.
     """
 
     block: int
@@ -70,6 +76,7 @@ class Seen(NamedTuple):
     parent: bytes | None
     parent_block: int
     children: tuple[tuple[int, bytes], ...]
+    knowers: int = 0
 
 
 class Record:
@@ -78,8 +85,8 @@ class Record:
     Attributes:
         entry: its id in the segment index; -1: the index does not know it.
         in_host, on_disk: where its content may be read.
-        namespaces: ids; not forgotten as long as the index knows the record in them, and held
-            until it is shown.
+        namespaces: ids, held until it is shown. After that the index has who knows it, and these
+            are of whom files are told, if they still know it.
         last_seen: the block that it was made from; None: it is shown.
         storing: whether a copy to host memory is under way.
         durable: see `StoredRecord`.
@@ -173,11 +180,14 @@ class Catalogue:
 
     # From blocks to records.
 
-    def see(self, blocks: Sequence[int]) -> list[Seen]:
-        """What the index knows of blocks that are evicted together; without those that do not
+    def see(self, blocks: Sequence[int], *, evicted: bool) -> list[Seen]:
+        """What the index knows of blocks that are stored together; without those that do not
         donate, have no KV yet, or hold images or text behind them.
 
         Their namespaces are held until `done_with`, or until their records are shown.
+
+        Args:
+            evicted: whether the index is about to lose them.
         """
         keys: dict[int, bytes | None] = {}  # parents are among the blocks, as a rule
 
@@ -187,8 +197,11 @@ class Catalogue:
             return keys[block]
 
         together = frozenset(blocks)
-        found = (self._see(block, key_at, together) for block in blocks)
-        return [seen for seen in found if seen is not None]
+        every = (self._see(block, key_at, together) for block in blocks)
+        found = [seen for seen in every if seen is not None]
+        if not evicted:
+            return found
+        return [seen._replace(knowers=self._index.known.detach(seen.block)) for seen in found]
 
     def _see(
         self, block: int, key_at: Callable[[int], bytes | None], together: frozenset[int]
@@ -226,6 +239,7 @@ class Catalogue:
 
     def done_with(self, seen: Seen) -> None:
         """Its namespaces need not be held any longer."""
+        self._index.known.let_go(seen.knowers)
         for namespace in seen.namespaces:
             self.held.release(namespace)
 
@@ -282,9 +296,14 @@ class Catalogue:
         """Let the index know records whose content may be read now, as far as it has room."""
         shown = [record for record in records if self._has_entry(record)]
         for run in _runs(shown):
-            for namespace in run[0].namespaces:
+            self._insert(run[0].namespaces[0], run)
+            for record in run:
+                if record.last_seen is not None:
+                    self._index.known.attach(record.last_seen.knowers, record.entry)
+            for namespace in run[0].namespaces[1:]:
                 self._insert(namespace, run)
         for record in shown:
+            del record.namespaces[:-MAX_TOLD]
             seen = record.last_seen
             self.adopt(record, () if seen is None else seen.children)
         for record in shown:
@@ -301,18 +320,30 @@ class Catalogue:
 
     def see_again(self, record: Record, seen: Seen) -> None:
         """A block with the content of a record was removed from the index, or files know it in a
-        further namespace. Namespaces beyond what the index takes do without."""
-        further = [namespace for namespace in seen.namespaces if namespace not in record.namespaces]
-        further = further[: MAX_VIEWS - len(record.namespaces)]
-        record.namespaces += further
-        if record.last_seen is not None:
+        further namespace. Who knows the block knows the record."""
+        last = record.last_seen
+        if last is not None:
+            further = [name for name in seen.namespaces if name not in record.namespaces]
+            record.namespaces += further
             for namespace in further:
                 self.held.acquire(namespace)
-            record.last_seen = record.last_seen._replace(namespaces=tuple(record.namespaces))
+            knowers = self._index.known.joined(last.knowers, seen.knowers)
+            names = tuple(record.namespaces)
+            record.last_seen = last._replace(namespaces=names, knowers=knowers)
             return
-        for namespace in further:
-            self._insert(namespace, [record])
+        self._index.known.attach(seen.knowers, record.entry)
+        for namespace in seen.namespaces:
+            if not self._index.knows(namespace, record.entry):
+                self._insert(namespace, [record])
+                record.namespaces.append(namespace)
+        del record.namespaces[:-MAX_TOLD]
         self.adopt(record, seen.children)
+
+    def _knowing(self, record: Record) -> list[int]:
+        """Namespaces that know a record that is shown: who has it by itself, and others."""
+        first = int(self._index.nodes[record.entry]["namespace"])
+        names = dict.fromkeys([first, *record.namespaces])  # ids may be others' by now
+        return [name for name in names if self._index.knows(name, record.entry)]
 
     def adopt(self, record: Record, children: Iterable[tuple[int, bytes]]) -> None:
         """Link what followed a record's block in its sequences to the record.
@@ -322,7 +353,7 @@ class Catalogue:
         """
         for child in self._children.get(record.key, ()):
             if child.shown and self._index.nodes[child.entry]["parent"] < 0:
-                for namespace in child.namespaces:
+                for namespace in self._knowing(child):
                     self._insert(namespace, [child])
         for block, key in children:
             if block < self.first_entry and self._key_of(block) == key:
@@ -394,7 +425,7 @@ class Catalogue:
         record = self._by_key.get(key)
         if record is None or not record.shown:
             return None
-        namespaces = tuple(self._namespaces.key(namespace) for namespace in record.namespaces)
+        namespaces = tuple(map(self._namespaces.key, self._knowing(record)[-MAX_TOLD:]))
         if any(map(has_lora, namespaces)):
             return None
         return StoredRecord(

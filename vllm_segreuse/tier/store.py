@@ -185,7 +185,8 @@ class TierStore(BlockListener):
         """Store what donates, once the step is scheduled."""
         if self._stores_evicted and self.is_open:
             with self._health.contained("an eviction"):
-                seen, decoded = self._decoded.taken(block_ids, self._catalogue.see(block_ids))
+                seen = self._catalogue.see(block_ids, evicted=True)
+                seen, decoded = self._decoded.taken(block_ids, seen)
                 wanted, deleted = self._deleted.split(seen)
                 self._evicted += wanted
                 for found in (*decoded, *deleted):
@@ -197,7 +198,7 @@ class TierStore(BlockListener):
         """See `WritingStore`."""
         if not self.is_open:
             return []
-        seen = self._catalogue.see(block_ids)
+        seen = self._catalogue.see(block_ids, evicted=False)
         if len(seen) < len(block_ids):
             for found in seen:
                 self._catalogue.done_with(found)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thousands of namespaces may know a block; each finds what it knows, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from vllm_segreuse.cache import index as index_module
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.known import Known
+from vllm_segreuse.cache.links import MAX_VIEWS
+from vllm_segreuse.cache.matcher import find_matches
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.rolling_hash import window_hashes
+
+SIZE = 4
+MANY = 10_000
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def found(index: SegmentIndex, namespace: int, prompt: np.ndarray):
+    """What is found of a prompt in a namespace."""
+    hashes = window_hashes(prompt, index.block_size)
+    return find_matches(index, namespace, prompt, hashes, 0, prompt.size, 0)
+
+
+def shared(blocks: int, names: int, **options) -> tuple[SegmentIndex, np.ndarray]:
+    """An index whose blocks are one prompt that so many namespaces have had."""
+    index = SegmentIndex(2 * blocks, SIZE, **options)
+    prompt = np.arange(blocks * SIZE, dtype=np.int32)
+    for namespace in range(names):
+        index.insert(namespace, np.arange(blocks, dtype=np.int32), prompt, 0)
+    index.begin_step()
+    return index, prompt
+
+
+def test_ten_thousand_namespaces_share_a_prompt() -> None:
+    blocks = 50
+    index, prompt = shared(blocks, MANY)
+    for namespace in (0, 17, MANY // 2, MANY - 1, 3, MANY):
+        matches = found(index, namespace, np.concatenate((ints(-5), prompt)))
+        assert matches.num_tokens == (0 if namespace == MANY else prompt.size)
+        assert matches.num_segments == (0 if namespace == MANY else 1)
+    assert index.known.num_cells == blocks, "blocks are remembered once for all"
+    assert index.known.num_bytes / MANY < 40
+    assert index.nodes.size <= 2 * (MAX_VIEWS + 2) * index.num_blocks, "entries are few"
+    index.check_integrity()
+    index.remove([*range(blocks)])
+    assert [index.population(namespace) for namespace in range(MANY)] == [0] * MANY
+    assert index.known.num_marks == index.known.num_cells == 0, "nothing is left"
+    index.check_integrity()
+
+
+def test_a_block_that_is_evicted_is_known_to_nobody_whoever_gets_its_id() -> None:
+    index, prompt = shared(3, 100)
+    index.remove([1])
+    index.insert(500, ints(1), ints(90, 91, 92, 93), 0)
+    index.begin_step()
+    for namespace in (0, 1, 50, 99):
+        matches = found(index, namespace, prompt)
+        assert matches.pieces.block.tolist() == [0, 2]
+        assert matches.num_segments == 2
+        assert found(index, namespace, ints(90, 91, 92, 93)).num_tokens == 0
+    index.check_integrity()
+
+
+def test_a_block_that_is_replaced_without_an_eviction_is_known_to_nobody_else() -> None:
+    index, _ = shared(2, 100)
+    index.insert(99, ints(1), ints(70, 71, 72, 73), SIZE)
+    index.begin_step()
+    known = [found(index, n, ints(70, 71, 72, 73)).num_tokens for n in range(100)]
+    assert known == [0] * 99 + [SIZE]
+    index.check_integrity()
+
+
+def test_own_text_behind_a_shared_prompt_stays_linked_to_it(monkeypatch) -> None:
+    """Its entries come and go with those of the namespace."""
+    monkeypatch.setattr(index_module, "MAX_VIEWS", 2)
+    index, prompt = shared(3, 8)
+    answers = {n: np.arange(100 + 10 * n, 104 + 10 * n, dtype=np.int32) for n in (1, 2, 3)}
+    for namespace, answer in answers.items():
+        index.insert(namespace, ints(2 + namespace), answer, 3 * SIZE, parent_block=2)
+        index.check_integrity()
+    index.begin_step()
+    for namespace in (1, 3, 2, 1, 3):
+        matches = found(index, namespace, np.concatenate((prompt, answers[namespace])))
+        assert (matches.num_tokens, matches.num_segments) == (prompt.size + SIZE, 1)
+        index.check_integrity()
+
+
+def test_shared_text_behind_own_text_stays_linked_to_it(monkeypatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
+    index, prompt = SegmentIndex(8, SIZE), np.arange(2 * SIZE, dtype=np.int32)
+    index.insert(0, ints(0), prompt[:SIZE], 0)
+    index.insert(1, ints(0, 1), prompt, 0)  # 1 goes on where 0 ended
+    index.insert(0, ints(1), prompt[SIZE:], SIZE, parent_block=0)
+    index.begin_step()
+    for namespace in (0, 1, 0):
+        assert found(index, namespace, prompt).num_segments == 1
+        index.check_integrity()
+
+
+def test_an_id_that_is_given_anew_knows_nothing_of_its_predecessor() -> None:
+    index = SegmentIndex(4, SIZE)
+    names = NamespaceTable(lambda namespace: index.population(namespace) > 0)
+    prompt = np.arange(SIZE, dtype=np.int32)
+    first = names.intern(b"first")
+    index.insert(first, ints(0), prompt, 0)
+    gone = names.intern(b"gone")
+    index.insert(gone, ints(0), prompt, 0)
+    index.remove([0])
+    names.release(gone)
+    index.insert(first, ints(0), prompt, 0)
+    index.begin_step()
+    assert names.intern(b"new") == gone
+    assert found(index, gone, prompt).num_tokens == 0
+
+
+def test_ids_of_short_lived_namespaces_are_used_again() -> None:
+    """One name per session, and a prompt that is evicted now and then."""
+    index = SegmentIndex(4, SIZE)
+    names = NamespaceTable(lambda namespace: index.population(namespace) > 0)
+    prompt = np.arange(SIZE, dtype=np.int32)
+    for session in range(4000):
+        namespace = names.intern(str(session).encode())
+        index.insert(namespace, ints(0), prompt, 0)
+        names.release(namespace)
+        if session % 100 == 99:
+            index.remove([0])
+    assert len(names) < 1000
+    assert index.known.num_marks < 1000
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("limited", ["MAX_KNOWN_PREFIXES", "blocks"])
+def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch, limited) -> None:
+    names = 300
+    owner_of = lambda namespace: "few" if namespace < 3 else "many"  # noqa: E731
+    monkeypatch.setattr(index_module, "MAX_KNOWN_PREFIXES", names // 2)
+    index = SegmentIndex(8, SIZE, owner_of=owner_of)
+    prompt = np.arange(2 * SIZE, dtype=np.int32)
+    for namespace in range(names):
+        index.insert(namespace, ints(0, 1), prompt, 0)
+        index.missing(50, ints(0))  # it is in use all the time
+    index.begin_step()
+    known = [n for n in range(names) if found(index, n, prompt).num_tokens]
+    assert len(known) == names // 2 + 1, "and the one that has computed it"
+    assert known[:3] == [0, 1, 2], "another owner's names push out none of theirs"
+    assert 50 in known
+    latest = [n for n in known if n > 50]
+    assert latest == [*range(names - len(latest), names)]
+    index.check_integrity()
+
+
+def test_namespaces_do_not_learn_of_what_others_know() -> None:
+    index, prompt = shared(4, 5)
+    index.insert(7, ints(4), ints(50, 51, 52, 53), 4 * SIZE, parent_block=3)
+    index.insert(8, ints(0, 1), prompt[: 2 * SIZE], 0)
+    index.begin_step()
+    assert found(index, 8, prompt).num_tokens == 2 * SIZE
+    assert found(index, 7, prompt).num_tokens == 0
+    assert not index.knows(8, 3)
+    assert index.knows(4, 3)
+    assert found(index, 4, ints(50, 51, 52, 53)).num_tokens == 0
+
+
+def test_handles_mean_nothing_after_everything_was_forgotten() -> None:
+    before, after = Known(4), Known(4)
+    for known in (before, after):
+        known.add(3, -1, 0, ints(0), np.array([9], np.uint32))
+    handle = before.detach(0)
+    other = after.detach(0)
+    after.attach(handle, 1)
+    assert other != handle
+    assert after.table(3)[:, 0].tolist() == [-2]
+    after.attach(other, 2)
+    assert after.table(3)[:, 0].tolist() == [2]
+    after.attach(other, 1)
+    after.let_go(other)
+    assert after.table(3)[:, 0].tolist() == [2], "it is done with"
+    after.check_integrity()
+
+
+class Moving(RuleBasedStateMachine):
+    """Blocks that are known, detached, attached, joined and lost, against the obvious model."""
+
+    blocks = st.integers(0, 7)
+    names = st.integers(0, 4)
+
+    @initialize()
+    def begin(self) -> None:
+        self.known = Known(8)
+        self.of_name: dict[int, list[object]] = {n: [] for n in range(5)}
+        self.at: dict[int, list[object]] = {b: [] for b in range(8)}
+        self.away: dict[int, list[object]] = {}
+        self.place: dict[object, int] = {}
+
+    @rule(name=names, ids=st.lists(blocks, min_size=1, max_size=4, unique=True), parent=blocks)
+    def add(self, name: int, ids: list[int], parent: int) -> None:
+        mine = [self.place[token] for token in self.of_name[name]]
+        ids = [block for block in ids if block not in mine]
+        if not ids:
+            return
+        keys = np.array(ids, np.uint32)
+        self.known.add(name, -1 if parent in ids else parent, parent, ints(*ids), keys)
+        for block in ids:
+            token = object()
+            self.of_name[name].append(token)
+            self.at[block].append(token)
+            self.place[token] = block
+
+    def _move(self, tokens: list[object], place: int) -> None:
+        for token in tokens:
+            self.place[token] = place
+
+    @rule(ids=st.lists(blocks, max_size=3))
+    def lose(self, ids: list[int]) -> None:
+        self.known.evicted(np.array(ids, np.int64))
+        for block in ids:
+            self._move(self.at[block], -1)
+            self.at[block] = []
+
+    @rule(block=blocks)
+    def detach(self, block: int) -> None:
+        tokens, self.at[block] = self.at[block], []
+        handle = self.known.detach(block)
+        if handle:
+            self.away[handle] = tokens
+            self._move(tokens, -2)
+        else:
+            assert not tokens
+
+    @rule(block=blocks, data=st.data())
+    def attach(self, block: int, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from([0, *self.away]))
+        self.known.attach(handle, block)
+        tokens = self.away.pop(handle, [])
+        self._move(tokens, block)
+        self.at[block] += tokens
+
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from([0, *self.away]))
+        self.known.let_go(handle)
+        self._move(self.away.pop(handle, []), -1)
+
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        first, second = (data.draw(st.sampled_from([0, *self.away])) for _ in range(2))
+        if first == second:
+            return
+        joined = self.known.joined(first, second)
+        tokens = self.away.pop(first, []) + self.away.pop(second, [])
+        assert bool(joined) == bool(first or second)
+        if joined:
+            self.away[joined] = tokens
+
+    @rule(name=names)
+    def forget(self, name: int) -> None:
+        self.known.forget(name)
+        for token in self.of_name[name]:
+            for tokens in (*self.at.values(), *self.away.values()):
+                if token in tokens:
+                    tokens.remove(token)
+        self.of_name[name] = []
+
+    @rule(name=names)
+    def prune(self, name: int) -> None:
+        before = sorted(self.known.table(name)[:, 0].tolist())
+        self.known.prune(name)
+        after = sorted(self.known.table(name)[:, 0].tolist())
+        assert [b for b in before if b != -1] == [b for b in after if b != -1]
+        gone = [token for token in self.of_name[name] if self.place[token] == -1]
+        for token in gone[: len(before) - len(after)]:
+            self.of_name[name].remove(token)
+
+    @invariant()
+    def it_is_what_it_is(self) -> None:
+        for name, tokens in self.of_name.items():
+            places = sorted(self.place[token] for token in tokens)
+            assert sorted(self.known.table(name)[:, 0].tolist()) == places
+            assert self.known.count(name) == sum(place != -1 for place in places)
+        self.known.check_integrity()
+
+
+TestMoving = Moving.TestCase
+TestMoving.settings = settings(max_examples=30, stateful_step_count=30)
