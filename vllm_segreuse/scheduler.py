@@ -640,7 +640,7 @@ class SchedulerSide:
         with self._health.contained("the similarity index"):
             self.methods.catch_up()
         try:
-            frozen = request.status in _COMPLETED and self._freezing.finish(tracked, block_ids)
+            frozen = self._freeze(tracked, request, block_ids)
         finally:
             self._namespaces.release(tracked.prompt.namespace)
         if tracked.report is None:
@@ -656,7 +656,20 @@ class SchedulerSide:
             report["explain"] = tracked.explanation
         if chosen is not None:
             report["chosen"] = chosen
-        return report if tracked.freeze is None else report | {"frozen": frozen}
+        if tracked.freeze is not None:
+            report["frozen"] = frozen
+            if not frozen:
+                report["not_frozen"] = self._freezing.why_refused(tracked.freeze.entry)
+        return report
+
+    def _freeze(self, tracked: TrackedRequest, request: Request, block_ids: list[int]) -> bool:
+        """Carry out the order of a request that ended, if it has one."""
+        if request.status in _COMPLETED:
+            return self._freezing.finish(tracked, block_ids)
+        if tracked.freeze is not None:
+            status = request.status.name.lower().replace("_", " ")
+            self._freezing.refuse(tracked.freeze.entry, f"its request is {status}: warm it again")
+        return False
 
     def take_layers(self, layers: ModelLayers) -> None:
         """What the workers have found the model's layers to be, before the first request."""

@@ -31,12 +31,14 @@ class FakeTier:
         has_disk: what is kept outlives a restart.
         calls: parts that were kept, in order.
         room: records that can be kept until there is more.
+        is_off: whether it takes nothing.
     """
 
     def __init__(self, capacity_blocks: int = 1000, has_disk: bool = True) -> None:
         self.capacity_blocks = capacity_blocks
         self.has_disk = has_disk
         self.room: float = math.inf
+        self.is_off = False
         self.uses: dict[str, Use] = {}
         self.calls: list[tuple[str, int, int, int]] = []
         self._journal = Journal()
@@ -44,17 +46,20 @@ class FakeTier:
         self._on_disk: set[bytes] = set()
         self._lost: set[str] = set()
 
-    def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> None:
+    def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> bool:
+        if self.is_off:
+            return False
         self.calls.append((entry, part, parts, len(block_ids)))
         keys = [f"{entry} {part} {block}".encode() for block in range(len(block_ids))]
         self._kept.keep(entry, part, parts, keys)
         if self.room < len(keys):
             self._lost.add(entry)
-            return
+            return True
         self.room -= len(keys)
         for key in keys:
             self._kept.placed(key, True, self.has_disk)
         self._on_disk.update(keys if self.has_disk else ())
+        return True
 
     def release(self, entries: Iterable[str]) -> None:
         self._on_disk.difference_update(self._kept.release(entries))

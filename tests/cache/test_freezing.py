@@ -241,3 +241,32 @@ def test_a_compressed_document_displaces_what_the_tier_holds() -> None:
     assert state["wanted"] == []
     assert not world.copy("another", kept=3 * SIZE, blocks=(18, 19, 15))
     assert sorted(world.state()["warm"]) == ["compressed", "not held"]
+
+
+def test_what_is_neither_frozen_nor_kept_is_not_called_frozen() -> None:
+    """The second tier is off, and GPU memory has no room."""
+    tier = FakeTier()
+    world = World(limit=2, tier=tier)
+    tier.is_off = True
+    assert not world.compute("doc")
+    assert "second tier takes nothing" in (world.freezing.why_refused("doc") or "")
+    assert "0 of 2 blocks" in (world.freezing.why_refused("doc") or "")
+    assert world.compute("small", blocks=2), "it is frozen all the same"
+    tier.is_off = False
+    assert world.compute("doc"), "it is kept"
+    assert world.freezing.why_refused("doc") is None
+
+
+def test_each_cause_has_words_of_its_own() -> None:
+    world = World(limit=4)
+    assert not world.compute("large", blocks=5)
+    assert "no room" in (world.freezing.why_refused("large") or "")
+    assert not world.compute("later part", part=1, parts=2)
+    assert "evicted" in (world.freezing.why_refused("later part") or "")
+    world.has_exact_names = False
+    assert not world.compute("other", blocks=2)
+    assert "not exact" in (world.freezing.why_refused("other") or "")
+    world.has_exact_names = True
+    world.index.insert = lambda *arguments, **options: None  # type: ignore[method-assign]
+    assert not world.compute("unknown", blocks=2)
+    assert "2 of its 2 blocks may not donate" in (world.freezing.why_refused("unknown") or "")

@@ -148,6 +148,21 @@ def test_a_cold_document_is_computed_for_who_names_it() -> None:
     asyncio.run(run())
 
 
+def test_a_document_that_is_named_while_it_is_computed_is_computed_once() -> None:
+    engine = Engine()
+
+    async def run() -> None:
+        async with serving(engine) as service:
+            body = AddDocuments.model_validate({"documents": [{"id": "a", "token_ids": [10]}]})
+            adding = asyncio.create_task(service.add("kb", body))
+            while not engine.prompts:
+                await asyncio.sleep(0)
+            await asyncio.gather(service.named(["kb/a"], ["key"]), adding)
+            assert len(engine.prompts) == len({*map(tuple, engine.prompts)}), "each prompt once"
+
+    asyncio.run(run())
+
+
 def test_a_document_whose_prompts_would_be_too_long_is_refused() -> None:
     engine = Engine()
     # 20 tokens have ten anchors; with start, end and a chunk these take 16.

@@ -12,6 +12,7 @@ from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
 from vllm_segreuse.config import EXTRA_KEYS, FREEZE
 from vllm_segreuse.knowledge.engine import (
+    NotFrozenError,
     ServedEngine,
     Tokenizer,
     fingerprint,
@@ -109,6 +110,12 @@ def test_a_request_of_ours_says_what_to_freeze_and_is_trusted() -> None:
 )
 def test_only_a_report_says_that_something_was_frozen(params: Any, frozen: bool) -> None:
     assert was_frozen(Of(kv_transfer_params=params)) is frozen
+
+
+def test_a_report_that_says_why_nothing_was_frozen_is_believed() -> None:
+    params = {"segreuse": {"frozen": False, "not_frozen": "the pool is full"}}
+    with pytest.raises(NotFrozenError, match="the pool is full"):
+        was_frozen(Of(kv_transfer_params=params))
 
 
 class Client:

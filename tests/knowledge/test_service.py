@@ -17,6 +17,7 @@ from vllm_segreuse.knowledge import service as service_module
 from vllm_segreuse.knowledge import store
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.compressing import Work
+from vllm_segreuse.knowledge.engine import NotFrozenError
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
@@ -293,6 +294,41 @@ def test_what_cannot_be_computed_says_why_and_can_be_tried_again(answer: Any) ->
         assert (document.status, document.error) == ("warm", None)
 
     run(test)
+
+
+def test_what_is_asked_for_while_it_is_computed_is_computed_once() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        engine.gate.clear()
+        adding = asyncio.create_task(service.add("base", documents(a=[*range(9)])))
+        await until(lambda: _is(engine.at_once))
+        warming = asyncio.create_task(service.warm("base", WarmDocuments(ids=["a"], wait=True)))
+        again = asyncio.create_task(service.add("base", documents(a=[*range(9)])))
+        await asyncio.sleep(0.05)
+        engine.gate.set()
+        await asyncio.gather(adding, warming, again)
+        assert await statuses(service) == {"a": "warm"}
+        assert len(engine.computed) == 1
+
+    run(test)
+
+
+def test_a_failure_says_which_document_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Each cause has words of its own; the log names the document."""
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        for reason in ("the pool is full of stones", "2 of its 3 blocks may not donate"):
+            engine.answer = NotFrozenError(reason)
+            [document] = await service.add("base", documents(**{"faq.md": [*range(9)]}))
+            assert (document.status, document.error) == ("failed", reason)
+            assert "base/faq.md" in caplog.records[-1].getMessage()
+            assert reason in caplog.records[-1].getMessage()
+            await service.delete("base", "faq.md")
+        engine.answer = None
+        [document] = await service.add("base", documents(**{"faq.md": [*range(9)]}))
+        assert (document.status, document.error) == ("warm", None)
+
+    with caplog.at_level("WARNING", "vllm.segreuse"):
+        run(test)
 
 
 def test_an_entry_that_is_computed_at_the_second_try_has_no_error() -> None:

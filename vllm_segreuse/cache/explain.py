@@ -214,13 +214,15 @@ class Reasons:
             is_known = oldest >= 0
             is_fresh = is_known & (self._index.nodes["born"][oldest] == self._index.step)
             forgotten = self._forgotten.windows(self._prompt)
+            keys = self._prompt.hashes(self._index.block_size).astype(np.uint32)
+            shared = np.isin(keys, self._index.known.keys_of_gone(self._prompt.namespace))
             elsewhere = np.zeros_like(is_known)
             for namespace in self._other_adapters:
                 elsewhere |= self._indexed(namespace) >= 0
             self._by_reason = {
                 "computed_now": is_fresh,
                 "not_worth_it": is_known & ~is_fresh,
-                "evicted": forgotten[Why.EVICTED],
+                "evicted": forgotten[Why.EVICTED] | shared,
                 "too_deep": forgotten[Why.TOO_DEEP],
                 "other_adapter": elsewhere,
             }

@@ -8,6 +8,7 @@ for, is then read from there, and need not be computed again.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool, Use
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.kept import KeepingTier, Place
-from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.rolling_hash import window_hashes
@@ -25,6 +25,9 @@ from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.plan import FreezeOrder
 
 logger = logging.getLogger("vllm.segreuse")
+
+_REFUSALS = 1024
+"""Entries of which it is remembered why they were not frozen."""
 
 
 class Freezing(BlockListener):
@@ -51,6 +54,7 @@ class Freezing(BlockListener):
         self._is_exact = is_exact
         self._health = health
         self._tier = tier
+        self._refused: OrderedDict[str, str] = OrderedDict()
 
     # Requests.
 
@@ -79,26 +83,62 @@ class Freezing(BlockListener):
 
         Returns:
             Whether it had an order, and this was carried out: the part is frozen, or the second
-            tier keeps it.
+            tier keeps it. If not, `why_refused` has the reason.
         """
         order = tracked.freeze
         if order is None:
             return False
-        is_compressed = tracked.kept is not None
+        self._refused.pop(order.entry, None)
         try:
-            part = (self.compressed_part if is_compressed else self._exact_part)(
-                tracked, order, block_ids
-            )
+            is_frozen = self._carry_out(tracked, order, block_ids)
         except ValueError as reason:
-            logger.warning("segment reuse: %s is not frozen: %s", order.entry, reason)
+            self.refuse(order.entry, str(reason))
             return False
-        if self._tier is None:
-            return self.entries.add(order, part)
-        if is_compressed:  # the tier finds records by their text
-            return self.entries.add(order, part, instead_of=self._tier.held())
-        self._tier.keep(order.entry, order.part, order.parts, part.block_ids)
-        self.entries.add(order, part)
-        return True
+        return is_frozen
+
+    def _carry_out(self, tracked: TrackedRequest, order: FreezeOrder, block_ids: list[int]) -> bool:
+        is_compressed, tier = tracked.kept is not None, self._tier
+        make_part = self.compressed_part if is_compressed else self._exact_part
+        part = make_part(tracked, order, block_ids)
+        why_not = self._why_not(order, part)
+        if tier is None or is_compressed:  # a tier finds records by their text
+            held = () if tier is None else tier.held()
+            is_frozen = self.entries.add(order, part, instead_of=held)
+        else:
+            is_kept = tier.keep(order.entry, order.part, order.parts, part.block_ids) is not False
+            is_frozen = self.entries.add(order, part) or is_kept
+            why_not += (
+                "; and the second tier takes nothing now: an error, which the log has, has "
+                "ended it, or a reset of the prefix cache is under way"
+            )
+        if not is_frozen:
+            self.refuse(order.entry, why_not)
+        return is_frozen
+
+    def _why_not(self, order: FreezeOrder, part: FrozenPart) -> str:
+        """Why the pool does not take a part, if it will not."""
+        if order.part and order.entry not in self.entries:
+            return (
+                "parts of it were evicted, or it was removed, while the others were computed: "
+                "warm it again when fewer requests run"
+            )
+        return (
+            f"the frozen pool had no room for it: {self.entries.num_frozen} of "
+            f"{self.entries.limit} blocks at most are frozen, and a part of it takes "
+            f"{len({*part.block_ids})}: remove documents or raise frozen_share, and warm it again"
+        )
+
+    def refuse(self, entry: str, reason: str) -> None:
+        """Note why an order was not carried out."""
+        logger.debug("segment reuse: %s is not frozen: %s", entry, reason)
+        self._refused[entry] = reason
+        self._refused.move_to_end(entry)
+        if len(self._refused) > _REFUSALS:
+            self._refused.popitem(last=False)
+
+    def why_refused(self, entry: str) -> str | None:
+        """Why the last order for an entry was not carried out; None: it was, or long ago."""
+        return self._refused.get(entry)
 
     def part(self, prompt: Prompt, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
         """What a request has computed, from the block of the order's first token to the last full
@@ -115,10 +155,11 @@ class Freezing(BlockListener):
         for block in blocks:
             if not self._is_exact(block):
                 raise ValueError(f"block {block} is not exact")
-        if self._index.missing(prompt.namespace, np.asarray(blocks, np.int32)).size:
+        unknown = self._index.missing(prompt.namespace, np.asarray(blocks, np.int32)).size
+        if unknown:
             raise ValueError(
-                f"a block is not indexed in its namespace: {MAX_VIEWS} others hold its text "
-                "already, or it may not donate"
+                f"{unknown} of its {len(blocks)} blocks may not donate: an error has ended that, "
+                "which the server's log has: reset the prefix cache, and warm it again"
             )
         middle = (-(-first_token // size) + last - 1) // 2
         window = prompt.tokens[middle * size : (middle + 1) * size]

@@ -164,6 +164,10 @@ class FrozenPool:
         """Whether nobody else holds a block."""
         return self.num_free + self.num_reclaimable() == self.num_blocks
 
+    def __contains__(self, entry: str) -> bool:
+        """Whether parts of an entry are frozen."""
+        return entry in self._entries
+
     def add(self, order: FreezeOrder, part: FrozenPart, instead_of: Container[str] = ()) -> bool:
         """Freeze a part of an entry. Doing so twice changes nothing.
 

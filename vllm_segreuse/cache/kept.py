@@ -26,8 +26,12 @@ class KeepingTier(Protocol):
     def capacity_blocks(self) -> int:
         """Blocks that entries may take there."""
 
-    def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> None:
-        """Copy a part of an entry that was just computed; doing so twice changes nothing."""
+    def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> bool:
+        """Copy a part of an entry that was just computed; doing so twice changes nothing.
+
+        Returns:
+            False if it takes nothing now. What it finds no room for later is `lost`.
+        """
 
     def release(self, entries: Iterable[str]) -> None:
         """Remove entries that were deleted; unknown ones are no error."""

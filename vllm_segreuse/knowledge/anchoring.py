@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from vllm_segreuse.config import ANCHORS, EXTRA_KEYS, FREEZE
 from vllm_segreuse.documents.anchors import Anchors
-from vllm_segreuse.knowledge.engine import Engine
+from vllm_segreuse.knowledge.engine import Engine, NotFrozenError, all_frozen
 from vllm_segreuse.knowledge.store import Tokens
 from vllm_segreuse.plan import AnchorOrder, FreezeOrder
 
@@ -31,12 +31,18 @@ async def condense(
 
     Returns:
         Whether they are frozen.
+
+    Raises:
+        NotFrozenError: they are not, for this reason.
     """
     chunks = f"{order.entry}-chunks"
-    for _ in range(_ATTEMPTS):
+    for left in reversed(range(_ATTEMPTS)):
         try:
             if await _condensed(engine, anchors, extra_key, tokens.tolist(), order, chunks):
                 return True
+        except NotFrozenError:
+            if not left:
+                raise
         finally:
             await engine.unfreeze([chunks])
     return False
@@ -61,7 +67,7 @@ async def _condensed(
             ANCHORS: AnchorOrder(chunks, len(so_far), kept).encode(),
         }
         answers = await engine.answers(prompt, asked)
-        return all(answer.report.get("frozen") for answer in answers)
+        return all_frozen(answer.report for answer in answers)
 
     for part, (chunk, behind) in enumerate(cut):
         prompt = [start, *so_far, *chunk, *behind]

@@ -23,7 +23,7 @@ from vllm_segreuse.config import COPY, EXTRA_KEYS, FREEZE, SCORE
 from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.knowledge.chunks import Shape, lengths_of, shape_for
 from vllm_segreuse.knowledge.compression import Compression
-from vllm_segreuse.knowledge.engine import Engine
+from vllm_segreuse.knowledge.engine import Engine, NotFrozenError, all_frozen
 from vllm_segreuse.knowledge.store import Tokens
 from vllm_segreuse.plan import CopyOrder, FreezeOrder, ScoreOrder
 
@@ -97,17 +97,22 @@ async def compress(engine: Engine, work: Work, order: FreezeOrder) -> tuple[Toke
 
     Raises:
         RuntimeError: the engine could not say which are to be kept.
+        NotFrozenError: they are not frozen, for this reason.
     """
     kept = None if work.kept is None else work.kept[order.part]
-    for _ in range(_ATTEMPTS):
+    for left in reversed(range(_ATTEMPTS)):
         asks = kept is None and _compression(work).scorer == "surprise"
         found = await engine.answers(
             work.prompts[order.part].tolist(), {}, prompt_logprobs=0 if asks else None
         )
         if kept is None:
             kept = await _chosen(engine, work, order.part, found[0].logprobs)
-        if kept is not None and await _copied(engine, work, order, kept):
-            return kept, True
+        try:
+            if kept is not None and await _copied(engine, work, order, kept):
+                return kept, True
+        except NotFrozenError:
+            if not left:
+                raise
     if kept is None:
         raise RuntimeError("the model gave its tokens no scores")
     return kept, False
@@ -152,7 +157,7 @@ async def _copied(engine: Engine, work: Work, order: FreezeOrder, kept: Tokens) 
     }
     prompt = np.concatenate((tokens, filler)).tolist()
     answers = await engine.answers(prompt, asked)
-    return all(answer.report.get("frozen") for answer in answers)
+    return all_frozen(answer.report for answer in answers)
 
 
 def _compression(work: Work) -> Compression:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,10 @@ from vllm_segreuse.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.plan import FreezeOrder
 
 _LAST = 2**31 - 1  # vLLM serves smaller priorities first
+
+
+class NotFrozenError(Exception):
+    """What was computed is not frozen, for this reason; in words for who administers the server."""
 
 
 class Answer(NamedTuple):
@@ -49,7 +53,11 @@ class Engine(Protocol):
         """Requests that have not ended, without `own` of our own."""
 
     async def compute(self, tokens: list[int], extra_key: str, order: FreezeOrder) -> bool:
-        """Compute a prompt and freeze what the order says; whether that was done."""
+        """Compute a prompt and freeze what the order says; whether that was done.
+
+        Raises:
+            NotFrozenError: it was not, for this reason.
+        """
 
     async def answers(
         self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
@@ -153,9 +161,26 @@ def answer_of(output: Any, tokens: Sequence[int]) -> Answer:
 
 
 def was_frozen(output: Any) -> bool:
-    """Whether a finished request's output says that its order was carried out."""
-    report = (output.kv_transfer_params or {}).get("segreuse") or {}
-    return bool(report.get("frozen"))
+    """Whether a finished request's output says that its order was carried out.
+
+    Raises:
+        NotFrozenError: it says why not.
+    """
+    return all_frozen([(output.kv_transfer_params or {}).get("segreuse") or {}])
+
+
+def all_frozen(reports: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether reports of requests say that their orders were carried out.
+
+    Raises:
+        NotFrozenError: one says why not.
+    """
+    for report in reports:
+        if not report.get("frozen"):
+            if reason := report.get("not_frozen"):
+                raise NotFrozenError(reason)
+            return False
+    return True
 
 
 class ServedEngine(Tokenizer):

@@ -43,7 +43,11 @@ class ParallelEngines(ServedEngine):
         """
         ranks = range(self._number)
         computing = (self.compute_on(rank, tokens, extra_key, order) for rank in ranks)
-        return all(await asyncio.gather(*computing))
+        # All have ended before anything is said of one: the next order may be for the same entry.
+        found = await asyncio.gather(*computing, return_exceptions=True)
+        if failed := [one for one in found if isinstance(one, BaseException)]:
+            raise failed[0]
+        return all(found)
 
     async def answers(
         self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any

@@ -97,7 +97,9 @@ class KnowledgeService:
         self._turn = asyncio.Lock()
         self._sqlite = ThreadPoolExecutor(1, thread_name_prefix="segreuse-knowledge")
         self._tokenizer = ThreadPoolExecutor(1, thread_name_prefix="segreuse-tokenizer")
-        self._warming = Warming(engine, self._work_of, self._is_wanted, self._write_kept)
+        self._warming = Warming(
+            engine, self._work_of, self._is_wanted, self._write_kept, self._names_of
+        )
         self._answers = Answers(self._catalogue, self._warming)
         self._scheduler = SchedulerState(
             engine, self._catalogue, self._warming, self._write_uses, poll_s
@@ -364,6 +366,12 @@ class KnowledgeService:
 
     def _is_wanted(self, entry: str) -> bool:
         return entry in self._catalogue.entries
+
+    def _names_of(self, entry: str) -> list[str]:
+        """`BASE/ID` of the documents that have an entry, as the log shows them."""
+        found = self._catalogue.entries.get(entry)
+        owners = sorted(found.owners) if found is not None else ()
+        return [repr(shown(f"{name}/{document_id}")) for name, document_id in owners]
 
     async def _work_of(self, entry: str) -> Work | None:
         """What is to be computed for an entry; None if it has gone."""

@@ -10,14 +10,14 @@ import asyncio
 import enum
 import heapq
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
 from vllm_segreuse.knowledge.anchoring import condense
 from vllm_segreuse.knowledge.changes import UNREADABLE
 from vllm_segreuse.knowledge.compressing import Work, compress, joined
-from vllm_segreuse.knowledge.engine import Engine
+from vllm_segreuse.knowledge.engine import Engine, NotFrozenError
 from vllm_segreuse.knowledge.store import Tokens
 from vllm_segreuse.plan import FreezeOrder
 
@@ -27,6 +27,9 @@ AT_ONCE = 4
 _LOOK_AGAIN_S = 0.02
 _ATTEMPTS = 2
 """An entry may be evicted between two of its parts."""
+
+NO_ROOM = "the frozen pool had no room for it: warm it again later"
+"""What is wrong where the engine does not say it."""
 
 
 class Urgency(enum.IntEnum):
@@ -50,6 +53,7 @@ class Warming:
         work_of: what is to be computed for an entry, or None if it has gone.
         is_wanted: whether an entry still belongs to a document.
         chosen: is told which tokens of a compressed entry were chosen, by their position.
+        names_of: the documents that have an entry, for the log.
     """
 
     def __init__(
@@ -58,11 +62,13 @@ class Warming:
         work_of: Callable[[str], Awaitable[Work | None]],
         is_wanted: Callable[[str], bool],
         chosen: Callable[[str, Tokens], Awaitable[None]],
+        names_of: Callable[[str], Sequence[str]] = lambda entry: (),
     ) -> None:
         self._engine = engine
         self._work_of = work_of
         self._is_wanted = is_wanted
         self._chosen = chosen
+        self._names_of = names_of
         self._queue: list[_Job] = []
         self._done: dict[str, asyncio.Future[None]] = {}
         self._errors: dict[str, str] = {}
@@ -70,20 +76,26 @@ class Warming:
         self._workers: set[asyncio.Task[None]] = set()
         self._started: set[str] = set()
         self._again: set[str] = set()
+        self._released: set[str] = set()  # while they were computed
         self._computing = 0
         self._urgencies: dict[str, Urgency] = {}
         self._unwanted: set[str] = set()
+        self._refusals: dict[str, str] = {}
         self._said = ""
 
     def add(self, entry: str, urgency: Urgency) -> asyncio.Future[None]:
-        """Have an entry computed; done when it was, or has failed."""
+        """Have an entry computed; done when it was, or has failed.
+
+        One that is being computed is computed once more if that fails, or was for nothing: it was
+        deleted, and has been added anew.
+        """
         done = self._done.get(entry)
         if done is None:
             done = self._done[entry] = asyncio.get_running_loop().create_future()
             self._errors.pop(entry, None)
         elif entry in self._started:
             if urgency is Urgency.ASKED_FOR:
-                self._again.add(entry)  # it may have been deleted and added anew meanwhile
+                self._again.add(entry)
             return done
         elif self._urgencies[entry] <= urgency:
             return done
@@ -119,6 +131,7 @@ class Warming:
         self._unwanted = {entry for entry in self._unwanted if not self._is_wanted(entry)}
         for entry in self._unwanted:
             self._errors.pop(entry, None)
+        self._released |= self._unwanted & self._started
         telling, self._unwanted = self._unwanted, set()
         if not telling:
             return
@@ -157,6 +170,7 @@ class Warming:
 
     async def _work_on(self, entry: str) -> None:
         self._started.add(entry)
+        self._released.discard(entry)
         self._errors.pop(entry, None)
         try:
             await self._compute(entry)
@@ -164,10 +178,17 @@ class Warming:
             self._errors[entry] = f"it could not be computed: {str(error) or type(error).__name__}"
         finally:
             self._started.discard(entry)
+            self._refusals.pop(entry, None)
+        if error := self._errors.get(entry):
+            names = ", ".join(self._names_of(entry)) or entry
+            logger.warning("segment reuse: knowledge bases: %s failed: %s", names, error)
+        was_for_nothing = entry in self._errors or entry in self._released
+        self._released.discard(entry)
         if entry in self._again:
             self._again.discard(entry)
-            self._push(Urgency.ASKED_FOR, entry)
-            return
+            if was_for_nothing:
+                self._push(Urgency.ASKED_FOR, entry)
+                return
         del self._urgencies[entry]
         self._done.pop(entry).set_result(None)
         if not self._is_wanted(entry):
@@ -190,10 +211,7 @@ class Warming:
                 return
             if num_frozen == 0:  # it was refused, not evicted
                 break
-        self._errors[entry] = (
-            "the frozen pool had no room for it, or the server's log has another reason: "
-            "warm it again later"
-        )
+        self._errors[entry] = self._refusals.pop(entry, NO_ROOM)
 
     async def _parts(self, entry: str, work: Work, kept: list[Tokens]) -> int:
         """Compute and freeze parts of an entry, in order, as long as they can be and are wanted;
@@ -207,10 +225,13 @@ class Warming:
             self._computing += 1
             try:
                 frozen = await self._part(work, order, kept)
+            except NotFrozenError as refusal:
+                frozen, self._refusals[entry] = False, str(refusal)
             finally:
                 self._computing -= 1
             if not frozen:
                 return part
+            self._refusals.pop(entry, None)
         return len(work.prompts)
 
     async def _part(self, work: Work, order: FreezeOrder, kept: list[Tokens]) -> bool:

@@ -124,19 +124,21 @@ class Keeping:
 
     # Knowledge bases.
 
-    def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> None:
+    def keep(self, entry: str, part: int, parts: int, block_ids: list[int]) -> bool:
         """See `KeepingTier`."""
         with self._health.contained("a document"):
             keys = self._store.write_through(block_ids)
             if not keys:
                 named = filter(None, map(self._key_of, block_ids))
                 self._unstored.setdefault(entry, set()).update(named)
-                return
+                return False
             self._erase(self._kept.keep(entry, part, parts, keys))
             if self._files is not None:
                 self._files.set_durable(keys, True)
             for key in keys:
                 self.moved(key, on_host=self._store.is_on_host(key), on_disk=self._is_on_disk(key))
+            return True
+        return False
 
     def release(self, entries: Iterable[str]) -> None:
         """See `KeepingTier`."""
