@@ -136,6 +136,42 @@ DOCUMENT = [*range(100, 132)]
 PROMPT = [7, *DOCUMENT, 8]
 
 
+def test_ten_thousand_names_reuse_a_prompt_that_they_all_begin_with() -> None:
+    """One name per session, as a gateway may set it; vLLM gives all of them the same blocks."""
+    world, sessions = World(), 10_000
+    first = world.add(DOCUMENT, {**OPTIONS, "extra_keys": "first"})
+    blocks = world.pool.get_new_blocks(8)
+    world.pool.cache_full_blocks(first, blocks, 0, 8, SIZE, 0)
+    shared = [block.block_id for block in blocks]
+    world.side.allocated(first, shared)
+    world.side.take_plans()
+
+    def ask(tokens: list[int], key: str, hit: int) -> dict[str, Any]:
+        request = world.add(tokens, {**OPTIONS, "extra_keys": key, "segreuse_explain": True})
+        world.match(request, hit * SIZE)
+        world.side.allocated(request, shared[:hit])
+        world.side.take_plans()
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        report = world.side.finished(request, [])
+        assert report is not None
+        return report
+
+    for session in range(sessions):
+        ask([*DOCUMENT, 5], f"session {session}", 8)
+    for session in (0, 77, sessions - 1):
+        assert ask(PROMPT, f"session {session}", 0)["reused_tokens"] == len(DOCUMENT)
+    stranger = ask(PROMPT, "stranger", 0)
+    assert stranger["reused_tokens"] == 0
+    assert {s.get("reason") for s in stranger["explain"]} == {"unknown", "last_token"}
+    assert world.index.known.num_cells == 8
+    assert world.index.known.num_bytes < 60 * sessions
+    world.pool.free_blocks(reversed(blocks))
+    world.pool.evict_blocks({*shared})
+    evicted = ask(PROMPT, "session 77", 0)
+    assert {s.get("reason") for s in evicted["explain"]} == {"evicted", "last_token"}
+    world.index.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("most", "admitted"), [(512, [33, 33, 33]), (3, [33, 0, 0]), (4, [33, 33, 0])]
 )

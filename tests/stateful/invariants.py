@@ -144,7 +144,11 @@ def _check_index(world: World) -> None:
     inexact = (of(worker.history) == APPROXIMATE).any(axis=1)
     _none_of(blocks, inexact & (nodes["depth"] == 0), "approximate KV under depth 0")
     find = world.side._namespaces.find
-    for block, namespace in zip(blocks.tolist(), nodes["namespace"].tolist(), strict=True):
+    knows = {*zip(blocks.tolist(), nodes["namespace"].tolist(), strict=True)}
+    for namespace in range(len(world.side._namespaces._keys)):  # who has no entries now, too
+        known_blocks = index.known.table(namespace)[:, 0].tolist()
+        knows |= {(b, namespace) for b in known_blocks if 0 <= b < world.pool.num_gpu_blocks}
+    for block, namespace in knows:
         known = worker.known_to[block]
         seen = any(identity.keys and find(_key(identity)) == namespace for identity in known)
         assert seen, f"namespace {namespace} never saw block {block}, known to {known}"

@@ -80,7 +80,7 @@ COMMON = st.builds(
 OTHER = st.builds(
     Ask,
     parts=PARTS,
-    keys=st.sampled_from([("a",), ("b",), ("a", "b"), None]),
+    keys=st.sampled_from([("a",), ("b",), ("a", "b"), None, *((str(n),) for n in range(8))]),
     salt=st.sampled_from([None, None, "salt"]),
     lora=st.sampled_from([False, False, True]),
     options=OPTIONS,

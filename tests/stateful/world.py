@@ -90,6 +90,7 @@ class Setup:
         similarity: whether similar segments are reused (`SIMILARITY`).
         halo: whether these are tested (`HALO`).
         tier_rows: of the second tier; 0: there is none.
+        max_views: of the index; fewer than there are namespaces, so that these make room.
     """
 
     num_blocks: int = 40
@@ -107,6 +108,7 @@ class Setup:
     similarity: bool = False
     halo: bool = False
     tier_rows: int = 0
+    max_views: int = 2
 
 
 @dataclass
@@ -144,6 +146,7 @@ class World:
         self.pool = self._engine.pool
         self.side = self._engine.side
         self.index, self.frozen = self.side._index, self.side._freezing.entries
+        self.index.max_views = setup.max_views
         self.identities: dict[str, tuple[Identity, int]] = {}
         requests = self.scheduler.requests
         self.worker = Worker(setup.num_blocks, SIZE, self.identities, requests, setup.tier_rows)

@@ -151,3 +151,86 @@ def test_files_are_told_of_namespaces_that_are_in_use_only(is_late: bool) -> Non
     assert keys[-1] in told.namespaces
     assert [world.match(DOCUMENT, key).num_tokens for key in keys] == [SIZE] * len(keys)
     world.check_idle()
+
+
+def know(world: World, blocks: list[int], keys: list[bytes]) -> None:
+    """Namespaces are given blocks that another has computed, as by a prefix hit."""
+    for key in keys:
+        namespace = world.namespaces.intern(key)
+        tokens = world.index.tokens[blocks].ravel().copy()
+        world.index.insert(namespace, np.asarray(blocks, np.int32), tokens, 0)
+        world.namespaces.release(namespace)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_all_who_know_a_block_know_its_record(order: tuple[int, ...]) -> None:
+    """However many they are, and wherever the block is now."""
+    world = World(rows=8)
+    first, *others, stranger = names(*map(str, range(300)))
+    blocks = world.compute(DOCUMENT, key=first)
+    know(world, blocks, others)
+    half = names("half")[0]
+    know(world, blocks[:2], [half])
+    world.step()
+    for place in order:
+        world.evict([blocks[place]])
+        assert world.match(DOCUMENT, stranger).num_tokens == 0
+        world.step()
+        world.check()
+    for key in (first, others[0], others[150], others[-1], first):
+        found = world.match(DOCUMENT, key)
+        assert (found.num_tokens, found.num_segments) == (len(DOCUMENT), 1)
+        assert (found.pieces.source == Tier.HOST).all()
+    assert world.match(DOCUMENT, half).num_tokens == 2 * SIZE
+    assert world.match(DOCUMENT, stranger).num_tokens == 0
+    world.check_idle()
+    # Computed once more elsewhere, known to more, and evicted again: two become one.
+    blocks = world.compute(DOCUMENT, key=stranger)
+    later = names(*(f"later {n}" for n in range(100)))
+    know(world, blocks, later)
+    world.step()
+    world.evict(blocks)
+    world.step()
+    for key in (others[0], later[50], stranger, later[-1], first):
+        assert world.match(DOCUMENT, key).num_tokens == len(DOCUMENT)
+    assert world.match(DOCUMENT, half).num_tokens == 2 * SIZE
+    world.check_idle()
+    assert not world.index.known._detached
+
+
+def test_what_is_not_stored_is_known_to_nobody() -> None:
+    """A block that had other KV by the time it was to be stored, or no row."""
+    world = World(rows=1)
+    blocks = world.compute(DOCUMENT)
+    keys = names(*map(str, range(50)))
+    know(world, blocks, keys)
+    world.step()
+    world.evict(blocks)
+    world.step(fails=True)
+    assert [world.match(DOCUMENT, key).num_tokens for key in keys] == [0] * len(keys)
+    assert not world.index.known._detached
+    world.check_idle()
+    for key in keys:
+        namespace = world.namespaces.intern(key)
+        world.namespaces.release(namespace)
+    assert world.index.known.num_cells == 0
+
+
+def test_who_waits_for_a_record_keeps_its_id() -> None:
+    """Another namespace would learn of what it knew."""
+    world = World(rows=4)
+    blocks = world.compute(DOCUMENT[:SIZE])
+    knows, stranger = names("knows", "stranger")
+    know(world, blocks, [knows])
+    world.step()
+    world.evict(blocks)
+    namespace = world.namespaces.find(knows)
+    assert namespace is not None
+    for n in range(200):
+        other = world.namespaces.intern(str(n).encode())
+        assert other != namespace
+        world.namespaces.release(other)
+    world.step()
+    assert world.match(DOCUMENT, knows).num_tokens == SIZE
+    assert world.match(DOCUMENT, stranger).num_tokens == 0
+    world.check_idle()

@@ -84,6 +84,7 @@ class SegmentIndex:
         contexts: uint64 `[num_blocks]`, what each block was computed behind (`contexts.py`).
         nodes: the entries; what `show` was not asked for may be missing.
         known: what namespaces know of blocks that others have computed.
+        max_views: namespaces that have entries of such blocks at a time.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class SegmentIndex:
         self.block_size = block_size
         self.version = 0
         self.step = 1
+        self.max_views = MAX_VIEWS
         self._owner_of = owner_of
         self._allocate()
 
@@ -306,7 +308,7 @@ class SegmentIndex:
         """A namespace has views; those that were used longest ago are dropped for it."""
         self._shown[namespace] = self.known.changes
         self._shown.move_to_end(namespace)
-        while len(self._shown) > MAX_VIEWS:
+        while len(self._shown) > self.max_views:
             self._hide(next(iter(self._shown)))
 
     def _hide(self, namespace: int) -> None:

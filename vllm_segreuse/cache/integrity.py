@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_segreuse.cache.links import FULL, MAX_VIEWS, RETURNED, UNUSED
+from vllm_segreuse.cache.links import FULL, RETURNED, UNUSED
 
 if TYPE_CHECKING:
     from vllm_segreuse.cache.index import SegmentIndex
@@ -43,7 +43,7 @@ def _check_views(index: SegmentIndex, block: int) -> list[int]:
         assert entry not in views, f"the views of block {block} run in circles"
         views.append(entry)
         entry = int(index.nodes[entry]["next_view"])
-    assert len(views) <= MAX_VIEWS + 1, f"block {block} has {len(views)} views"
+    assert len(views) <= index.max_views + 1, f"block {block} has {len(views)} views"
     nodes = index.nodes[views]
     assert len(set(nodes["namespace"].tolist())) == len(views), f"block {block} twice in one"
     assert (nodes["block"] == block).all(), f"a view of block {block} stands for another block"

@@ -19,7 +19,6 @@ import numpy as np
 
 from vllm_segreuse.cache.assembly import MAX_WORK, assemble
 from vllm_segreuse.cache.index import SegmentIndex, salt_of
-from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.cache.lookup import find_groups
 from vllm_segreuse.cache.rolling_hash import (
     HashArray,
@@ -170,7 +169,8 @@ def warm_up() -> None:
     index = SegmentIndex(num_blocks=2, block_size=2)
     tokens = np.arange(4, dtype=np.int32)
     blocks = np.arange(2, dtype=np.int32)
-    for namespace in range(MAX_VIEWS + 2):
+    index.max_views = 1
+    for namespace in range(3):
         index.insert(namespace, blocks, tokens, first_position=0)
     index.missing(0, blocks)
     index.begin_step()
