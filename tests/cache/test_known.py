@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -11,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.known import Known
+from vllm_segreuse.cache.known import CELL, Known
 from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.cache.matcher import find_matches
-from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key, owner_of
 from vllm_segreuse.cache.rolling_hash import window_hashes
 
 SIZE = 4
@@ -56,6 +58,37 @@ def test_ten_thousand_namespaces_share_a_prompt() -> None:
     assert [index.population(namespace) for namespace in range(MANY)] == [0] * MANY
     assert index.known.num_marks == index.known.num_cells == 0, "nothing is left"
     index.check_integrity()
+
+
+def test_a_namespace_takes_as_little_memory_as_the_pages_say() -> None:
+    """With its name, and an owner of its own."""
+    blocks, first, names = (
+        125,
+        64,
+        NamespaceTable(lambda namespace: index.population(namespace) > 0),
+    )
+    index = SegmentIndex(2 * blocks, SIZE, owner_of=lambda name: owner_of(names.key(name)))
+    prompt = np.arange(blocks * SIZE, dtype=np.int32)
+
+    def begin(sessions: range) -> None:
+        for session in sessions:
+            key = namespace_key((f"session {session}",), None, None, ())
+            namespace = names.intern(key)
+            index.insert(namespace, np.arange(blocks, dtype=np.int32), prompt, 0)
+            names.release(namespace)
+
+    begin(range(first))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        begin(range(first, first + 2000))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 1500 * 2000
+    assert len(names) == index.known.num_marks + 1 == first + 2000
+    assert index.known.num_cells == blocks
+    assert CELL.itemsize == 20
 
 
 def test_a_block_that_is_evicted_is_known_to_nobody_whoever_gets_its_id() -> None:

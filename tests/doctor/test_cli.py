@@ -75,7 +75,7 @@ def test_ranks_share_weights_and_kv(model: Any, capsys: pytest.CaptureFixture[st
     assert one["tokens_per_gib"] == (1 << 30) // one["kv_bytes_per_token"] // 32 * 32
     assert one["kv_bytes_per_longest_prompt"] == 131072 * one["kv_bytes_per_token"]
     assert one["documents_per_gib"] == (1 << 30) // one["kv_bytes_per_document"]
-    assert one["index_bytes_per_block"] == 4 * 32 + 360
+    assert one["index_bytes_per_block"] == 4 * 32 + 364
 
 
 def test_json_is_all_that_standard_output_gets(model: Any) -> None:

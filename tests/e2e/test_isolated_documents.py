@@ -117,9 +117,9 @@ def test_documents_of_a_knowledge_base_are_found(served: Served) -> None:
         base.delete()
 
 
-def test_more_namespaces_than_the_index_takes_of_a_block(served: Served) -> None:
+def test_more_namespaces_than_have_entries_of_a_block(served: Served) -> None:
     prompt = served.prompt(1)
-    keys = [{"extra_keys": [f"tenant {number}"]} for number in range(MAX_VIEWS + 2)]
+    keys = [{"extra_keys": [f"tenant {number}"]} for number in range(MAX_VIEWS + 4)]
     answers = served.engine.ask(*[prompt] * len(keys), options=[*keys], max_tokens=1)
     assert all(answer.report["policy"] == "link" for answer in answers)
     (answer,) = served.ask(prompt, options=keys[-1])

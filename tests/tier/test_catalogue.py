@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tests.tier.world import SIZE, World
+from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache.namespace import namespace_key
 from vllm_segreuse.plan import Tier
-from vllm_segreuse.tier.catalogue import MAX_TOLD
+from vllm_segreuse.tier.catalogue import MAX_TOLD, Seen
 
 DOCUMENT = [*range(100, 112)]
 
@@ -196,6 +197,33 @@ def test_all_who_know_a_block_know_its_record(order: tuple[int, ...]) -> None:
     assert world.match(DOCUMENT, half).num_tokens == 2 * SIZE
     world.check_idle()
     assert not world.index.known._detached
+
+
+def test_who_gets_the_id_of_a_namespace_gets_nothing_else_of_it(monkeypatch) -> None:
+    """What it knew was taken back, while a record has its id still."""
+    world = World(rows=8)
+    first, gone, other, stranger = names("first", "gone", "other", "stranger")
+    blocks = world.compute(DOCUMENT, key=first)
+    know(world, blocks, [gone])
+    world.step()
+    world.evict(blocks)
+    world.step()
+    records = [*world.catalogue]
+    assert all(gone in world.catalogue.describe(record.key).namespaces for record in records)
+    namespace = world.namespaces.find(gone)
+    monkeypatch.setattr(index_module, "MAX_KNOWN_PREFIXES", 1)
+    more = world.compute([*range(500, 508)], key=first)
+    know(world, more, [other])
+    held = [world.namespaces.intern(key) for key in (*names("1", "2", "3"), stranger)]
+    assert namespace in held
+    for record in records:
+        world.catalogue.adopt(record, ())
+        world.catalogue.see_again(
+            record, Seen(-1, record.key, record.tokens, 0, 0, (), None, -1, ())
+        )
+        assert world.catalogue.describe(record.key).namespaces == (first,)
+    for key in (*names("1", "2", "3"), stranger):
+        assert world.match(DOCUMENT, key).num_tokens == 0
 
 
 def test_what_is_not_stored_is_known_to_nobody() -> None:
