@@ -269,7 +269,7 @@ class SegmentIndex:
         self._make_room_for(namespace)
 
     def knows(self, namespace: int, block_id: int) -> bool:
-        """Whether a block is known in a namespace; asks of a stranger, so that it is no use."""
+        """Whether a block is known in a namespace. This is no use of what the namespace knows."""
         if self._born[block_id] == 0:
             return False
         if self.nodes["namespace"][block_id] == namespace:
@@ -294,11 +294,13 @@ class SegmentIndex:
         self._shares.holds(namespace, left)
         self._make_room_for(namespace)
         most_blocks = max(MAX_KNOWN_PREFIXES, MAX_KNOWN_PER_BLOCK * self.num_blocks)
-        while self.known.num_marks > MAX_KNOWN_PREFIXES or self.known.num_cells > most_blocks:
+        while self._shares and (
+            self.known.num_marks > MAX_KNOWN_PREFIXES or self.known.num_cells > most_blocks
+        ):
             self._forget(self._shares.next())
 
     def _key_of(self, block: int) -> int:
-        """Hash of the tokens of an indexed block; -1: of none."""
+        """Hash of the tokens of an indexed block, without a namespace's salt; of -1: 0."""
         if block < 0:
             return 0
         node = self.nodes[block]

@@ -32,6 +32,9 @@ class Shares:
     def __contains__(self, namespace: int) -> bool:
         return namespace in self._owner
 
+    def __len__(self) -> int:
+        return len(self._owner)
+
     def used(self, namespace: int) -> None:
         """A namespace that holds something is in use."""
         owner = self._owner[namespace]
