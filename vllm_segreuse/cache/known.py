@@ -153,7 +153,7 @@ class Known:
     def keys_of_gone(self, namespace: int) -> npt.NDArray[np.uint32]:
         """Hashes of the tokens of blocks that a namespace has known, and that are gone."""
         table = self.table(namespace)
-        return table[table[:, BLOCK] == GONE, KEY].astype(np.uint32)
+        return np.asarray(table[table[:, BLOCK] == GONE, KEY], np.uint32)
 
     # From blocks to records of the second tier.
 

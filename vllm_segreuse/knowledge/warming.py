@@ -179,9 +179,10 @@ class Warming:
         finally:
             self._started.discard(entry)
             self._refusals.pop(entry, None)
-        if error := self._errors.get(entry):
+        if entry in self._errors:
             names = ", ".join(self._names_of(entry)) or entry
-            logger.warning("segment reuse: knowledge bases: %s failed: %s", names, error)
+            said = self._errors[entry]
+            logger.warning("segment reuse: knowledge bases: %s failed: %s", names, said)
         was_for_nothing = entry in self._errors or entry in self._released
         self._released.discard(entry)
         if entry in self._again:
