@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files become documents with stable ids, or an error that names them."""
 
+import gzip
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,97 @@ def test_html_declares_its_encoding(tmp_path: Path) -> None:
     assert only(file).text == "café"
 
 
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<!doctype html><head><title>T</title><body><h1>A</h1><p>one<p>two", "# A\n\none\n\ntwo"),
+        ("<head><title>T</title><p>one", "one"),
+        ("<title>T</title>one<footer>two", "one\n\ntwo"),
+        ("<p>one<aside>two</aside><p>three", "one\n\ntwo\n\nthree"),
+        ("<ul><li>a<ul><li>b<li>c</ul><li>d</ul>", "- a\n  - b\n  - c\n- d"),
+        ("<ol start=9><li>a<ol><li>b<li>c</ol><li>d</ol>", "9. a\n   1. b\n   2. c\n10. d"),
+        ("<dl><dt>a<dd>b<dt>c<dd>d</dl>", "a\n:   b\n\nc\n:   d"),
+        (
+            "<table><caption>C<thead><tr><th>A<th>B<tbody><tr><td>1<td>2<tfoot><tr><td>3<td>4"
+            "</table>",
+            "C\n\n| A | B |\n| --- | --- |\n| 1 | 2 |\n| 3 | 4 |",
+        ),
+        ("<select><optgroup label=x><option>a<option>b<optgroup><option>c</select>", "a\n\nb\n\nc"),
+        ("<ruby>漢<rp>(<rt>kan<rp>)</ruby>", "漢(kan)"),
+        (
+            '<?xml version="1.0"?><?xml-stylesheet href="x"?><!DOCTYPE html><html xmlns="x"><head>'
+            "<title>T</title></head><body><p>a<br/>b</p></body></html>",
+            "a  \nb",
+        ),
+        ("<noscript><p>no</noscript><p>yes<noscript>no</noscript>", "yes"),
+        ("<!-- no --><template><p>no</template>yes<!-- no", "yes"),
+        ("<style>no</style><p>yes<script>if (a<b) '</p>'</script>", "yes"),
+        ("<p>yes<svg><title>no</title></svg><iframe>no</iframe>", "yes"),
+        ("<table>before<tr><td>in</table>", "before\n\n|  |\n| --- |\n| in |"),
+        ("<p>1 < 2 &amp &copy; &#233;", "1 < 2 & © é"),
+        ("x<plaintext><p>y", "x\n\n```\n<p>y\n```"),
+    ],
+)
+def test_html_is_read_as_the_standard_says(tmp_path: Path, page: str, text: str) -> None:
+    (tmp_path / "page.html").write_text(page)
+    assert only(tmp_path / "page.html").text == text
+
+
+def test_a_title_is_the_pages_own(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<p>x<svg><title>drawing</title></svg><title> The\n page </title>")
+    assert only(page).metadata == {"title": "The page"}
+
+
+DEEP = ["<i>", "<div>", "<ul><li>", "<table><tr><td>", "<blockquote>", "<span>a<p>"]
+
+
+@pytest.mark.parametrize("element", DEEP)
+def test_the_text_of_deeply_nested_html_is_read(tmp_path: Path, element: str) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(element * 5000 + "the text")
+    assert "the text" in only(page).text
+
+
+@pytest.mark.parametrize(
+    ("before", "encoding"),
+    [
+        ("<meta charset=shift_jis>", "cp932"),
+        ("<!-- <meta charset=latin1> --><meta charset='Shift_JIS'>", "cp932"),
+        ('<meta http-equiv="content-type" content="text/html; charset=EUC-JP">', "euc-jp"),
+        ('<?xml version="1.0" encoding="gb2312"?>', "gb18030"),
+        ("<meta charset=utf-16>", "utf-8"),
+        ("<meta charset=nonsense>", "utf-8"),
+        ("", "utf-8"),
+        ("<meta charset=latin1>", "utf-8-sig"),
+        ("<meta charset=latin1>", "utf-16"),
+        ("", "utf-32"),
+    ],
+)
+def test_html_is_read_in_its_encoding(tmp_path: Path, before: str, encoding: str) -> None:
+    page = tmp_path / "page.html"
+    page.write_bytes(f"{before}<p>日本語、".encode(encoding))
+    assert only(page).text == "日本語、"
+
+
+def test_html_without_a_declaration_is_read_as_browsers_do(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_bytes("<p>“naïve”".encode("cp1252"))
+    assert only(tmp_path / "page.html").text == "“naïve”"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-8"])
+def test_a_byte_order_mark_says_the_encoding(tmp_path: Path, name: str, encoding: str) -> None:
+    text = '{"text": "naïve"}' if name == "a.jsonl" else "naïve"
+    (tmp_path / name).write_bytes(f"\ufeff{text}".encode(encoding))
+    assert only(tmp_path / name).text == "naïve"
+
+
+def test_what_texts_may_hold_is_no_binary(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\tb\x0bc\x0cd\x1b[0m\x7f\x85")
+    assert only(tmp_path / "a.txt").text == "a\tb\x0bc\x0cd\x1b[0m\x7f\x85"
+
+
 def test_pdf_pages_are_joined(tmp_path: Path) -> None:
     text = only(pdf(tmp_path / "a.pdf", "First page", "", "Third page"))
     assert text == Text("a.pdf", "First page\n\nThird page", {"pages": 3})
@@ -153,7 +246,23 @@ def _write(content: bytes) -> Callable[[Path], object]:
         ("a.txt", _write(b" \n"), "'a.txt' holds no text"),
         ("a.md", lambda file: file.mkdir(), "a.md is no regular file"),
         ("a.html", _write(b"<script>x</script>"), "'a.html' holds no text"),
-        ("a.html", _write(b"<i>" * 5000 + b"x"), "a.html cannot be parsed"),
+        (
+            "a.txt",
+            _write(b"\x7fELF\2\1\1\0"),
+            r"NUL bytes \(the first is byte 7\): it looks binary",
+        ),
+        ("a.md", _write("one".encode("utf-16-be")), "like UTF-16-BE without a byte-order mark"),
+        ("a.txt", _write("one".encode("utf-32-le")), "like UTF-32-LE without a byte-order mark"),
+        ("a.txt", _write(b"a\x01b"), r"control character U\+0001 \(at character 1\)"),
+        ("a.txt", _write(b"\xff\xfea"), r"is not UTF-16-LE \(byte 2\)"),
+        ("a.html", _write(gzip.compress(b"<p>x")), "it looks binary"),
+        ("a.html", _write(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"), "it looks binary"),
+        ("a.html", _write(pickle.dumps(["x"])), "it looks binary"),
+        ("a.html", _write("<p>x".encode("utf-16-le")), "like UTF-16-LE without a byte-order mark"),
+        ("a.html", _write(b"<meta charset=utf-8>caf\xe9"), r"is not utf-8 \(byte 23\)"),
+        ("a.html", _write("<p>日本語、".encode("cp932")), "is not windows-1252"),
+        ("a.jsonl", _write(b'{"text": "a\\u0000b"}'), r"'a.jsonl#1' holds the control .* U\+0000"),
+        ("caf\udce9.txt", _write(b"x"), "has a name that is not UTF-8: rename it"),
         ("a.jsonl", _write(b"\n"), "a.jsonl holds no text"),
         ("a.jsonl", _write(b'{"text": "x"}\n{text}'), "a.jsonl, line 2: no JSON"),
         ("a.jsonl", _write(b'"text"'), 'line 1: expected an object with a string "text"'),

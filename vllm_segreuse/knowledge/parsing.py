@@ -4,13 +4,15 @@
 Run as a script, `python parsing.py SOCKET`: it imports nothing of this package. Each request comes
 with the open file; the answer is a line of JSON.
 
-Parsing is left to pypdf, Beautiful Soup and markdownify (the extra `kb`).
+Parsing is left to pypdf, justhtml, Beautiful Soup and markdownify (the extra `kb`).
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -57,6 +59,8 @@ def parse(content: bytes, request: Request) -> list[Text]:
     """
     if len(content) > request.max_bytes:
         raise ParseError(f" has more than {request.max_bytes} bytes: raise --max-bytes or split it")
+    if not _is_encodable(request.id):
+        raise ParseError(" has a name that is not UTF-8: rename it")
     texts, size = [], 0
     try:
         for text in PARSERS[request.suffix](content, request):
@@ -77,13 +81,29 @@ def parse(content: bytes, request: Request) -> list[Text]:
     return texts
 
 
+# What no text has, by the standard that tells browsers text from binary data (MIME Sniffing,
+# "binary data byte"), without the vertical tab, which presentations have for line breaks.
+_BINARY = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+
+
 def _check(text: Text) -> None:
     if not text.text.strip():
         raise ParseError(f": the document {text.id!r} holds no text")
+    if not _is_encodable(text.id + text.text):
+        raise ParseError(f": the document {text.id!r} holds half of a surrogate pair")
+    if found := _BINARY.search(text.text):
+        raise ParseError(
+            f": the document {text.id!r} holds the control character U+{ord(found[0]):04X} (at "
+            f"character {found.start()}): it looks binary"
+        )
+
+
+def _is_encodable(text: str) -> bool:
     try:
-        (text.id + text.text).encode()
-    except UnicodeEncodeError as error:
-        raise ParseError(f": the document {text.id!r} holds half of a surrogate pair") from error
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain(content: bytes, request: Request) -> Iterator[Text]:
@@ -111,18 +131,91 @@ def _json_lines(content: bytes, request: Request) -> Iterator[Text]:
         yield Text(f"{request.id}#{number}" if id_ is None else str(id_), entry["text"], metadata)
 
 
+_HIDDEN = frozenset({"title", "script", "style", "template", "iframe"}) | frozenset(
+    {"noscript", "noframes", "noembed"}
+)
+"""Elements whose text no browser shows. What else is in a head has no text."""
+
+_BLOCKS = (
+    *("address", "aside", "center", "details", "dialog", "fieldset", "figure", "footer", "form"),
+    *("header", "hgroup", "legend", "main", "nav", "optgroup", "option", "search", "summary"),
+)
+_SHOWN_AS = {
+    **dict.fromkeys(_BLOCKS, "div"),
+    **dict.fromkeys(("listing", "plaintext", "xmp"), "pre"),
+    **dict.fromkeys(("dir", "menu"), "ul"),
+    "tfoot": "tbody",
+}
+"""Elements that browsers show as blocks, and what markdownify knows in their place."""
+
+_MAX_DEPTH = 200
+"""Elements inside of each other that keep their marks; what is deeper gives its text. Converting
+recurses, and does what is inside again for each element around it."""
+
+
 def _html(content: bytes, request: Request) -> Iterator[Text]:
     from bs4 import BeautifulSoup
+    from justhtml import JustHTML
+
+    # As the standard for HTML says, which closes what a page leaves open.
+    page = JustHTML(_decode_html(content), sanitize=False)
+    shown = BeautifulSoup("", "html.parser")
+    title = " ".join(_show(page.root, shown).split())
+    text = _converter().convert_soup(shown).strip()
+    yield Text(request.id, text, {"title": title} if title else {})
+
+
+def _converter() -> Any:
+    """Headings, lists and code keep their marks; the addresses of links are no text."""
+    from bs4 import Tag
     from markdownify import MarkdownConverter
 
-    # The bytes: Beautiful Soup finds the encoding that the page declares.
-    page = BeautifulSoup(content, "html.parser")
-    title = page.title.get_text(strip=True) if page.title else ""
-    for element in page.find_all(["head", "script", "style", "noscript", "template"]):
-        element.decompose()
-    # Headings, lists and code keep their marks; the addresses of links are no text.
-    converter = MarkdownConverter(heading_style="ATX", bullets="-", strip=["a", "img"])
-    yield Text(request.id, converter.convert_soup(page).strip(), {"title": title} if title else {})
+    class Converter(MarkdownConverter):  # type: ignore[misc]
+        """Numbers the items of a list as they come: markdownify counts those in front of each."""
+
+        def __init__(self) -> None:
+            super().__init__(heading_style="ATX", bullets="-", strip=["a", "img"])
+            self._next: dict[int, int] = {}  # by list
+
+        def convert_li(self, el: Any, text: str, parent_tags: Any) -> str:
+            if el.parent.name == "ol":
+                start = el.parent.get("start", "")
+                first = int(start) if start.isdecimal() else 1
+                number = self._next.setdefault(id(el.parent), first)
+                self._next[id(el.parent)] += 1
+                el = Tag(name="li")
+                Tag(name="ol", attrs={"start": str(number)}).append(el)
+            return str(super().convert_li(el, text, parent_tags))
+
+    return Converter()
+
+
+def _show(page: Any, shown: Any) -> str:
+    """Give an empty soup what a browser shows of a page; returns the page's title."""
+    title, open_ = "", [("", iter(page.children))]
+    shown.reset()
+    while open_:
+        name, children = open_[-1]
+        node = next(children, None)
+        if node is None:
+            open_.pop()
+            if name:
+                shown.handle_endtag(name)
+        elif node.name == "#text":
+            shown.handle_data(node.data)
+        elif node.name == "title" and node.namespace in (None, "html") and not title:
+            title = "".join(child.data or "" for child in node.children)
+        elif not node.name.startswith(("#", "!", "?")) and node.name not in _HIDDEN:
+            name = _SHOWN_AS.get(node.name, node.name) if len(open_) < _MAX_DEPTH else ""
+            if name:
+                attributes = {key: value or "" for key, value in node.attrs.items()}
+                shown.handle_starttag(name, None, None, attributes)
+            else:
+                shown.handle_data("\n")
+            open_.append((name, iter(node.children)))
+    shown.endData()
+    shown.popTag()
+    return title
 
 
 def _pdf(content: bytes, request: Request) -> Iterator[Text]:
@@ -142,8 +235,9 @@ def _pdf(content: bytes, request: Request) -> Iterator[Text]:
     text = "\n\n".join(page.strip() for page in pages if page.strip())
     if not text:
         raise ParseError(" holds no text, only images: run OCR on it first")
-    # Broken fonts give halves of characters, which no encoding knows.
-    yield Text(request.id, text.encode(errors="replace").decode(), {"pages": len(pages)})
+    # Broken fonts give halves of characters, which no encoding knows, and numbers of their glyphs.
+    text = _BINARY.sub("\ufffd", text.encode(errors="replace").decode())
+    yield Text(request.id, text, {"pages": len(pages)})
 
 
 PARSERS: dict[str, Callable[[bytes, Request], Iterator[Text]]] = {
@@ -157,11 +251,79 @@ PARSERS: dict[str, Callable[[bytes, Request], Iterator[Text]]] = {
 """How the text is read, by suffix (in lower case)."""
 
 
+_MARKS = {
+    codecs.BOM_UTF8: "UTF-8",
+    codecs.BOM_UTF32_LE: "UTF-32-LE",  # begins with the mark of UTF-16-LE
+    codecs.BOM_UTF32_BE: "UTF-32-BE",
+    codecs.BOM_UTF16_LE: "UTF-16-LE",
+    codecs.BOM_UTF16_BE: "UTF-16-BE",
+}
+"""Byte-order marks."""
+
+_WIDER = {"shift_jis": "cp932", "euc-kr": "cp949", "gbk": "gb18030", "big5": "big5hkscs"}
+"""Python's codecs for what the standard for encodings means by these names."""
+
+
 def _decode(content: bytes) -> str:
+    """Text in UTF-8, or in what a byte-order mark says."""
+    mark = _mark(content)
+    text = _decoded(content[len(mark) :], _MARKS.get(mark, "UTF-8"), len(mark))
+    return text.replace("\r\n", "\n")
+
+
+def _decode_html(content: bytes) -> str:
+    """The same, or in the encoding that a page declares; without one, as browsers guess."""
+    import webencodings
+    from bs4.dammit import EncodingDetector
+
+    mark = _mark(content)
+    beginning = re.sub(rb"<!--.*?(-->|\Z)", b"", content[: 1 << 16], flags=re.DOTALL)
+    label = EncodingDetector.find_declared_encoding(beginning, is_html=True)
+    declared = webencodings.lookup(label) if label and not mark else None
+    if declared is None:
+        try:
+            return _decode(content)
+        except UnicodeError:
+            return _decoded(content, "windows-1252")
+    if declared.name.startswith("utf-16"):  # the declaration itself could not be read then
+        return _decoded(content, "UTF-8")
+    return _decoded(content, _WIDER.get(declared.name, declared.codec_info.name))
+
+
+def _mark(content: bytes) -> bytes:
+    return next((mark for mark in _MARKS if content.startswith(mark)), b"")
+
+
+def _decoded(content: bytes, encoding: str, start: int = 0) -> str:
+    """Bytes of a file from `start` on as text."""
+    if not encoding.startswith(("UTF-16", "UTF-32")) and (nul := content.find(0)) >= 0:
+        wide = _wide(content)
+        looks = f"like {wide} without a byte-order mark: save it as UTF-8" if wide else "binary"
+        raise ParseError(f" holds NUL bytes (the first is byte {start + nul}): it looks {looks}")
     try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise ParseError(f" is not UTF-8 (byte {error.start}): convert it first") from error
+        raise _EncodingError(
+            f" is not {encoding} (byte {start + error.start}): convert it first"
+        ) from error
+
+
+class _EncodingError(ParseError, UnicodeError):
+    """Bytes that are not in an encoding."""
+
+
+def _wide(content: bytes) -> str | None:
+    """The encoding of more than one byte a letter in which bytes would be text of mostly ASCII
+    letters, if there is one."""
+    for encoding in _MARKS.values():
+        if encoding != "UTF-8":
+            try:
+                text = codecs.getincrementaldecoder(encoding)().decode(content[:4096])
+            except UnicodeDecodeError:
+                continue
+            if sum(map(str.isascii, text)) * 2 > len(text) and not _BINARY.search(text):
+                return encoding
+    return None
 
 
 def _answer(line: bytes, file: int) -> bytes | None:
