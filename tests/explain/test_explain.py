@@ -57,11 +57,15 @@ class Server:
         if request.url.path in self.answers:
             return self.answers[request.url.path]
         match request.url.path:
-            case "/tokenize":
-                return httpx.Response(200, json={"tokens": [*range(self.num_tokens)]})
             case "/detokenize":
                 return httpx.Response(200, json={"prompt": " ".join(map(str, body["tokens"]))})
-        return httpx.Response(200, json={"kv_transfer_params": {"segreuse": self.report}})
+        answer: dict[str, Any] = {"kv_transfer_params": {"segreuse": self.report}}
+        tokens = {"prompt_token_ids": [*range(self.num_tokens)]}
+        if request.url.path == "/v1/completions":
+            answer["choices"] = [{"text": "x", **tokens}]
+        else:
+            answer |= {"choices": [{"message": {}}], **tokens}
+        return httpx.Response(200, json=answer)
 
     def client(self) -> httpx.Client:
         return httpx.Client(transport=httpx.MockTransport(self), base_url="http://server")
@@ -99,6 +103,7 @@ def test_one_token_is_asked_for_and_nothing_approximate_is_computed(server: Serv
         "extra_keys": ["docs"],
         "max_tokens": 1,
         "n": 1,
+        "return_token_ids": True,
         "vllm_xargs": options,
     }
     assert found.stretches == STRETCHES
@@ -110,9 +115,18 @@ def test_one_token_is_asked_for_and_nothing_approximate_is_computed(server: Serv
 
 def test_messages_go_to_the_chat_route(server: Server) -> None:
     messages = [{"role": "user", "content": "Hi."}]
-    explain(server.client(), {"messages": messages, "extra_keys": "docs", "tools": []})
-    assert [path for path, _ in server.sent][:2] == ["/v1/chat/completions", "/tokenize"]
-    assert server.sent[1][1] == {"messages": messages, "tools": []}
+    body = {"messages": messages, "extra_keys": "docs", "continue_final_message": True}
+    found = explain(server.client(), body | {"return_token_ids": False})
+    assert [path for path, _ in server.sent] == ["/v1/chat/completions"] + ["/detokenize"] * 4
+    assert server.sent[0][1].items() >= {"continue_final_message": True}.items()
+    assert found.texts[2:] == ["132 133 134 135 136 137 138", "139"]
+
+
+def test_beam_search_is_named(server: Server) -> None:
+    with pytest.raises(InputError, match="beam search passes no options on"):
+        explain(server.client(), BODY | {"use_beam_search": True, "n": 2})
+    assert server.sent == []
+    assert explain(server.client(), BODY | {"use_beam_search": False}).texts
 
 
 def test_each_stretch_is_shown_with_its_text(server: Server) -> None:
@@ -160,11 +174,13 @@ def test_the_verdict_is_a_sentence(server: Server) -> None:
 @pytest.mark.parametrize("why", ["no route", "other tokens"])
 def test_without_the_servers_tokenizer_there_is_no_text(server: Server, why: str) -> None:
     if why == "no route":
-        server.answers["/tokenize"] = httpx.Response(404, json={"detail": "Not Found"})
+        server.answers["/detokenize"] = httpx.Response(404, json={"detail": "Not Found"})
     else:
         server.num_tokens = 139
     found = explain(server.client(), BODY)
     assert (found.texts, len(found.stretches)) == ([], 4)
+    reason = {"no route": "status 404", "other tokens": "without the tokens of the prompt"}[why]
+    assert reason in found.no_texts
     assert "segment, moved by -32" in printed(server)
 
 

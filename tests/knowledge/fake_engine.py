@@ -97,6 +97,9 @@ class FakeEngine:
     def encode(self, text: str) -> list[int]:
         return [2 + ord(char) % 900 for char in text]
 
+    def decode(self, tokens: list[int]) -> str | None:
+        return "".join(chr(max(0, token - 2)) for token in tokens)
+
     def fingerprint(self) -> str:
         return "fake"
 

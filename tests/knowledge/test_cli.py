@@ -18,6 +18,7 @@ from tests.knowledge.served import FAULT, TOKEN, Served, served
 from vllm_segreuse.cli import main as vllm_segreuse
 from vllm_segreuse.knowledge import cli, extract, show
 from vllm_segreuse.knowledge.client import KnowledgeClient
+from vllm_segreuse.knowledge.schemas import NewDocument
 
 Run = Callable[..., Result]
 
@@ -62,6 +63,32 @@ def test_from_nothing_to_a_warm_base_and_back(run: Run, docs: Path) -> None:
     assert json.loads(run("ls", "--json").output) == []
 
 
+def test_what_was_made_of_a_file_is_shown(run: Run, docs: Path) -> None:
+    (docs / "sub" / "ü.html").write_text("<title>T</title><h1>A_b</h1><ul><li>x<li>y")
+    run("create", "py")
+    assert run("add", "py", docs).exit_code == 0
+    shown = run("show", "py", "sub/ü.html")
+    assert (shown.exit_code, shown.output) == (0, "# A\\_b\n\n- x\n- y")
+    found = json.loads(run("show", "py", "last", "--json").output)
+    assert (found["text"], found["is_exact"], len(found["token_ids"])) == ("z", True, 1)
+    missing = run("show", "py", "no/such")
+    assert (missing.exit_code, missing.stdout) == (1, "")
+    assert "there is no document 'no/such' in knowledge base 'py'" in missing.stderr
+
+
+def test_a_text_that_is_not_read_as_its_tokens_is_shown_with_a_warning(
+    run: Run, client: KnowledgeClient, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.create("py")
+    client.add("py", [NewDocument(id="a", token_ids=[0, 100])])
+    shown = run("show", "py", "a")
+    assert (shown.exit_code, shown.stdout) == (0, "\x00b")
+    assert "makes other tokens of this text than 'a' has" in shown.stderr
+    monkeypatch.setattr(server.engine, "decode", lambda tokens: None)
+    assert run("show", "py", "a").exit_code == 1
+    assert json.loads(run("show", "py", "a", "--json").output)["token_ids"] == [0, 100]
+
+
 def test_what_documents_are_computed_behind_is_chosen_and_listed(run: Run) -> None:
     run("create", "beside")
     run("create", "alone", "--context", "none")
@@ -84,7 +111,7 @@ def test_adding_again_replaces_what_changed(run: Run, docs: Path, server: Served
 
 def test_a_bad_file_does_not_stop_the_others(run: Run, docs: Path) -> None:
     run("create", "py")
-    (docs / "bad.txt").write_bytes(b"\xff\xfe")
+    (docs / "bad.txt").write_bytes(b"\xff\xff")
     (docs / "fails.md").write_text(FAULT)
     second = ("last", 1), ("2", 2), (2, 3)
     lines = (json.dumps({"text": "x" * count, "id": name}) for name, count in second)
@@ -145,7 +172,7 @@ def test_files_above_a_limit_are_named_and_the_others_are_added(run: Run, docs: 
         f"{docs}/large.txt has 5000 bytes, more than 4000: raise --max-bytes or split it",
         f"{docs}/out.md is a link out of {docs}: name /etc/hostname itself to add it",
         f"{docs}/pipe.txt is no regular file",
-        f"{docs}/\\udcff.txt: the document '\\udcff.txt' holds half of a surrogate pair",
+        f"{docs}/\\udcff.txt has a name that is not UTF-8: rename it",
     ]
     assert "Traceback" not in added.stderr
 

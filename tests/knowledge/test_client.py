@@ -55,6 +55,7 @@ def test_ids_are_one_segment_of_the_path(client: KnowledgeClient, server: Served
     client.add("py", new("other", id))
     assert client.document("py", id).id == id
     assert server.requests[-1][1].rpartition("/documents/")[2].count("/") == 0
+    assert client.text("py", id).text == f"words of {id}"
     client.remove("py", id)
     assert [document.id for document in client.documents("py")] == ["other"]
 

@@ -46,6 +46,48 @@ def test_any_id_finds_its_document(client: TestClient, document_id: str) -> None
     assert answer.json()["id"] == document_id
 
 
+@pytest.mark.parametrize("document_id", ["a", "a/b.txt", "a/text", "ü ?#%", "a/", "/"])
+def test_the_text_of_a_document_is_shown_with_its_tokens(
+    client: TestClient, document_id: str
+) -> None:
+    text = "# Title\n\n- naïve  [[x]]\n" * 4
+    add(client, documents=[{"id": document_id, "text": text}, {"id": "other", "text": "x"}])
+    path = f"{BASES}/base/texts/{quote(document_id, safe='')}"
+    shown = client.get(path).json()
+    token_ids = [2 + ord(char) for char in text]
+    assert shown == {"id": document_id, "base": "base", "text": text} | {
+        "is_exact": True, "token_ids": token_ids
+    }  # fmt: skip
+    add(client, documents=[{"id": document_id, "text": "another"}])
+    assert client.get(path).json()["text"] == "another"
+    client.delete(f"{BASES}/base/documents/{quote(document_id, safe='')}")
+    assert client.get(path).status_code == 404
+
+
+def test_a_text_of_which_the_tokenizer_makes_other_tokens_is_told(client: TestClient) -> None:
+    add(client, documents=[{"id": "a", "token_ids": [0, 1, 50]}])
+    shown = client.get(f"{BASES}/base/texts/a").json()
+    assert (shown["is_exact"], shown["token_ids"]) == (False, [0, 1, 50])
+
+
+def test_a_compressed_document_has_its_whole_text(client: TestClient) -> None:
+    add(client, documents=[{"id": "a", "text": "a text of some letters", "keep": 0.5}])
+    assert client.get(f"{BASES}/base/texts/a").json()["text"] == "a text of some letters"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("base/texts/none", "there is no document 'none' in knowledge base 'base'"),
+        ("none/texts/a", "there is no knowledge base 'none'"),
+    ],
+)
+def test_a_text_that_is_not_there_is_404(client: TestClient, path: str, message: str) -> None:
+    answer = client.get(f"{BASES}/{path}")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, message)
+    assert client.get(f"{BASES}/{path}", headers={"Authorization": ""}).status_code == 401
+
+
 def test_answered_at_once_or_when_done(client: TestClient) -> None:
     assert add(client, wait=False).status_code == 202
     assert add(client, wait=True).status_code == 200
@@ -165,7 +207,7 @@ def test_25_another_base_of_the_same_name_is_409(client: TestClient) -> None:
 def test_the_description_names_these_routes_only(client: TestClient) -> None:
     description = client.get(f"{PREFIX}/openapi.json").json()
     assert description["servers"] == [{"url": PREFIX}]
-    assert len(description["paths"]) == 11
+    assert len(description["paths"]) == 12
 
 
 @pytest.mark.filterwarnings("ignore")

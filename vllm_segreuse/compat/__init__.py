@@ -23,7 +23,14 @@ import os
 from vllm_segreuse.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
-FRONT_END = ("input_processor", "renderer", "openai_streams", "async_llm", "api_server")
+FRONT_END = (
+    "input_processor",
+    "renderer",
+    "openai_streams",
+    "async_llm",
+    "api_server",
+    "run_batch",
+)
 ENGINE = (
     *("engine_core", "model_runner", "omp_processes", "prefix_cache_stats"),
     *("sampler", "scheduler", "worker"),

@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ExplainError, httpx.InvalidURL) as error:
         print(f"vllm-segreuse explain: {error}", file=sys.stderr)
         return 1 if isinstance(error, ExplainError) and not isinstance(error, InputError) else 2
+    if found.no_texts:
+        print(f"vllm-segreuse explain: no texts: {found.no_texts}", file=sys.stderr)
     status = _write_page(args.html, found, args.request.name) if args.html else 0
     console = Console()
     if args.json:

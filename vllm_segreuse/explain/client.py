@@ -2,8 +2,8 @@
 """Asks a running server to explain one request; neither vLLM nor torch is imported.
 
 The request is sent as it is, for one token of an answer, with two options more: `segreuse_explain`,
-and `segreuse_observe`, so that nothing approximate is computed for it. The server's tokenizer gives
-the text of each stretch.
+and `segreuse_observe`, so that nothing approximate is computed for it. The answer has the prompt's
+own tokens, and the server's tokenizer gives the text of each stretch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Explanation:
     Attributes:
         report: of the request.
         texts: the beginning of each stretch's text; empty where the server does not tell.
+        no_texts: why it does not.
     """
 
     report: Mapping[str, Any]
     texts: list[str]
+    no_texts: str = ""
 
     @property
     def stretches(self) -> list[dict[str, Any]]:
@@ -110,12 +112,18 @@ def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) 
     Raises:
         ExplainError: the server cannot be reached, refuses the request, or does not reuse segments.
     """
+    if body.get("use_beam_search"):
+        raise InputError(
+            "the request has use_beam_search, and beam search passes no options on: it reuses "
+            "nothing, and nothing explains it; leave it away to see what would be found"
+        )
     left_out = ("stream", "stream_options", "max_completion_tokens", "min_tokens")
     options = {"segreuse_explain": True} | ({} if reuse else {"segreuse_observe": True})
     asked = {
         **{key: value for key, value in body.items() if key not in left_out},
         "max_tokens": 1,
         "n": 1,
+        "return_token_ids": True,
         "vllm_xargs": _xargs(body, "the request") | options,
     }
     route = next(path for key, path in ROUTES.items() if key in body)
@@ -126,7 +134,10 @@ def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) 
             f"{server.base_url} answered without an explanation: it runs without segment reuse, or "
             "with a version of it that does not explain"
         )
-    return Explanation(report, _texts(server, body, report))
+    try:
+        return Explanation(report, _texts(server, body, answer, report))
+    except ExplainError as error:
+        return Explanation(report, [], str(error))
 
 
 def _xargs(body: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -136,27 +147,35 @@ def _xargs(body: Mapping[str, Any], source: str) -> dict[str, Any]:
     return dict(xargs)
 
 
-def _texts(server: httpx.Client, body: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
-    """Beginnings of the stretches' texts; none where the server's tokenizer is not to be had."""
+def _texts(
+    server: httpx.Client,
+    body: Mapping[str, Any],
+    answer: Mapping[str, Any],
+    report: Mapping[str, Any],
+) -> list[str]:
+    """Beginnings of the stretches' texts.
+
+    Raises:
+        ExplainError: the server's tokenizer is not to be had, or the prompt has no tokens.
+    """
+    tokens = _prompt_tokens(answer)
+    if tokens is None or len(tokens) != report["prompt_tokens"]:
+        raise ExplainError(f"{server.base_url} answered without the tokens of the prompt")
     named = {"model": body["model"]} if "model" in body else {}
-    keys = ("messages", "prompt", "tools", "chat_template_kwargs", "add_generation_prompt")
-    try:
-        tokens = body.get("prompt")
-        if not (isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)):
-            asked = named | {key: body[key] for key in keys if key in body}
-            tokens = _post(server, "/tokenize", asked)["tokens"]
-        if len(tokens) != report["prompt_tokens"]:
-            return []
-        return [
-            _post(
-                server,
-                "/detokenize",
-                named | {"tokens": tokens[stretch["start"] :][: _shown(stretch)]},
-            )["prompt"]
-            for stretch in report["explain"]
-        ]
-    except (ExplainError, KeyError):
-        return []
+    asked = [tokens[each["start"] :][: _shown(each)] for each in report["explain"]]
+    answers = [_post(server, "/detokenize", named | {"tokens": part}) for part in asked]
+    if not all("prompt" in each for each in answers):
+        raise ExplainError(f"{server.base_url} answered /detokenize without a text")
+    return [each["prompt"] for each in answers]
+
+
+def _prompt_tokens(answer: Mapping[str, Any]) -> list[int] | None:
+    """Of a chat's answer, or of the first prompt's."""
+    for each in (answer, *(answer.get("choices") or ())):
+        tokens = each.get("prompt_token_ids") if isinstance(each, Mapping) else None
+        if isinstance(tokens, list):
+            return tokens
+    return None
 
 
 def _shown(stretch: Mapping[str, Any]) -> int:

@@ -190,6 +190,31 @@ def ls(
         _out().print(f"{name} is empty; fill it: vllm-segreuse kb add {name} PATH...")
 
 
+@app.command("show")
+def show_text(
+    name: Name,
+    document: Annotated[str, typer.Argument(metavar="DOCUMENT", help="Id of the document.")],
+    token: Token,
+    url: Url = LOCAL,
+    as_json: Json = False,
+) -> None:
+    """Print the text of a document, as it was made of the file: requests must contain it."""
+    with _client(url, token) as client:
+        found = client.text(name, document)
+    if as_json:
+        _print_json(found)
+        return
+    if found.text is None:
+        _complain("the server has no tokenizer: --json shows the tokens")
+        raise typer.Exit(1)
+    typer.echo(found.text.encode(), nl=False)  # whatever the terminal's encoding is
+    if not found.is_exact:
+        _complain(
+            f"the tokenizer makes other tokens of this text than {document!r} has: send those that "
+            "--json shows"
+        )
+
+
 @app.command()
 def rm(
     name: Name,

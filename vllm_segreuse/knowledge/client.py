@@ -34,6 +34,7 @@ from vllm_segreuse.knowledge.schemas import (
     Document,
     DocumentId,
     Documents,
+    DocumentText,
     ErrorAnswer,
     KnowledgeBase,
     NewDocument,
@@ -211,6 +212,10 @@ class KnowledgeClient:
         """One document."""
         return self._send(Document, "GET", _document(name, document_id))
 
+    def text(self, name: str, document_id: str) -> DocumentText:
+        """What was made of a document: requests that contain it reuse it."""
+        return self._send(DocumentText, "GET", _document(name, document_id, "texts"))
+
     def remove(self, name: str, document_id: str) -> None:
         """Removes one document."""
         self._request("DELETE", _document(name, document_id))
@@ -379,6 +384,6 @@ def _base(name: str) -> str:
     return f"/knowledge-bases/{quote(_NAME.validate_python(name), safe='')}"
 
 
-def _document(name: str, document_id: str) -> str:
+def _document(name: str, document_id: str, part: str = "documents") -> str:
     # One segment of the path, whatever the id holds.
-    return f"{_base(name)}/documents/{quote(_ID.validate_python(document_id), safe='')}"
+    return f"{_base(name)}/{part}/{quote(_ID.validate_python(document_id), safe='')}"

@@ -36,7 +36,8 @@ class Answer(NamedTuple):
 
 
 class Engine(Protocol):
-    """An engine that runs segment reuse. `encode` and `start_tokens` may block."""
+    """An engine that runs segment reuse. `encode`, `decode` and `start_tokens` may
+    block."""
 
     vocab_size: int
 
@@ -45,6 +46,9 @@ class Engine(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without special ones."""
+
+    def decode(self, tokens: list[int]) -> str | None:
+        """Text of tokens, special ones too; None: there is no tokenizer."""
 
     def fingerprint(self) -> str:
         """Differs between tokenizers."""
@@ -97,6 +101,16 @@ class Tokenizer:
         if self._tokenizer is None:
             raise UnavailableError("this engine has no tokenizer: send token_ids", "text")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: list[int]) -> str | None:
+        """Text of tokens, special ones too, as it stands."""
+        if self._tokenizer is None:
+            return None
+        # Those of transformers may change white space, unless they are told not to.
+        options = {"skip_special_tokens": False}
+        if hasattr(self._tokenizer, "clean_up_tokenization_spaces"):
+            options["clean_up_tokenization_spaces"] = False
+        return str(self._tokenizer.decode(tokens, **options))
 
     def fingerprint(self) -> str:
         """Differs between tokenizers."""

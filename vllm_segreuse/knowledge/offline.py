@@ -35,6 +35,7 @@ from vllm_segreuse.knowledge.schemas import (
     Context,
     CreateBase,
     Document,
+    DocumentText,
     NewDocument,
     Stats,
     WarmDocuments,
@@ -196,6 +197,14 @@ class KnowledgeBase:
             after = page.next
             if after is None:
                 return found
+
+    def text(self, document_id: str) -> DocumentText:
+        """What was made of a document: prompts that contain it reuse it.
+
+        Raises:
+            KnowledgeError: there is none of this id, or it cannot be read.
+        """
+        return self._run(self._service.text(self.name, document_id))
 
     def named(self, document_id: str) -> NamedDocument:
         """A compressed document: its `tokens` stand in a prompt of token ids, whose request has its

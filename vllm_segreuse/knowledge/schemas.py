@@ -226,6 +226,19 @@ class Document(BaseModel):
     """Both None: it is not compressed."""
 
 
+class DocumentText(BaseModel):
+    """What is computed of a document: requests reuse it where they contain these tokens."""
+
+    id: str
+    base: str
+    text: str | None
+    """None: the engine has no tokenizer."""
+    is_exact: bool
+    """Whether the tokenizer makes these tokens of the text again, as it does of nearly all that was
+    added as text; where not, send the tokens."""
+    token_ids: list[int]
+
+
 class BlockCounts(BaseModel):
     """KV blocks of an engine; of several, of the one that has the least room.
 

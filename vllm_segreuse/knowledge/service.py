@@ -271,6 +271,37 @@ class KnowledgeService:
         state = await self._scheduler.read()
         return self._answers.document(base, self._catalogue.document(base, document_id), state)
 
+    async def text(self, name: str, document_id: str) -> schemas.DocumentText:
+        """What was made of a document, which requests must contain.
+
+        Raises:
+            NotFoundError: no such base or document.
+            ConflictError: the manifest does not have it any more.
+        """
+        base = self._catalogue.base(name)
+        self._catalogue.document(base, document_id)
+        record = await self._in_store(
+            self._store.document, base.record.extra_key, name, document_id
+        )
+        if record is None or record.fault:
+            self._catalogue.document(self._catalogue.base(name), document_id)  # deleted meanwhile?
+            fault = UNREADABLE if record is None else record.fault
+            raise ConflictError(f"the document {document_id!r} cannot be read: {fault}")
+        return await _in_thread(self._tokenizer, self._text, record)
+
+    def _text(self, record: DocumentRecord) -> schemas.DocumentText:
+        tokens: list[int] = record.tokens.tolist()
+        if self._isolated is not None:
+            tokens = tokens[1:-1]  # what tells the model that it is a document
+        text = self._engine.decode(tokens)
+        return schemas.DocumentText(
+            id=record.id,
+            base=record.base,
+            text=text,
+            is_exact=text is not None and self._engine.encode(text) == tokens,
+            token_ids=tokens,
+        )
+
     async def documents(
         self, name: str, after: str | None, limit: int
     ) -> schemas.Page[schemas.Document]:

@@ -12,6 +12,7 @@ from vllm_segreuse.knowledge.schemas import (
     CreateBase,
     Document,
     Documents,
+    DocumentText,
     ErrorAnswer,
     KnowledgeBase,
     Page,
@@ -31,6 +32,8 @@ _BASES = "/knowledge-bases"
 _BASE = _BASES + "/{name}"
 _DOCUMENTS = _BASE + "/documents"
 _DOCUMENT = _DOCUMENTS + "/{document_id:path}"
+# Beside the documents: below them, "/text" could be the end of an id.
+_TEXT = _BASE + "/texts/{document_id:path}"
 _FULL = {507: {"model": ErrorAnswer, "description": "Over the share of the KV cache."}}
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -95,6 +98,12 @@ async def list_documents(
 async def show_document(name: str, document_id: str, request: Request) -> Document:
     """Show a document."""
     return await service_of(request.app.state).document(name, document_id)
+
+
+@router.get(_TEXT)
+async def show_text(name: str, document_id: str, request: Request) -> DocumentText:
+    """Show the text of a document, and its tokens: what requests must contain to reuse it."""
+    return await service_of(request.app.state).text(name, document_id)
 
 
 @router.delete(_DOCUMENT, status_code=204)

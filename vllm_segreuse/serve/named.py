@@ -33,13 +33,10 @@ async def name_documents(
         HTTPException: with the status that the knowledge base's own routes would answer.
     """
     named.set(())
-    xargs = body.get(XARGS)
-    if xargs is not None and not isinstance(xargs, dict):
-        return  # vLLM refuses it
-    listed = parse_documents((xargs or {}).get(DOCUMENTS))
-    names = parse_documents([*listed, *_of_template(body)] or None)
+    names = names_in(body)
     if not names:
         return
+    xargs = body.get(XARGS)
     keys = (xargs or {}).get(EXTRA_KEYS)
     if keys is None:
         raise RequestError(
@@ -48,6 +45,20 @@ async def name_documents(
     found = await _found(names, [keys] if isinstance(keys, str) else keys, service, has_admin)
     named.set(found)
     body[XARGS] = {**(xargs or {}), DOCUMENTS: [document.entry for document in found]}
+
+
+def names_in(body: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the compressed documents that a body has; the texts of those for the chat template
+    are then their markers.
+
+    Raises:
+        RequestError: the body contradicts itself.
+    """
+    xargs = body.get(XARGS)
+    if xargs is not None and not isinstance(xargs, dict):
+        return ()  # vLLM refuses it
+    listed = parse_documents((xargs or {}).get(DOCUMENTS))
+    return parse_documents([*listed, *_of_template(body)] or None)
 
 
 async def _found(

@@ -2,9 +2,9 @@
 """Checking what requests say to segment reuse, at the API server and before tokenisation.
 
 `admit` sees the JSON body before vLLM's own models of it do: those turn `true` into 1, and take
-gigabytes to list what is wrong with a million entries. Endpoints it does not know, batch files and
-offline callers are checked when vLLM validates their sampling parameters
-(`compat/input_processor.py`).
+gigabytes to list what is wrong with a million entries. Bodies in files of vLLM's batch runner are
+admitted in the same way (`serve/batch_files.py`). Endpoints it does not know and offline callers
+are checked when vLLM validates their sampling parameters (`compat/input_processor.py`).
 """
 
 from collections.abc import Mapping
@@ -44,6 +44,28 @@ ENDPOINTS = frozenset(
     }
 )
 """Paths whose bodies may hold `extra_keys` and `vllm_xargs`."""
+
+NOT_HERE = {
+    "/inference/v1/generate": "put them into sampling_params.extra_args",
+    **dict.fromkeys(
+        (
+            *("/v1/chat/completions/render", "/v1/completions/render"),
+            *("/v1/messages/render", "/v1/responses/render"),
+        ),
+        f"put them into {XARGS}, and they will be in what is rendered",
+    ),
+    **dict.fromkeys(
+        (
+            *("/v1/chat/completions/derender", "/v1/completions/derender"),
+            *("/cohere/v2/chat", "/cohere/v2/chat/render", "/v1/systemone", "/generative_scoring"),
+            *("/v1/embeddings", "/v2/embed", "/pooling", "/classify"),
+            *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        ),
+        "its requests reuse nothing: leave them away",
+    ),
+}
+"""Paths that take prompts and would ignore our keys at the top level of a body, and what to do.
+Those that only count tokens (`/tokenize`, `/v1/messages/count_tokens`) take any body."""
 
 # Whether a request's options are allowed depends on one of the server's own only: `similarity`.
 _PLAIN_SERVER = SegReuseConfig()
@@ -116,13 +138,19 @@ async def admit(connection: HTTPConnection) -> None:
         BadOptionError: becomes HTTP 400; names the option, its value and what is allowed.
     """
     origin.set(Origin.ENDPOINT)
-    if not isinstance(connection, Request) or connection.scope["route"].path not in ENDPOINTS:
+    if not isinstance(connection, Request):
+        return
+    path = connection.scope["route"].path
+    if path not in ENDPOINTS and path not in NOT_HERE:
         return
     try:
         body = await connection.json()
     except (ValueError, RecursionError):  # no JSON, or too deep to be read: the endpoint says so
         return
     if not isinstance(body, dict):
+        return
+    if path in NOT_HERE:
+        _refuse_keys(body, path)
         return
     rights = getattr(connection.app.state, "segreuse_namespaces", None)
     names = getattr(connection.app.state, "segreuse_documents", None)
@@ -138,6 +166,15 @@ async def admit(connection: HTTPConnection) -> None:
     except RequestError as error:
         raise BadOptionError(error) from None
     origin.set(Origin.CHECKED if rights is None else Origin.BOUND)
+
+
+def _refuse_keys(body: Mapping[str, Any], path: str) -> None:
+    ours = [key for key in body if key == EXTRA_KEYS or key.startswith(OPTION_PREFIX)]
+    if ours and body[ours[0]] is not None:
+        option = short_repr(ours[0])[1:-1]
+        shown_path = path.replace("/", " ").strip()
+        error = f"{option} has no effect at the top level of a body for {shown_path}"
+        raise BadOptionError(RequestError(option, f"{error}: {NOT_HERE[path]}"))
 
 
 def _bind(
