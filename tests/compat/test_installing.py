@@ -48,6 +48,7 @@ def test_who_enables_gets_all_and_tells_its_children(
     assert compat.enabled_by_parent()
     assert installed == ["envs", *compat.FRONT_END, *compat.ENGINE]
     front_end = {"input_processor", "renderer", "api_server", "async_llm", "openai_streams"}
+    front_end |= {"openai_protocols", "run_batch"}
     assert front_end == set(compat.FRONT_END)
 
 

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of a request are checked, and a top-level extra_keys moves to where vLLM passes it on."""
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, APIWebSocketRoute
 from fastapi.testclient import TestClient
+from starlette.routing import Route
 from vllm.entrypoints.launchers.api_server.routers import register_api_routers
-from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
-from tests.serve.vllm_app import ANTHROPIC, KINDS, MESSAGES, make_app
+from tests.serve.vllm_app import ANTHROPIC, GENERATE, KINDS, MESSAGES, make_app
+from vllm_segreuse.compat import openai_protocols
 from vllm_segreuse.compat.api_server import _register_api_routers
 from vllm_segreuse.config import SegReuseConfig, parse_request
-from vllm_segreuse.serve.requests import ENDPOINTS, admit_body, check_extra_args
+from vllm_segreuse.serve.requests import ENDPOINTS, NOT_HERE, admit_body, check_extra_args
 from vllm_segreuse.values import short_repr
 
 endpoints = pytest.mark.parametrize("endpoint", KINDS)
@@ -174,24 +181,96 @@ def test_other_routes_take_anything(client: TestClient) -> None:
         assert websocket.receive_json() == "accepted"
 
 
-def test_every_endpoint_of_vllms_that_hands_options_on_is_checked() -> None:
+NO_PROMPTS = {
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/ping", "/scale_elastic_ep"),
+    *("/is_scaling_elastic_ep", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+    *("/collective_rpc", "/sleep", "/release_kv_cache_memory", "/wake_up", "/pause", "/resume"),
+    *("/abort_requests", "/inference/v1/abort_requests", "/init_weight_transfer_engine"),
+    *("/shutdown_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
+    *("/update_weights", "/finish_weight_update", "/update_weight_version", "/weight_checker"),
+    *("/v1/responses/{response_id}/cancel", "/fault_tolerance/apply"),
+}
+"""Routes of vLLM's that take bodies without a prompt."""
+ANY_BODY = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+"""They only count tokens, of whatever body."""
+NO_JSON = {"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"}
+"""Forms and messages of a connection, whose sampling parameters are vLLM's own."""
+
+
+def vllms_routes(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """All of vLLM's, whatever model and mode they are for."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     app = FastAPI()
-    app.state.args = SimpleNamespace(tokens_only=False)
-    register_api_routers(app.state.args, app, ("generate",))
+    app.state.args = SimpleNamespace(enable_scale_out=True, enable_fault_tolerance=True)
+    register_api_routers(app.state.args, app, ("generate", "render", "transcription", "realtime"))
+    for name in ("pooling", "classify", "scoring", "embed"):
+        module = importlib.import_module(f"vllm.entrypoints.pooling.{name}.api_router")
+        app.include_router(module.router)
+    return app
+
+
+def test_it_is_decided_what_every_route_of_vllms_does_with_our_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    routes = vllms_routes(monkeypatch).routes
+    takes = {
+        route.path
+        for route in routes
+        if isinstance(route, APIWebSocketRoute)
+        or (isinstance(route, Route) and route.methods & {"POST", "PUT", "PATCH"})
+    }
+    decided = [set(ENDPOINTS), set(NOT_HERE), NO_PROMPTS, ANY_BODY, NO_JSON]
+    assert sum(map(len, decided)) == len(set.union(*decided)), "each in one way"
+    assert takes - set.union(*decided) == set(), "decide what our keys mean there"
+    gone = set.union(*decided) - takes - {"/cohere/v2/chat", "/cohere/v2/chat/render"}
+    assert gone == set(), "vLLM has no such routes"
+
+
+def test_every_endpoint_of_vllms_that_hands_options_on_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bodies = {
         route.path: route.body_field.field_info.annotation
-        for route in app.routes
+        for route in vllms_routes(monkeypatch).routes
         if isinstance(route, APIRoute) and route.body_field is not None
     }
     takes = {path for path, body in bodies.items() if "vllm_xargs" in _fields(body)}
     rendering = {path for path in takes if path.endswith("/render")}  # no engine behind it
     without_a_field = {"/v1/chat/completions/batch", "/invocations"}
-    assert takes - rendering == ENDPOINTS - without_a_field
-    assert len(ENDPOINTS) == 6
+    assert takes - rendering - NO_JSON == ENDPOINTS - without_a_field
+    assert rendering <= NOT_HERE.keys()
 
 
 def _fields(body: Any) -> Any:
     return getattr(body, "model_fields", {})
+
+
+@pytest.mark.parametrize("key", ["extra_keys", "segreuse_policy"])
+def test_keys_that_a_route_would_ignore_are_400_by_name(client: TestClient, key: str) -> None:
+    body = {"extra_args": {}, "other": 1}
+    answer = client.post(GENERATE, json=body | {key: "a"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == key
+    assert "put them into sampling_params.extra_args" in error["message"]
+    assert client.post(GENERATE, json=body | {key: None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ChatCompletionRequest(messages=MESSAGES, extra_keys="a"),
+        CompletionRequest(prompt="x", extra_keys=["a"]),
+        ResponsesRequest(input="x", segreuse_policy="shift"),
+    ],
+)
+def test_keys_that_nobody_has_read_are_refused_before_the_engine(request_: Any) -> None:
+    refuses = openai_protocols._to_sampling_params(type(request_).to_sampling_params)
+    with pytest.raises(VLLMValidationError, match="nobody has read the body: put them into vllm_x"):
+        refuses(request_, 4, {})
+    other = type(request_).model_validate(request_.model_dump(exclude={*request_.model_extra}))
+    assert refuses(other, 4, {}).max_tokens
 
 
 def test_application_that_drops_its_dependencies_is_refused() -> None:

@@ -4,7 +4,8 @@
     when                 what                                            in which process
     plugin registered    FLAGS: flags, and the check that finds out      every process of vLLM
                          whether reuse is enabled
-    reuse enabled        FRONT_END: request checks, report in streams,   API server, offline caller
+    reuse enabled        FRONT_END: request checks, report in streams,   API server, batch runner,
+                         lines of batch files,                           offline caller
                          routes of the kill switch, recent requests
     reuse enabled        ENGINE: calls into the scheduler, handle on     EngineCore, workers
                          the loaded model, hits counted as saved, what
@@ -24,12 +25,8 @@ from vllm_segreuse.version import require_supported_vllm
 
 FLAGS = ("envs", "engine_args")
 FRONT_END = (
-    "input_processor",
-    "renderer",
-    "openai_streams",
-    "async_llm",
-    "api_server",
-    "run_batch",
+    *("input_processor", "renderer", "openai_streams", "openai_protocols"),
+    *("async_llm", "api_server", "run_batch"),
 )
 ENGINE = (
     *("engine_core", "model_runner", "omp_processes", "prefix_cache_stats"),

@@ -150,7 +150,7 @@ async def admit(connection: HTTPConnection) -> None:
     if not isinstance(body, dict):
         return
     if path in NOT_HERE:
-        _refuse_keys(body, path)
+        refuse_keys(body, f"for {path.strip('/').replace('/', ' ')}: {NOT_HERE[path]}")
         return
     rights = getattr(connection.app.state, "segreuse_namespaces", None)
     names = getattr(connection.app.state, "segreuse_documents", None)
@@ -168,13 +168,21 @@ async def admit(connection: HTTPConnection) -> None:
     origin.set(Origin.CHECKED if rights is None else Origin.BOUND)
 
 
-def _refuse_keys(body: Mapping[str, Any], path: str) -> None:
-    ours = [key for key in body if key == EXTRA_KEYS or key.startswith(OPTION_PREFIX)]
-    if ours and body[ours[0]] is not None:
-        option = short_repr(ours[0])[1:-1]
-        shown_path = path.replace("/", " ").strip()
-        error = f"{option} has no effect at the top level of a body for {shown_path}"
-        raise BadOptionError(RequestError(option, f"{error}: {NOT_HERE[path]}"))
+def refuse_keys(body: Mapping[str, Any], where: str) -> None:
+    """Refuse keys of ours at the top level of a body, where they would be ignored.
+
+    Args:
+        where: that is, and what to do.
+
+    Raises:
+        BadOptionError: names the first of them.
+    """
+    for key, value in body.items():
+        if value is not None and (key == EXTRA_KEYS or key.startswith(OPTION_PREFIX)):
+            option = short_repr(key)[1:-1]
+            # Without slashes: vLLM takes what looks like a path out of messages.
+            message = f"{option} has no effect at the top level of a body {where}"
+            raise BadOptionError(RequestError(option, message))
 
 
 def _bind(
