@@ -44,7 +44,7 @@ class World:
     def cold(self, asker: str, *tokens: int) -> IsolatedDocument:
         return IsolatedDocument(0, 0, tokens, lambda: self.documents.held(asker, tokens))
 
-    def wait(self, asker: str, *documents: tuple[int, ...], blocks: int = 10, space: int = 0):
+    def wait(self, asker: str, *documents: tuple[int, ...], blocks: int = 10, space: bytes = b"mine"):
         wanted = [self.cold(asker, *tokens) for tokens in documents]
         return self.documents.wait_for(asker, asker, space, wanted, blocks)
 
@@ -99,7 +99,7 @@ def test_documents_that_are_there_are_held_while_others_are_computed() -> None:
     world = World()
     warm = IsolatedDocument(0, 0, (5,), lambda: np.array([4], np.int32))
     for _ in range(2):
-        world.documents.wait_for("one", "one", 0, [warm, world.cold("one", 1)], 10)
+        world.documents.wait_for("one", "one", b"mine", [warm, world.cold("one", 1)], 10)
     assert world.held == {4: 1}
     world.documents.left("one")
     assert world.held == {}
@@ -109,7 +109,7 @@ def test_what_two_requests_of_a_namespace_need_is_computed_once() -> None:
     world = World()
     world.wait("one", (1,), (2,))
     world.wait("two", (2,), (1,))
-    world.wait("foreign", (1,), space=3)
+    world.wait("foreign", (1,), space=b"theirs")
     added = world.added()
     assert [(asker, tokens) for _, asker, tokens in added] == [
         *(("one", (1,)), ("one", (2,))),

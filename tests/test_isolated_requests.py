@@ -59,7 +59,7 @@ class World:
             block_hasher=lambda it: [b"x"] * len(it.all_token_ids[::SIZE]),
         )
         if self.requests.arrived(request):
-            self.requests.finder(request, ("one", "two"), 3)
+            self.requests.finder(request, ("one", "two"), 3, b"mine")
         return request
 
 

@@ -73,7 +73,7 @@ class ColdDocuments(BlockListener, Generic[R]):
         self._make_request = make_request
         self._turns: dict[str, _Turn] = {}  # by id of the waiting request
         self._next: str | None = None
-        self._own: dict[str, tuple[int, Tokens]] = {}  # namespace and document, by id
+        self._own: dict[str, tuple[bytes, Tokens]] = {}  # namespace and document, by id
         self._to_add: list[R] = []
         self._number = 0
 
@@ -94,14 +94,15 @@ class ColdDocuments(BlockListener, Generic[R]):
         self,
         request_id: str,
         request: R,
-        namespace: int,
+        namespace: bytes,
         documents: Iterable[IsolatedDocument],
         num_blocks: int,
     ) -> bool:
         """A request cannot be planned before these documents are there.
 
         Args:
-            namespace: of the request.
+            namespace: key of the request's. Its id may mean another one by the time a document is
+                computed, since whoever has asked for it may have left.
             documents: those that it needs, with those that are there.
             num_blocks: most blocks that it and its documents take at a time.
 
@@ -140,7 +141,7 @@ class ColdDocuments(BlockListener, Generic[R]):
         self._next = None
         return True
 
-    def _computing(self, request: R, namespace: int, tokens: Tokens) -> str:
+    def _computing(self, request: R, namespace: bytes, tokens: Tokens) -> str:
         """Id of the request that computes a document for this one, perhaps for others, too."""
         for name, computed in self._own.items():
             if computed == (namespace, tokens):

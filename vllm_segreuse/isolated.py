@@ -48,7 +48,8 @@ class _Asked:
     Attributes:
         request: vLLM's.
         spans: its documents.
-        extra_keys, namespace: of its documents.
+        extra_keys, namespace: of its documents; the id is used as long as the request has it.
+        key: of the namespace.
         finder: of them; None: it has not been made.
         failed: why the request ends; None: it does not.
     """
@@ -57,6 +58,7 @@ class _Asked:
     spans: Sequence[Span]
     extra_keys: tuple[str, ...] = ()
     namespace: int = -1
+    key: bytes = b""
     finder: IsolatedFinder | None = None
     failed: str | None = None
 
@@ -116,11 +118,15 @@ class IsolatedRequests:
         return bool(spans)
 
     def finder(
-        self, request: Request, extra_keys: tuple[str, ...], namespace: int
+        self, request: Request, extra_keys: tuple[str, ...], namespace: int, key: bytes
     ) -> IsolatedFinder:
-        """Of the documents of a request that has arrived."""
+        """Of the documents of a request that has arrived.
+
+        Args:
+            namespace, key: of the request.
+        """
         asked = self._asked[request.request_id]
-        asked.extra_keys, asked.namespace = extra_keys, namespace
+        asked.extra_keys, asked.namespace, asked.key = extra_keys, namespace, key
         size, tokens = self._index.block_size, request.prompt_token_ids or ()
         documents = []
         for start, stop in asked.spans:
@@ -200,7 +206,7 @@ class IsolatedRequests:
         num_slots = self._slots.needed(request.num_tokens)
         needed = blocks_needed(tokens, asked.spans, size, num_slots)
         name, documents = request.request_id, finder.behind(start)
-        if not self.cold.wait_for(name, request, asked.namespace, documents, needed):
+        if not self.cold.wait_for(name, request, asked.key, documents, needed):
             self.fail(request, "its documents do not fit into the KV cache beside it")
         return True
 

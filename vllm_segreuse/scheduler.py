@@ -346,7 +346,7 @@ class SchedulerSide:
             if self._isolated.compressed:
                 self._isolated.name(tracked, request, parsed.documents)
             else:
-                tracked.finder = self._isolated.finder(request, extra_keys, namespace)
+                tracked.finder = self._isolated.finder(request, extra_keys, namespace, key)
             tracked.make_recipe, tracked.policy = isolated.recipe, LINK
             tracked.max_drift = math.inf
             tracked.required, tracked.restores = True, False
