@@ -111,6 +111,9 @@ class IsolatedRequests:
         except LayoutError as error:
             spans = (Span(0, request.num_prompt_tokens),)  # of which nothing is known to be right
             failed = str(error)
+        if request.resumable:
+            spans = (Span(0, request.num_prompt_tokens),)
+            failed = "its prompt comes in parts, and documents of later ones cannot be seen"
         if spans:
             self._asked[request.request_id] = _Asked(request, spans)
         if failed is not None:

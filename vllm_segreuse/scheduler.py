@@ -280,6 +280,10 @@ class SchedulerSide:
         if self._isolated is None and not (parsed.documents or parsed.compresses):
             images = images_of(request, self._merge_size, self._image_ids)
         bypass = bypass_reason(request, images)
+        if has_documents:
+            # vLLM runs a request that is to read no cache, whatever `match` says, and names its
+            # blocks: others would find documents there that were computed in their place.
+            request.skip_reading_prefix_cache = False
         if self._isolated is not None and not has_documents:
             bypass = bypass or "no_documents"
         freeze = None if parsed.freeze is None else FreezeOrder.parse(parsed.freeze)
@@ -625,11 +629,13 @@ class SchedulerSide:
         Args:
             block_ids: its blocks, which it still holds.
         """
-        report = self._finished(request, block_ids)
-        is_complete = request.status in _COMPLETED
-        if self._isolated is not None:
-            self._isolated.ended(request, block_ids if is_complete else [])
-        self._audits.ended(request.request_id, request.output_token_ids, report or {})
+        report, is_complete = None, request.status in _COMPLETED
+        try:
+            report = self._finished(request, block_ids)
+        finally:  # whatever happened: what is held for a request ends with it
+            self._audits.ended(request.request_id, request.output_token_ids, report or {})
+            if self._isolated is not None:
+                self._isolated.ended(request, block_ids if is_complete else [])
         return report
 
     def _finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:

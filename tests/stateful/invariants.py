@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from tests.stateful import compressing, isolated
 from tests.stateful.worker import APPROXIMATE, Identity
 from vllm_segreuse.cache.namespace import namespace_key
 
@@ -44,6 +45,13 @@ def check_idle(world: World) -> None:
         counts = tier.counts()
         assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
         assert not _held_by_tier(world), "namespaces of records that are shown are still held"
+    compressing.check_idle(world)
+    if world.setup.isolated:
+        isolated.check_idle(world)
+    recorder, audits = world.worker.recorder, world.side.audits()
+    kept = len(recorder._audited) + len(recorder._running)
+    assert not audits["failed"], "an error has ended the audits"
+    assert kept <= audits["under_way"], f"the worker keeps logits of {kept} requests: {audits}"
 
 
 def _check_references(world: World) -> None:
@@ -57,6 +65,8 @@ def _check_references(world: World) -> None:
     held = Counter(block.block_id for table in tables.values() for block in table)
     held.update(block.block_id for block in world.held)
     held.update(list(world.frozen._of_block))
+    if world.setup.isolated:
+        held.update(isolated.held_blocks(world))
     pool = world.pool
     counts = {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt and not b.is_null}
     assert counts == held, f"references {counts}, but held are {dict(held)}"
@@ -185,10 +195,11 @@ def _check_windows(world: World) -> None:
 
 
 def _check_frozen(world: World) -> None:
-    """What is frozen is exact, indexed, and the text that was to be frozen."""
+    """What is frozen is exact and indexed, unless it was compressed, and what was to be frozen."""
     pool = world.pool
     world.frozen.check_integrity()
-    for block in world.frozen._of_block:
+    compressing.check_entries(world)
+    for block in _exact_frozen(world):
         name = pool.blocks[block].block_hash
         assert name is not None, f"frozen block {block} has no name"
         assert not get_block_hash(name).startswith(_OWN_NAME), f"frozen block {block} is not exact"
@@ -197,6 +208,12 @@ def _check_frozen(world: World) -> None:
     assert pool.num_gpu_blocks - 1 - world.frozen.num_frozen >= min(
         longest, pool.num_gpu_blocks - 1
     ), "the longest request does not fit beside frozen blocks"
+
+
+def _exact_frozen(world: World) -> set[int]:
+    """Frozen blocks that hold a text itself, and not what was made of it."""
+    parts = [part for entry in world.frozen._entries.values() for part in entry.parts if part]
+    return {block for part in parts if part.tokens is None for block in part.block_ids}
 
 
 def _none_of(blocks: np.ndarray, wrong: np.ndarray, what: str) -> None:

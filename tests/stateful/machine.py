@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.core.sched.interface import PauseState
 
+from tests.stateful import compressing, isolated
+from tests.stateful.drafting import DraftingWorker
 from tests.stateful.faults import OTHERS, SITES, Faults, InjectedError
 from tests.stateful.world import (
     DENSE_LAYERS,
     DOCUMENTS,
     MAX_DRIFTS,
+    MAX_TOKENS,
     RATIOS,
     SIZE,
     Ask,
@@ -30,22 +33,44 @@ from vllm_segreuse.plan import FreezeOrder
 totals: Counter[str] = Counter()
 """What all machines of this process did, for the summary of long runs."""
 
-SETUPS = st.builds(
-    Setup,
-    num_blocks=st.sampled_from([20, 28, 40, 80]),
-    in_flight=st.integers(1, 3),
-    priority=st.booleans(),
-    max_step_tokens=st.sampled_from([10, 24, 48]),
-    max_running=st.sampled_from([2, 6]),
-    long_prompt_tokens=st.sampled_from([0, 9]),
-    whole_prompts=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.1]),
-    max_depth=st.sampled_from([4, 1, 0]),
-    frozen_pressure=st.sampled_from([0.9, 0.9, 0.5]),
-    spread_tokens=st.sampled_from([0, 1, 1, 5]),
-    similarity=st.booleans(),
-    halo=st.booleans(),
-)
+_SETUP: dict[str, st.SearchStrategy[Any]] = {
+    "num_blocks": st.sampled_from([20, 28, 40, 80]),
+    "in_flight": st.integers(1, 3),
+    "priority": st.booleans(),
+    "max_step_tokens": st.sampled_from([10, 24, 48]),
+    "max_running": st.sampled_from([2, 6]),
+    "long_prompt_tokens": st.sampled_from([0, 9]),
+    "whole_prompts": st.booleans(),
+    "watermark": st.sampled_from([0.0, 0.1]),
+    "max_depth": st.sampled_from([4, 1, 0]),
+    "frozen_pressure": st.sampled_from([0.9, 0.9, 0.5]),
+    "spread_tokens": st.sampled_from([0, 1, 1, 5]),
+    "similarity": st.booleans(),
+    "halo": st.booleans(),
+    "tier_rows": st.sampled_from([0, 0, 24]),
+    "drafts": st.sampled_from([0, 0, 3]),
+    "audits": st.booleans(),
+    "isolated": st.sampled_from([False, False, True]),
+    "compressed": st.booleans(),
+    "sessions": st.booleans(),
+}
+
+
+def _setups(**fixed: Any) -> st.SearchStrategy[Setup]:
+    return st.builds(Setup, **_SETUP | {name: st.just(value) for name, value in fixed.items()})
+
+
+WORLDS = {
+    "any": _setups(),
+    "plain": _setups(drafts=0, audits=False, isolated=False, compressed=False, sessions=False),
+    "isolated": _setups(isolated=True),
+    "compressed": _setups(compressed=True, isolated=False),
+    "sessions": _setups(sessions=True, isolated=False),
+    "audits": _setups(audits=True, isolated=False),
+    "drafts": _setups(drafts=3),
+}
+"""What the engines of a machine have in common, by name."""
+
 OPTIONS = st.builds(
     lambda policy, ratio, dense, overflow, drift, least, observe, explain, once: {
         "segreuse_policy": policy,
@@ -94,17 +119,37 @@ DISTURBANCES = [
     *("PAUSED_NEW", "PAUSED_ALL", "UNPAUSED", "UNPAUSED"),
 ]
 PICKS = st.integers(0, 7)
+KEYS = st.sampled_from([("a",), ("a",), ("b",), None])
+ISOLATED = st.builds(
+    lambda tokens, **others: Ask(tokens=tokens, **others),
+    tokens=st.builds(
+        isolated.prompt,
+        st.sampled_from([0, 0, 1, 4, 5]),
+        st.lists(st.integers(0, len(isolated.TEXTS) - 1), min_size=1, max_size=3),
+        st.integers(1, 5),
+    ),
+    keys=KEYS,
+    salt=st.sampled_from([None, None, "salt"]),
+    lora=st.sampled_from([False, False, True]),
+    options=st.fixed_dictionaries(
+        {"segreuse_explain": st.booleans(), "segreuse_observe": st.booleans()}
+    ),
+    max_tokens=st.sampled_from([1, 3, 8]),
+    priority=st.integers(0, 2),
+    prompt_logprobs=st.sampled_from([False, False, False, True]),
+)
 
 
 class Machine(RuleBasedStateMachine):
     """One engine, from its start to the last request's end."""
 
+    setups = WORLDS["any"]
     world: World
     faults: Faults
 
-    @initialize(setup=SETUPS)
-    def start(self, setup: Setup) -> None:
-        self.world = World(setup)
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.world = World(data.draw(self.setups, "setup"))
         self.faults = Faults(self.world)
 
     @rule(asks=st.lists(COMMON, min_size=1, max_size=3), turns=st.integers(0, 3))
@@ -139,6 +184,77 @@ class Machine(RuleBasedStateMachine):
     def delete(self, document: int, key: str) -> None:
         with suppress(InjectedError):
             self.world.unfreeze([f"{key}{document}"] * 2)
+
+    @precondition(lambda self: self.world.setup.isolated)
+    @rule(asks=st.lists(ISOLATED, min_size=1, max_size=3), turns=st.integers(0, 3))
+    def arrive_with_documents(self, asks: list[Ask], turns: int) -> None:
+        for ask in asks:
+            self.world.add(ask)
+        self.step(turns)
+
+    @precondition(lambda self: self.world.setup.compressed and not self.world.setup.isolated)
+    @rule(
+        kind=st.sampled_from(compressing.KINDS),
+        document=st.integers(0, len(DOCUMENTS) - 1),
+        key=st.sampled_from("aab"),
+        part=st.integers(0, 1),
+        turns=st.integers(0, 4),
+    )
+    def compress(
+        self, kind: compressing.Kind, document: int, key: str, part: int, turns: int
+    ) -> None:
+        """A knowledge base has a document compressed, in some order."""
+        text = DOCUMENTS[document]
+        tokens, keys, options = compressing.order(kind, key, document, text, part, SIZE)
+        self.world.add(Ask(tokens=tokens, keys=keys, options=options, max_tokens=1))
+        self.step(turns)
+
+    @precondition(lambda self: self.world.setup.compressed and not self.world.setup.isolated)
+    @rule(
+        documents=st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=2, unique=True),
+        key=st.sampled_from("aab"),
+        ask=COMMON,
+        turns=st.integers(0, 2),
+    )
+    def name(self, documents: list[int], key: str, ask: Ask, turns: int) -> None:
+        """A request names compressed documents, which may not be there, or of others."""
+        tokens: list[int] = []
+        for document in documents:
+            tokens += [
+                *range(200, 200 + ask.max_tokens % 4),
+                *compressing.kept(DOCUMENTS[document]),
+            ]
+        ask.tokens, ask.keys = [*tokens, 300, 301], (key,)
+        named = [compressing.entry(key, document) for document in documents]
+        ask.options["segreuse_documents"] = named
+        self.world.add(ask)
+        self.step(turns)
+
+    @precondition(lambda self: self.world.setup.compressed)
+    @rule(document=st.integers(0, len(DOCUMENTS) - 1), key=st.sampled_from("ab"))
+    def delete_compressed(self, document: int, key: str) -> None:
+        with suppress(InjectedError):
+            self.world.unfreeze([compressing.entry(key, document)])
+            self.world.unfreeze([compressing.anchored(key, document)])
+
+    @precondition(lambda self: self.world.setup.sessions)
+    @rule(
+        pick=PICKS,
+        keys=KEYS,
+        tokens=st.lists(st.integers(10, 60), min_size=1, max_size=6),
+        answer=st.integers(1, 4),
+        turns=st.integers(0, 3),
+    )
+    def stream(
+        self, pick: int, keys: tuple[str, ...] | None, tokens: list[int], answer: int, turns: int
+    ) -> None:
+        """A session begins, or goes on."""
+        sessions = self.world.sessions
+        if pick < len(sessions.open):
+            sessions.go_on(sessions.open[pick], tokens, answer, MAX_TOKENS - 8)
+        else:
+            sessions.begin([*DOCUMENTS[pick % len(DOCUMENTS)], *tokens], keys, answer)
+        self.step(turns)
 
     @precondition(lambda self: self.world.finished)
     @rule(pick=PICKS, ask=COMMON)
@@ -214,6 +330,15 @@ class Machine(RuleBasedStateMachine):
         totals.update(world.counts)
         totals.update({f"fault: {site}": n for site, n in self.faults.raised.items()})
         totals.update({"engines": 1, "copied tokens": world.worker.copied_tokens})
+        if isinstance(world.worker, DraftingWorker):
+            totals["accepted drafts"] += world.worker.accepted
+            totals["rejected drafts"] += world.worker.rejected
+        totals.update({f"audits: {k}": n for k, n in world.side.audits()["outcomes"].items()})
         totals["exact tokens"] += world.worker.exact_tokens
         totals["kept tokens"] += world.worker.kept_tokens
         totals["spread plans"] += world.worker.spread_plans
+
+
+def of_world(name: str) -> type[Machine]:
+    """The machine whose engines are all of one of `WORLDS`."""
+    return type(f"Machine_{name}", (Machine,), {"setups": WORLDS[name]})

@@ -3,6 +3,7 @@
 
     python -m tests.stateful.stress --operations 1000000 --seeds 10000 --json stress.json
     python -m tests.stateful.stress --minutes 30
+    python -m tests.stateful.stress --world isolated --world drafts --engines 600
 
 An operation is one event of an engine: an arrival, a step that leaves or comes back, an abort, a
 reset and the like. All invariants are checked after each. Exit status 1 at the first finding.
@@ -18,6 +19,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ _SEEDS_PER_LINE = 100
 
 @dataclass
 class Outcome:
-    """Of one of the two.
+    """Of one world of the model, or of the simulation.
 
     Attributes:
         runs: batches of the stateful model, or seeds of the simulation, as text.
@@ -66,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     half, end = (began + share * 60 * options.minutes for share in (0.5, 1.0))
     outcomes = [
-        _model(options.operations, half, options.first_seed),
+        *_models(options, half),
         _simulation(options.seeds, end, options.first_seed, options.requests),
     ]
     findings = sum(len(outcome.findings) for outcome in outcomes)
@@ -84,17 +86,32 @@ def main(arguments: list[str] | None = None) -> int:
     return int(findings > 0)
 
 
-def _model(operations: float, until: float, first: int) -> Outcome:
-    """Batches of engines until enough events happened, or one fails."""
+def _models(options: argparse.Namespace, until: float) -> Iterator[Outcome]:
+    """One world after the other, each for as long as the others."""
+    for left in range(len(options.world), 0, -1):
+        now = time.monotonic()
+        end = now + (until - now) / left
+        world = options.world[-left]
+        yield _model(world, options.operations, options.engines, end, options.first_seed)
+
+
+def _model(world: str, operations: float, engines: float, until: float, first: int) -> Outcome:
+    """Batches of engines until there were enough, or one fails."""
     totals, batch = machine.totals, first
     totals.clear()
     findings = []
-    while not findings and totals["events"] < operations and time.monotonic() < until:
+    while (
+        not findings
+        and totals["events"] < operations
+        and totals["engines"] < engines
+        and time.monotonic() < until
+    ):
         try:
+            most = min(_ENGINES_PER_BATCH, engines - totals["engines"])
             run_state_machine_as_test(
-                seed(batch)(type("Machine", (machine.Machine,), {})),
+                seed(batch)(machine.of_world(world)),
                 settings=settings(
-                    max_examples=_ENGINES_PER_BATCH,
+                    max_examples=int(most),
                     stateful_step_count=50,
                     deadline=None,
                     database=None,
@@ -103,11 +120,11 @@ def _model(operations: float, until: float, first: int) -> Outcome:
                 ),
             )
         except Exception as error:
-            findings.append(_found(f"stateful model: FAILED in batch {batch}: {error}", error))
+            findings.append(_found(f"world {world}: FAILED in batch {batch}: {error}", error))
         batch += 1
         if (batch - first) % 10 == 0:
-            _say(f"stateful model: {totals['events']} operations in {totals['engines']} engines")
-    return Outcome("stateful model", f"batches {first} to {batch - 1}", findings, Counter(totals))
+            _say(f"world {world}: {totals['events']} operations in {totals['engines']} engines")
+    return Outcome(f"world {world}", f"batches {first} to {batch - 1}", findings, Counter(totals))
 
 
 def _simulation(seeds: float, until: float, first: int, requests: int) -> Outcome:
@@ -139,17 +156,25 @@ def _say(line: str) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make stress ARGS=", description=__doc__.split("\n")[0])
-    parser.add_argument("--operations", type=int, help="of the stateful model")
+    names = sorted(machine.WORLDS)
+    parser.add_argument(
+        "--world", action="append", choices=names, help="of the stateful model; any by default"
+    )
+    parser.add_argument("--operations", type=int, help="of the stateful model, in each world")
+    parser.add_argument("--engines", type=int, help="of the stateful model, in each world")
     parser.add_argument("--seeds", type=int, help="of the simulation")
     parser.add_argument("--minutes", type=float, help="half for each; ends sooner at the counts")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="per seed (%(default)s)")
     parser.add_argument("--json", type=Path, help="write what happened, with commit and machine")
     options = parser.parse_args(arguments)
-    if options.operations is None and options.seeds is None:
+    options.world = options.world or ["any"]
+    if options.operations is None and options.engines is None and options.seeds is None:
         bounded = options.minutes is not None
         options.operations, options.seeds = (math.inf, math.inf) if bounded else (100_000, 500)
-    options.operations = options.operations or 0
+    if options.operations is None:
+        options.operations = 0 if options.engines is None else math.inf
+    options.engines = math.inf if options.engines is None else options.engines
     options.seeds = options.seeds or 0
     options.minutes = math.inf if options.minutes is None else options.minutes
     return options

@@ -15,15 +15,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from tests.stateful import compressing, isolated
 from tests.stateful.rows import Rows
+from vllm_segreuse.audit.recorder import Recorder, Sampled
 from vllm_segreuse.connector import SegReuseWorkerMetadata
 from vllm_segreuse.estimate.engine import step_output
 from vllm_segreuse.plan import (
     AcceptanceOutcome,
+    AuditResult,
     PlanOutcome,
     Restoration,
     ReusePlan,
@@ -40,6 +44,8 @@ APPROXIMATE = 0
 
 LARGEST_DRIFT = 4.0
 """Drifts are drawn from 0 to this."""
+
+_VOCABULARY = 8  # of what is sampled
 
 
 class Identity(NamedTuple):
@@ -83,6 +89,7 @@ class Running:
     history: list[int] = field(default_factory=list)
     exact_until: int | None = None  # start of its plan
     is_new: bool = True  # in this step, after its admission
+    num_prompt_tokens: int = 0  # that it was announced with
 
 
 class Ending(NamedTuple):
@@ -125,14 +132,17 @@ def _is_exact(plan: ReusePlan) -> bool:
     return plan.recipe.program == Stock()
 
 
-def _with_tier(
-    output: ModelRunnerOutput, outcomes: dict[str, PlanOutcome], done: TierDone
+def _reporting(
+    output: ModelRunnerOutput,
+    outcomes: dict[str, PlanOutcome],
+    audits: dict[str, AuditResult],
+    done: TierDone,
 ) -> ModelRunnerOutput:
-    """The same with a report of the second tier."""
-    if not done:
+    """The same with reports of audits and of the second tier."""
+    if not (done or audits):
         return output
     found = output.kv_connector_output or KVConnectorOutput()
-    found.kv_connector_worker_meta = SegReuseWorkerMetadata(dict(outcomes), {}, done)
+    found.kv_connector_worker_meta = SegReuseWorkerMetadata(dict(outcomes), audits, done)
     output.kv_connector_output = found
     return output
 
@@ -144,6 +154,7 @@ class Worker:
         identities: identity and sampling seed of each request, by id.
         live: vLLM's requests, by id; read where a real worker need not know a request's tokens.
         num_rows: of the second tier.
+        isolates: whether documents are computed alone (`isolated.py`).
     """
 
     def __init__(
@@ -153,6 +164,7 @@ class Worker:
         identities: dict[str, tuple[Identity, int]],
         live: Mapping[str, Request],
         num_rows: int = 0,
+        isolates: bool = False,
     ) -> None:
         slots = num_blocks * block_size
         self.block_size = block_size
@@ -171,7 +183,10 @@ class Worker:
         record with the same exact name as theirs is theirs, too, whose block ever it is made of."""
         self.histories = Histories()
         self.rows = Rows(num_rows, self)
+        self.recorder = Recorder()
+        """Of audits, the server's own."""
         self.fail_next_pass = False
+        self._isolates = isolates
         self.copied_tokens = self.exact_tokens = self.kept_tokens = 0
         self._identities = identities
         self._live = live
@@ -193,6 +208,8 @@ class Worker:
         self.num_steps += 1
         self._outcomes = {}
         done = self.rows.carry_out(step.kv_connector_metadata.tier)
+        if step.kv_connector_metadata.audits is not None:
+            self.recorder.take(step.kv_connector_metadata.audits)
         self.called_back |= set(step.kv_connector_metadata.called_back)
         for name in step.kv_connector_metadata.called_back:
             self._spread.pop(name, None)
@@ -205,7 +222,7 @@ class Worker:
             for name, tokens in step.num_scheduled_tokens.items()
         }
         output = step_output(sampled, self._go_on(step.finished_req_ids), self._outcomes)
-        return _with_tier(output, self._outcomes, done)
+        return _reporting(output, self._outcomes, self.recorder.take_results(), done)
 
     def slots(self, blocks: list[int], start: int, stop: int) -> np.ndarray:
         """Slots of positions `[start, stop)` of a block table."""
@@ -226,7 +243,9 @@ class Worker:
         for new in step.scheduled_new_reqs:
             identity, seed = self._identities[new.req_id]
             tokens = list(new.prompt_token_ids or [])
-            self._requests[new.req_id] = Running(identity, seed, tokens, list(new.block_ids[0]))
+            running = Running(identity, seed, tokens, list(new.block_ids[0]))
+            running.num_prompt_tokens = len(tokens)
+            self._requests[new.req_id] = running
             starts[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -235,6 +254,8 @@ class Worker:
             starts[request_id] = cached.num_computed_tokens[index]
             if request_id in cached.resumed_req_ids:
                 assert new_blocks is not None, f"{request_id} is resumed without blocks"
+                prompt = self._live[request_id].num_prompt_tokens
+                assert prompt == request.num_prompt_tokens, f"{request_id} has another prompt"
                 request.tokens = list(cached.all_token_ids[request_id])
                 request.history, request.exact_until, request.is_new = [], None, True
                 request.blocks = list(new_blocks[0])
@@ -418,6 +439,10 @@ class Worker:
     ) -> tuple[np.ndarray, np.ndarray]:
         """(token, position) of what is copied, -1 where nothing is."""
         name, size = plan.request_id, self.block_size
+        params = self._live[name].sampling_params
+        options = (params.extra_args if params else None) or {}
+        makes = not options.keys().isdisjoint(compressing.ORDERS)
+        compressed = makes or "segreuse_documents" in options
         token = np.full(plan.num_tokens, -1, np.int32)
         position = np.full(plan.num_tokens, -1, np.int32)
         kinds = zip(plan.pieces.source.tolist(), plan.pieces.in_context.tolist(), strict=True)
@@ -441,9 +466,12 @@ class Worker:
             moved = np.arange(destination, destination + length)
             assert (position[span] == moved).all(), f"{epoch}: other positions than planned"
             copies = int(tags["copied"].sum())
-            assert in_context or not copies, f"{epoch}: a copy of a copy"
+            assert in_context or not copies or compressed, f"{epoch}: a copy of a copy"
             self.kept_tokens += copies
-            assert tags["depth"].max() <= plan.donor_depth + in_context, f"{epoch}: too deep"
+            is_deep = tags["depth"].max() > plan.donor_depth + in_context
+            assert not is_deep or compressed, f"{epoch}: too deep"
+            if self._isolates:
+                isolated.check_copied(self, request, row, tags["history"])
             text = request.history[destination : destination + length]
             assert not in_context or tags["text"].tolist() == text, f"{epoch}: another context"
             if _is_exact(plan):
@@ -452,7 +480,7 @@ class Worker:
                 wanted = request.history[destination : destination + length]
                 assert histories == wanted, f"{epoch} holds another prefix's KV"
                 assert destination == donor_position, f"{epoch}: moved, yet planned as exact"
-            else:
+            elif not makes or "segreuse_anchors" in options:  # others are of the server's own text
                 who = request.identity
                 if tier == Tier.HOST and (held["history"] != APPROXIMATE).all():
                     known = known | self.had[int(held["history"][-1])]
@@ -521,6 +549,8 @@ class Worker:
         request.is_new = False
         stop = start + count
         assert len(request.tokens) >= stop, f"{name}: tokens up to {stop} are not known yet"
+        if self._isolates:
+            isolated.check_computed(name, request, start, stop)
         until = start if request.exact_until is None else request.exact_until
         context = self._check_context(name, request, start, min(until, start))
         exact = bool((self.history[context] != APPROXIMATE).all())
@@ -532,8 +562,17 @@ class Worker:
         self._note_had(request, start, stop)
         if stop < len(request.tokens):
             return []  # a chunk of a prompt
-        request.tokens.append(self._sample(request))
+        request.tokens.append(self._recorded(name, self._sample(request), stop))
         return [request.tokens[-1]]
+
+    def _recorded(self, name: str, token: int, computed: int) -> int:
+        """The token that is sampled when audits have seen the logits, and may have changed them."""
+        if self.recorder.is_idle:
+            return token
+        logits = torch.zeros(1, _VOCABULARY)
+        logits[0, token] = 1.0
+        self.recorder.see([Sampled(name, 0, computed)], logits)
+        return int(logits.argmax())
 
     def _check_context(
         self, name: str, request: Running, stop: int, exact_until: int

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections import Counter, deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -29,9 +30,13 @@ from vllm.v1.request import Request, RequestStatus
 
 import vllm_segreuse
 from bench.shapes import SUPPORTED
-from tests.stateful import invariants
+from tests.stateful import invariants, isolated, reports
+from tests.stateful.drafting import DraftingWorker
+from tests.stateful.events import Mirror
+from tests.stateful.sessions import Sessions
 from tests.stateful.worker import LARGEST_DRIFT, STOP, Identity, Worker
 from tests.tier.fakes import Region
+from vllm_segreuse import connector
 from vllm_segreuse.config import SegReuseConfig, Switch
 from vllm_segreuse.connector import SegReuseConnector
 from vllm_segreuse.estimate.engine import ModellessEngine
@@ -42,6 +47,9 @@ SIZE = 4
 
 MAX_TOKENS = 64
 """Longest sequence."""
+
+OWN = "segreuse-"
+"""Of the ids of requests that the server itself makes."""
 
 LORA = LoRARequest("adapter", 1, "/adapters/1")
 
@@ -91,6 +99,11 @@ class Setup:
         halo: whether these are tested (`HALO`).
         tier_rows: of the second tier; 0: there is none.
         max_views: of the index; fewer than there are namespaces, so that these make room.
+        drafts: of speculative decoding, in a step; 0: there is none.
+        audits: whether every request that reuses is audited.
+        isolated: whether the model was trained on documents computed alone (`isolated.py`).
+        compressed, sessions: whether documents are compressed, and prompts come in parts
+            (`compressing.py`, `sessions.py`); for whoever makes the requests.
     """
 
     num_blocks: int = 40
@@ -109,6 +122,11 @@ class Setup:
     halo: bool = False
     tier_rows: int = 0
     max_views: int = 2
+    drafts: int = 0
+    audits: bool = False
+    isolated: bool = False
+    compressed: bool = False
+    sessions: bool = False
 
 
 @dataclass
@@ -149,7 +167,11 @@ class World:
         self.index.max_views = setup.max_views
         self.identities: dict[str, tuple[Identity, int]] = {}
         requests = self.scheduler.requests
-        self.worker = Worker(setup.num_blocks, SIZE, self.identities, requests, setup.tier_rows)
+        known = (self.identities, requests, setup.tier_rows, setup.isolated)
+        make = DraftingWorker if setup.drafts else Worker
+        self.worker = make(setup.num_blocks, SIZE, *known)
+        self.events = Mirror(self.pool)
+        self.sessions = Sessions(self)
         self.held: list[Any] = []
         """Blocks that somebody else took."""
         self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -185,16 +207,27 @@ class World:
         request_id = f"request-{next(self._ids)}"
         identity = Identity(ask.keys, ask.salt, LORA.lora_name if ask.lora else None)
         self.identities[request_id] = identity, ask.seed
-        self._histories[request_id] = []
-        request = self._engine.add(
+        return self.submit(
             request_id,
             tokens,
             params,
-            arrival_time=float(next(self._clock)),
             lora_request=LORA if ask.lora else None,
             cache_salt=ask.salt,
             priority=ask.priority,
         )
+
+    def submit(
+        self, request_id: str, tokens: list[int], params: SamplingParams, **others: Any
+    ) -> Request:
+        """A request arrives as vLLM has it, or the next part of one."""
+        self._histories[request_id] = []
+        arrival_time = float(next(self._clock))
+        request = self._engine.add(request_id, tokens, params, arrival_time=arrival_time, **others)
+        documents = self.side._isolated
+        if documents is not None and documents.has_documents(request_id):
+            identity, seed = self.identities[request_id]
+            keys = documents._asked[request_id].extra_keys or identity.keys
+            self.identities[request_id] = identity._replace(keys=keys), seed
         self._note_names()
         return request
 
@@ -218,9 +251,13 @@ class World:
         live = dict(self.scheduler.requests)
         outputs = self.scheduler.update_from_output(step, result)
         for output in [o for of_client in outputs.values() for o in of_client.outputs]:
-            if output.finish_reason is not None:
-                self._ended(live[output.request_id], output.kv_transfer_params)
+            request = live[output.request_id]
+            if output.finish_reason is not None and request.is_finished():
+                self._ended(request, output.kv_transfer_params)
         self._note_names()
+        if self.setup.drafts and self.setup.in_flight == 1:
+            drafts = self.worker.draft(self.scheduler.running, self.setup.drafts)
+            self.scheduler.update_draft_token_ids(drafts)
 
     def step(self) -> None:
         """One turn of the engine: as many steps as may be under way leave, one comes back."""
@@ -240,11 +277,26 @@ class World:
         self.counts["events"] += 1
         if preempt:
             self.release()
+        idle = RequestStatus.WAITING_FOR_STREAMING_REQ
+        if preempt and any(r.status == idle for r in self.scheduler.kv_holding_waiting):
+            return self._reset_in_vain()
         done = self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
         assert not done or not len(self.index), "a reset left segments behind"
         assert not done or not self.frozen.num_frozen, "a reset left blocks frozen"
         assert done or not preempt, "a reset failed although nothing ran"
         return done
+
+    def _reset_in_vain(self) -> bool:
+        """vLLM cannot take the blocks of a session that waits for its next part."""
+        self.counts["resets in vain"] += 1
+        aside = [r for r in self.live if r.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError:
+            lost = [r.request_id for r in aside if not r.num_computed_tokens]
+            assert not lost, f"called back for nothing: {lost}"
+            return False
+        raise AssertionError("a session keeps its blocks, and a reset did not fail")
 
     def unfreeze(self, entries: list[str]) -> None:
         """Documents are deleted."""
@@ -302,6 +354,7 @@ class World:
             thorough: also walk all links of the index.
         """
         invariants.check(self)
+        self.events.check()
         if thorough:
             self.index.check_integrity()
 
@@ -309,12 +362,14 @@ class World:
         """Everything ends, in a bounded number of steps, and leaves nothing behind."""
         self.release()
         self.pause(PauseState.UNPAUSED)
-        for _ in range(50 + 40 * len(self.live)):
+        self.sessions.close()
+        audits = self.setup.audits * 30
+        for _ in range(50 + 40 * (len(self.live) + audits)):
             if self.live:
                 self.step()
             elif self.under_way:
                 self.complete()
-            elif self.side.has_pending_work:
+            elif self.side.has_pending_work or self._has_audits():
                 self.step()
             else:
                 break
@@ -324,115 +379,75 @@ class World:
         self.check()
         invariants.check_idle(self)
 
+    def _has_audits(self) -> bool:
+        """Whether audits wait that there is room for, or workers have not heard of all."""
+        audits = self.side._audits
+        room = any(self.side._has_room(MAX_TOKENS) for _ in audits._waiting)
+        return bool(audits._orders) or room
+
     def _note_names(self) -> None:
         for request_id, request in self.scheduler.requests.items():
-            if request.is_finished():
-                continue  # while its plan was under way
-            known = self._histories[request_id]
-            if known and len(known) == request.num_tokens:
-                continue
-            done = len(known) // SIZE
-            identity = self.identities[request_id][0]
-            self.worker.histories.of(identity, request.all_token_ids[:], known)
-            for i in range(done, len(request.block_hashes)):
-                self.named[request.block_hashes[i]] = known[i * SIZE : (i + 1) * SIZE]
+            if request_id not in self.identities:
+                self._meet(request)
+            if not request.is_finished():  # else its plan was under way
+                self._note_names_of(request)
+
+    def _meet(self, request: Request) -> None:
+        """A request of the server's own: it computes a document, or audits another."""
+        assert request.request_id.startswith(OWN), f"who is {request.request_id}?"
+        lora = request.lora_request.lora_name if request.lora_request else None
+        keys = reports.options_of(request).get("extra_keys")
+        identity = Identity(tuple(keys) if keys else None, request.cache_salt, lora)
+        self.identities[request.request_id] = identity, 0
+        self._histories[request.request_id] = []
+        self.counts[request.request_id.rpartition("-")[0]] += 1
+
+    def _note_names_of(self, request: Request) -> None:
+        known = self._histories[request.request_id]
+        if request.resumable:
+            known.clear()  # the last token of an answer is dropped when the next part comes
+        if known and len(known) == request.num_tokens:
+            return
+        done = len(known) // SIZE
+        identity = self.identities[request.request_id][0]
+        self.worker.histories.of(identity, request.all_token_ids[:], known)
+        for i in range(done, len(request.block_hashes)):
+            self.named[request.block_hashes[i]] = known[i * SIZE : (i + 1) * SIZE]
 
     def _ended(self, request: Request, answer: dict[str, Any] | None) -> None:
-        self.counts["finished"] += 1
+        self._note_names_of(request)
         self._histories.pop(request.request_id)
+        if request.status == RequestStatus.FINISHED_ERROR:
+            assert self.setup.isolated, f"{request.request_id} ends with an error"
+            self.counts["errors"] += 1
+            return
+        if request.resumable or request.request_id.startswith(OWN):
+            return
+        self.counts["finished"] += 1
         self.finished.append(request)
         if self.identities[request.request_id][0].keys is None:
             assert answer is None, f"a report for {request.request_id}, which has no keys"
         elif answer is not None:
             report = answer["segreuse"]
-            parts = [report[f"{kind}_tokens"] for kind in ("prefix", "reused", "new")]
-            assert sum(parts) == request.num_prompt_tokens, (
-                f"a report that does not add up: {report}"
-            )
-            assert 0 <= report["recomputed_tokens"] <= report["reused_tokens"], f"{report}"
-            assert 0 <= report["similar_tokens"] <= report["reused_tokens"], f"{report}"
-            assert self.setup.similarity or not report["similar_tokens"], f"{report}"
-            self.counts["similar tokens"] += report["similar_tokens"]
-            self._check_ending(request, report)
-            self.counts["frozen"] += report.get("frozen", False)
-            self.counts[f"policy: {report['policy']}"] += report["reused_tokens"] > 0
-            self._check_observed(request, report)
-            self._check_explanation(request, report)
+            reports.check(self, request, report)
             if self.reports is not None:
                 self.reports[request.request_id] = report
-
-    def _check_observed(self, request: Request, report: dict[str, Any]) -> None:
-        """A request that is observed reuses nothing, and says what it would."""
-        observed = report["observed"]
-        self.counts["observed"] += observed is not None
-        asked = (request.sampling_params.extra_args or {}).get("segreuse_observe")
-        assert not (asked and report["reused_tokens"]), f"it was only to be observed: {report}"
-        assert (observed is not None) is (report["bypass_reason"] == "observed"), report
-        if observed is not None:
-            assert 0 < observed["reused_tokens"] <= report["new_tokens"]
-            assert 0 <= observed["recomputed_tokens"] <= observed["reused_tokens"]
-
-    def _check_explanation(self, request: Request, report: dict[str, Any]) -> None:
-        """The stretches are all of the prompt, and add up to what the report says."""
-        asked = (request.sampling_params.extra_args or {}).get("segreuse_explain")
-        assert ("explain" in report) is bool(asked), report
-        if not asked:
-            return
-        end, tokens = 0, Counter[str]()
-        for stretch in report["explain"]:
-            assert stretch["start"] == end, f"not one after the other: {report}"
-            assert stretch["tokens"] > 0, report
-            end += stretch["tokens"]
-            tokens[stretch["source"]] += stretch["tokens"]
-            self.counts[f"explained: {stretch.get('reason', stretch['source'])}"] += 1
-        outcome = report["observed"] or report
-        found = outcome["reused_tokens"]
-        # Tokens that were generated before a preemption are behind the prompt.
-        assert end >= request.num_prompt_tokens, report
-        assert tokens["prefix"] == report["prefix_tokens"], report
-        if found:
-            assert tokens["segment"] + tokens["similar"] == found, report
-            assert tokens["similar"] == (report["observed"] or report)["similar_tokens"], report
-            again = [s["recomputed"] for s in report["explain"] if "position" in s]
-            self.counts[f"explained: recomputed {'unknown' if None in again else 'known'}"] += 1
-            if None not in again:
-                runs = [run for segment in again for run in segment]
-                assert sum(length for _, length in runs) == outcome["recomputed_tokens"], report
-
-    def _check_ending(self, request: Request, report: dict[str, Any]) -> None:
-        """What the workers did is what the report says, though only they knew."""
-        ending = self.worker.endings.get(request.request_id)
-        completed = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if (
-            ending is None
-            or not report["reused_tokens"]  # its first admission had no plan
-            or request.status not in completed  # it may have ended before they reported
-            or request.request_id in self.worker.called_back
-        ):
-            return
-        fields = ("recomputed_tokens", "drift", "in_full", "accepted_segments")
-        reported = tuple(report[name] for name in (*fields, "rejected_segments", "rejected_tokens"))
-        drift = None if ending.drift is None else round(ending.drift, 4)
-        assert reported == ending._replace(drift=drift), (
-            f"{request.request_id} reports {reported}, not {ending}"
-        )
-        max_drift = (request.sampling_params.extra_args or {}).get("segreuse_max_drift")
-        too_far = None not in (drift, max_drift) and ending.drift > max_drift
-        assert report["in_full"] is too_far, f"{ending} where {max_drift} is allowed"
-        tokens = report["reused_tokens"] + report["new_tokens"]
-        work = report["computed_share"] * tokens
-        in_full = work > tokens - report["exact_tokens"]  # which are restored, whatever drifts
-        assert in_full or not too_far, f"less than all was computed: {report}"
-        self.counts["chosen by workers"] += report["policy"] == "peaks" and ending.recomputed > 0
-        self.counts["drifts"] += ending.drift is not None
-        self.counts["in full"] += ending.in_full
-        self.counts["accepted segments"] += ending.accepted
-        self.counts["rejected tokens"] += ending.added
 
 
 @functools.cache
 def _vllm_config() -> Any:
     """A configuration of vLLM's own making; no weights, no tokenizer."""
+    return _made({})
+
+
+@functools.cache
+def _drafting_config(drafts: int) -> Any:
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
+    # vLLM's asynchronous scheduler takes other drafters, all of which need a model.
+    return _made({"speculative_config": speculative, "async_scheduling": False})
+
+
+def _made(options: dict[str, Any]) -> Any:
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as directory:
         model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -445,6 +460,7 @@ def _vllm_config() -> Any:
             max_num_batched_tokens=MAX_TOKENS,
             max_num_seqs=8,
             kv_transfer_config=vllm_segreuse.kv_transfer_config(),
+            **options,
         )
         vllm_config = arguments.create_engine_config()
     for name in set(os.environ) - set(environment):
@@ -453,7 +469,7 @@ def _vllm_config() -> Any:
 
 
 def _engine(setup: Setup) -> ModellessEngine:
-    vllm_config = _vllm_config()
+    vllm_config = _drafting_config(setup.drafts) if setup.drafts else _vllm_config()
     vllm_config.kv_transfer_config.kv_connector_extra_config = SegReuseConfig(
         max_provenance_depth=setup.max_depth,
         spread_tokens=setup.spread_tokens,
@@ -461,6 +477,7 @@ def _engine(setup: Setup) -> ModellessEngine:
         frozen_share=setup.frozen_share,
         similarity=SIMILARITY | (HALO if setup.halo else {}) if setup.similarity else None,
         tier={"host_gib": 1, "min_run_tokens": 2} if setup.tier_rows else None,
+        audit={"share": 1.0, "per_minute": 6000} if setup.audits else {},
     ).model_dump()
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"
@@ -471,5 +488,10 @@ def _engine(setup: Setup) -> ModellessEngine:
     scheduling.long_prefill_token_threshold = setup.long_prompt_tokens
     scheduling.async_scheduling = setup.in_flight > 1
     region = Region(setup.tier_rows) if setup.tier_rows else None
-    with patch.object(SegReuseConnector, "_open_region", lambda connector: region):
+    with ExitStack() as patched:
+        of_connector = patch.object(SegReuseConnector, "_open_region", lambda connector: region)
+        patched.enter_context(of_connector)
+        if setup.isolated:
+            layout = patch.object(connector, "isolated_layout", lambda *of: isolated.LAYOUT)
+            patched.enter_context(layout)
         return ModellessEngine(vllm_config, setup.num_blocks, SIZE)

@@ -108,11 +108,20 @@ def _reset_prefix_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         side = scheduler_side(self.connector)
         if side is not None:
             _abort_reference(self, side)
-        if reset_running_requests and side is not None:
+        if reset_running_requests and side is not None and not _is_in_vain(self):
             _call_back(self, side)
         return original(self, reset_running_requests, *args, **kwargs)
 
     return reset_prefix_cache
+
+
+def _is_in_vain(scheduler: Any) -> bool:
+    """Whether a streaming session waits for its next part. It keeps its blocks, so vLLM's reset
+    fails: nobody's plan is called back for it."""
+    from vllm.v1.request import RequestStatus
+
+    idle = RequestStatus.WAITING_FOR_STREAMING_REQ
+    return any(request.status == idle for request in scheduler.kv_holding_waiting)
 
 
 def _abort_reference(scheduler: Any, side: Any) -> None:
@@ -147,5 +156,8 @@ def _call_back(scheduler: Any, side: Any) -> None:
         scheduler._set_kv_fetch_stage(request, None)
         scheduler.kv_cache_manager.free(request)
         request.num_computed_tokens = 0
-        preempted = request.num_preemptions > 0
-        request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
+        # One that is ready keeps its status: a session that was preempted once, and whose next part
+        # has arrived, is new to the workers.
+        if request.status not in ready:
+            preempted = request.num_preemptions > 0
+            request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
