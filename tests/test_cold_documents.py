@@ -44,7 +44,9 @@ class World:
     def cold(self, asker: str, *tokens: int) -> IsolatedDocument:
         return IsolatedDocument(0, 0, tokens, lambda: self.documents.held(asker, tokens))
 
-    def wait(self, asker: str, *documents: tuple[int, ...], blocks: int = 10, space: bytes = b"mine"):
+    def wait(
+        self, asker: str, *documents: tuple[int, ...], blocks: int = 10, space: bytes = b"mine"
+    ):
         wanted = [self.cold(asker, *tokens) for tokens in documents]
         return self.documents.wait_for(asker, asker, space, wanted, blocks)
 
@@ -184,6 +186,16 @@ def test_a_reset_releases_what_is_held(askers: tuple[str, ...]) -> None:
     for asker in askers:
         world.documents.left(asker)
     assert world.held == {}
+
+
+def test_a_reset_is_no_fault_of_who_waits() -> None:
+    world = World()
+    for _ in range(2 * ATTEMPTS):
+        assert world.wait("one", (1,))
+        (name,) = names(world.added())
+        world.documents.resetting()
+        world.documents.computed(name, [])
+    assert world.wait("one", (1,))
 
 
 ASKERS = st.sampled_from("abcde")

@@ -188,6 +188,17 @@ class ColdDocuments(BlockListener, Generic[R]):
             self._release(turn)
             turn.attempts = 0
 
+    def starving(self, request_id: str) -> None:
+        """Nobody runs, and a request that is first in the queue has no room beside what is held for
+        others: that is computed again once it has run. A document of a turn has room beside all
+        others, and would only be computed in turns with these."""
+        if self.is_own(request_id):
+            return
+        for asker, turn in self._turns.items():
+            if asker != request_id and turn.held:
+                self._release(turn)
+                turn.attempts = 0
+
     def _release(self, turn: _Turn) -> None:
         for blocks in turn.held.values():
             self._pins.unpin(blocks.tolist())

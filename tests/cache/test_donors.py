@@ -105,6 +105,19 @@ def test_tokens_that_may_be_chosen_but_need_not_be_do_not_donate(world, document
     assert not known.plan.reports
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_token_that_vllm_has_yet_to_compute_keeps_its_block_from_donating(
+    world: World, document: tuple[list[int], list[int]], spread: bool
+) -> None:
+    """Of a spread plan, vLLM computes the token behind in a step after the one that names it."""
+    world.spread = spread
+    prompt = world.new_tokens(4) + document[0] + world.new_tokens(8)
+    tracked = world.request(prompt, make_recipe=half_by_score)
+    world.admit(tracked)
+    behind = -1 if spread else 1
+    assert world.donors.depths(tracked, 0, 7).tolist() == [1, -1, -1, -1, 1, behind, 1]
+
+
 @pytest.mark.parametrize(("first_token", "context"), [(0, 0), (3, 0), (4, 1), (11, 2)])
 def test_what_a_document_is_computed_behind_does_not_donate(world, first_token, context):
     """It stays vLLM's, which computes it once for all documents of a base."""

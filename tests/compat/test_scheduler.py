@@ -192,7 +192,7 @@ class Scheduler:
             request("WAITING_FOR_REMOTE_KVS", preemptions=1),
             request("WAITING"),
             request("WAITING", computed=0),
-            request("WAITING_FOR_STREAMING_REQ"),
+            request("WAITING", preemptions=1),
         ]
         self.ended = request("FINISHED_ABORTED")
         self.requests = {str(i): r for i, r in enumerate([*self.held, self.ended])}
@@ -231,16 +231,25 @@ def test_a_reset_of_all_takes_the_blocks_of_who_is_set_aside(ours: bool, running
     if not (ours and running):
         assert scheduler.freed == called == []
         return
-    loading, again, loaded, _, streaming = scheduler.held
-    assert called == [loading, again, loaded]
-    assert scheduler.freed == [scheduler.ended, loading, again, loaded]
-    assert [r.status.name for r in called] == ["WAITING", "PREEMPTED", "WAITING"]
-    assert [r.num_computed_tokens for r in called] == [0, 0, 0]
-    assert streaming.num_computed_tokens == 8
+    loading, again, loaded, _, session = scheduler.held
+    assert called == [loading, again, loaded, session]
+    assert scheduler.freed == [scheduler.ended, *called]
+    assert [r.status.name for r in called] == ["WAITING", "PREEMPTED", "WAITING", "WAITING"]
+    assert [r.num_computed_tokens for r in called] == [0, 0, 0, 0]
     assert not scheduler.finished_recving_kv_req_ids
     assert scheduler.deferred_waiting.discarded == called, "it would be admitted a second time"
     assert scheduler._inflight_prefills.discarded == called, "blocks would be kept for it"
     assert scheduler.stages == called
+
+
+def test_nobody_is_called_back_for_a_reset_that_fails() -> None:
+    """vLLM cannot take the blocks of a session that waits for its next part."""
+    called: list[Any] = []
+    scheduler = Scheduler(connector(call_back=called.append))
+    scheduler.held.append(request("WAITING_FOR_STREAMING_REQ"))
+    assert _reset_prefix_cache(lambda self, running: "reset")(scheduler, True) == "reset"
+    assert scheduler.freed == called == []
+    assert {r.num_computed_tokens for r in scheduler.held} == {0, 8}
 
 
 def test_the_parts_of_vllms_scheduler_that_a_reset_touches_are_there() -> None:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the models found, once more and by hand."""
 
+from typing import Any
+
+import pytest
 from vllm.v1.request import Request
 
+from tests.stateful import isolated
 from tests.stateful.world import DOCUMENTS, Ask, Setup, World
+from vllm_segreuse.cold_documents import ATTEMPTS
 from vllm_segreuse.plan import FreezeOrder
 
 
@@ -109,5 +114,181 @@ def test_26_a_late_word_of_a_plan_that_was_called_back_is_not_heard() -> None:
 def test_22_an_end_while_the_word_is_under_way_is_told_once() -> None:
     world, request = _word_under_way()
     world.abort(request)
+    world.check()
+    world.drain()
+
+
+def test_the_token_behind_a_spread_plan_donates_once_it_is_computed() -> None:
+    """Its block is named when the plan is done. Here the request does not run in that step: there
+    is no block for its drafts."""
+    world = World(Setup(40, spread_tokens=1, drafts=3))
+    world.add(Ask(tokens=list(DOCUMENTS[0]), keys=("a",), max_tokens=1))
+    world.sessions.begin([40, 41], None, answer=1)  # it holds blocks for the rest of the test
+    world.step()
+    world.step()
+    options: dict[str, Any] = {"segreuse_policy": "focus", "segreuse_min_reused_tokens": 4}
+    options["segreuse_recompute_ratio"] = 0.3
+    tokens = [90, 91, *DOCUMENTS[0], 92, 93]
+    request = world.add(Ask(tokens=tokens, keys=("a",), options=options))
+    for _ in range(9):
+        if request.request_id in world.scheduler.finished_recving_kv_req_ids:
+            break
+        world.step()
+    world.hold(world.pool.get_num_free_blocks())
+    world.schedule()
+    assert (request.status.name, request.num_computed_tokens) == ("WAITING", len(tokens) - 1)
+    world.check()
+    world.drain()
+
+
+# Documents computed alone.
+
+PROMPT = isolated.prompt(before=2, documents=[0], behind=1)
+
+
+def test_a_document_of_who_has_left_is_nobody_elses() -> None:
+    """It is ordered in a step, and added when that step is over."""
+    world = World(Setup(in_flight=2, isolated=True))
+    mine = world.add(Ask(tokens=[5, *PROMPT], keys=("a",), lora=True))
+    world.schedule()
+    world.abort(mine)
+    other = world.add(Ask(tokens=[6, *PROMPT], keys=("b",)))
+    world.drain()
+    assert other.status.name.startswith("FINISHED")
+    assert world.counts["segreuse-document"] == 2
+    assert world.counts["policy: link"] == 1
+
+
+def test_a_document_is_shared_by_those_who_wait_for_it_at_once() -> None:
+    world = World(Setup(isolated=True))
+    for first in (5, 6):
+        world.add(Ask(tokens=[first, *PROMPT], keys=("a",), salt="salt", lora=True))
+    world.drain()
+    assert world.counts["segreuse-document"] == 1
+    assert world.counts["policy: link"] == 2
+
+
+@pytest.mark.parametrize(("salt", "lora"), [("salt", False), (None, True)])
+def test_a_document_is_computed_as_its_request_would(salt: str | None, lora: bool) -> None:
+    """What a salt or an adapter separates is checked wherever KV is copied."""
+    world = World(Setup(isolated=True))
+    world.add(Ask(tokens=PROMPT, keys=("a",), salt=salt, lora=lora))
+    world.drain()
+    assert world.counts["policy: link"] == 1
+
+
+@pytest.mark.parametrize("behind", [1, 9])
+def test_what_ends_with_an_error_computes_no_document_in_its_place(behind: int) -> None:
+    """vLLM runs a request for log probabilities of its prompt without asking for reuse, and another
+    with the same prompt would find it in the prefix cache."""
+    world = World(Setup(isolated=True))
+    prompt = isolated.prompt(before=2, documents=[0], behind=behind)
+    refused = world.add(Ask(tokens=prompt, keys=("a",), prompt_logprobs=True))
+    world.step()
+    assert refused.status.name == "FINISHED_ERROR"
+    served = world.add(Ask(tokens=prompt, keys=("a",)))
+    world.drain()
+    assert served.status.name.startswith("FINISHED")
+    assert world.counts["policy: link"] == 1
+
+
+def test_a_prompt_that_comes_in_parts_is_refused() -> None:
+    """A document of a later part would be computed in its place."""
+    world = World(Setup(isolated=True, sessions=True))
+    world.sessions.begin([5, 5, 5], ("a",), answer=1)
+    world.step()
+    assert not world.sessions.open
+    assert world.counts["errors"] == 1
+    world.drain()
+
+
+def test_any_number_of_resets_is_survived_by_who_waits_for_a_document() -> None:
+    world = World(Setup(isolated=True))
+    waits = world.add(Ask(tokens=PROMPT, keys=("a",), max_tokens=1))
+    for _ in range(2 * ATTEMPTS):
+        world.step()
+        world.reset(preempt=True)
+    world.drain()
+    assert waits.status.name == "FINISHED_LENGTH_CAPPED"
+
+
+def test_what_nobody_can_find_is_not_indexed() -> None:
+    """A request without keys has a namespace of its own, and leaves nothing there."""
+    world = World(Setup(isolated=True))
+    world.add(Ask(tokens=PROMPT))
+    world.drain()
+    assert world.counts["policy: link"] == 1
+    assert len(world.index) == 0
+
+
+@pytest.mark.parametrize(("watermark", "errors"), [(0.0, 0), (0.2, 1)])
+def test_documents_that_do_not_fit_beside_the_watermark_are_not_begun(
+    watermark: float, errors: int
+) -> None:
+    prompt = isolated.prompt(before=2, documents=[3, 0], behind=1)
+    world = World(Setup(14, isolated=True, watermark=watermark))
+    world.add(Ask(tokens=prompt, keys=("a",), max_tokens=1))
+    world.drain()
+    assert world.counts["errors"] == errors
+    assert world.counts["segreuse-document"] == (0 if errors else 2)
+
+
+def test_blocks_that_are_held_for_who_waits_keep_nobody_waiting_for_ever() -> None:
+    """One document is there, and held; the other is behind a request that has no room beside it."""
+    world = World(Setup(18, isolated=True))
+    world.add(Ask(tokens=isolated.prompt(0, [3], 1), keys=("a",), max_tokens=1))
+    world.drain()
+    waits = world.add(Ask(tokens=isolated.prompt(2, [3, 0], 1), keys=("a",), max_tokens=1))
+    world.schedule()
+    large = world.add(Ask(tokens=[*range(200, 260)], max_tokens=1))
+    world.drain()
+    assert {waits.status.name, large.status.name} == {"FINISHED_LENGTH_CAPPED"}
+
+
+# Streaming sessions.
+
+
+def _with_a_part() -> tuple[World, str]:
+    """A session that has answered once, and whose next part has arrived."""
+    world = World(Setup(sessions=True))
+    world.sessions.begin([*range(10, 19)], ("a",), answer=1)
+    (session,) = world.sessions.open
+    world.step()
+    world.sessions.go_on(session, [30, 31], 1, longest=60)
+    return world, session.name
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_session_that_is_called_back_is_new_to_the_workers(preempted: bool) -> None:
+    """They have not heard of its next part."""
+    world, name = _with_a_part()
+    request = world.scheduler.requests[name]
+    request.num_preemptions += preempted  # when it computed an earlier part
+    assert request.num_computed_tokens
+    assert world.reset(preempt=True)
+    assert (request.status.name, request.num_computed_tokens) == ("WAITING", 0)
+    for _ in range(3):
+        world.step()
+        world.check()
+    assert request.num_computed_tokens
+    world.drain()
+
+
+def test_no_plan_is_called_back_for_a_reset_that_vllm_refuses() -> None:
+    world = World(Setup(40, in_flight=2, spread_tokens=1))
+    world.add(Ask(tokens=list(DOCUMENTS[0]), keys=("a",), max_tokens=1))
+    world.sessions.begin([40, 41], None, answer=1)
+    for seed in range(4):  # some of whom have not met the token that ends them
+        world.add(Ask(tokens=[*range(200, 205)], max_tokens=40, seed=seed))
+    for _ in range(4):
+        world.step()
+    options = {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
+    tokens = [90, 91, 92, *DOCUMENTS[0], 93]
+    request = world.add(Ask(tokens=tokens, keys=("a",), options=options))
+    world.schedule()
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    world.reset(preempt=True)
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    assert world.counts["resets in vain"] == 1
     world.check()
     world.drain()

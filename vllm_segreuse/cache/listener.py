@@ -43,6 +43,9 @@ class BlockListener:
     def evicted(self, block_ids: Sequence[int]) -> None:
         """Blocks lost their names, in this order."""
 
+    def starving(self, request_id: str) -> None:
+        """No request has blocks, and this one has no room: release what is held for others."""
+
     def resetting(self) -> None:
         """All names are about to be removed, which fails while anybody holds a block."""
 

@@ -146,12 +146,23 @@ class SegmentBlockPool(BlockPool):
         tracked = self._requests.get(request_id)
         return TO_THE_END if tracked is None else tracked.exact_stop
 
-    def misses_room(self, request_id: str, blocks: int) -> None:
-        """A request was not allocated, for want of so many blocks, although no other holds any. If
-        its plan pins donors, it would wait for these for ever: it gives up as many next."""
+    def misses_room(self, request_id: str, blocks: int) -> bool:
+        """A request was not allocated, for want of so many blocks, although no other holds any.
+        Listeners release what they hold for others. Else, if its plan pins donors, it would wait
+        for these for ever: it gives up as many next.
+
+        Returns:
+            Whether blocks became free.
+        """
+        before = self.num_free_blocks()
+        for listener in self._listeners:
+            listener.starving(request_id)
+        if self.num_free_blocks() > before:
+            return True
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.plan is not None:
             tracked.misses_room = blocks
+        return False
 
     def is_exact(self, block_id: int) -> bool:
         """Whether a block has an exact name."""

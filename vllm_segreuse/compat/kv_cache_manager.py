@@ -45,8 +45,12 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
             if not pool.make_room(needed - pool.num_free_blocks()):
                 break
             allocated = original(self, request, num_new_tokens, *args, **kwargs)
-        if allocated is None and not pool.is_closed and not is_anybody_admitted(self):
-            pool.misses_room(request.request_id, max(1, needed - pool.num_free_blocks()))
+        if (
+            allocated is None
+            and not (pool.is_closed or is_anybody_admitted(self))
+            and pool.misses_room(request.request_id, max(1, needed - pool.num_free_blocks()))
+        ):
+            allocated = original(self, request, num_new_tokens, *args, **kwargs)
         return allocated
 
     # Called for each running request in every step, with these arguments alone; `*args, **kwargs`
