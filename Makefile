@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv/bin
 SUITE ?= ttft
 ARGS ?=
+N ?= 50
 VLLM ?= 0.33.0
 NEXT ?= tests/compat tests/stateful tests/cache tests/tier tests/serve tests/test_scheduler.py tests/e2e
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quick test next mutants mutation stress demo bench docs lint format clean
+.PHONY: help setup quick test next mutants sampled mutation stress demo bench docs lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +29,9 @@ next: setup ## run the suites on the vLLM to come, over the installed one's kern
 
 mutants: setup ## take safeguards out, one by one, and see whether the tests notice
 	@nice $(VENV)/python scripts/mutants.py $(ARGS)
+
+sampled: setup ## mistakes drawn at random from the whole package, and which of them the tests notice: make sampled N=50
+	@nice $(VENV)/python scripts/mutants.py --sample $(N) $(ARGS)
 
 mutation: setup ## every small change of a module: make mutation ARGS="vllm_segreuse/plan/reuse.py tests/test_plan.py"
 	@nice $(VENV)/python scripts/mutation.py $(ARGS)

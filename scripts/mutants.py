@@ -8,6 +8,7 @@
     python scripts/mutants.py --extra FILE.json      and those of another list; --list picks it, too
     python scripts/mutants.py --named                with no more than the tests that they name
     python scripts/mutants.py --engine               with engines, too, on what quick tests leave
+    python scripts/mutants.py --sample 50            so many that nobody has seen, of no list
     python scripts/mutants.py --json FILE            all of it as JSON
 
 Each is tried on the quick tests that it names, in a fork of a process that has vLLM loaded; where
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -37,7 +39,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import environment, write_json
-from tests.mutants import copies, lists
+from tests.mutants import copies, lists, sampled
 from tests.mutants.lists import Mutant, MutantsError, real_path
 from tests.mutants.places import Place, Sources, quick_ones
 
@@ -214,6 +216,9 @@ def choose(options: argparse.Namespace) -> list[Mutant]:
     Raises:
         MutantsError: there are none, or a list cannot be read.
     """
+    if options.sample:
+        print(f"seed {options.seed}")
+        return sampled.sample(options.sample, options.seed)
     mutants = lists.load_all(options.extra)
     if options.list:
         mutants = [m for name in options.list for m in mutants if m.origin == name]
@@ -239,6 +244,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--extra", type=Path, action="append", default=[], metavar="FILE", help="another list"
+    )
+    parser.add_argument("--sample", type=int, metavar="N", help="so many that are drawn at random")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(10**6), help="of the draw (default: any)"
     )
     parser.add_argument("--named", action="store_true", help="only the tests that they name")
     parser.add_argument("--engine", action="store_true", help="also named tests with an engine")
@@ -276,6 +285,10 @@ def report(verdicts: list[Verdict], file: Path | None, where: dict[str, Any]) ->
     result = summary(verdicts, listed)
     for name, value in result.items():
         print(f"{name} = {value}")
+    of_draw = [it for it in verdicts if it.mutant.origin == sampled.ORIGIN]
+    caught = [(min(it.mutant.files), it.what in NOTICED) for it in of_draw if it.what != "misfit"]
+    for folder, share in sampled.shares(caught).items():
+        print(f"caught in {folder} = {share}")
     if file:
         rows = [verdict.row for verdict in verdicts]
         write_json(file, "mutants", where, {"rows": rows, "summary": result})
