@@ -170,7 +170,7 @@ def _converter() -> Any:
     from bs4 import Tag
     from markdownify import MarkdownConverter
 
-    class Converter(MarkdownConverter):  # type: ignore[misc]
+    class Converter(MarkdownConverter):
         """Numbers the items of a list as they come: markdownify counts those in front of each."""
 
         def __init__(self) -> None:
@@ -180,12 +180,12 @@ def _converter() -> Any:
         def convert_li(self, el: Any, text: str, parent_tags: Any) -> str:
             if el.parent.name == "ol":
                 start = el.parent.get("start", "")
-                first = int(start) if start.isdecimal() else 1
+                first = int(start) if start.isdecimal() and len(start) < 10 else 1
                 number = self._next.setdefault(id(el.parent), first)
                 self._next[id(el.parent)] += 1
                 el = Tag(name="li")
                 Tag(name="ol", attrs={"start": str(number)}).append(el)
-            return str(super().convert_li(el, text, parent_tags))
+            return str(super().convert_li(el, text, parent_tags))  # type: ignore[misc]
 
     return Converter()
 
