@@ -64,11 +64,8 @@ def viewer_app(keeps_text: bool = False, servers: int = 1) -> FastAPI:
             found = {"bypass_reason": "observed", "observed": REPORT}
             unknown = [each | {"recomputed": None} for each in STRETCHES]
             report = REPORT | found | {"explain": unknown}
-        return {"kv_transfer_params": {"segreuse": report}}
-
-    @app.post("/tokenize")
-    async def tokenize() -> Any:
-        return {"tokens": [*range(REPORT["prompt_tokens"])]}
+        choice = {"prompt_token_ids": [*range(REPORT["prompt_tokens"])]}
+        return {"kv_transfer_params": {"segreuse": report}, "choices": [choice]}
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Any:
