@@ -66,6 +66,16 @@ class Tiered(RuleBasedStateMachine):
         kept.release([str(number)])
         self.deleted |= {block: names[block] for block in before - self.durable(names)}
 
+    @rule(number=st.integers(0, DOCUMENTS - 1))
+    def delete_one_of_many_blocks(self, number: int) -> None:
+        """Whoever has computed it once more has left blocks of the same names."""
+        self.keep(number)
+        self.compute(number, 0)
+        self.end_step()
+        self.delete(number)
+        self.evict(3)
+        self.evict(7)
+
     def names(self) -> dict[int, bytes]:
         """Keys of the blocks that have one."""
         keys = {block: self.world.key_of(block) for block in self.world.names}

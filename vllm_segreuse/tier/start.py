@@ -69,7 +69,11 @@ def start_tier(
         assert fingerprint is not None, "what is on disk is a model's"
         view = rows.get_kv_memoryview()
         files = open_file_tier(
-            *(options, view, fingerprint, lambda key: store.describe(key), owner),
+            options,
+            view,
+            fingerprint,
+            describe=lambda key: store.describe(key),
+            owner=owner,
             on_erased=lambda keys: store.erased_elsewhere(keys),
         )
         journal = files.journal()
@@ -79,5 +83,5 @@ def start_tier(
     catalogue = Catalogue(index, namespaces, pool.num_gpu_blocks, key_of)
     known = (manager, rows, catalogue, ranks, options, health, stats, time.monotonic)
     looked_up = None if options.is_lossy else partial(exact_key, domain)
-    store = TierStore(*known, files, journal, looked_up)
+    store: TierStore = TierStore(*known, files, journal, looked_up)
     return store
