@@ -7,7 +7,7 @@ turn 2             prefix   moved      reused    reused    computed
 same context                no         yes       yes
 
 A block's context is everything in front of it, named by vLLM's chained hash of the block before it
-(64 bits of a digest of that, with a key of this process: nobody can look for two texts of one name).
+(64 bits of a digest of that, keyed by this process: nobody can look for two texts of one name).
 KV of a token whose context is the same is what it was when it was computed: computing it again, in
 the same approximation of what is in front, would change nothing. So policies choose none of these
 tokens, and what is computed behind them is no deeper than they are. A conversation that goes on

@@ -29,10 +29,7 @@ _READABLE = ("1", "2", _VERSION)
 _ERASES = 1  # in the file's header: nothing that was deleted is left in it
 _PRIVATE = 0o600
 _JOURNALS = ("-journal", "-wal", "-shm")
-_PRAGMAS = (
-    *("locking_mode = EXCLUSIVE", "synchronous = FULL", "secure_delete = ON"),
-    "temp_store = MEMORY",
-)
+_PRAGMAS = (*("locking_mode = EXCLUSIVE", "synchronous = FULL", "temp_store = MEMORY"),)
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -94,9 +91,15 @@ def _create(file: str) -> None:
         raise ValueError("it is no regular file")
 
 
+def overwrites_deleted(sql: sqlite3.Connection) -> None:
+    """What is deleted from now on is overwritten, whatever the connection was told before."""
+    sql.execute("PRAGMA secure_delete = ON")
+
+
 def _prepare(sql: sqlite3.Connection, file: str | None) -> None:
     for pragma in _PRAGMAS:
         sql.execute(f"PRAGMA {pragma}")
+    overwrites_deleted(sql)
     sql.execute("BEGIN EXCLUSIVE")
     tables = {name for (name,) in sql.execute("SELECT name FROM sqlite_master")}
     if tables and "about" not in tables:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_segreuse.knowledge.compression import Compression
-from vllm_segreuse.knowledge.database import connect, usable
+from vllm_segreuse.knowledge.database import connect, overwrites_deleted, usable
 from vllm_segreuse.knowledge.rows import (
     are_texts,
     blob,
@@ -255,6 +255,7 @@ class Store:
 
     def delete_base(self, name: str) -> None:
         """Forget a base and its documents, but not that it was there."""
+        overwrites_deleted(self._sql)
         with self._sql:
             self._delete("bases", name=name)
             self._delete("documents", base=name)
@@ -269,6 +270,7 @@ class Store:
         Args:
             documents: taken one at a time, since their tokens may be many.
         """
+        overwrites_deleted(self._sql)
         with self._sql:
             self._put(extra_key, documents)
 
@@ -285,6 +287,7 @@ class Store:
             extra_key: of the base.
             moved: other documents of the base that change with it, as in `put`.
         """
+        overwrites_deleted(self._sql)
         with self._sql:
             self._put(extra_key, moved)
             self._delete("documents", base=base, id=document_id)
