@@ -370,7 +370,8 @@ class SegmentIndex:
         gone = np.asarray(block_ids, np.int64)
         removed = remove_blocks(*arrays, gone, self.num_blocks)
         if removed:
-            self.known.evicted(gone)
+            if self._shares:
+                self.known.evicted(gone)
             self._size -= removed
             self.version += 1
         return removed

@@ -143,8 +143,7 @@ class Known:
 
     def evicted(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Blocks are gone, or were replaced. Other numbers are no blocks."""
-        if self._spares[_CELLS]:
-            _lose(self._cells, self._first_cell, block_ids)
+        _lose(self._cells, self._first_cell, block_ids)
 
     def blocks_of(self, cells: Table) -> Table:
         """Blocks of cells that marks hold; GONE or AWAY where there is none."""

@@ -138,7 +138,8 @@ def insert_blocks(
             changed = True
         parent = entry
         position += block_size
-    for i in range(block_ids.size):  # one that is there twice has been replaced since
+    for i in range(block_ids.size if concerns_others else 0):
+        # One that is there twice has been replaced since.
         if became[i] == NEW_VIEW and nodes[block_ids[i]].namespace == namespace:
             became[i] = NEW
     return grown, changed, concerns_others, became
