@@ -14,8 +14,6 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
-CHECKED = ("0.32",)
-
 
 def install() -> None:
     """Wrap what makes sampling parameters of each kind of request, once."""

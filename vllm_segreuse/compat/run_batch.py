@@ -16,8 +16,6 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import signature_with, wrap
 
-CHECKED = ("0.32",)
-
 _MODULE = "vllm.entrypoints.launchers.run_batch"
 
 
