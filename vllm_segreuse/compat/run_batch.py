@@ -38,7 +38,7 @@ def install_in(module: ModuleType) -> None:
         )
     wrap(module, "run_request", _run_request)
     if not hasattr(module.BatchRequestInput, "_segreuse_line"):
-        module.BatchRequestInput = _admitted(module.BatchRequestInput)  # type: ignore[attr-defined]
+        module.BatchRequestInput = _admitted(module.BatchRequestInput)
 
 
 def _admitted(input_type: Any) -> Any:
@@ -47,7 +47,7 @@ def _admitted(input_type: Any) -> Any:
 
     from vllm_segreuse.serve.batch_files import read_line
 
-    class AdmittedBatchRequestInput(input_type):  # type: ignore[misc]
+    class AdmittedBatchRequestInput(input_type):
         _segreuse_line: Any = PrivateAttr(None)
 
         @classmethod
@@ -72,7 +72,7 @@ def _run_request(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         line = getattr(call.arguments["request"], "_segreuse_line", None)
         if line is None or line.body is None:
-            return original(*args, **kwargs)  # type: ignore[no-any-return]
+            return original(*args, **kwargs)
         serve = call.arguments["serving_engine_func"]
 
         async def checked(body: Any) -> Any:
@@ -88,6 +88,6 @@ def _run_request(original: Callable[..., Any]) -> Callable[..., Any]:
             return await serve(body)
 
         call.arguments["serving_engine_func"] = checked
-        return original(*call.args, **call.kwargs)  # type: ignore[no-any-return]
+        return original(*call.args, **call.kwargs)
 
     return run_request
