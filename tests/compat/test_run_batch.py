@@ -92,6 +92,30 @@ def test_what_a_server_answers_400_is_400_of_its_line(runner: Any, body: Any, pa
     assert serving.asked == []
 
 
+@pytest.mark.parametrize(
+    ("url", "body", "says"),
+    [
+        ("/v1/embeddings", {"input": "x"}, "its requests reuse nothing"),
+        ("/v1/score", {"queries": "x", "documents": ["y"]}, "its requests reuse nothing"),
+        ("/somewhere/rerank", {"query": "x", "documents": ["y"]}, "its requests reuse nothing"),
+        ("/v1/audio/transcriptions", {"file_url": "data:,"}, "put them into vllm_xargs"),
+    ],
+)
+@pytest.mark.parametrize("key", ["extra_keys", "segreuse_policy"])
+def test_lines_that_would_ignore_our_keys_are_refused(
+    url: str, body: Any, says: str, key: str, runner: Any
+) -> None:
+    async def serve(request: Any) -> Any:
+        raise AssertionError("it must not run")
+
+    line = {"custom_id": "1", "method": "POST", "url": url, "body": {**body, key: "a"}}
+    request = runner.BatchRequestInput.model_validate_json(json.dumps(line))
+    written = asyncio.run(runner.run_request(serve, request, vllms.BatchProgressTracker()))
+    assert written.response.status_code == 400
+    assert written.error.error.message.startswith(f"{key} has no effect at the top level")
+    assert says in written.error.error.message
+
+
 def test_lines_without_our_keys_are_vllms(runner: Any) -> None:
     serving = Serving()
     assert answer(runner, serving, {"other": 1}).response.status_code == 200

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.patches(
     "engine_core",
     "envs",
     "omp_processes",
+    "openai_protocols",
     "openai_streams",
     "prefix_cache_stats",
 )

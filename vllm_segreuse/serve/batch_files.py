@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_segreuse.config import DOCUMENTS, EXTRA_KEYS, OPTION_PREFIX, RequestError
 from vllm_segreuse.serve.named import XARGS, names_in
-from vllm_segreuse.serve.requests import ENDPOINTS, admit_body
+from vllm_segreuse.serve.requests import ENDPOINTS, admit_body, ignored_key
 
 
 class Line(NamedTuple):
@@ -16,7 +16,7 @@ class Line(NamedTuple):
 
     Attributes:
         text: for vLLM to read.
-        body: that was admitted; None: it is none of ours to check.
+        body: that was read; None: it is none of ours to check.
         refusal: why its request must not run; vLLM then reads the line without what is refused.
     """
 
@@ -33,19 +33,32 @@ def read_line(text: str) -> Line:
         return Line(text)  # vLLM says so
     body = line.get("body") if isinstance(line, dict) else None
     url = line.get("url") if isinstance(line, dict) else None
-    if not isinstance(body, dict) or not isinstance(url, str) or url not in ENDPOINTS:
+    if not isinstance(body, dict) or not isinstance(url, str):
         return Line(text)
-    refusal = None
+    refusal = _admitted(body) if url in ENDPOINTS else _unread(body, url)
+    if refusal is not None:
+        ours = [key for key in body if key == EXTRA_KEYS or key.startswith(OPTION_PREFIX)]
+        for key in (*ours, XARGS, "documents") if url in ENDPOINTS else ours:
+            body.pop(key, None)
+    elif url not in ENDPOINTS:
+        return Line(text)
+    return Line(json.dumps(line), body, refusal)
+
+
+def _admitted(body: dict[str, Any]) -> RequestError | None:
+    """Admit a body; why it is refused, if it is."""
     try:
         admit_body(body)
-        if names_in(body):
-            raise RequestError(
-                DOCUMENTS,
-                f"{DOCUMENTS}: the batch runner has no knowledge bases: send the documents' text",
-            )
     except RequestError as error:
-        refusal = error
-        ours = [key for key in body if key == EXTRA_KEYS or key.startswith(OPTION_PREFIX)]
-        for key in (*ours, XARGS, "documents"):
-            body.pop(key, None)
-    return Line(json.dumps(line), body, refusal)
+        return error
+    if names_in(body):
+        no_bases = "the batch runner has no knowledge bases: send the documents' text"
+        return RequestError(DOCUMENTS, f"{DOCUMENTS}: {no_bases}")
+    return None
+
+
+def _unread(body: dict[str, Any], url: str) -> RequestError | None:
+    """What is wrong with the body of a line that no endpoint of ours is for."""
+    takes_xargs = url.startswith("/v1/audio/")
+    what_to_do = f"put them into {XARGS}" if takes_xargs else "its requests reuse nothing"
+    return ignored_key(body, f"for {url.strip('/').replace('/', ' ')}: {what_to_do}")

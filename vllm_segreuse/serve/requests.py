@@ -177,12 +177,19 @@ def refuse_keys(body: Mapping[str, Any], where: str) -> None:
     Raises:
         BadOptionError: names the first of them.
     """
+    if error := ignored_key(body, where):
+        raise BadOptionError(error)
+
+
+def ignored_key(body: Mapping[str, Any], where: str) -> RequestError | None:
+    """What is wrong with the first key of ours at the top level of such a body, if it has one."""
     for key, value in body.items():
         if value is not None and (key == EXTRA_KEYS or key.startswith(OPTION_PREFIX)):
             option = short_repr(key)[1:-1]
             # Without slashes: vLLM takes what looks like a path out of messages.
             message = f"{option} has no effect at the top level of a body {where}"
-            raise BadOptionError(RequestError(option, message))
+            return RequestError(option, message)
+    return None
 
 
 def _bind(
