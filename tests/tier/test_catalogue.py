@@ -219,7 +219,7 @@ def test_who_gets_the_id_of_a_namespace_gets_nothing_else_of_it(monkeypatch) -> 
     for record in records:
         world.catalogue.adopt(record, ())
         world.catalogue.see_again(
-            record, Seen(-1, record.key, record.tokens, 0, 0, (), None, -1, ())
+            record, Seen(-1, 0, record.key, record.tokens, 0, 0, (), None, -1, ())
         )
         assert world.catalogue.describe(record.key).namespaces == (first,)
     for key in (*names("1", "2", "3"), stranger):
