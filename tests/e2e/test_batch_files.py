@@ -39,7 +39,7 @@ def test_a_file_is_answered_as_a_server_would(module: str, tmp_path: Path) -> No
     flags = (*SMALL, "--served-model-name", "m", "--max-num-seqs", "1", "--segreuse")
     command = [sys.executable, "-m", f"vllm.entrypoints.{module}.run_batch", *flags]
     command += ["-i", str(asked), "-o", str(answered), "--model", str(make_model("llama"))]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {}
     for row in map(json.loads, answered.read_text().splitlines()):

@@ -38,7 +38,7 @@ def install_in(module: ModuleType) -> None:
         )
     wrap(module, "run_request", _run_request)
     if not hasattr(module.BatchRequestInput, "_segreuse_line"):
-        module.BatchRequestInput = _admitted(module.BatchRequestInput)
+        module.BatchRequestInput = _admitted(module.BatchRequestInput)  # type: ignore[attr-defined]
 
 
 def _admitted(input_type: Any) -> Any:
