@@ -48,14 +48,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _logging_of_vllm() -> Iterator[None]:
     """Engines and commands of a module configure vLLM's logger in this process, and commands also
-    quieten it; other modules are to read our log, and start servers, as if they had not."""
+    quieten it; a package that vLLM's server imports quietens all loggers. Other modules are to read
+    our log, and start servers, as if they had not."""
     names = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM")
     before = {name: os.environ.get(name) for name in names}
     logger = logging.getLogger("vllm")
     level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
-    disabled = logging.root.manager.disable
+    disabled, root_level = logging.root.manager.disable, logging.root.level
     yield
     logging.disable(disabled)
+    logging.root.setLevel(root_level)
     logger.setLevel(level)
     logger.propagate, logger.handlers[:] = propagate, handlers
     for name, value in before.items():
