@@ -19,7 +19,10 @@ NIXL = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
 def cores(connector: KVTransferConfig | None) -> list[int]:
     """Where the only rank computes."""
     parallel = SimpleNamespace(
-        local_world_size=1, data_parallel_rank_local=None, _api_process_count=1
+        local_world_size=1,
+        data_parallel_rank_local=None,
+        _api_process_count=1,
+        assigned_physical_gpu_ids=None,
     )
     config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=connector)
     manager = OMPProcessManager(config)
@@ -34,7 +37,7 @@ def test_our_connector_takes_no_core(
 ) -> None:
     machine = [LogicalCPUInfo(id=i, physical_core=i, numa_node=0) for i in range(num_cores)]
     monkeypatch.setattr(cpu_resource_utils, "get_allowed_cpu_list", lambda: machine)
-    monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", lambda: [0])
+    monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", lambda *ids: [0])
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
     monkeypatch.setattr(OMPProcessManager, "__init__", OMPProcessManager.__init__)
     omp_processes.install()
