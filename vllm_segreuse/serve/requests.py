@@ -58,7 +58,7 @@ NOT_HERE = {
         (
             *("/v1/chat/completions/derender", "/v1/completions/derender"),
             *("/cohere/v2/chat", "/cohere/v2/chat/render", "/v1/systemone", "/generative_scoring"),
-            *("/v1/embeddings", "/v2/embed", "/pooling", "/classify"),
+            *("/v1/decisions", "/v1/embeddings", "/v2/embed", "/pooling", "/classify"),
             *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
         ),
         "its requests reuse nothing: leave them away",

@@ -262,7 +262,7 @@ class TierStore(BlockListener):
                 self._is_verified = False
             for _ in self._manager.take_events():
                 pass
-            self._wipe_unless_in_use()
+            self._flush_unless_in_use()
 
     def recall(self, namespace: int, key: bytes) -> None:
         """A request names a namespace: what files hold of it is found, from before the start or of
@@ -377,12 +377,15 @@ class TierStore(BlockListener):
                     if steps is self._steps:
                         self._finish(step)
                     else:
-                        self._wipe_unless_in_use()
+                        self._flush_unless_in_use()
 
-    def _wipe_unless_in_use(self) -> None:
-        """Zero what a reset has freed, once all ranks are done with it."""
+    def _flush_unless_in_use(self) -> None:
+        """Once all ranks are done with what a reset has freed: zero it, and let it be used. From
+        0.33 on vLLM's manager reads no file into it before."""
         if not self._stale:
             self._rows.wipe()
+            if hasattr(self._manager, "on_reset_flushed"):
+                self._manager.on_reset_flushed()
 
     def _note_sizes(self) -> None:
         counts = {} if self._files is None else self._files.take_counts()
