@@ -8,11 +8,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
 
 ORDER = (
-    *("version", "discovery", "keys", "routing", "values", "json_lines", "documents", "supported"),
-    *("kernels", "plan"),
+    *("compat", "version", "discovery", "keys", "routing", "values", "json_lines", "documents"),
+    *("supported", "kernels", "plan"),
     *("kv_group", "kv_slots", "policies", "audit_options", "tier_options", "config"),
     *("metrics", "memory", "launch", "cache", "audit"),
-    *("knowledge", "explain", "viewer", "serve", "compat", "model", "tier", "prefill"),
+    *("knowledge", "explain", "viewer", "serve", "model", "tier", "prefill"),
     *("accounts", "arrival", "cold_documents", "compression"),
     *("isolated_options", "isolated"),
     *("similarity", "methods", "tracing", "scheduler", "worker"),
@@ -77,3 +77,8 @@ def test_imports_go_one_way() -> None:
 def test_the_package_itself_imports_only_how_it_is_turned_on() -> None:
     found = {imported for _, importing, imported in imports() if importing == ROOT}
     assert found <= {"launch", ROOT}
+
+
+def test_patches_of_vllm_import_nothing_of_ours() -> None:
+    """They are given what they call; see `plugin.py`."""
+    assert {imported for _, importing, imported in imports() if importing == "compat"} == {"compat"}

@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from vllm_segreuse.cache.isolated import IsolatedDocument
-from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.planner import BlockPins
+from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.plan import IntArray
 
 ATTEMPTS = 3

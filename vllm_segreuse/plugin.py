@@ -1,5 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
+"""Entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes.
+
+    when                 what                                            in which process
+    plugin registered    flags, and the check that finds out             every process of vLLM
+                         whether reuse is enabled
+    reuse enabled        the front end: request checks, report in        API server, batch runner,
+                         streams, lines of batch files, routes,          offline caller
+                         recent requests
+    reuse enabled        the engine: calls into the scheduler, handle    EngineCore, workers
+                         on the loaded model, hits counted as saved,
+                         what workers report passed on in time, logits
+                         for audits, memory for what lies beside KV
+
+"Enabled" is known when an engine's configuration is made, before any engine process starts. Forked
+children inherit the patches; spawned ones find `_MARKER` in their environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_segreuse.compat.engine_args import Check
+
+_MARKER = "VLLM_SEGREUSE_ENABLED"
 
 
 def register() -> None:
@@ -11,8 +39,106 @@ def register() -> None:
     Raises:
         RuntimeError: something that has to be patched is not where this vLLM should have it.
     """
-    from vllm_segreuse import compat
+    from vllm_segreuse.compat import engine_args, envs
+    from vllm_segreuse.launch import add_flags, resolve_flags
 
-    compat.install_flags()
-    if compat.enabled_by_parent():
-        compat.install_engine()
+    envs.install()
+    engine_args.install(engine_args.Flags(add_flags, resolve_flags, _configured))
+    if os.environ.get(_MARKER) == "1":
+        _install_engine()
+
+
+def enable() -> None:
+    """Install everything: this process has made the configuration of an engine that reuses.
+
+    Raises:
+        UnsupportedVersionError: this vLLM is not a supported one.
+        RuntimeError: something that has to be patched is missing.
+    """
+    from vllm_segreuse.compat import envs
+    from vllm_segreuse.version import require_supported_vllm
+
+    require_supported_vllm()
+    os.environ[_MARKER] = "1"
+    envs.install()  # again: the marker is a variable of ours
+    _install_front_end()
+    _install_engine()
+
+
+def _configured(
+    transfer: Any, offloading_gib: float | None, backend: str
+) -> tuple[Any, Check] | None:
+    """An engine's configuration is made; see `compat.engine_args.Configure`."""
+    from vllm_segreuse import supported
+    from vllm_segreuse.launch import KvOffloading, check_config, cuts_of, names_connector
+
+    if not names_connector(transfer):
+        return None
+    enable()
+    offloading = None if offloading_gib is None else KvOffloading(offloading_gib, backend)
+    checked = check_config(transfer, offloading=offloading)
+    return checked, lambda config: supported.check_config(config, cuts_of(checked))
+
+
+def _install_front_end() -> None:
+    from vllm_segreuse.compat import (
+        api_server,
+        async_llm,
+        input_processor,
+        openai_protocols,
+        openai_streams,
+        renderer,
+        run_batch,
+    )
+    from vllm_segreuse.knowledge.naming import cut, named
+    from vllm_segreuse.serve import application, batch_files, report, requests
+    from vllm_segreuse.viewer.recent import watched
+
+    input_processor.install(requests.check_params, requests.check_prompt)
+    renderer.install(renderer.Documents(named.get, cut, requests.check_named))
+    openai_streams.install(report.report_of)
+    openai_protocols.install(requests.refuse_unread)
+    async_llm.install(requests.check_prompt, watched)
+    api_server.install(application.registered)
+    run_batch.install(run_batch.Lines(batch_files.read_line, batch_files.check_line))
+
+
+def _install_engine() -> None:
+    """What engine and worker processes need."""
+    from vllm_segreuse.compat import (
+        engine_core,
+        model_runner,
+        omp_processes,
+        prefix_cache_stats,
+        sampler,
+        scheduler,
+        worker,
+    )
+    from vllm_segreuse.launch import names_connector
+    from vllm_segreuse.version import require_supported_vllm
+
+    require_supported_vllm()
+    engine_core.install()
+    model_runner.install(_pass_bytes)
+    omp_processes.install(names_connector)
+    prefix_cache_stats.install()
+    sampler.install()
+    scheduler.install()
+    worker.install(_left_for_kv)
+
+
+def _pass_bytes(vllm_config: VllmConfig) -> int:
+    """Device memory that the pass takes beside the model; 0 where none runs."""
+    from vllm_segreuse.launch import names_connector
+    from vllm_segreuse.memory import pass_bytes
+
+    return pass_bytes(vllm_config) if names_connector(vllm_config.kv_transfer_config) else 0
+
+
+def _left_for_kv(available: int, vllm_config: VllmConfig, specs: Mapping[str, Any]) -> int:
+    """Bytes for KV, of those that are available for it and for what lies beside it."""
+    from vllm_segreuse.launch import cuts_of
+    from vllm_segreuse.memory import kv_bytes
+
+    cuts = cuts_of(vllm_config.kv_transfer_config)
+    return kv_bytes(available, vllm_config, specs, cuts) if cuts else available

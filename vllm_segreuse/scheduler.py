@@ -32,6 +32,7 @@ from vllm_segreuse.cache.budget import StepBudget
 from vllm_segreuse.cache.contexts import ContextArray, contexts_of
 from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.cache.donors import Donors
+from vllm_segreuse.cache.exact_names import ExactNames
 from vllm_segreuse.cache.explain import Reasons, Unused, explain, unexplored, with_recomputed
 from vllm_segreuse.cache.finder import ContentFinder, Finder
 from vllm_segreuse.cache.forgotten import Forgotten
@@ -40,7 +41,6 @@ from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.images import ImageIds
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.cache.namespace import NamespaceTable, owner_of
 from vllm_segreuse.cache.planner import Planner
@@ -48,6 +48,7 @@ from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager as compat_manager
 from vllm_segreuse.compat import triton_dispatcher
+from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.compression import Compression
 from vllm_segreuse.config import (
@@ -247,7 +248,10 @@ class SchedulerSide:
         if self._isolated is not None:
             listeners.insert(0, self._isolated.cold)  # releases frozen blocks, too
         pool.attach(
-            *(requests, budget, self._freezing.make_room, listeners),
+            ExactNames(requests),
+            budget,
+            self._freezing.make_room,
+            listeners,
             keeps_evicted=self._tier is not None,
         )
 

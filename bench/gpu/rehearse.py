@@ -109,10 +109,10 @@ def find_hooks(site: Path) -> str:
     before = [getattr(torch.cuda, name) for name in names]
     for module in OURS:
         importlib.import_module(module)
-    from vllm_segreuse import compat, plugin
+    from vllm_segreuse import plugin
 
     plugin.register()
-    compat.enable()
+    plugin.enable()
     for name, found in zip(names, before, strict=True):
         if getattr(torch.cuda, name) is not found:
             raise RuntimeError(f"torch.cuda.{name} was replaced: vLLM's CPU worker was imported")

@@ -10,9 +10,9 @@ import pytest
 from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
 from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.listener import NamedBlocks
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Memo, Prompt
+from vllm_segreuse.compat.block_events import NamedBlocks
 from vllm_segreuse.config import RequestOptions
 from vllm_segreuse.plan import Pieces, ReusePlan
 

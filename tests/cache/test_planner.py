@@ -18,9 +18,10 @@ from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.cache.planner import Planner, PrefixState
+from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.cache.prompt import Prompt, none_resident
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
+from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.plan import (
     BoolArray,
     Boundary,

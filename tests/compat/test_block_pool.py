@@ -12,9 +12,8 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from tests.compat.managed import OPTIONS, SIZE, Managed, ids, plan_of
-from vllm_segreuse.cache.listener import BlockListener
-from vllm_segreuse.cache.planner import PrefixState
 from vllm_segreuse.cache.rolling_hash import window_hashes
+from vllm_segreuse.compat.block_events import BlockListener, PrefixState
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
 from vllm_segreuse.plan import FreezeOrder
@@ -363,7 +362,7 @@ def test_frozen_blocks_that_a_request_holds_make_no_room(managed: Managed) -> No
 
 
 def test_a_closed_step_has_no_free_block_but_they_are_there(managed: Managed) -> None:
-    managed.pool._budget.close()
+    managed.pool._admission.close()
     assert managed.pool.get_num_free_blocks() == 0
     assert managed.pool.num_free_blocks() == 31
     managed.side.take_plans()

@@ -10,15 +10,17 @@ from vllm.config import KVTransferConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_segreuse
-from vllm_segreuse import compat
+from vllm_segreuse import launch, plugin, supported
 from vllm_segreuse.compat import engine_args, envs
 from vllm_segreuse.config import ConfigError
+
+FLAGS = engine_args.Flags(launch.add_flags, launch.resolve_flags, plugin._configured)
 
 
 @pytest.fixture
 def enabled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
-    monkeypatch.setattr(compat, "enable", lambda: calls.append("enabled"))
+    monkeypatch.setattr(plugin, "enable", lambda: calls.append("enabled"))
     return calls
 
 
@@ -37,7 +39,7 @@ def create(kv_transfer_config: Any, kv_offloading_size: float | None = None) -> 
         kv_offloading_size=kv_offloading_size,
         kv_offloading_backend="native",
     )
-    return engine_args._create_engine_config(original)(self, "usage context")
+    return engine_args._create_engine_config(original, FLAGS)(self, "usage context")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_our_connector_enables_before_the_engine_exists(
     config: Any, enabled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[Any] = []
-    monkeypatch.setattr(engine_args.supported, "check_config", lambda *given: checked.extend(given))
+    monkeypatch.setattr(supported, "check_config", lambda *given: checked.extend(given))
     made = create(config)
     assert enabled == ["enabled"]
     assert checked == [made, ()]
@@ -62,7 +64,7 @@ def test_our_connector_enables_before_the_engine_exists(
 @pytest.mark.usefixtures("enabled")
 def test_the_layers_of_boundary_states_are_checked_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
-    monkeypatch.setattr(engine_args.supported, "check_config", lambda *given: checked.extend(given))
+    monkeypatch.setattr(supported, "check_config", lambda *given: checked.extend(given))
     create(vllm_segreuse.kv_transfer_config(similarity={"w_exact": {8: 4, "all": 9}}))
     assert checked[1] == (8,)
 
@@ -78,9 +80,10 @@ def test_without_it_nothing_happens(config: Any, enabled: list[str]) -> None:
 def test_flags_are_added_to_vllms_and_resolved_before_vllm_reads_them() -> None:
     parser = FlexibleArgumentParser()
     parser.add_argument("--kv-transfer-config", default=None)
-    add = engine_args._add_cli_args(lambda parser: parser)
+    add = engine_args._add_cli_args(lambda parser: parser, FLAGS)
     args = add(parser).parse_args(["--segreuse"])
-    seen = engine_args._from_cli_args(lambda cls, args: (cls, args.kv_transfer_config))(int, args)
+    resolve = engine_args._from_cli_args(lambda cls, args: (cls, args.kv_transfer_config), FLAGS)
+    seen = resolve(int, args)
     assert seen[0] is int
     assert seen[1].kv_connector == "SegReuseConnector"
 
@@ -96,7 +99,7 @@ def test_bad_options_are_refused_before_the_engine_exists(enabled: list[str]) ->
 def test_kv_offloading_becomes_the_second_tier_and_leaves_our_connector(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_args.supported, "check_config", lambda *given: None)
+    monkeypatch.setattr(supported, "check_config", lambda *given: None)
     made = create(vllm_segreuse.kv_transfer_config(), kv_offloading_size=1.5)
     assert made.kv_transfer_config.kv_connector_extra_config["tier"] == {"host_gib": 1.5}
     assert made.kv_offloading_size is None, "vLLM would put its own connector in place of ours"

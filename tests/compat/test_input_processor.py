@@ -9,11 +9,14 @@ from vllm import PoolingParams, SamplingParams
 
 import vllm_segreuse
 from vllm_segreuse.compat.input_processor import _validate_params
+from vllm_segreuse.serve.requests import check_params
 
 
 def validate(params: Any, kv_transfer_config: Any) -> Any:
     self = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=kv_transfer_config))
-    return _validate_params(lambda *args: ("vllm's answer", args[1:]))(self, params, ("generate",))
+    return _validate_params(lambda *args: ("vllm's answer", args[1:]), check_params)(
+        self, params, ("generate",)
+    )
 
 
 ON = vllm_segreuse.kv_transfer_config()

@@ -2,32 +2,41 @@
 """What is patched when, in which process, and under which names."""
 
 import importlib
+import inspect
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_segreuse import compat, plugin
+from vllm_segreuse import plugin
 from vllm_segreuse.compat import engine_core, openai_streams
 from vllm_segreuse.version import UnsupportedVersionError
+
+FLAGS = ["envs", "engine_args"]
+FRONT_END = {
+    *("input_processor", "renderer", "openai_streams", "openai_protocols"),
+    *("async_llm", "api_server", "run_batch"),
+}
+ENGINE = {
+    *("engine_core", "model_runner", "omp_processes", "prefix_cache_stats"),
+    *("sampler", "scheduler", "worker"),
+}
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-
-    def load(name: str) -> Any:
-        short = name.removeprefix("vllm_segreuse.compat.")
-        return SimpleNamespace(install=lambda: found.append(short))
-
-    monkeypatch.setattr(compat, "importlib", SimpleNamespace(import_module=load))
+    for name in (*FLAGS, *FRONT_END, *ENGINE):
+        module = importlib.import_module(f"vllm_segreuse.compat.{name}")
+        monkeypatch.setattr(module, "install", lambda *given, name=name: found.append(name))
     monkeypatch.delenv("VLLM_SEGREUSE_ENABLED", raising=False)
     return found
 
 
 def test_every_process_gets_the_flags_and_nothing_else(installed: list[str]) -> None:
     plugin.register()
-    assert installed == ["envs", "engine_args"]
+    assert installed == FLAGS
 
 
 def test_children_of_an_enabled_engine_get_the_engines_part(
@@ -35,32 +44,37 @@ def test_children_of_an_enabled_engine_get_the_engines_part(
 ) -> None:
     monkeypatch.setenv("VLLM_SEGREUSE_ENABLED", "1")
     plugin.register()
-    assert installed == ["envs", "engine_args", *compat.ENGINE]
-    assert {"engine_core", "model_runner", "scheduler"} <= set(compat.ENGINE)
+    assert installed[:2] == FLAGS
+    assert set(installed[2:]) == ENGINE
 
 
 def test_who_enables_gets_all_and_tells_its_children(
     installed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_SEGREUSE_ENABLED", "0")
-    assert not compat.enabled_by_parent()
-    compat.enable()
-    assert compat.enabled_by_parent()
-    assert installed == ["envs", *compat.FRONT_END, *compat.ENGINE]
-    front_end = {"input_processor", "renderer", "api_server", "async_llm", "openai_streams"}
-    front_end |= {"openai_protocols", "run_batch"}
-    assert front_end == set(compat.FRONT_END)
+    plugin.enable()
+    assert set(installed) == {"envs"} | FRONT_END | ENGINE
+    installed.clear()
+    plugin.register()  # as a child that finds the environment does
+    assert set(installed[2:]) == ENGINE
 
 
-@pytest.mark.parametrize("install", [compat.enable, compat.install_engine])
 def test_31_nothing_is_patched_in_another_version(
-    installed: list[str], monkeypatch: pytest.MonkeyPatch, install: Any
+    installed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     with pytest.raises(UnsupportedVersionError):
-        install()
+        plugin.enable()
     assert installed == []
-    assert not compat.enabled_by_parent()
+    assert "VLLM_SEGREUSE_ENABLED" not in os.environ
+
+
+def test_31_nor_in_its_children(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SEGREUSE_ENABLED", "1")
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with pytest.raises(UnsupportedVersionError):
+        plugin.register()
+    assert installed == FLAGS
 
 
 def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
@@ -91,9 +105,9 @@ def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
 def test_both_kinds_of_streams_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        openai_streams, "wrap", lambda owner, name, make: wrapped.append((owner.__name__, name))
+        openai_streams, "wrap", lambda owner, name, *_: wrapped.append((owner.__name__, name))
     )
-    openai_streams.install()
+    openai_streams.install(lambda *given: None)
     assert wrapped == [
         ("OpenAIServingChat", "chat_completion_stream_generator"),
         ("OpenAIServingCompletion", "completion_stream_generator"),
@@ -118,7 +132,7 @@ def test_patches_land_where_vllm_calls(
     wrapped: list[tuple[str, str]] = []
     ours = importlib.import_module(f"vllm_segreuse.compat.{module}")
     monkeypatch.setattr(
-        ours, "wrap", lambda where, name, make: wrapped.append((where.__name__, name))
+        ours, "wrap", lambda where, name, *_: wrapped.append((where.__name__, name))
     )
-    ours.install()
+    ours.install(*[None] * len(inspect.signature(ours.install).parameters))
     assert wrapped == [(owner, name) for name in names]

@@ -149,7 +149,7 @@ def test_blocks_that_are_promised_to_others_are_left_to_them(managed: Managed) -
 
 
 def test_a_step_that_admits_nobody_more_takes_nothing(managed: Managed) -> None:
-    managed.pool._budget.close()
+    managed.pool._admission.close()
     request = managed.request([*range(5 * SIZE)])
     assert managed.manager.allocate_slots(request, 5 * SIZE) is None
     assert managed.warm == {"old", "new"}

@@ -13,7 +13,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import kv_connector
 
-from vllm_segreuse import memory
+from vllm_segreuse import memory, plugin
 from vllm_segreuse.compat import model_runner
 
 GPU = SimpleNamespace(type="cuda")
@@ -73,8 +73,8 @@ def test_the_runners_are_those_of_both_generations() -> None:
 @pytest.mark.usefixtures("unwrapped")
 @pytest.mark.parametrize("kind", RUNNERS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_the_model_that_a_runner_has_loaded_is_at_hand(kind: Any) -> None:
-    model_runner.install()
-    model_runner.install()
+    model_runner.install(plugin._pass_bytes)
+    model_runner.install(plugin._pass_bytes)
     with pytest.raises(RuntimeError, match="was not registered in this worker process"):
         model_runner.loaded_model()
     runner = kind.__new__(kind)
@@ -92,7 +92,7 @@ def test_the_model_that_a_runner_has_loaded_is_at_hand(kind: Any) -> None:
 
 @pytest.mark.usefixtures("unwrapped")
 def test_only_a_draft_that_has_kv_is_at_hand() -> None:
-    model_runner.install()
+    model_runner.install(plugin._pass_bytes)
     runner = RUNNERS[0].__new__(RUNNERS[0])
     runner.load_model()
     assert model_runner.loaded_drafter() is None
@@ -111,7 +111,7 @@ def test_a_runner_measures_beside_what_the_pass_takes(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch, "empty", lambda size, **_: asked.append(size))
-    model_runner.install()
+    model_runner.install(plugin._pass_bytes)
     runner = kind.__new__(kind)
     runner.vllm_config, runner.device = config(), GPU
     runner.profile_run()
@@ -140,7 +140,7 @@ def test_room_is_held_while_memory_is_measured(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch, "empty", empty)
     runner = SimpleNamespace(vllm_config=config(), device=GPU)
-    measure = model_runner._profile_run(measured)
+    measure = model_runner._profile_run(measured, plugin._pass_bytes)
     assert measure(runner, True) is True
     assert asked == [(memory.pass_bytes(runner.vllm_config), torch.uint8, GPU)]
     with pytest.raises(ArithmeticError):
@@ -154,7 +154,9 @@ def test_nothing_is_held_elsewhere(
 ) -> None:
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was held"))
     runner = SimpleNamespace(vllm_config=config(connector=connector), device=device)
-    assert model_runner._profile_run(lambda self: "measured")(runner) == "measured"
+    assert (
+        model_runner._profile_run(lambda self: "measured", plugin._pass_bytes)(runner) == "measured"
+    )
 
 
 # CUDA graphs.
@@ -170,7 +172,7 @@ def latest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def loaded(kind: Any) -> Any:
     """A runner of a class whose methods are wrapped, and that has loaded a model."""
-    model_runner.install()
+    model_runner.install(plugin._pass_bytes)
     runner = kind.__new__(kind)
     runner.load_model()
     return runner

@@ -12,6 +12,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.compat import omp_processes
+from vllm_segreuse.launch import names_connector
 
 NIXL = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
 
@@ -40,9 +41,9 @@ def test_our_connector_takes_no_core(
     monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", lambda *ids: [0])
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
     monkeypatch.setattr(OMPProcessManager, "__init__", OMPProcessManager.__init__)
-    omp_processes.install()
+    omp_processes.install(names_connector)
     once = OMPProcessManager.__init__
-    omp_processes.install()
+    omp_processes.install(names_connector)
     assert OMPProcessManager.__init__ is once
     ours = kv_transfer_config(similarity={})
     assert cores(ours) == cores(None) == [*range(num_cores - 1)]

@@ -11,6 +11,7 @@ import pytest
 
 from tests.documents.test_layout import CONFIG
 from vllm_segreuse.compat.openai_streams import _reporting
+from vllm_segreuse.serve.report import report_of
 
 ASKED = SimpleNamespace(vllm_xargs={"extra_keys": ["team"]})
 
@@ -32,7 +33,7 @@ def test_report_is_found_in_the_outputs(by_name: bool) -> None:
         yield "data: [DONE]\n\n"
 
     async def collect() -> list[str]:
-        generate = _reporting(generator)
+        generate = _reporting(generator, report_of)
         if by_name:
             events = generate(server(), ASKED, request_id="r", result_generator=outputs())
         else:
@@ -57,7 +58,7 @@ def test_stream_that_has_no_report_is_vllms_own(xargs: Any) -> None:
         return "events"
 
     here, request, outputs = server(), SimpleNamespace(vllm_xargs=xargs), object()
-    events = _reporting(generator)(here, request, outputs, request_id="r")
+    events = _reporting(generator, report_of)(here, request, outputs, request_id="r")
     assert events == "events"
     assert calls == [(here, request, outputs, "r")]
 
@@ -67,7 +68,7 @@ def test_model_trained_on_documents_alone_reports_without_extra_keys() -> None:
         return result_generator
 
     here, request = server(segreuse=CONFIG), SimpleNamespace(vllm_xargs=None)
-    assert isinstance(_reporting(generator)(here, request, object()), AsyncGenerator)
+    assert isinstance(_reporting(generator, report_of)(here, request, object()), AsyncGenerator)
 
 
 @pytest.mark.parametrize("missing", ["result_generator", "request"])
@@ -76,4 +77,4 @@ def test_generator_without_what_is_watched_is_refused_when_it_is_wrapped(missing
     def without_request(self: Any, result_generator: Any) -> None: ...
 
     with pytest.raises(RuntimeError, match=f"see the {missing} of"):
-        _reporting(without_request if missing == "request" else without_outputs)
+        _reporting(without_request if missing == "request" else without_outputs, report_of)

@@ -109,8 +109,8 @@ import sys
 from vllm.platforms import current_platform
 type(current_platform).is_cpu = lambda self: False
 from vllm_segreuse.compat import model_runner, worker
-model_runner.install()
-worker.install()
+model_runner.install(lambda config: 0)
+worker.install(lambda available, config, specs: available)
 print([name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")])
 """
     done = subprocess.run([sys.executable, "-c", on_a_gpu], capture_output=True, text=True)

@@ -9,9 +9,11 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.params import TokenizeParams
 
-from vllm_segreuse.compat.renderer import _tokenize_singleton_prompt_async
-from vllm_segreuse.knowledge.naming import NamedDocument, named
-from vllm_segreuse.serve.requests import PromptError
+from vllm_segreuse.compat.renderer import Documents, _tokenize_singleton_prompt_async
+from vllm_segreuse.knowledge.naming import NamedDocument, cut, named
+from vllm_segreuse.serve.requests import PromptError, check_named
+
+DOCUMENTS = Documents(named.get, cut, check_named)
 
 TRAVEL = NamedDocument("b/x", "entry", np.array([500, 501], np.int32))
 
@@ -37,7 +39,9 @@ def tokenised(prompt: dict[str, Any], *documents: NamedDocument, length: int = 1
     async def main() -> Any:
         named.set(documents)
         params = TokenizeParams(max_total_tokens=length)
-        return await _tokenize_singleton_prompt_async(_original)(Renderer(), prompt, params)
+        return await _tokenize_singleton_prompt_async(_original, DOCUMENTS)(
+            Renderer(), prompt, params
+        )
 
     return asyncio.run(main())
 

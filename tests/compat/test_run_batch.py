@@ -11,8 +11,11 @@ import pytest
 import vllm.entrypoints.launchers.run_batch as vllms
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
-from vllm_segreuse.compat.run_batch import install_in
+from vllm_segreuse.compat.run_batch import Lines, install_in
 from vllm_segreuse.config import SegReuseConfig, parse_request
+from vllm_segreuse.serve.batch_files import check_line, read_line
+
+LINES = Lines(read_line, check_line)
 
 CHAT = "/v1/chat/completions"
 
@@ -38,8 +41,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     copy = SimpleNamespace(
         __name__=vllms.__name__, **{name: getattr(vllms, name) for name in names}
     )
-    install_in(copy)  # type: ignore[arg-type]
-    install_in(copy)  # type: ignore[arg-type]
+    install_in(copy, LINES)  # type: ignore[arg-type]
+    install_in(copy, LINES)  # type: ignore[arg-type]
     return copy
 
 
@@ -137,4 +140,4 @@ def test_lines_without_our_keys_are_vllms(runner: Any) -> None:
 
 def test_another_vllm_without_these_requests_is_refused() -> None:
     with pytest.raises(RuntimeError, match="BatchRequestInput"):
-        install_in(SimpleNamespace(__name__="vllm"))  # type: ignore[arg-type]
+        install_in(SimpleNamespace(__name__="vllm"), LINES)  # type: ignore[arg-type]

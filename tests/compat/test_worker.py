@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_segreuse import kv_transfer_config
+from vllm_segreuse import kv_transfer_config, plugin
 from vllm_segreuse.compat import worker
 
 WORKERS = [getattr(importlib.import_module(name), kind) for name, kind in worker._WORKERS]
@@ -31,8 +31,8 @@ def test_states_take_their_part_of_the_caches_memory(
 ) -> None:
     for each in WORKERS:
         monkeypatch.setattr(each, "determine_available_memory", lambda self: 9000)
-    worker.install()
-    worker.install()
+    worker.install(plugin._left_for_kv)
+    worker.install(plugin._left_for_kv)
     table = {"w_exact": {1: 4, 2: 8, "all": 9}}
     assert available(kind, kv_transfer_config(similarity=table)) == 4500
     assert available(kind, kv_transfer_config(similarity={})) == 9000

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, engine
 from tests.e2e.test_equality import assert_same
-from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
+from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
 from vllm_segreuse.config import SimilarityOptions
 from vllm_segreuse.model.kv_format import typed_pages
 

@@ -19,6 +19,8 @@ from vllm_segreuse.documents.anchors import AnchorNames, Anchors
 from vllm_segreuse.documents.layout import Layout, Names, blocks_needed
 from vllm_segreuse.kv_slots import KvSlots
 from vllm_segreuse.serve.documents import PromptRules, check_body, expected
+from vllm_segreuse.serve.requests import check_prompt
+from vllm_segreuse.viewer.recent import watched
 
 NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>")
 LAYOUT = Layout(100, 101, ((110,), (120,)))
@@ -231,7 +233,7 @@ def processed(**changes: Any) -> Any:
     ],
 )
 def test_what_vllm_has_processed_is_checked(processor: Processor, changes: dict[str, Any]) -> None:
-    process = input_processor._process_inputs(lambda self, request: request)
+    process = input_processor._process_inputs(lambda self, request: request, check_prompt)
     assert process(processor, processed()).prompt_token_ids == PROMPT
     with pytest.raises(ValueError, match="document"):
         process(processor, processed(**changes))
@@ -240,7 +242,7 @@ def test_what_vllm_has_processed_is_checked(processor: Processor, changes: dict[
 def test_without_segment_reuse_or_a_layout_nothing_is_checked(
     processor: Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = input_processor._process_inputs(lambda self, request: request)
+    process = input_processor._process_inputs(lambda self, request: request, check_prompt)
     plain: Any = Processor()
     plain.vllm_config = SimpleNamespace(kv_transfer_config=None)
     assert process(plain, processed(prompt_token_ids=[101]))
@@ -264,7 +266,7 @@ def test_a_stream_does_not_begin(processor: Processor, prompt: dict[str, Any]) -
         begun.append(args)
         yield args
 
-    generate = async_llm._generate(outputs)
+    generate = async_llm._generate(outputs, check_prompt, watched)
     with pytest.raises(ValueError, match="document"):
         generate(engine, prompt, SamplingParams(), "one")
 

@@ -23,7 +23,14 @@ from tests.serve.vllm_app import ANTHROPIC, GENERATE, KINDS, MESSAGES, make_app
 from vllm_segreuse.compat import openai_protocols
 from vllm_segreuse.compat.api_server import _register_api_routers
 from vllm_segreuse.config import SegReuseConfig, parse_request
-from vllm_segreuse.serve.requests import ENDPOINTS, NOT_HERE, admit_body, check_extra_args
+from vllm_segreuse.serve.application import registered
+from vllm_segreuse.serve.requests import (
+    ENDPOINTS,
+    NOT_HERE,
+    admit_body,
+    check_extra_args,
+    refuse_unread,
+)
 from vllm_segreuse.values import short_repr
 
 endpoints = pytest.mark.parametrize("endpoint", KINDS)
@@ -268,7 +275,7 @@ def test_keys_that_a_route_would_ignore_are_400_by_name(client: TestClient, key:
     ],
 )
 def test_keys_that_nobody_has_read_are_refused_before_the_engine(request_: Any) -> None:
-    refuses = openai_protocols._to_sampling_params(type(request_).to_sampling_params)
+    refuses = openai_protocols._to_sampling_params(type(request_).to_sampling_params, refuse_unread)
     with pytest.raises(VLLMValidationError, match="nobody has read the body: put them into vllm_x"):
         refuses(request_, 4, {})
     other = type(request_).model_validate(request_.model_dump(exclude={*request_.model_extra}))
@@ -281,7 +288,7 @@ def test_application_that_drops_its_dependencies_is_refused() -> None:
         app.post("/v1/completions")(lambda: None)
 
     with pytest.raises(RuntimeError, match="/v1/completions"):
-        _register_api_routers(vllm_routes)(None, FastAPI())
+        _register_api_routers(vllm_routes, registered)(None, FastAPI())
 
 
 def test_check_extra_args() -> None:

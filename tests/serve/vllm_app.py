@@ -24,6 +24,8 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 import vllm_segreuse
 from vllm_segreuse.compat.api_server import _register_api_routers
 from vllm_segreuse.compat.input_processor import _validate_params
+from vllm_segreuse.serve.application import registered
+from vllm_segreuse.serve.requests import check_params
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -55,7 +57,7 @@ def make_app(options: dict[str, Any] | None = None, *, stock: bool = False) -> F
     model = SimpleNamespace(hf_config=SimpleNamespace())
     vllm_config = SimpleNamespace(kv_transfer_config=config, model_config=model)
     app.state.engine_client = SimpleNamespace(vllm_config=vllm_config)
-    register = _vllm_routes if stock else _register_api_routers(_vllm_routes)
+    register = _vllm_routes if stock else _register_api_routers(_vllm_routes, registered)
     register(None, app)
     return app
 
@@ -64,7 +66,7 @@ def _vllm_routes(args: Any, app: FastAPI) -> None:
     router = APIRouter()
 
     def check(params: SamplingParams) -> None:
-        validate = _validate_params(lambda self, params: None)
+        validate = _validate_params(lambda self, params: None, check_params)
         validate(app.state.engine_client, params)
 
     def add(path: str, model: Any) -> None:

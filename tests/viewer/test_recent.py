@@ -149,7 +149,7 @@ def test_the_patch_watches_what_vllm_generates() -> None:
         asked.append((prompt, more))
         return outputs(REPORT)
 
-    generate, recent = _generate(original), Recent(3)
+    generate, recent = _generate(original, lambda *given: None, watched), Recent(3)
 
     async def drain() -> None:
         wanted = params(extra_keys=["a"])

@@ -9,26 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.plan import AuditOrders, AuditResult, Recording, Reference
-
-
-class Sampled(NamedTuple):
-    """Logits from which a request's next token is sampled in this step.
-
-    Attributes:
-        request_id: of the request.
-        row: of the logits.
-        num_tokens: tokens of the request that are computed then.
-    """
-
-    request_id: str
-    row: int
-    num_tokens: int
 
 
 class _Audited:

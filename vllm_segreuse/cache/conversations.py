@@ -24,11 +24,11 @@ import numpy as np
 from vllm_segreuse.cache.exact import resident_matches
 from vllm_segreuse.cache.finder import Finder, FinderAround
 from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
 
 _Name = tuple[bytes, bytes]
 """Key of a namespace, and vLLM's chained hash of a block."""

@@ -23,8 +23,8 @@ import numpy as np
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
 from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
 from vllm_segreuse.plan import BoolArray, IntArray, ReusePlan
 

@@ -18,10 +18,10 @@ from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool, Use
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.kept import KeepingTier, Place
-from vllm_segreuse.cache.listener import BlockListener
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.plan import FreezeOrder
 
 logger = logging.getLogger("vllm.segreuse")

@@ -22,7 +22,7 @@ what is restored, and vLLM computes the rest as behind a prefix hit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,6 +39,7 @@ from vllm_segreuse.cache.tracked import (
     Report,
     TrackedRequest,
 )
+from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.plan import (
     NO_HALO,
     BoolArray,
@@ -65,20 +66,6 @@ class BlockPins(Protocol):
 
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
-
-
-class PrefixState(NamedTuple):
-    """vLLM's own prefix hit of a request.
-
-    Attributes:
-        fresh: a block of it was hashed in this very step, so its KV is not there yet.
-        blocks_needed: blocks vLLM must still take from the free queue to run the request.
-        idle: those of them that are the prefix hit's own: as donors they take no others.
-    """
-
-    fresh: bool
-    blocks_needed: int
-    idle: Collection[int] = ()
 
 
 class _Found(NamedTuple):

@@ -13,49 +13,26 @@ Obsolete when endpoint plugins can add dependencies to vLLM's own routes, and ar
 disabling other plugins. None filed that we know of.
 """
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
+Around = Callable[[Any], AbstractContextManager[None]]
+"""Around the registration of vLLM's routes with its application."""
 
-def install() -> None:
+
+def install(around: Around) -> None:
     """Wrap the registration of routes, once."""
     import vllm.entrypoints.launchers.app as app_module
 
-    wrap(app_module, "register_api_routers", _register_api_routers)
+    wrap(app_module, "register_api_routers", _register_api_routers, around)
 
 
-def _register_api_routers(original: Callable[..., Any]) -> Callable[..., Any]:
-    from fastapi import Depends
-    from fastapi.routing import APIRoute
-
-    from vllm_segreuse.serve.admin import mount
-    from vllm_segreuse.serve.bodies import too_deep
-    from vllm_segreuse.serve.lifecycle import serving
-    from vllm_segreuse.serve.requests import ENDPOINTS, admit
-
+def _register_api_routers(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
     def register_api_routers(args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
-        app.router.dependencies.append(Depends(admit))
-        app.add_exception_handler(RecursionError, too_deep)
-        original(args, app, *rest, **kwargs)
-        for route in app.routes:
-            if not isinstance(route, APIRoute) or route.path not in ENDPOINTS:
-                continue
-            if admit not in [dependency.call for dependency in route.dependant.dependencies]:
-                raise RuntimeError(
-                    f"segment reuse cannot check the requests of {route.path}: this FastAPI "
-                    "does not pass an application's dependencies on to its routes"
-                )
-        admin = mount(app)
-        lifespan = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan_with_ours(app: Any) -> AsyncIterator[Any]:
-            async with lifespan(app) as state, serving(app, admin):
-                yield state
-
-        app.router.lifespan_context = lifespan_with_ours
+        with around(app):
+            original(args, app, *rest, **kwargs)
 
     return register_api_routers

@@ -13,19 +13,23 @@ server. None filed that we know of.
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from vllm_segreuse.compat.input_processor import IMAGES, check_prompt
+from vllm_segreuse.compat.input_processor import IMAGES, CheckPrompt
 from vllm_segreuse.compat.patching import wrap
-from vllm_segreuse.viewer.recent import watched
+
+Watch = Callable[[str, Any, AsyncGenerator[Any, None]], AsyncGenerator[Any, None]]
+"""Passes the outputs of a request on, given its id and sampling parameters."""
 
 
-def install() -> None:
+def install(check_prompt: CheckPrompt, watch: Watch) -> None:
     """Wrap the generation of outputs, once."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    wrap(AsyncLLM, "generate", _generate)
+    wrap(AsyncLLM, "generate", _generate, check_prompt, watch)
 
 
-def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+def _generate(
+    original: Callable[..., Any], check_prompt: CheckPrompt, watch: Watch
+) -> Callable[..., Any]:
     def generate(
         self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
@@ -33,8 +37,8 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if kind is not None:  # it is tokenised
             tokens = None if kind == "embeds" else prompt.get("prompt_token_ids")
             unusual = IMAGES if kind == "multimodal" else None
-            check_prompt(self.input_processor, tokens, sampling_params, unusual)
+            check_prompt(self.input_processor, tokens, sampling_params, unusual, False)
         outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
-        return watched(request_id, sampling_params, outputs)
+        return watch(request_id, sampling_params, outputs)
 
     return generate

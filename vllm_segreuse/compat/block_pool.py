@@ -8,7 +8,7 @@ evictable like any named block (nameless ones would be evicted first), and are n
 events. vLLM offers no hook for this; the connector turns the scheduler's pool into this class.
 
 What is done with named, evicted and forgotten blocks is decided by the pool's listeners
-(`cache/listener.py`).
+(`block_events.py`).
 
 Obsolete when a connector can say which blocks are exact and be notified of those that are named or
 evicted. vllm-project/vllm#44223 proposes to keep approximate KV out of the exact cache.
@@ -17,8 +17,8 @@ evicted. vllm-project/vllm#44223 proposes to keep approximate KV out of the exac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
@@ -30,17 +30,34 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from vllm_segreuse.cache.budget import StepBudget
-from vllm_segreuse.cache.listener import BlockListener, NamedBlocks
-from vllm_segreuse.cache.planner import PrefixState
-from vllm_segreuse.cache.tracked import TrackedRequest
-from vllm_segreuse.kv_group import KvGroup
-from vllm_segreuse.plan import TO_THE_END, IntArray
+from vllm_segreuse.compat.block_events import (
+    Admission,
+    BlockListener,
+    NamedBlocks,
+    Naming,
+    PrefixState,
+)
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from vllm.v1.request import Request
 
 _OWN_NAME = b"segreuse:approximate:"
+
+
+class Group(Protocol):
+    """The KV cache group whose blocks are reused."""
+
+    @property
+    def index(self) -> int:
+        """In vLLM's lists by group."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+
+    def of(self, by_group: Sequence[Any]) -> Any:
+        """The group's own entry of a list that vLLM keeps by group."""
 
 
 class _Awaited(NamedTuple):
@@ -66,17 +83,17 @@ class SegmentBlockPool(BlockPool):
         make_room: frees so many more blocks, if it can; returns whether blocks became free.
     """
 
-    group: KvGroup
+    group: Group
     make_room: Callable[[int], bool]
-    _requests: Mapping[str, TrackedRequest]
-    _budget: StepBudget
+    _naming: Naming
+    _admission: Admission
     _listeners: Sequence[BlockListener]
     _keeps_evicted: bool
     _awaited: dict[int, list[_Awaited]]
     _evicted: list[int] | None  # of the allocation under way
 
     @classmethod
-    def adopt(cls, pool: BlockPool, group: KvGroup) -> SegmentBlockPool:
+    def adopt(cls, pool: BlockPool, group: Group) -> SegmentBlockPool:
         """Turn vLLM's pool into one of ours, in place: the manager and its parts all hold it."""
         if type(pool) is not BlockPool:
             raise RuntimeError(
@@ -94,8 +111,8 @@ class SegmentBlockPool(BlockPool):
 
     def attach(
         self,
-        requests: Mapping[str, TrackedRequest],
-        budget: StepBudget,
+        naming: Naming,
+        admission: Admission,
         make_room: Callable[[int], bool],
         listeners: Sequence[BlockListener],
         keeps_evicted: bool = False,
@@ -103,14 +120,14 @@ class SegmentBlockPool(BlockPool):
         """Connect it; nothing is allocated before.
 
         Args:
-            requests: live requests with extra keys, by id.
-            budget: of the scheduling step.
+            naming: of the requests that reuse.
+            admission: of the scheduling step.
             make_room: see there.
             listeners: in the order in which they are called.
             keeps_evicted: whether any of them wants to know what is about to be evicted.
         """
-        self._requests = requests
-        self._budget = budget
+        self._naming = naming
+        self._admission = admission
         self.make_room = make_room
         self._listeners = listeners
         self._keeps_evicted = keeps_evicted
@@ -119,7 +136,7 @@ class SegmentBlockPool(BlockPool):
         """Report to one more listener, behind the others."""
         self._listeners = (*self._listeners, listener)
 
-    # What `cache/` needs (BlockPins, BlockReferences).
+    # What plans and frozen entries need.
 
     def pin(self, block_ids: list[int]) -> None:
         """Hold donor blocks; those in the free queue leave it."""
@@ -142,9 +159,8 @@ class SegmentBlockPool(BlockPool):
         return {i for i in block_ids if self.blocks[i].ref_cnt == 0}
 
     def exact_stop(self, request_id: str) -> int:
-        """Behind this position a request takes no exact blocks; see `TrackedRequest`."""
-        tracked = self._requests.get(request_id)
-        return TO_THE_END if tracked is None else tracked.exact_stop
+        """Behind this position a request takes no exact blocks; see `Naming`."""
+        return self._naming.exact_stop(request_id)
 
     def misses_room(self, request_id: str, blocks: int) -> bool:
         """A request was not allocated, for want of so many blocks, although no other holds any.
@@ -159,9 +175,7 @@ class SegmentBlockPool(BlockPool):
             listener.starving(request_id)
         if self.num_free_blocks() > before:
             return True
-        tracked = self._requests.get(request_id)
-        if tracked is not None and tracked.plan is not None:
-            tracked.misses_room = blocks
+        self._naming.misses_room(request_id, blocks)
         return False
 
     def is_exact(self, block_id: int) -> bool:
@@ -192,7 +206,7 @@ class SegmentBlockPool(BlockPool):
         missing = -(-num_slots // size) - hit
         return PrefixState(fresh, missing + len(idle) + watermark, idle)
 
-    def resident_blocks(self, request: Request, first: int, last: int) -> IntArray:
+    def resident_blocks(self, request: Request, first: int, last: int) -> npt.NDArray[np.int32]:
         """Blocks `[first, last)` of a request that are cached under its own hashes, else -1.
 
         Only exact KV has such a name. A block named in this step has no KV yet.
@@ -211,7 +225,7 @@ class SegmentBlockPool(BlockPool):
     @property
     def is_closed(self) -> bool:
         """Whether no further request may be admitted in this scheduling step."""
-        return self._budget.closed
+        return self._admission.closed
 
     def _cached(self, block_hash: BlockHash) -> KVCacheBlock | None:
         found = self.get_cached_block(block_hash, [self.group.index])
@@ -227,7 +241,7 @@ class SegmentBlockPool(BlockPool):
         Running requests have been served by then.
         """
         # For every request of every step: nothing but attributes are looked up.
-        return 0 if self._budget.closed else self.free_block_queue.num_free_blocks
+        return 0 if self._admission.closed else self.free_block_queue.num_free_blocks
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Blocks from the front of the free queue; listeners are notified before they lose their
@@ -271,10 +285,11 @@ class SegmentBlockPool(BlockPool):
         """
         if num_cached_blocks >= num_full_blocks or not request.block_hashes:
             return
-        tracked = self._requests.get(request.request_id)
-        ends = (TO_THE_END, TO_THE_END) if tracked is None else tracked.exact_ends
+        ends = self._naming.exact_ends(request.request_id)
+        whole = num_full_blocks * block_size
         known_end, exact_end = (
-            max(num_cached_blocks, min(num_full_blocks, until // block_size)) for until in ends
+            max(num_cached_blocks, min(num_full_blocks, until // block_size))
+            for until in ends or (whole, whole)
         )
         super().cache_full_blocks(
             request,
@@ -291,14 +306,13 @@ class SegmentBlockPool(BlockPool):
             self._fresh.update(
                 block.block_id for block in blocks[num_cached_blocks:num_full_blocks]
             )
-        if tracked is None:
+        if ends is None:
             return
         if known_end == exact_end:
             self._report_named(request, blocks, num_cached_blocks, num_full_blocks)
             return
-        assert tracked.plan is not None
-        assert tracked.plan.restoration is not None
-        self._awaited.setdefault(tracked.plan.restoration.number, []).append(
+        number = self._naming.restoration(request.request_id)
+        self._awaited.setdefault(number, []).append(
             _Awaited(request, blocks[:exact_end], known_end, names[: exact_end - known_end])
         )
         self._report_named(request, blocks, num_cached_blocks, known_end)

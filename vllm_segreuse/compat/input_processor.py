@@ -2,9 +2,9 @@
 """`vllm.v1.engine.input_processor.InputProcessor`: a request's own options, checked by its caller.
 
 Every request passes `_validate_params` in the process that submits it: offline callers, and the
-endpoints that `serve/requests.py` does not check earlier. vLLM has no hook for checking
+endpoints whose bodies nobody checks earlier. vLLM has no hook for checking
 `extra_args`; unchecked, a bad value would be found in the scheduler and end the engine. What
-`process_inputs` makes of a prompt is checked, too, where the model has a layout of documents.
+`process_inputs` makes of a prompt is checked, too.
 
 Obsolete when plugins can validate `extra_args` and tokenised prompts, as discussed in
 vllm-project/vllm#17191.
@@ -12,39 +12,39 @@ vllm-project/vllm#17191.
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from vllm_segreuse.compat.patching import wrap
 
+CheckParams = Callable[[Any, Any], None]
+"""Raises a `VLLMValidationError` for sampling (or other) parameters that an engine with this
+`VllmConfig` refuses."""
 
-def install() -> None:
+CheckPrompt = Callable[[Any, Sequence[int] | None, Any, str | None, bool], None]
+"""Raises a `VLLMValidationError` for a prompt that an engine refuses. Takes vLLM's input processor;
+the prompt's tokens, None for embeddings; its parameters; what it comes with beside text, None for
+nothing; and whether it has an adapter or a salt."""
+
+IMAGES = "images, audio or video"
+"""What a prompt may come with."""
+
+
+def install(check_params: CheckParams, check_prompt: CheckPrompt) -> None:
     """Wrap the validation of sampling parameters and the processing of prompts, once."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    wrap(InputProcessor, "_validate_params", _validate_params)
-    wrap(InputProcessor, "process_inputs", _process_inputs)
+    wrap(InputProcessor, "_validate_params", _validate_params, check_params)
+    wrap(InputProcessor, "process_inputs", _process_inputs, check_prompt)
 
 
-def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_segreuse.launch import names_connector
-    from vllm_segreuse.serve.requests import check_extra_args
-
+def _validate_params(original: Callable[..., Any], check_params: CheckParams) -> Callable[..., Any]:
     def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.vllm_config.kv_transfer_config
-        if names_connector(config):
-            options = config.kv_connector_extra_config
-            check_extra_args(
-                getattr(params, "extra_args", None),
-                similar=options.get("similarity") is not None,
-                bound=options.get("namespaces") is not None,
-                trust_programs=options.get("namespaces_trust_programs", False),
-            )
+        check_params(self.vllm_config, params)
         return original(self, params, *args, **kwargs)
 
     return _validate_params
 
 
-def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def _process_inputs(original: Callable[..., Any], check_prompt: CheckPrompt) -> Callable[..., Any]:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
         embeds = request.prompt_embeds is not None
@@ -58,42 +58,3 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
-
-
-IMAGES = "images, audio or video"
-"""What a prompt may come with."""
-
-_RULES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
-def check_prompt(
-    processor: Any,
-    tokens: Sequence[int] | None,
-    params: Any,
-    unusual: str | None,
-    is_apart: bool = False,
-) -> None:
-    """Checks a prompt by the layout of the model; see `PromptRules.check`.
-
-    Args:
-        processor: vLLM's input processor.
-
-    Raises:
-        BadOptionError: says what is wrong.
-    """
-    from vllm_segreuse.config import RequestError
-    from vllm_segreuse.launch import names_connector
-    from vllm_segreuse.serve.documents import PromptRules
-    from vllm_segreuse.serve.requests import BadOptionError
-
-    if not names_connector(processor.vllm_config.kv_transfer_config):
-        return
-    if processor not in _RULES:
-        _RULES[processor] = PromptRules.of(processor.vllm_config)
-    rules = _RULES[processor]
-    if rules is None:
-        return
-    try:
-        rules.check(tokens, params, unusual, is_apart)
-    except RequestError as error:
-        raise BadOptionError(error) from None

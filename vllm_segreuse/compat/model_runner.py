@@ -58,13 +58,18 @@ class CapturedGraphs(NamedTuple):
     sampled_first: bool
 
 
-def install() -> None:
-    """Wrap methods of vLLM's model runners (V1 on GPU and CPU, V2), once."""
+def install(pass_bytes: Callable[[Any], int]) -> None:
+    """Wrap methods of vLLM's model runners (V1 on GPU and CPU, V2), once.
+
+    Args:
+        pass_bytes: most bytes on the device that our pass takes with a `VllmConfig`; 0 where it
+            does not run.
+    """
     for module_name, class_name in of_this_platform(_RUNNERS):
         runner = getattr(importlib.import_module(module_name), class_name)
         wrap(runner, "load_model", _load_model)
         if class_name == "GPUModelRunner":
-            wrap(runner, "profile_run", _profile_run)
+            wrap(runner, "profile_run", _profile_run, pass_bytes)
             wrap(runner, "capture_model", _capture_model)
 
 
@@ -78,9 +83,11 @@ def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_model
 
 
-def _profile_run(original: Callable[..., Any]) -> Callable[..., Any]:
+def _profile_run(
+    original: Callable[..., Any], pass_bytes: Callable[[Any], int]
+) -> Callable[..., Any]:
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _room_for_the_pass(self.vllm_config, self.device):
+        with _room_for_the_pass(pass_bytes, self.vllm_config, self.device):
             return original(self, *args, **kwargs)
 
     return profile_run
@@ -98,17 +105,17 @@ def _capture_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _room_for_the_pass(vllm_config: Any, device: Any) -> Iterator[None]:
+def _room_for_the_pass(
+    pass_bytes: Callable[[Any], int], vllm_config: Any, device: Any
+) -> Iterator[None]:
     """Holds as much memory as a pass takes, where an engine that reuses measures a GPU's."""
     import torch
 
-    from vllm_segreuse.launch import names_connector
-    from vllm_segreuse.memory import pass_bytes
-
-    if device.type == "cpu" or not names_connector(vllm_config.kv_transfer_config):
+    size = 0 if device.type == "cpu" else pass_bytes(vllm_config)
+    if not size:
         yield
         return
-    held = torch.empty(pass_bytes(vllm_config), dtype=torch.uint8, device=device)
+    held = torch.empty(size, dtype=torch.uint8, device=device)
     try:
         yield
     finally:

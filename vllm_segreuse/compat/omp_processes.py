@@ -16,22 +16,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.compat.patching import wrap
-from vllm_segreuse.launch import names_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def install() -> None:
-    """Wrap the constructor, once. With another connector, or on a GPU, it does what it did."""
+def install(is_ours: Callable[[Any], bool]) -> None:
+    """Wrap the constructor, once. With another connector, or on a GPU, it does what it did.
+
+    Args:
+        is_ours: whether a `KVTransferConfig` (or None) names our connector.
+    """
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
-    wrap(OMPProcessManager, "__init__", _init)
+    wrap(OMPProcessManager, "__init__", _init, is_ours)
 
 
-def _init(original: Callable[..., Any]) -> Callable[..., Any]:
+def _init(original: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
     def init(self: Any, config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        if names_connector(config.kv_transfer_config):
+        if is_ours(config.kv_transfer_config):
             config = copy.copy(config)
             config.kv_transfer_config = None
         original(self, config, *args, **kwargs)

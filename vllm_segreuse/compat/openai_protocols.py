@@ -9,13 +9,16 @@ ignored.
 Obsolete when vLLM refuses fields that it does not know. None filed that we know of.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
+Refuse = Callable[[Mapping[str, Any]], None]
+"""Raises if any of the given fields of a body is ours."""
 
-def install() -> None:
+
+def install(refuse: Refuse) -> None:
     """Wrap what makes sampling parameters of each kind of request, once."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -25,18 +28,13 @@ def install() -> None:
 
     texts = ChatCompletionRequest, CompletionRequest, ResponsesRequest
     for request in (*texts, TranscriptionRequest, TranslationRequest):
-        wrap(request, "to_sampling_params", _to_sampling_params)
+        wrap(request, "to_sampling_params", _to_sampling_params, refuse)
 
 
-def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_segreuse.serve.requests import refuse_keys
-
+def _to_sampling_params(original: Callable[..., Any], refuse: Refuse) -> Callable[..., Any]:
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.model_extra:
-            refuse_keys(
-                self.model_extra,
-                "here, where nobody has read the body: put them into vllm_xargs",
-            )
+            refuse(self.model_extra)
         return original(self, *args, **kwargs)
 
     return to_sampling_params

@@ -9,30 +9,44 @@ Obsolete when the last chunk of a stream carries `kv_transfer_params`: requested
 vllm-project/vllm#36308, proposed in vllm-project/vllm#40186.
 """
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, Protocol
 
 from vllm_segreuse.compat.patching import signature_with, wrap
-from vllm_segreuse.serve.report import StreamReport, has_report
 
 
-def install() -> None:
+class Report(Protocol):
+    """Completes a stream."""
+
+    def watch(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Passes the outputs on that the stream is made of."""
+
+    def complete(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """Passes the stream's events on."""
+
+
+ReportOf = Callable[[Any, Any, int], Report | None]
+"""For a request, the `ModelConfig`, and the number of its prompts; None: leave the stream alone."""
+
+
+def install(report_of: ReportOf) -> None:
     """Wrap both stream generators, once."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
-    wrap(OpenAIServingChat, "chat_completion_stream_generator", _reporting)
-    wrap(OpenAIServingCompletion, "completion_stream_generator", _reporting)
+    wrap(OpenAIServingChat, "chat_completion_stream_generator", _reporting, report_of)
+    wrap(OpenAIServingCompletion, "completion_stream_generator", _reporting, report_of)
 
 
-def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(original: Callable[..., Any], report_of: ReportOf) -> Callable[..., Any]:
     signature = signature_with(original, "result_generator", "request")
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
         call = signature.bind(self, *args, **kwargs)
-        if not has_report(call.arguments["request"], self.model_config):
+        num_prompts = call.arguments.get("num_prompts", 1)  # chats have one
+        report = report_of(call.arguments["request"], self.model_config, num_prompts)
+        if report is None:
             return original(self, *args, **kwargs)
-        report = StreamReport(call.arguments.get("num_prompts", 1))  # chats have one
         call.arguments["result_generator"] = report.watch(call.arguments["result_generator"])
         return report.complete(original(*call.args, **call.kwargs))
 

@@ -10,8 +10,10 @@ from typing import Any
 _MARK = "__segreuse__"
 
 
-def wrap(owner: type | ModuleType, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replaces the function `owner.name` by `make(original)`; a second call changes nothing.
+def wrap(
+    owner: type | ModuleType, name: str, make: Callable[..., Callable[..., Any]], *given: Any
+) -> None:
+    """Replaces the function `owner.name` by `make(original, *given)`, once.
 
     Static and class methods stay what they are; `make` sees the plain function.
 
@@ -28,7 +30,7 @@ def wrap(owner: type | ModuleType, name: str, make: Callable[[Any], Callable[...
         )
     if hasattr(original, _MARK):
         return
-    made = make(original)
+    made = make(original, *given)
     if unknown := untaken(inspect.signature(made), inspect.signature(original)):
         raise RuntimeError(
             f"segment reuse wraps {_full_name(owner)}.{name}, which takes {unknown!r} in this "

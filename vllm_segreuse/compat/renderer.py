@@ -10,50 +10,64 @@ Obsolete when prompts can mix text and token ids. None filed that we know of.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_segreuse.compat.patching import wrap
 
 
-def install() -> None:
+class Documents(NamedTuple):
+    """Documents that a request names.
+
+    Attributes:
+        named: those of the request that is being handled.
+        cut: a text as its parts: text, and the tokens of named documents (int32 `[n]`).
+        check: raises if the tokens of a prompt do not hold the documents.
+    """
+
+    named: Callable[[], Sequence[Any]]
+    cut: Callable[[str, Sequence[Any]], Sequence[Any]]
+    check: Callable[[Sequence[int], Sequence[Any]], None]
+
+
+def install(documents: Documents) -> None:
     """Wrap the tokenisation of one prompt, once."""
     from vllm.renderers.base import BaseRenderer
 
-    wrap(BaseRenderer, "_tokenize_singleton_prompt_async", _tokenize_singleton_prompt_async)
+    wrap(
+        BaseRenderer,
+        "_tokenize_singleton_prompt_async",
+        _tokenize_singleton_prompt_async,
+        documents,
+    )
 
 
-def _tokenize_singleton_prompt_async(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_segreuse.knowledge.naming import PlaceError, check_places, named
-    from vllm_segreuse.serve.requests import PromptError
-
+def _tokenize_singleton_prompt_async(
+    original: Callable[..., Any], documents: Documents
+) -> Callable[..., Any]:
     async def _tokenize_singleton_prompt_async(
         self: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        documents = named.get()
-        if documents and "prompt_token_ids" not in prompt and isinstance(prompt.get("prompt"), str):
-            ids = await _tokens(self, prompt["prompt"], params, documents)
+        named = documents.named()
+        if named and "prompt_token_ids" not in prompt and isinstance(prompt.get("prompt"), str):
+            parts = documents.cut(prompt["prompt"], named)
+            ids = await _tokens(self, parts, params)
             prompt = {**prompt, "prompt_token_ids": ids}
         tokenised = await original(self, prompt, params, *args, **kwargs)
-        if documents:
-            try:
-                check_places(tokenised.get("prompt_token_ids") or (), documents)
-            except PlaceError as error:
-                raise PromptError(str(error)) from None
+        if named:
+            documents.check(tokenised.get("prompt_token_ids") or (), named)
         return tokenised
 
     return _tokenize_singleton_prompt_async
 
 
-async def _tokens(renderer: Any, text: str, params: Any, documents: Sequence[Any]) -> list[int]:
-    """Tokens of a text, with those of the documents for their markers."""
+async def _tokens(renderer: Any, parts: Sequence[Any], params: Any) -> list[int]:
+    """Tokens of a prompt, of its texts and of its documents."""
     from dataclasses import replace
 
-    from vllm_segreuse.knowledge.naming import cut
-
     ids: list[int] = []
-    for part in cut(text, documents):
+    for part in parts:
         if isinstance(part, np.ndarray):
             ids += part.tolist()
             continue

@@ -14,14 +14,27 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from vllm_segreuse.audit.recorder import Sampled
 from vllm_segreuse.compat.patching import wrap
 
 
+class Sampled(NamedTuple):
+    """Logits from which a request's next token is sampled in this step.
+
+    Attributes:
+        request_id: of the request.
+        row: of the logits.
+        num_tokens: tokens of the request that are computed then.
+    """
+
+    request_id: str
+    row: int
+    num_tokens: int
+
+
 class Records(Protocol):
-    """`audit.recorder.Recorder`."""
+    """What logits are given to."""
 
     @property
     def is_idle(self) -> bool:

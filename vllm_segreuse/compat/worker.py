@@ -10,7 +10,7 @@ Obsolete when connectors can reserve memory. None filed that we know of.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_segreuse.compat.patching import of_this_platform, wrap
@@ -21,22 +21,21 @@ _WORKERS = (
 )
 
 
-def install() -> None:
+LeftForKv = Callable[[int, Any, Mapping[str, Any]], int]
+"""Bytes for the KV cache, of so many that are available, with a `VllmConfig` and the `KVCacheSpec`
+of each layer."""
+
+
+def install(left_for_kv: LeftForKv) -> None:
     """Wrap `determine_available_memory` of vLLM's workers, once."""
     for module_name, class_name in of_this_platform(_WORKERS):
         worker = getattr(importlib.import_module(module_name), class_name)
-        wrap(worker, "determine_available_memory", _beside_states)
+        wrap(worker, "determine_available_memory", _beside_states, left_for_kv)
 
 
-def _beside_states(original: Callable[..., Any]) -> Callable[..., Any]:
+def _beside_states(original: Callable[..., Any], left_for_kv: LeftForKv) -> Callable[..., Any]:
     def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_segreuse.launch import cuts_of
-        from vllm_segreuse.memory import kv_bytes
-
         available = original(self, *args, **kwargs)
-        cuts = cuts_of(self.vllm_config.kv_transfer_config)
-        if not cuts:
-            return available
-        return kv_bytes(available, self.vllm_config, self.get_kv_cache_spec(), cuts)
+        return left_for_kv(available, self.vllm_config, self.get_kv_cache_spec())
 
     return determine_available_memory

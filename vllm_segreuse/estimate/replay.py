@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 
-from vllm_segreuse.cache.listener import BlockListener
+from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.estimate.engine import ModellessEngine, step_output
 
 if TYPE_CHECKING:

@@ -7,8 +7,10 @@ import json
 from typing import Any, NamedTuple
 
 from vllm_segreuse.config import DOCUMENTS, EXTRA_KEYS, OPTION_PREFIX, RequestError
+from vllm_segreuse.documents.model import names_of
+from vllm_segreuse.serve.documents import check_body
 from vllm_segreuse.serve.named import XARGS, names_in
-from vllm_segreuse.serve.requests import ENDPOINTS, admit_body, ignored_key
+from vllm_segreuse.serve.requests import ENDPOINTS, BadOptionError, admit_body, ignored_key
 
 
 class Line(NamedTuple):
@@ -43,6 +45,27 @@ def read_line(text: str) -> Line:
     elif url not in ENDPOINTS:
         return Line(text)
     return Line(json.dumps(line), body, refusal)
+
+
+def check_line(line: Line, model_config: Any) -> None:
+    """What a line's request must not run for.
+
+    Args:
+        model_config: vLLM's, of the engine that would run it; None: it is not known.
+
+    Raises:
+        BadOptionError: says what is wrong.
+    """
+    if line.body is None:
+        return
+    try:
+        if line.refusal is not None:
+            raise line.refusal
+        names = None if model_config is None else names_of(model_config)
+        if names is not None:
+            check_body(line.body, names)
+    except RequestError as error:
+        raise BadOptionError(error) from None
 
 
 def _admitted(body: dict[str, Any]) -> RequestError | None:

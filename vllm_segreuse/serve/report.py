@@ -7,6 +7,8 @@ with the finish reason. That is where vLLM itself puts what belongs to the whole
 on vLLM puts them into each chunk with a finish reason, and the usage chunk gets them here.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -32,6 +34,11 @@ def has_report(request: Any, model_config: Any) -> bool:
     """
     has_keys = (request.vllm_xargs or {}).get(EXTRA_KEYS) is not None
     return has_keys or names_of(model_config) is not None
+
+
+def report_of(request: Any, model_config: Any, num_prompts: int) -> StreamReport | None:
+    """What completes the stream that answers `num_prompts` prompts; None: it has no report."""
+    return StreamReport(num_prompts) if has_report(request, model_config) else None
 
 
 class StreamReport:

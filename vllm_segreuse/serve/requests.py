@@ -7,8 +7,9 @@ admitted in the same way (`serve/batch_files.py`). Endpoints it does not know an
 are checked when vLLM validates their sampling parameters (`compat/input_processor.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from starlette.requests import HTTPConnection, Request
 from vllm.exceptions import VLLMValidationError
@@ -25,11 +26,12 @@ from vllm_segreuse.config import (
     parse_extra_keys,
     parse_request,
 )
-from vllm_segreuse.knowledge.naming import shown
+from vllm_segreuse.knowledge.naming import NamedDocument, PlaceError, check_places, shown
 from vllm_segreuse.knowledge.origin import Origin, may_name, origin
 from vllm_segreuse.knowledge.store import is_entry
+from vllm_segreuse.launch import names_connector
 from vllm_segreuse.serve.callers import api_key
-from vllm_segreuse.serve.documents import check_body
+from vllm_segreuse.serve.documents import PromptRules, check_body
 from vllm_segreuse.serve.named import XARGS, name_documents
 from vllm_segreuse.values import short_repr
 
@@ -126,6 +128,76 @@ def check_extra_args(
             )
     except RequestError as error:
         raise BadOptionError(error) from None
+
+
+def check_params(vllm_config: Any, params: Any) -> None:
+    """Checks our part of the parameters of a request to an engine.
+
+    Args:
+        vllm_config: the engine's; one without our connector takes anything.
+        params: vLLM's sampling parameters, or others.
+
+    Raises:
+        BadOptionError: as `check_extra_args`.
+    """
+    config = vllm_config.kv_transfer_config
+    if not names_connector(config):
+        return
+    options = config.kv_connector_extra_config
+    check_extra_args(
+        getattr(params, "extra_args", None),
+        similar=options.get("similarity") is not None,
+        bound=options.get("namespaces") is not None,
+        trust_programs=options.get("namespaces_trust_programs", False),
+    )
+
+
+_RULES: WeakKeyDictionary[Any, PromptRules | None] = WeakKeyDictionary()
+
+
+def check_prompt(
+    processor: Any,
+    tokens: Sequence[int] | None,
+    params: Any,
+    unusual: str | None,
+    is_apart: bool,
+) -> None:
+    """Checks a prompt by the layout of the model; see `PromptRules.check`.
+
+    Args:
+        processor: vLLM's input processor.
+
+    Raises:
+        BadOptionError: says what is wrong.
+    """
+    if not names_connector(processor.vllm_config.kv_transfer_config):
+        return
+    if processor not in _RULES:
+        _RULES[processor] = PromptRules.of(processor.vllm_config)
+    rules = _RULES[processor]
+    if rules is None:
+        return
+    try:
+        rules.check(tokens, params, unusual, is_apart)
+    except RequestError as error:
+        raise BadOptionError(error) from None
+
+
+def check_named(tokens: Sequence[int], documents: Sequence[NamedDocument]) -> None:
+    """Checks that a tokenised prompt has the documents that its request names.
+
+    Raises:
+        PromptError: says which one it has not.
+    """
+    try:
+        check_places(tokens, documents)
+    except PlaceError as error:
+        raise PromptError(str(error)) from None
+
+
+def refuse_unread(fields: Mapping[str, Any]) -> None:
+    """Refuses our keys in a body that nobody has read."""
+    refuse_keys(fields, "here, where nobody has read the body: put them into vllm_xargs")
 
 
 async def admit(connection: HTTPConnection) -> None:

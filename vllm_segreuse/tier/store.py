@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.listener import BlockListener
+from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.metrics import TIER_NAMES, SegReuseStats
 from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen, StoredRecord

@@ -14,7 +14,6 @@ from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.listener import NamedBlocks
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
@@ -22,6 +21,7 @@ from vllm_segreuse.cache.similar.canonical import Vocabulary
 from vllm_segreuse.cache.similar.finder import SimilarFinder
 from vllm_segreuse.cache.similar.store import SimilarStore
 from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.compat.block_events import NamedBlocks
 from vllm_segreuse.config import SimilarityOptions
 
 SIZE = 16

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the block pool reports to those who keep something by block."""
+"""What the block pool reports to those who keep something by block, and what it asks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 
 class NamedBlocks(NamedTuple):
@@ -51,3 +51,42 @@ class BlockListener:
 
     def reset(self) -> None:
         """All names were removed."""
+
+
+class Naming(Protocol):
+    """How far the KV of requests is that of their own tokens. Only such blocks get exact names."""
+
+    def exact_ends(self, request_id: str) -> tuple[int, int] | None:
+        """Tokens up to which full blocks are exact: as far as is known, and if what is being
+        restored is in place; None: the request has nothing to do with reuse, and all are."""
+
+    def restoration(self, request_id: str) -> int:
+        """Number of the restoration that the second of these ends depends on."""
+
+    def exact_stop(self, request_id: str) -> int:
+        """Behind this position the request's tokens stand for other KV, and its prefix hit ends."""
+
+    def misses_room(self, request_id: str, blocks: int) -> None:
+        """A request was not allocated, for want of so many blocks, although no other holds any."""
+
+
+class Admission(Protocol):
+    """Whether a scheduling step still admits requests."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further request may be admitted in this step."""
+
+
+class PrefixState(NamedTuple):
+    """vLLM's own prefix hit of a request.
+
+    Attributes:
+        fresh: a block of it was hashed in this very step, so its KV is not there yet.
+        blocks_needed: blocks vLLM must still take from the free queue to run the request.
+        idle: those of them that are the prefix hit's own: as donors they take no others.
+    """
+
+    fresh: bool
+    blocks_needed: int
+    idle: Collection[int] = ()
