@@ -34,6 +34,7 @@ FAKE_COMMAND = (sys.executable, "-c", FAKE)
 # Stands in for `python -m bench ttft`, with a suite that starts such a server and waits.
 BENCH = f"""
 import runpy, signal, sys, time, types
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, and so do its children
 from bench.server import Server
 def run(quick):
     with Server("m", command=(sys.executable, "-c", {FAKE!r}), log=sys.argv[-1]) as server:
