@@ -2,6 +2,7 @@
 """The scheduler's side of compressed documents: what the workers are asked, and what is frozen."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,11 +12,13 @@ import pytest
 from vllm.v1.request import Request
 
 from tests.compat.managed import SIZE, Managed, ids
+from tests.parts import parts_of
 from vllm_segreuse.cache.frozen import FrozenPart
-from vllm_segreuse.cache.tracked import Kept, TrackedRequest
-from vllm_segreuse.compression import Compression
+from vllm_segreuse.cache.tracked import Bypass, TrackedRequest
+from vllm_segreuse.compression import Compression, Kept
 from vllm_segreuse.config import ParsedRequest
 from vllm_segreuse.plan import AnchorOrder, CopyOrder, Gather, PlanOutcome, Probed, ScoreOrder
+from vllm_segreuse.scheduling.feature import Admitted
 
 DOCUMENT = [*range(100, 100 + 3 * SIZE)]
 
@@ -38,10 +41,17 @@ class World:
     ) -> TrackedRequest:
         request = self.managed.request(tokens)
         tracked = self.managed.tracked(request)
-        tracked.bypass = "knowledge_base"
+        tracked.mode = Bypass("knowledge_base")
         asked = ParsedRequest(None, Mock(), score=score, copy=copy, anchors=anchors)
         self.compression.order(tracked, request, asked)
         return tracked
+
+
+def kept_of(world: World, tracked: TrackedRequest) -> Kept:
+    """What the part is made of that the request makes."""
+    part: Any = world.compression.part(tracked)
+    kept: Kept = part.args[1]
+    return kept
 
 
 @pytest.fixture
@@ -55,20 +65,20 @@ def test_a_score_probes_the_chunk_with_the_chunk(world: World) -> None:
     tracked = world.ordered([*DOCUMENT, *DOCUMENT[first:], 1], score=order.encode())
     reused = np.arange(2 * stop - first) < stop
     segments: Any = None
-    recipe = tracked.make_recipe(reused, segments)
+    recipe = tracked.method.make_recipe(reused, segments)
     assert recipe.program == Probed(Gather.MAX)
     assert recipe.top_k == 4
     assert np.flatnonzero(recipe.probes).tolist() == [*range(stop, 2 * stop - first)]
     wanted = [*range(first), *range(stop, 2 * stop - first)]
     assert np.flatnonzero(recipe.always).tolist() == wanted, "the context is no candidate"
-    assert (tracked.bypass, tracked.donates, tracked.required) == (None, False, True)
+    assert (tracked.bypass, tracked.donates, tracked.is_required) == (None, False, True)
     assert tracked.exact_stop == 0, "a prefix hit would be computed in another context"
 
 
 def test_without_its_source_a_score_chooses_nothing(world: World) -> None:
     tracked = world.ordered([*DOCUMENT, *DOCUMENT, 1], score=[0, 3 * SIZE, 4])
     segments: Any = None
-    recipe = tracked.make_recipe(np.zeros(6 * SIZE, np.bool_), segments)
+    recipe = tracked.method.make_recipe(np.zeros(6 * SIZE, np.bool_), segments)
     assert not recipe.top_k
     assert recipe.always.all()
 
@@ -106,13 +116,17 @@ def test_a_copy_is_taken_from_the_blocks_of_its_source(world: World) -> None:
     kept = [1, 2, SIZE + 1, 3 * SIZE - 1]
     copy = CopyOrder(DOCUMENT, kept).encode()
     tracked = world.ordered([DOCUMENT[i] for i in kept] + [7] * 5, copy=copy)
-    found = tracked.finder.find(tracked.prompt, 0, 8)
+    found = tracked.method.finder.find(tracked.prompt, 0, 8)
     assert found.pieces.block.tolist() == [blocks[0], blocks[1], blocks[2]]
     assert found.pieces.position.tolist() == [1, SIZE + 1, 3 * SIZE - 1]
-    assert (tracked.kept, tracked.min_reused_tokens) == (Kept(4, 4), 1)
+    assert tracked.method.min_reused_tokens == 1
+    assert kept_of(world, tracked) == Kept(4, 4)
     assert tracked.exact_stop == 0, "its tokens as a text may be in vLLM's cache"
     segments: Any = None
-    assert tracked.make_recipe(np.array([True, False]), segments).always.tolist() == [False, True]
+    assert tracked.method.make_recipe(np.array([True, False]), segments).always.tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_a_source_that_ends_within_a_block_has_its_filler(world: World) -> None:
@@ -121,7 +135,7 @@ def test_a_source_that_ends_within_a_block_has_its_filler(world: World) -> None:
     world.managed.pool.begin_step()
     copy = CopyOrder(DOCUMENT[:-1], [3 * SIZE - 2]).encode()
     tracked = world.ordered([DOCUMENT[-2]] * 5, copy=copy)
-    assert tracked.finder.find(tracked.prompt, 0, 4).pieces.block.tolist() == [blocks[2]]
+    assert tracked.method.finder.find(tracked.prompt, 0, 4).pieces.block.tolist() == [blocks[2]]
 
 
 def test_another_text_is_no_source(world: World) -> None:
@@ -129,7 +143,7 @@ def test_another_text_is_no_source(world: World) -> None:
     other = [*DOCUMENT]
     other[0] += 1
     tracked = world.ordered([5] * 5, copy=CopyOrder(other, [SIZE]).encode())
-    assert tracked.finder.find(tracked.prompt, 0, 4).num_tokens == 0
+    assert tracked.method.finder.find(tracked.prompt, 0, 4).num_tokens == 0
 
 
 def test_anchors_are_kept_behind_those_of_earlier_chunks(world: World) -> None:
@@ -138,12 +152,15 @@ def test_anchors_are_kept_behind_those_of_earlier_chunks(world: World) -> None:
     here = world.managed.tracked(world.managed.request(prompt)).prompt.namespace
     world.parts["a-chunks", here] = [FrozenPart(here, [5], None, kept, 1)]
     tracked = world.ordered(prompt, anchors=AnchorOrder("a-chunks", 2, 2).encode())
-    found = tracked.finder.find(tracked.prompt, 0, len(prompt) - 1)
+    found = tracked.method.finder.find(tracked.prompt, 0, len(prompt) - 1)
     assert found.pieces.rows() == [[1, 2, 5, 1, 1]]
-    assert (tracked.kept, tracked.exact_stop) == (Kept(2, 2), 0)
-    assert (tracked.bypass, tracked.donates, tracked.required) == (None, False, True)
+    assert (kept_of(world, tracked), tracked.exact_stop) == (Kept(2, 2), 0)
+    assert (tracked.bypass, tracked.donates, tracked.is_required) == (None, False, True)
     segments: Any = None
-    assert tracked.make_recipe(np.array([True, False]), segments).always.tolist() == [False, True]
+    assert tracked.method.make_recipe(np.array([True, False]), segments).always.tolist() == [
+        False,
+        True,
+    ]
 
 
 def naming(world: World, request: Request) -> TrackedRequest:
@@ -192,9 +209,9 @@ def test_text_behind_a_document_stands_in_no_known_context(world: World, donor_n
     if donor_names:
         naming(world, donor)
     blocks = ids(world.managed.named(donor))
-    world.managed.side.take_plans()
+    world.managed.side.take_step(True)
     tracked = world.managed.tracked(wanted) if donor_names else naming(world, wanted)
-    pieces = tracked.finder.find(tracked.prompt, 0, 3 * SIZE).pieces
+    pieces = tracked.method.finder.find(tracked.prompt, 0, 3 * SIZE).pieces
     is_donors = np.isin(pieces.block, blocks)
     by_place = dict(zip(pieces.destination[is_donors], pieces.in_context[is_donors], strict=True))
     assert by_place[0], "in front of it"
@@ -205,24 +222,30 @@ def test_text_behind_a_document_stands_in_no_known_context(world: World, donor_n
 
 def test_a_request_for_exact_kv_computes_documents(world: World) -> None:
     tracked = world.managed.tracked(world.managed.request(DOCUMENT))
-    tracked.finder = exact = world.managed.side.methods.by_residence
+    exact = parts_of(world.managed.side).methods.by_residence
+    tracked.method = replace(tracked.method, finder=exact)
     world.compression.name(tracked, ["a"])
-    assert tracked.finder is exact
+    assert tracked.method.finder is exact
     assert not tracked.names_documents
 
 
 def test_audits_compare_nothing_with_kept_tokens_as_a_text(world: World) -> None:
     """Neither of requests that compress, nor of those that name what is compressed."""
-    side, drawn = world.managed.side, []
-    side._audits = Mock(draws=lambda *args: drawn.append(args) or False)
+    audit, drawn = world.managed.side.parts.features.audit, []
+    audit.audits = Mock(draws=lambda *args: drawn.append(args) or False)
     named = world.managed.tracked(world.managed.request(DOCUMENT))
     world.compression.name(named, ["a"])
     ordered = world.ordered([*DOCUMENT, *DOCUMENT, 1], score=[0, 3 * SIZE, 4])
     plain = world.managed.tracked(world.managed.request(DOCUMENT))
-    request: Any = SimpleNamespace(use_structured_output=False, num_prompt_tokens=9, mm_features=[])
     for tracked in (named, ordered, plain):
-        tracked.report, plan = Mock(), Mock()
-        side._audit(tracked, plan, request)
+        tracked.report, tracked.plan = Mock(), Mock(num_reused=3)
+        request: Any = SimpleNamespace(
+            request_id=tracked.request_id,
+            use_structured_output=False,
+            num_prompt_tokens=9,
+            mm_features=[],
+        )
+        audit.allocated(Admitted(request, tracked, Mock(), [], [], True))
     assert len(drawn) == 1, "the plain one"
 
 
@@ -230,4 +253,4 @@ def test_a_document_that_is_cold_may_be_anywhere(world: World) -> None:
     tracked = world.managed.tracked(world.managed.request(DOCUMENT))
     world.compression.name(tracked, ["a"])
     assert tracked.exact_stop == 0
-    assert tracked.max_drift == math.inf
+    assert tracked.method.max_drift == math.inf

@@ -21,10 +21,12 @@ from tests.test_kv_group import FULL, kv_cache
 from tests.test_supported import Changed
 from tests.test_worker import PLANS, Backlog, report
 from vllm_segreuse import kv_transfer_config
-from vllm_segreuse.audit.recorder import Sampled
+from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
+from vllm_segreuse.features.audit.worker import AuditRecording
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.plan import (
+    AuditDone,
     AuditOrders,
     AuditResult,
     ModelLayers,
@@ -182,18 +184,13 @@ def test_the_block_table_is_that_of_the_one_group(subject: SegReuseConnector, ha
 
 
 def test_a_step_takes_its_plans_along(subject: SegReuseConnector, half: Half) -> None:
-    orders = AuditOrders(forget=["request"])
-    half.answers = {
-        "take_plans": ["plan"],
-        "take_called_back": ["gone"],
-        "take_audit_orders": orders,
-        "take_tier_orders": STORES,
-    }
-    metadata: Any = SegReuseMetadata(["plan"], ["gone"], orders, STORES)  # type: ignore[list-item]
-    scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=1)
-    assert subject.build_connector_meta(scheduled) == metadata
-    asked = [name for name, *_ in half.asked]
-    assert asked.index("take_plans") < asked.index("take_tier_orders"), "it is told what they read"
+    messages = {"audit": AuditOrders(forget=["request"]), "tier": STORES}
+    half.answers = {"take_step": (["plan"], ["gone"], messages)}
+    metadata: Any = SegReuseMetadata(["plan"], ["gone"], messages)  # type: ignore[list-item]
+    for tokens in (1, 0):
+        scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=tokens)
+        assert subject.build_connector_meta(scheduled) == metadata
+        assert half.asked[-1] == ("take_step", tokens > 0)
 
 
 @pytest.mark.parametrize("saved", [0, 40])
@@ -325,7 +322,9 @@ CONTEXT: Any = object()
 
 def step(worker: SegReuseConnector, ended: set[str] | None = None, **metadata: Any) -> Any:
     """What a runner does in a step; returns who is done."""
-    worker.bind_connector_metadata(SegReuseMetadata(**metadata))
+    sent = SegReuseMetadata(**metadata)
+    worker.handle_preemptions(sent)
+    worker.bind_connector_metadata(sent)
     worker.start_load_kv(CONTEXT, scheduler_output=None, request_ids=[])
     done = worker.get_finished(ended or set())
     worker.clear_connector_metadata()
@@ -384,19 +383,24 @@ def test_step_without_reuse_does_next_to_nothing(
 
 def test_audits_are_recorded_from_the_begin_of_the_step(worker: SegReuseConnector) -> None:
     """With vLLM's second runner loads may start after the step has sampled."""
-    orders = AuditOrders({"audited": Recording(2, 1)})
-    worker.bind_connector_metadata(SegReuseMetadata(audits=orders))
-    recorder = worker.worker_side.recorder
+    sent = SegReuseMetadata(messages={"audit": AuditOrders({"audited": Recording(2, 1)})})
+    worker.handle_preemptions(sent)
+    worker.bind_connector_metadata(sent)
+    (audit,) = worker.worker_side.features
+    assert isinstance(audit, AuditRecording)
+    recorder = audit.recorder
     recorder.see([Sampled("audited", 0, 2)], torch.zeros(1, 4))
     worker.start_load_kv(CONTEXT)
     worker.get_finished(set())
     worker.clear_connector_metadata()
     compare = AuditOrders(compare={"reference": Reference("audited", 2, (1,))})
-    step(worker, audits=compare)
+    step(worker, messages={"audit": compare})
     assert worker.build_connector_worker_meta() is None
     recorder.see([Sampled("reference", 0, 2)], torch.zeros(1, 4))
     reported = worker.build_connector_worker_meta()
-    assert reported == SegReuseWorkerMetadata({}, {"reference": AuditResult(0.0, 1, 1)})
+    done = AuditDone({"reference": AuditResult(0.0, 1, 1)})
+    assert reported == SegReuseWorkerMetadata({}, {"audit": done})
+    assert reported.aggregate(reported) == reported, "ranks agree"
     assert worker.build_connector_worker_meta() is None
 
 
@@ -404,17 +408,19 @@ def test_orders_of_the_second_tier_are_carried_out_first_and_reports_of_ranks_su
     worker: SegReuseConnector, backlog: Hidden, monkeypatch: Patch
 ) -> None:
     side = worker.worker_side
-    monkeypatch.setattr(side, "begin_step", lambda orders: backlog.log.append(("store", orders)))
+    monkeypatch.setattr(
+        side, "begin_step", lambda sent: backlog.log.append(("store", sent.get("tier")))
+    )
     done = TierDone(Counter({1: 1}))
-    monkeypatch.setattr(side, "end_step", lambda: done)
-    worker.handle_preemptions(SegReuseMetadata(tier=STORES))
+    monkeypatch.setattr(side, "end_step", lambda: {"tier": done})
+    worker.handle_preemptions(SegReuseMetadata(messages={"tier": STORES}))
     worker.handle_preemptions(SegReuseMetadata())
     assert backlog.log == [("store", STORES), ("store", None)]
     reported = worker.build_connector_worker_meta()
-    assert reported == SegReuseWorkerMetadata(tier=done)
-    other = SegReuseWorkerMetadata(tier=TierDone(Counter({1: 1, 2: 1}), {2}))
+    assert reported == SegReuseWorkerMetadata(messages={"tier": done})
+    other = SegReuseWorkerMetadata(messages={"tier": TierDone(Counter({1: 1, 2: 1}), {2})})
     summed = TierDone(Counter({1: 2, 2: 1}), {2})
-    assert reported.aggregate(other) == SegReuseWorkerMetadata(tier=summed)
+    assert reported.aggregate(other) == SegReuseWorkerMetadata(messages={"tier": summed})
 
 
 def test_the_end_of_the_engine_reaches_both_halves(
@@ -490,7 +496,7 @@ def test_both_runners_carry_a_step_through(
     backlog.done = {"spread": report(outcomes={"spread": 4})}
     backlog.report = report(outcomes={"now": 2})
     output: Any = SimpleNamespace(
-        kv_connector_metadata=SegReuseMetadata(plans=PLANS, tier=STORES),
+        kv_connector_metadata=SegReuseMetadata(plans=PLANS, messages={"tier": STORES}),
         has_sync_kv_loads=at_once,
         finished_req_ids={"ended"},
     )

@@ -9,10 +9,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from tests.parts import parts_of
 from tests.test_scheduler import World as Scheduled
 from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.cache.tracked import Method, TrackedRequest
 from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.isolated import IsolatedRequests, private_keys
@@ -168,7 +169,7 @@ def name(world: World, *names: str, prompt: list[int] = ANCHORED) -> TrackedRequ
     no_contexts = np.zeros((0, 2), np.uint64)
     searched = Prompt(3, np.array(prompt, np.int32), contexts=lambda blocks: no_contexts)
     unused: Any = None
-    tracked: Any = TrackedRequest("mine", searched, unused, 1, unused)
+    tracked: Any = TrackedRequest("mine", searched, Method("link", unused, unused))
     world.requests.name(tracked, request, names)
     tracked.request = request
     return tracked  # type: ignore[no-any-return]
@@ -185,9 +186,9 @@ def test_documents_that_are_named_are_those_of_their_entries() -> None:
     assert world.requests.compressed
     tracked: Any = name(world, "a", "b")
     assert not world.requests.waits(tracked.request, 0, None)
-    found = tracked.finder.find(tracked.prompt, 0, 9)
+    found = tracked.method.finder.find(tracked.prompt, 0, 9)
     assert found.pieces.rows() == [[2, 4, 5, 0, 0], [6, 3, 6, 0, 0]]
-    assert tracked.finder.is_exact
+    assert tracked.method.finder.is_exact
     assert tracked.exact_stop == 2, "anchors of all documents look alike"
     assert world.requests.take_failed() == []
 
@@ -219,7 +220,7 @@ def test_a_named_document_of_another_namespace_is_not_there() -> None:
 def admitted(world: Scheduled, request: Request) -> ReusePlan:
     """A request's documents are computed, and it is admitted."""
     while world.match(request, 0) is None:
-        for alone in world.side.take_documents():
+        for alone in parts_of(world.side).isolated.cold.take():
             world.ends_with = RequestStatus.FINISHED_LENGTH_CAPPED
             world.side.add(alone)
             world.run(alone)
@@ -236,7 +237,7 @@ def test_every_plan_of_a_request_is_checked() -> None:
 
     def report(plan: ReusePlan, computed: int) -> None:
         outcomes = {request.request_id: PlanOutcome(computed)}
-        world.side.note_outcomes(outcomes, {request.request_id: request})
+        world.side.reported({}, outcomes, {request.request_id: request})
 
     first = admitted(world, request)
     report(first, int(first.recipe.always.sum()))

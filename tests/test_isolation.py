@@ -171,7 +171,7 @@ class Cache:
         assert allocated is not None
         table = self._manager.get_block_ids(request.request_id)[0]
         self._side.allocated(request, table)
-        self._side.take_plans()
+        self._side.take_step(True)
         if spread:
             self._go_on(request, hit + supplied)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -190,7 +190,7 @@ class Cache:
         new = request.num_tokens - request.num_computed_tokens
         assert self._manager.allocate_slots(request, new) is not None
         self._side.allocated(request, self._manager.get_block_ids(request.request_id)[0])
-        self._side.take_plans()
+        self._side.take_step(True)
 
     def _request(self, who: Who, tokens: list[int], policy: str, freeze: bool) -> Request:
         place = PlaceholderRange(offset=0, length=SIZE)

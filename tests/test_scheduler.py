@@ -19,6 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
+from tests.parts import parts_of
 from vllm_segreuse.arrival import MAX_ADAPTERS, namespace_of
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.documents.layout import Layout
@@ -28,6 +29,7 @@ from vllm_segreuse.plan import (
     ALL_LAYERS,
     NO_HALO,
     AcceptanceOutcome,
+    AuditOrders,
     AuditResult,
     CopyOrder,
     FreezeOrder,
@@ -83,10 +85,14 @@ class World:
         group = KvGroup(0, {"layer": None}, SIZE)
         given, self.stats = SegReuseConfig(**options), SegReuseStats()
         self.side = SchedulerSide(config, given, manager, self.stats, group, region, layout)
-        self.index, self.frozen = self.side._index, self.side._freezing.entries
+        self.index, self.frozen = (
+            parts_of(self.side).index,
+            parts_of(self.side).entries,
+        )
         self.ends_with: RequestStatus | None = None
         self.answer: dict[str, Any] | None = None
         self.plans: list[ReusePlan] = []  # of the last step that was run
+        self.audit_orders: AuditOrders | None = None  # likewise
 
     def add(self, tokens: list[int], options: Any = OPTIONS, **fields: Any) -> Request:
         """A request arrives."""
@@ -118,7 +124,8 @@ class World:
         blocks = self.pool.get_new_blocks(full + 1)
         self.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
         self.side.allocated(request, [b.block_id for b in blocks])
-        self.plans = self.side.take_plans()
+        step = self.side.take_step(True)
+        self.plans, self.audit_orders = step.plans, step.messages.get("audit")
         if self.ends_with is not None:
             request.status = self.ends_with
             self.answer = self.side.finished(request, [b.block_id for b in blocks])
@@ -144,13 +151,13 @@ def test_thousands_of_names_reuse_a_prompt_that_they_all_begin_with() -> None:
     world.pool.cache_full_blocks(first, blocks, 0, 8, SIZE, 0)
     shared = [block.block_id for block in blocks]
     world.side.allocated(first, shared)
-    world.side.take_plans()
+    world.side.take_step(True)
 
     def ask(tokens: list[int], key: str, hit: int = 0) -> dict[str, Any]:
         request = world.add(tokens, {**OPTIONS, "extra_keys": key, "segreuse_explain": not hit})
         world.match(request, hit * SIZE)
         world.side.allocated(request, shared[:hit])
-        world.side.take_plans()
+        world.side.take_step(True)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         report = world.side.finished(request, [])
         assert report is not None
@@ -181,7 +188,7 @@ def test_a_step_computes_no_more_than_it_may(most: int, admitted: list[int]) -> 
     # Each computes its first two tokens; vLLM itself computes the last.
     waiting = [world.add([first, 6, *DOCUMENT[1:], 8]) for first in (1, 2, 3)]
     assert [world.match(request, 0) for request in waiting] == admitted
-    assert (0 in admitted) == world.side._planner.admission_closed
+    assert (0 in admitted) == parts_of(world.side).planner.admission_closed
 
 
 def test_a_step_of_ours_computes_no_more_than_one_of_vllms() -> None:
@@ -189,6 +196,21 @@ def test_a_step_of_ours_computes_no_more_than_one_of_vllms() -> None:
     world.run(world.add(DOCUMENT))
     prompts = ([*range(1000 * i, 1000 * i + 51), *DOCUMENT, 8] for i in (1, 2))
     assert [world.match(world.add(prompt), 0) for prompt in prompts] == [83, 0]
+
+
+def next_reference(world: World) -> Request | None:
+    """What an idle engine is to compute."""
+    return next(iter(world.side.take_requests(0, 0, False)), None)
+
+
+def audit_orders(world: World) -> AuditOrders | None:
+    """What the workers are told since this was last asked, or the last request has run."""
+    before, world.audit_orders = world.audit_orders or AuditOrders(), None
+    now = world.side.take_step(True).messages.get("audit") or AuditOrders()
+    found = AuditOrders(
+        before.record | now.record, before.compare | now.compare, before.forget + now.forget
+    )
+    return found or None
 
 
 def image(identifier: str) -> dict[str, Any]:
@@ -298,10 +320,10 @@ def test_09_an_adapter_that_was_replaced_is_another(monkeypatch: pytest.MonkeyPa
 def test_10_a_namespace_ends_with_its_last_request_and_block() -> None:
     world = cached_document()
     world.side.finished(world.add(PROMPT, OPTIONS | {"extra_keys": "nobody else's"}), [])
-    assert len(world.side._namespaces) == 1
+    assert len(parts_of(world.side).namespaces) == 1
     fill_pool(world)
     world.side.finished(world.add(PROMPT), [])
-    assert len(world.side._namespaces) == 0
+    assert len(parts_of(world.side).namespaces) == 0
 
 
 def test_an_engine_may_start_switched_off() -> None:
@@ -408,7 +430,7 @@ def test_what_the_workers_chose_is_explained_once_they_have_reported() -> None:
             [plan] = world.plans
             assert plan.explains
             outcome = PlanOutcome(5, positions=positions)
-            world.side.note_outcomes({request.request_id: outcome}, {request.request_id: request})
+            world.side.reported({}, {request.request_id: outcome}, {request.request_id: request})
         assert recomputed(world, request) == [expected]
 
 
@@ -449,7 +471,7 @@ def test_only_the_latest_adapters_are_looked_at() -> None:
     for i in range(MAX_ADAPTERS + 1):
         world.add([1], lora_request=LoRARequest(f"adapter {i}", i + 1, "/adapters"))
     request = world.add([1], lora_request=LoRARequest("adapter 1", 2, "/adapters"))
-    others = world.side._adapters.others(request, ("tests",))
+    others = world.side.parts.features.explain.adapters.others(request, ("tests",))
     assert len(others) == len(set(others)) == MAX_ADAPTERS - 1
     assert namespace_of(request, ("tests",)) not in others
 
@@ -510,7 +532,7 @@ def test_a_block_named_by_the_output_of_a_step_keeps_its_name() -> None:
     request = world.add(DOCUMENT)
     world.match(request, 0)
     blocks = world.pool.get_new_blocks(8)
-    world.side.take_plans()
+    world.side.take_step(True)
     request.num_computed_tokens = len(DOCUMENT)
     world.pool.cache_full_blocks(request, blocks, 0, 8, SIZE, 0)
     world.pool.free_blocks(reversed(blocks))
@@ -533,7 +555,7 @@ def test_pinned_donors_are_not_handed_out() -> None:
     assert world.match(request, 0)
     room = world.pool.get_num_free_blocks()
     assert donors.isdisjoint(b.block_id for b in world.pool.get_new_blocks(room))
-    world.side.take_plans()
+    world.side.take_step(True)
     assert world.pool.get_num_free_blocks() == len(donors)
 
 
@@ -545,12 +567,12 @@ def test_20_a_request_may_end_at_any_point() -> None:
         if steps > 0:
             world.match(request, 0)
         if steps > 1:
-            world.side.take_plans()
+            world.side.take_step(True)
         assert world.side.finished(request, []) is None
         assert world.side.finished(request, []) is None
         assert world.pool.get_num_free_blocks() == free
-        world.side.take_plans()
-    assert not world.side._planner._requests
+        world.side.take_step(True)
+    assert not parts_of(world.side).planner._requests
 
 
 @pytest.mark.parametrize(
@@ -566,7 +588,7 @@ def test_what_would_hold_others_up_is_spread_over_steps(
     world.tables["runs"] = others
     prompt = [7, 6, *DOCUMENT, 8]
     assert world.side.match(world.add(prompt), 0) == (len(prompt) - 1, spread)
-    world.side.take_plans()
+    world.side.take_step(True)
     # A choice by attention asks the last token, too: it needs its slot before vLLM computes it.
     chooses = OPTIONS | {"segreuse_policy": "sparsex", "segreuse_overflow_tokens": 0}
     request = world.add(prompt, chooses | {"segreuse_recompute_ratio": 0.5})
@@ -581,7 +603,7 @@ def test_a_pass_larger_than_a_wave_is_spread_however_little_work_it_is() -> None
     for new, spread in ((100, False), (101, True)):  # a wave has 100
         request = world.add([*range(1000, 1000 + new), *DOCUMENT, 8])
         assert world.side.match(request, 0) == (new + 32, spread)
-        world.side.take_plans()
+        world.side.take_step(True)
 
 
 def test_a_plan_with_an_adapter_is_carried_out_in_the_step_that_has_it_loaded() -> None:
@@ -603,13 +625,13 @@ def test_a_spread_plan_leaves_the_step_to_others_and_no_pin_behind() -> None:
         blocks = world.pool.get_new_blocks(9)
         world.side.allocated(request, [b.block_id for b in blocks])
         world.pool.free_blocks(blocks)
-    plans = world.side.take_plans()
+    plans = world.side.take_step(True).plans
     assert [plan.spread for plan in plans] == [True] * 3
     assert world.pool.get_num_free_blocks() == world.pool.num_gpu_blocks - 1
     # Set aside until the plan is done, it is told of again when it runs.
     request.num_computed_tokens = len(PROMPT)
     world.side.allocated(request, [b.block_id for b in blocks])
-    assert world.side.take_plans() == []
+    assert world.side.take_step(True).plans == []
     assert world.report(request)["reused_tokens"] == len(DOCUMENT)
 
 
@@ -619,8 +641,8 @@ def test_26_workers_are_told_once_of_what_was_called_back() -> None:
     request = world.add(PROMPT)
     world.run(request)
     world.side.call_back(request)
-    assert world.side.take_called_back() == [request.request_id]
-    assert world.side.take_called_back() == []
+    assert world.side.take_step(True).called_back == [request.request_id]
+    assert world.side.take_step(True).called_back == []
     assert world.match(request, 0) == 0, "it starts anew, without reuse"
     assert world.side.saved_tokens(request) == 0
 
@@ -688,7 +710,7 @@ def test_later_turns_that_would_find_the_prompt_are_weighed(
     policy: str, more: dict[str, Any], later: float, weighs: bool, reused: bool
 ) -> None:
     world = cached_document()
-    world.side.methods.turns = Seen(later)  # type: ignore[assignment]
+    parts_of(world.side).methods.turns = Seen(later)  # type: ignore[assignment]
     options = {"segreuse_policy": policy, "segreuse_weigh_turns": weighs}
     request = world.add(PROMPT, OPTIONS | options | more)
     assert bool(world.run(request)) is reused
@@ -697,7 +719,7 @@ def test_later_turns_that_would_find_the_prompt_are_weighed(
 
 def test_prompts_are_counted_of_those_who_weigh_turns() -> None:
     world = cached_document()
-    seen = world.side.methods.turns = Seen(0.0)  # type: ignore[assignment]
+    seen = parts_of(world.side).methods.turns = Seen(0.0)  # type: ignore[assignment]
     world.run(world.add(PROMPT))
     assert seen.prompts == []
     weighing = OPTIONS | {"segreuse_weigh_turns": True}
@@ -719,10 +741,10 @@ def test_a_named_document_is_reused_however_much_work_that_is() -> None:
     reused = np.isin(np.arange(152), np.arange(60, 92))
     segments = Segments(*(np.array([value]) for value in (60, 0, False)))
     for options, is_taken in ((wanted, False), (wanted | {"segreuse_documents": ["a"]}, True)):
-        tracked = world.side._planner.get(world.add(PROMPT, options).request_id)
+        tracked = parts_of(world.side).planner.get(world.add(PROMPT, options).request_id)
         assert tracked is not None
-        assert (tracked.make_recipe(reused, segments) is not None) is is_taken
-        assert (tracked.work is None) is is_taken, "and nothing of it is left out"
+        assert (tracked.method.make_recipe(reused, segments) is not None) is is_taken
+        assert (tracked.method.work is None) is is_taken, "and nothing of it is left out"
 
 
 def test_blocks_of_what_was_not_worth_it_are_exact() -> None:
@@ -742,13 +764,13 @@ def test_what_workers_tell_is_in_the_report_once() -> None:
     world = cached_document()
     request = focused(world)
     # The first token and the last are new, and three of the document were chosen.
-    world.side.note_outcomes({request.request_id: PlanOutcome(5)}, {request.request_id: request})
+    world.side.reported({}, {request.request_id: PlanOutcome(5)}, {request.request_id: request})
     first = world.report(request)
     assert first["recomputed_tokens"] == 3
     told_twice = focused(world)
     for number in (5, 20):  # of the first admission's plan, and of that after a preemption
         outcomes = {told_twice.request_id: PlanOutcome(number)}
-        world.side.note_outcomes(outcomes, {told_twice.request_id: told_twice})
+        world.side.reported({}, outcomes, {told_twice.request_id: told_twice})
     assert world.report(told_twice) == first
     # The first token, the last and three more at four layers; the question, which is the first
     # and the last, at three before that; and the last at all layers, by vLLM itself.
@@ -760,7 +782,7 @@ def test_a_plan_that_reports_nothing_is_reported_where_it_was_computed_in_full()
     world = cached_document()
     request = world.add(PROMPT, OPTIONS | {"segreuse_policy": "epic"})
     world.run(request)
-    tracked = world.side._planner.get(request.request_id)
+    tracked = parts_of(world.side).planner.get(request.request_id)
     assert tracked is not None
     plan = tracked.plan
     assert plan is not None
@@ -770,10 +792,10 @@ def test_a_plan_that_reports_nothing_is_reported_where_it_was_computed_in_full()
     assert 0 < before.recomputed_tokens < before.reused_tokens
     outcomes = {request.request_id: PlanOutcome(plan.num_written)}
     tracked.plan = None
-    world.side.note_outcomes(outcomes, {request.request_id: request})
+    world.side.reported({}, outcomes, {request.request_id: request})
     assert tracked.report == before, "it is of another plan, after a preemption"
     tracked.plan = plan
-    world.side.note_outcomes(outcomes, {request.request_id: request})
+    world.side.reported({}, outcomes, {request.request_id: request})
     after = world.report(request)
     assert after["recomputed_tokens"] == before.reused_tokens
     assert after["computed_share"] == 1
@@ -786,7 +808,7 @@ def test_work_is_counted_by_the_layers_that_the_workers_found() -> None:
     world.side.take_layers(ModelLayers(4, scored=(1,)))
     request = focused(world)
     outcomes = {request.request_id: PlanOutcome(5)}
-    world.side.note_outcomes(outcomes, {request.request_id: request})
+    world.side.reported({}, outcomes, {request.request_id: request})
     computed = 4 * (1 + 1 + 3) + 2 * 2 + 4
     share = world.report(request)["computed_share"]
     assert share == pytest.approx(computed / (4 * 34), abs=1e-4)
@@ -799,7 +821,7 @@ def test_drift_is_reported_and_that_everything_was_computed_because_of_it() -> N
         near.request_id: PlanOutcome(5, drift=2.50004),
         far.request_id: PlanOutcome(5, drift=7.0, in_full=True),
     }
-    world.side.note_outcomes(outcomes, {request.request_id: request for request in (near, far)})
+    world.side.reported({}, outcomes, {request.request_id: request for request in (near, far)})
     assert world.stats.data["drift"] == [2.50004, 7.0]
     assert world.stats.data["in_full"] == 1
     assert far.prefill_stats is not None
@@ -821,7 +843,7 @@ def test_a_plan_carries_its_requests_bound_on_drift() -> None:
     for bound, carried in ((None, math.inf), (2.5, 2.5), (0, 0)):
         request = world.add(PROMPT, options | {"segreuse_max_drift": bound})
         assert world.match(request, 0)
-        plan = world.side._planner.get(request.request_id).plan
+        plan = parts_of(world.side).planner.get(request.request_id).plan
         assert plan.max_drift == carried
 
 
@@ -895,7 +917,7 @@ def test_policies_that_find_the_same_are_known() -> None:
     def alike(one: str, other: str, **options: Any) -> bool:
         world = World(similarity=SIMILARITY | options)
         both = [RequestOptions(policy=policy, similarity=True) for policy in (one, other)]
-        return world.side.methods.finds_alike(*both)
+        return parts_of(world.side).methods.finds_alike(*both)
 
     assert alike("shift", "focus")
     assert not alike("exact", "focus")
@@ -903,8 +925,8 @@ def test_policies_that_find_the_same_are_known() -> None:
     assert alike("shift", "epic", w_exact={1: 2})
     assert alike("focus", "sparsex", w_exact={1: 2})
     once = RequestOptions(recompute_once=True)
-    assert not World().side.methods.finds_alike(once, RequestOptions())
-    assert World().side.methods.finds_alike(once, once)
+    assert not parts_of(World().side).methods.finds_alike(once, RequestOptions())
+    assert parts_of(World().side).methods.finds_alike(once, once)
 
 
 def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
@@ -912,7 +934,7 @@ def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
     world.run(world.add(DOCUMENT))
     wanted = OPTIONS | {"segreuse_policy": "shift"}
     earlier = world.add([7, *CHANGED, 8], wanted)
-    world.side.methods.set_similarity({"halo_tokens": 3, "w_exact": None})
+    parts_of(world.side).methods.set_similarity({"halo_tokens": 3, "w_exact": None})
     later = world.add([9, *CHANGED, 8], wanted)
     world.run(earlier)
     [first] = world.plans
@@ -922,9 +944,10 @@ def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
     assert not first.recipe.always[2:5].any()
     assert set(second.pieces.layers.tolist()) == {ALL_LAYERS}
     assert second.recipe.always[2:5].all(), "the halo of the first segment"
-    world.side.methods.set_similarity({})
+    parts_of(world.side).methods.set_similarity({})
     assert (
-        world.side.methods.finder(RequestOptions(policy="shift", similarity=True)).halo == NO_HALO
+        parts_of(world.side).methods.finder(RequestOptions(policy="shift", similarity=True)).halo
+        == NO_HALO
     )
 
 
@@ -941,12 +964,12 @@ def test_options_that_the_server_cannot_search_by_are_refused(
     options: dict[str, Any], said: str
 ) -> None:
     world = World(similarity=SIMILARITY | {"w_exact": {1: 0}})
-    before = world.side.methods.by_similarity
+    before = parts_of(world.side).methods.by_similarity
     with pytest.raises(ValueError, match=said):
-        world.side.methods.set_similarity(options)
-    assert world.side.methods.by_similarity is before
+        parts_of(world.side).methods.set_similarity(options)
+    assert parts_of(world.side).methods.by_similarity is before
     with pytest.raises(ValueError, match="the server has no option `similarity`"):
-        World().side.methods.set_similarity({})
+        parts_of(World().side).methods.set_similarity({})
 
 
 def test_runs_that_are_no_longer_than_the_halo_are_not_reused() -> None:
@@ -967,7 +990,7 @@ def test_the_test_of_similar_segments_is_reported_and_counted() -> None:
     computed = int(plan.recipe.always.sum())
     drifts = (0.12345, 0.6, math.nan, 0.5)
     outcome = PlanOutcome(computed, positions=(0, 1), acceptance=AcceptanceOutcome(drifts, 6, 17))
-    world.side.note_outcomes({request.request_id: outcome}, {request.request_id: request})
+    world.side.reported({}, {request.request_id: outcome}, {request.request_id: request})
     report = world.report(request)
     assert (report["accepted_segments"], report["rejected_segments"]) == (2, 2)
     assert (report["rejected_tokens"], report["recomputed_tokens"]) == (6, 4 * 3 + 6)
@@ -996,7 +1019,7 @@ def test_where_everything_is_computed_nothing_is_tested() -> None:
     world, request = similar("shift", halo_tokens=3, max_boundary_drift=0.5)
     [plan] = world.plans
     outcome = PlanOutcome(plan.num_written)  # it met NaN
-    world.side.note_outcomes({request.request_id: outcome}, {request.request_id: request})
+    world.side.reported({}, {request.request_id: outcome}, {request.request_id: request})
     report = world.report(request)
     assert (report["accepted_segments"], report["rejected_segments"]) == (0, 0)
     assert report["recomputed_tokens"] == report["reused_tokens"]
@@ -1022,7 +1045,7 @@ def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.Monk
         return whole(*args)
 
     monkeypatch.setattr(ReusePlan, "computed_share", failing_once)
-    world.side.note_outcomes(dict.fromkeys(requests, PlanOutcome(5)), requests)
+    world.side.reported({}, dict.fromkeys(requests, PlanOutcome(5)), requests)
     assert world.report(sound)["recomputed_tokens"] == 3
     assert world.report(broken)["reused_tokens"] == len(DOCUMENT)
 
@@ -1035,7 +1058,7 @@ def test_a_full_step_closes_the_pool_until_it_ends() -> None:
     assert world.pool.get_num_free_blocks() > 0
     assert world.match(world.add(PROMPT), 0) == 0
     assert world.pool.get_num_free_blocks() == 0
-    world.side.take_plans()
+    world.side.take_step(True)
     assert world.pool.get_num_free_blocks() == world.pool.num_gpu_blocks - 1
 
 
@@ -1130,20 +1153,20 @@ def test_a_frozen_document_survives_what_evicts_the_rest() -> None:
     assert world.run(request) == len(PROMPT) - 1
     assert world.report(request)["reused_tokens"] == len(DOCUMENT)
     # 37 tokens are 10 blocks, of which one is context only.
-    assert world.side.frozen()["warm"] == {"doc": [9, 0]}
+    assert world.side.call("frozen")["warm"] == {"doc": [9, 0]}
 
 
 def test_the_share_that_is_frozen_is_counted_when_it_changes() -> None:
     world = World()
     for _ in range(2):
-        world.side.take_plans()
+        world.side.take_step(True)
     assert world.stats.data["frozen"] == []
     ingest(world)
     for _ in range(2):
-        world.side.take_plans()
+        world.side.take_step(True)
     assert world.stats.data["frozen"] == [9 / world.frozen.num_blocks]
-    world.side.unfreeze(["doc"])
-    world.side.take_plans()
+    world.side.call("unfreeze", ["doc"])
+    world.side.take_step(True)
     assert world.stats.data["frozen"][1:] == [0]
 
 
@@ -1152,8 +1175,8 @@ def test_uses_count_requests_that_reuse_it() -> None:
     ingest(world)
     for _ in range(3):
         world.run(world.add(PROMPT))
-    assert world.side.frozen()["uses"]["doc"][0] == 3
-    assert world.side.frozen()["uses"] == {}, "uses are told once"
+    assert world.side.call("frozen")["uses"]["doc"][0] == 3
+    assert world.side.call("frozen")["uses"] == {}, "uses are told once"
 
 
 def test_what_a_document_is_computed_behind_is_no_donor() -> None:
@@ -1176,7 +1199,7 @@ def test_ingest_reuses_nothing_of_other_prompts() -> None:
 def test_20_what_was_aborted_is_not_frozen(status: RequestStatus) -> None:
     world = World()
     assert ingest(world, ends_with=status)["frozen"] is False
-    assert world.side.frozen()["warm"] == {}
+    assert world.side.call("frozen")["warm"] == {}
     assert world.pool.get_num_free_blocks() == 63
 
 
@@ -1192,23 +1215,23 @@ def test_20_what_was_preempted_as_it_ended_is_not_frozen() -> None:
         assert world.match(request, 0) == 8
         blocks = world.pool.get_new_blocks(3)
         world.side.allocated(request, ids := [block.block_id for block in blocks])
-        world.side.take_plans()
+        world.side.take_step(True)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         report = world.side.finished(request, ids if holds_its_blocks else [])
         assert report is not None
         assert report["frozen"] is holds_its_blocks
-        assert ("doc" in world.side.frozen()["warm"]) is holds_its_blocks
+        assert ("doc" in world.side.call("frozen")["warm"]) is holds_its_blocks
         world.frozen.check_integrity()
 
 
 def test_24_the_longest_request_always_fits_beside_frozen_blocks() -> None:
     world = World()
-    limit = world.side.frozen()["limit"]
+    limit = world.side.call("frozen")["limit"]
     assert limit == 31, "half of 63 blocks"
     for i in range(4):
         ingest(world, [*range(1000 * i, 1000 * i + 32)], f"doc {i}")
-    assert world.side.frozen()["frozen"] <= limit
-    assert len(world.side.frozen()["warm"]) == 3
+    assert world.side.call("frozen")["frozen"] <= limit
+    assert len(world.side.call("frozen")["warm"]) == 3
     assert world.pool.get_num_free_blocks() >= 64 // SIZE
 
 
@@ -1224,7 +1247,7 @@ def test_24_the_longest_request_always_fits_beside_frozen_blocks() -> None:
 def test_24_no_share_is_so_large_that_the_longest_request_would_not_fit(
     options: dict[str, Any], limit: int
 ) -> None:
-    assert World(frozen_share=1.0, **options).side.frozen()["limit"] == limit
+    assert World(frozen_share=1.0, **options).side.call("frozen")["limit"] == limit
 
 
 def test_uses_do_not_count_the_parts_of_a_document_itself() -> None:
@@ -1235,14 +1258,14 @@ def test_uses_do_not_count_the_parts_of_a_document_itself() -> None:
         request = world.add([*CONTEXT, *DOCUMENT], OPTIONS | {"segreuse_freeze": freeze})
         world.match(request, 9 * SIZE)
         world.side.allocated(request, blocks)
-        assert world.side.frozen()["uses"].keys() == set(uses)
+        assert world.side.call("frozen")["uses"].keys() == set(uses)
 
 
 def test_26_a_reset_lets_frozen_documents_go() -> None:
     world = World()
     ingest(world)
     assert world.pool.reset_prefix_cache()
-    assert world.side.frozen()["warm"] == {}
+    assert world.side.call("frozen")["warm"] == {}
     assert not len(world.index)
     assert world.pool.get_num_free_blocks() == 63
     assert ingest(world)["frozen"] is True, "it is warm again with one call"
@@ -1253,7 +1276,7 @@ def test_26_a_reset_that_cannot_be_leaves_them_frozen() -> None:
     ingest(world)
     held = world.pool.get_new_blocks(1)
     assert not world.pool.reset_prefix_cache()
-    assert list(world.side.frozen()["warm"]) == ["doc"]
+    assert list(world.side.call("frozen")["warm"]) == ["doc"]
     world.pool.free_blocks(held)
 
 
@@ -1261,9 +1284,9 @@ def test_23_frozen_blocks_go_when_a_request_needs_room() -> None:
     world = World()
     ingest(world)
     assert not world.pool.make_room(10), "only 9 are frozen: none is evicted for nothing"
-    assert world.side.frozen()["frozen"] == 9
+    assert world.side.call("frozen")["frozen"] == 9
     assert world.pool.make_room(9)
-    assert world.side.frozen()["frozen"] == 0
+    assert world.side.call("frozen")["frozen"] == 0
 
 
 def test_what_was_evicted_is_wanted_when_a_prompt_contains_it() -> None:
@@ -1272,9 +1295,9 @@ def test_what_was_evicted_is_wanted_when_a_prompt_contains_it() -> None:
     world.pool.make_room(9)
     fill_pool(world)
     world.run(world.add([7, 8, 9]))
-    assert world.side.frozen()["wanted"] == []
+    assert world.side.call("frozen")["wanted"] == []
     world.run(world.add(PROMPT))
-    assert world.side.frozen()["wanted"] == ["doc"]
+    assert world.side.call("frozen")["wanted"] == ["doc"]
 
 
 def test_a_frozen_block_that_vllm_invalidates_makes_its_document_cold() -> None:
@@ -1282,7 +1305,7 @@ def test_a_frozen_block_that_vllm_invalidates_makes_its_document_cold() -> None:
     ingest(world)
     frozen = next(iter(world.frozen._of_block))
     world.pool.evict_blocks({frozen})
-    assert world.side.frozen()["warm"] == {}
+    assert world.side.call("frozen")["warm"] == {}
     assert world.pool.get_num_free_blocks() == 63
     world.frozen.check_integrity()
 
@@ -1303,7 +1326,7 @@ def test_resident_blocks_behind_a_hole_are_reused_in_place() -> None:
     holes(world, first + 1, first + 4)
     request = world.add([*DOCUMENT, 8], EXACT)
     assert world.match(request, SIZE) == 28
-    tracked = world.side._planner.get(request.request_id)
+    tracked = parts_of(world.side).planner.get(request.request_id)
     assert tracked is not None
     assert tracked.plan is not None
     assert tracked.plan.donor_blocks == [first + i for i in (7, 6, 5, 3, 2)]
@@ -1363,7 +1386,7 @@ def test_22_blocks_named_in_this_step_are_not_resident() -> None:
     world.pool.cache_full_blocks(document, blocks, 0, 8, SIZE, 0)
     request = world.add([*DOCUMENT, 8], EXACT)
     assert world.pool.resident_blocks(request, 0, 8).tolist() == [-1] * 8
-    world.side.take_plans()
+    world.side.take_step(True)
     assert world.pool.resident_blocks(request, 0, 8).tolist() == [b.block_id for b in blocks]
 
 
@@ -1394,9 +1417,9 @@ def outcomes(world: World) -> list[Any]:
 
 def compare(world: World, kl: float) -> Request | None:
     """The next reference, once it has been compared."""
-    reference = world.side.next_reference(0, 0)
+    reference = next_reference(world)
     if reference is not None:
-        world.side.note_audits({reference.request_id: AuditResult(kl, 1, 2)})
+        parts_of(world.side).audits.compared({reference.request_id: AuditResult(kl, 1, 2)})
         reference.status = RequestStatus.FINISHED_LENGTH_CAPPED
         assert world.side.finished(reference, []) is None
     return reference
@@ -1405,12 +1428,12 @@ def compare(world: World, kl: float) -> Request | None:
 def test_a_request_that_reuses_is_audited() -> None:
     world = audited()
     request = answered(world, PROMPT, lora_request=LORA)
-    assert world.side.take_audit_orders() is None, "of another adapter: nothing is reused"
+    assert audit_orders(world) is None, "of another adapter: nothing is reused"
     request = answered(world, PROMPT)
-    orders = world.side.take_audit_orders()
+    orders = audit_orders(world)
     assert orders is not None
     assert orders.record == {request.request_id: Recording(len(PROMPT), 8)}
-    assert world.side.next_reference(0, 0) is None
+    assert next_reference(world) is None
     report = world.report(request)
     assert "fallback" not in report
     reference = compare(world, 0.5)
@@ -1418,24 +1441,24 @@ def test_a_request_that_reuses_is_audited() -> None:
     assert reference.prompt_token_ids == PROMPT
     assert reference.sampling_params is not None
     assert reference.sampling_params.max_tokens == 3
-    orders = world.side.take_audit_orders()
+    orders = audit_orders(world)
     assert orders is not None
     assert orders.compare[reference.request_id].answer == (41, 42)
     assert world.stats.data["compared"] == [["shift", "ours", 0.5, 1, 2]]
-    (recent,) = world.side.audits()["recent"]
+    (recent,) = world.side.call("audits")["recent"]
     assert recent["kl"] == 0.5
 
 
 def test_an_audit_says_what_was_found_planned_and_computed() -> None:
     world = audited()
     lines: list[Any] = []
-    world.side._audits._write = lambda audit, line: lines.append(line)
+    parts_of(world.side).audits._write = lambda audit, line: lines.append(line)
     options = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.5}
     request = answered(world, PROMPT, options)
     planned = world.plans[0].num_recomputed
     behind = world.plans[0].recipe.counts(0, 1).always
     outcome = PlanOutcome(behind + 1, drift=9.0, in_full=False)
-    world.side.note_outcomes({request.request_id: outcome}, {request.request_id: request})
+    world.side.reported({}, {request.request_id: outcome}, {request.request_id: request})
     report = world.report(request)
     compare(world, 0.25)
     (line,) = lines
@@ -1462,7 +1485,7 @@ def test_what_does_not_reuse_is_not_audited() -> None:
         (PROMPT, OPTIONS | {"extra_keys": "others"}),
     ):
         world.side.finished(answered(world, tokens, options), [])
-    assert world.side.take_audit_orders() is None
+    assert audit_orders(world) is None
     assert outcomes(world) == []
 
 
@@ -1471,7 +1494,7 @@ def test_answers_of_a_grammar_are_not_audited() -> None:
     grammar = {"structured_outputs": StructuredOutputsParams(json='{"type": "string"}')}
     answered(world, PROMPT, sampling=grammar)
     assert world.plans
-    assert world.side.take_audit_orders() is None
+    assert audit_orders(world) is None
 
 
 def test_an_aborted_request_is_compared_by_the_tokens_that_it_had() -> None:
@@ -1483,7 +1506,7 @@ def test_an_aborted_request_is_compared_by_the_tokens_that_it_had() -> None:
     assert report is not None
     reference = compare(world, 0.5)
     assert reference is not None
-    orders = world.side.take_audit_orders()
+    orders = audit_orders(world)
     assert orders is not None
     assert orders.compare[reference.request_id].answer == (41, 42)
     assert outcomes(world) == [["shift", "ours", "compared"]]
@@ -1500,23 +1523,23 @@ def test_what_is_not_what_was_recorded_is_forgotten(how: str) -> None:
         world.side.call_back(request)
     world.side.finished(request, [])
     assert outcomes(world) == [["shift", "ours", "ended"]]
-    assert world.side.next_reference(0, 0) is None
+    assert next_reference(world) is None
 
 
 def test_a_reference_waits_for_room() -> None:
     world = audited()
     world.side.finished(answered(world, PROMPT), [])
     held = world.pool.get_new_blocks(world.pool.get_num_free_blocks() - 9)
-    assert world.side.next_reference(0, 0) is None, "34 tokens and 3 take ten blocks"
+    assert next_reference(world) is None, "34 tokens and 3 take ten blocks"
     world.pool.free_blocks(held[:1])
-    assert world.side.next_reference(0, 0) is not None
+    assert next_reference(world) is not None
 
 
 def test_a_reset_forgets_audits() -> None:
     world = audited()
     world.side.finished(answered(world, PROMPT), [])
-    assert world.side.reset_audits() is None
-    assert world.side.next_reference(0, 0) is None
+    assert parts_of(world.side).audits.reset() is None
+    assert next_reference(world) is None
 
 
 DRIFTS = {"max_kl": 0.1, "min_audits": 1, "on_drift": "fallback"}
@@ -1536,7 +1559,7 @@ def test_requests_of_a_namespace_that_has_drifted_run_in_full() -> None:
     assert (report["reused_tokens"], report["bypass_reason"]) == (0, "fallback")
     assert report["fallback"] is True
     assert world.pool.get_cached_block(request.block_hashes[1], [0]) is not None, "it donates"
-    assert [each["above"] for each in world.side.audits()["drifted"]] == [1]
+    assert [each["above"] for each in world.side.call("audits")["drifted"]] == [1]
 
 
 def test_or_with_the_options_of_the_fallback() -> None:
@@ -1546,7 +1569,7 @@ def test_or_with_the_options_of_the_fallback() -> None:
     assert (report["policy"], report["fallback"]) == ("sparsex", True)
     assert report["reused_tokens"] == report["recomputed_tokens"] == 32
     compare(world, 0.9)
-    assert len(world.side.audits()["drifted"]) == 1
+    assert len(world.side.call("audits")["drifted"]) == 1
 
 
 def test_others_do_not_fall_back() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from tests.parts import parts_of
 from tests.test_scheduler import OPTIONS, SIZE, World
 from tests.tier.test_scheduler_side import Tiered
 from vllm_segreuse.arrival import bypass_reason, images_of
@@ -291,11 +292,11 @@ def test_text_behind_images_keeps_its_numbers_beside_records() -> None:
     world = TieredPictures()
     world.run(world.arrive(FRONT, A, BEHIND))
     world.end_step()
-    index = world.side._index
+    index = parts_of(world.side).index
     blocks = np.flatnonzero(index.nodes["born"][:64])
     before = {int(block): index.lags_of(block[None]).tolist() for block in blocks}
     assert any(any(lags) for lags in before.values())
-    catalogue = world.side._tier._catalogue  # type: ignore[union-attr]
+    catalogue = parts_of(world.side).tier._catalogue  # type: ignore[union-attr]
     for block in blocks.tolist():
         catalogue._link_block(block, SimpleNamespace(entry=-1))
         assert index.lags_of(np.array([block])).tolist() == before[block]
@@ -305,6 +306,8 @@ def test_images_are_not_left_out_of_a_plan_that_would_be_less_work_without_them(
     """The pass would have to compute their tokens, of which it has no embeddings."""
     world = pictured()
     policy = {"extra_keys": "tests", "segreuse_policy": "focus", "segreuse_min_reused_tokens": 4}
-    tracked = world.side._planner.get(world.arrive(FRONT, A, BEHIND, options=policy).request_id)
+    tracked = parts_of(world.side).planner.get(
+        world.arrive(FRONT, A, BEHIND, options=policy).request_id
+    )
     assert tracked is not None
-    assert tracked.work is None
+    assert tracked.method.work is None

@@ -20,7 +20,6 @@ from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import TierOrders
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.supported import RefusedError
-from vllm_segreuse.tier.worker import TierWorker
 from vllm_segreuse.worker import WorkerSide
 
 Patch = pytest.MonkeyPatch
@@ -195,16 +194,16 @@ def test_what_a_step_evicts_is_stored_before_it_and_reported_once(
     backlog: Backlog, monkeypatch: Patch
 ) -> None:
     side, stored = with_tier(backlog, monkeypatch, zeroise=True)
-    side.begin_step(None)
+    side.begin_step({})
     assert not side.end_step()
-    side.begin_step(ORDERS)
+    side.begin_step({"tier": ORDERS})
     assert stored == [([4], [0])]
-    assert side.end_step().ranks == Counter({1: 1})
+    assert side.end_step()["tier"].ranks == Counter({1: 1})
     assert not side.end_step()
 
 
 def test_without_a_second_tier_nothing_is_stored(side: WorkerSide) -> None:
-    side.begin_step(ORDERS)
+    side.begin_step({"tier": ORDERS})
     assert not side.end_step()
     side.close()
 
@@ -212,7 +211,7 @@ def test_without_a_second_tier_nothing_is_stored(side: WorkerSide) -> None:
 def test_the_region_is_given_back_at_the_end(backlog: Any, monkeypatch: Patch) -> None:
     side, _ = with_tier(backlog, monkeypatch)
     region: Any = side._region
-    assert isinstance(side._tier, TierWorker)
+    assert [it.name for it in side.features] == ["audit", "tier"]
     side.close()
     side.close()
     assert not region.is_open

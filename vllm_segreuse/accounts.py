@@ -5,10 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vllm_segreuse.cache.explain import with_acceptance, with_recomputed
-from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
@@ -33,7 +29,7 @@ class Accounts:
 
     def __init__(self, stats: SegReuseStats, layers: ModelLayers) -> None:
         self._stats = stats
-        self._frozen = 0
+        self._awaited: dict[str, ReusePlan] = {}  # by request: its report is about this plan
         self.layers = layers
 
     def admitted(self, tracked: TrackedRequest, request: Request, report: Report) -> None:
@@ -46,7 +42,7 @@ class Accounts:
         if plan is not None:
             share = plan.computed_share(self.layers, request.num_tokens)
             report = report._replace(computed_share=share)
-            tracked.awaited = plan
+            self._awaited[tracked.request_id] = plan
         elif tracked.observed is not None:
             report = report._replace(observed=self._observed(tracked, request.num_tokens))
         tracked.report = report
@@ -54,14 +50,24 @@ class Accounts:
         if plan is not None:
             _note_saved(request, report)
 
-    def carried_out(self, tracked: TrackedRequest, request: Request, outcome: PlanOutcome) -> None:
-        """The workers have carried the awaited plan out."""
-        plan = tracked.awaited
+    def forget(self, request_id: str) -> None:
+        """A request has ended, or its plan is not carried out."""
+        self._awaited.pop(request_id, None)
+
+    def carried_out(
+        self, tracked: TrackedRequest, request: Request, outcome: PlanOutcome
+    ) -> ReusePlan | None:
+        """The workers have carried the awaited plan out.
+
+        Returns:
+            That plan; None: the outcome is of another one.
+        """
+        plan = self._awaited.get(tracked.request_id)
         if tracked.report is None or plan is None:
-            return  # readmitted meanwhile: the report is about the first admission
+            return None  # readmitted meanwhile: the report is about the first admission
         if not plan.reports and tracked.plan is not plan:
-            return  # likewise
-        tracked.awaited = None
+            return None  # likewise
+        del self._awaited[tracked.request_id]
         recomputed = plan.recomputed_after(outcome)
         counted = 0 if plan.reports else tracked.report.recomputed_tokens
         share = plan.computed_share(self.layers, plan.stop + 1, outcome)
@@ -72,20 +78,17 @@ class Accounts:
             drift=drift,
             in_full=outcome.in_full,
         )
-        if tracked.explanation is not None and outcome.positions is not None:
-            positions = np.asarray(outcome.positions, np.int32)
-            tracked.explanation = with_recomputed(tracked.explanation, positions)
         _note_saved(request, tracked.report)
         self._stats.count_tokens("recomputed", recomputed - counted)
         if outcome.drift is not None:
             self._stats.observe_drift(outcome.drift, outcome.in_full)
         if plan.acceptance is not None and outcome.acceptance is not None:
-            self._tested(tracked, plan, plan.acceptance, outcome.acceptance)
+            self._tested(tracked, plan.acceptance, outcome.acceptance)
+        return plan
 
     def _tested(
         self,
         tracked: TrackedRequest,
-        plan: ReusePlan,
         acceptance: Acceptance,
         outcome: AcceptanceOutcome,
     ) -> None:
@@ -99,16 +102,6 @@ class Accounts:
             rejected_tokens=outcome.added,
         )
         self._stats.observe_acceptance(outcome.drifts, rejected)
-        if tracked.explanation is not None:
-            tracked.explanation = with_acceptance(
-                tracked.explanation, plan.start, acceptance, outcome.drifts
-            )
-
-    def frozen(self, entries: FrozenPool) -> None:
-        """A scheduling step is over: how much knowledge bases keep."""
-        if entries.num_frozen != self._frozen:
-            self._frozen = entries.num_frozen
-            self._stats.note_frozen(self._frozen / entries.num_blocks)
 
     def _observed(self, tracked: TrackedRequest, num_tokens: int) -> dict[str, int | float]:
         """What the plan that is not carried out would have come to."""
@@ -119,7 +112,7 @@ class Accounts:
             "reused_tokens": reused,
             "recomputed_tokens": plan.num_recomputed,
             "computed_share": plan.computed_share(self.layers, num_tokens),
-            "matches": tracked.num_segments,
+            "matches": tracked.decision.num_segments,
             "similar_tokens": plan.pieces.num_similar,
         }
         self._stats.count_observed("reused", reused)

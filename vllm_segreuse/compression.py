@@ -13,20 +13,24 @@ probes pay, as they do for any policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vllm_segreuse.cache.compressed import CopyFinder, NamedFinder, PartsFinder
-from vllm_segreuse.cache.frozen import FrozenPool
-from vllm_segreuse.cache.tracked import Kept, TrackedRequest
+from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.freezing import MakePart
+from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.cache.tracked import MakeRecipe, Method, TrackedRequest, Use
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.config import ParsedRequest
 from vllm_segreuse.plan import (
     AnchorOrder,
     BoolArray,
     CopyOrder,
+    FreezeOrder,
     Gather,
     IntArray,
     PlanOutcome,
@@ -41,6 +45,18 @@ if TYPE_CHECKING:
 
 POLICY = "compress"
 """What reports call the requests that compress a document."""
+
+
+class Kept(NamedTuple):
+    """Of a request that makes a part of a compressed document.
+
+    Attributes:
+        num_tokens: of the part, from the first token of its order to freeze on.
+        num_copied: tokens of its prompt that were to be copied, and not computed.
+    """
+
+    num_tokens: int
+    num_copied: int
 
 
 class Compression:
@@ -58,6 +74,7 @@ class Compression:
         self._block_size = block_size
         self._scores: dict[str, ScoreOrder] = {}
         self._chosen: dict[str, list[int]] = {}
+        self._kept: dict[str, Kept] = {}
 
     # Requests that name documents.
 
@@ -66,14 +83,17 @@ class Compression:
 
         One that asks for exact KV computes their tokens.
         """
-        if tracked.finder.is_exact:
+        method = tracked.method
+        if method.finder.is_exact:
             return
         namespace = tracked.prompt.namespace
         finder = NamedFinder(
-            *(tracked.finder, names, lambda name: self._entries.compressed(name, namespace)),
+            method.finder,
+            names,
+            lambda name: self._entries.compressed(name, namespace),
             self._block_size,
         )
-        tracked.finder = finder
+        tracked.method = replace(method, finder=finder)
         tracked.stands_for_others(finder.first_place(tracked.prompt), self._block_size)
 
     # Requests that make them.
@@ -84,28 +104,29 @@ class Compression:
         Raises:
             ValueError: it is none.
         """
-        tracked.make_recipe = _copying
+        finder: Finder
+        make_recipe: MakeRecipe = _copying
         if parsed.score is not None:
             chosen = ScoreOrder.parse(parsed.score)
             self._scores[tracked.request_id] = chosen
             source = tracked.prompt.tokens[: chosen.stop]
-            tracked.finder = self._copies(request, source, np.arange(chosen.stop))
-            tracked.make_recipe = _probing(chosen)
-            tracked.explains = True
+            finder = self._copies(request, source, np.arange(chosen.stop))
+            make_recipe = _probing(chosen)
+            tracked.tags = tracked.tags._replace(explains=True)
         elif parsed.copy is not None:
             copied = CopyOrder.parse(parsed.copy)
             source, positions = np.asarray(copied.source), np.asarray(copied.kept)
-            tracked.finder = self._copies(request, source, positions)
-            tracked.kept = Kept(len(positions), len(positions))
+            finder = self._copies(request, source, positions)
+            self._kept[tracked.request_id] = Kept(len(positions), len(positions))
         else:
             order, namespace = AnchorOrder.parse(parsed.anchors), tracked.prompt.namespace
             parts = partial(self._entries.compressed, order.entry, namespace, so_far=True)
-            tracked.finder = PartsFinder(parts, order.copied, self._block_size)
-            tracked.kept = Kept(order.kept, order.copied)
-        tracked.policy = POLICY
-        tracked.bypass, tracked.donates, tracked.required = None, False, True
+            finder = PartsFinder(parts, order.copied, self._block_size)
+            self._kept[tracked.request_id] = Kept(order.kept, order.copied)
+        tracked.method = Method(POLICY, finder, make_recipe, max_drift=tracked.method.max_drift)
+        tracked.mode = Use.REQUIRE
+        tracked.donates_nothing()
         tracked.exact_stop = 0  # its own prefix, cached or stored, is not what the order says
-        tracked.min_reused_tokens = 1
 
     def _copies(self, asker: Request, source: IntArray, positions: IntArray) -> CopyFinder:
         return CopyFinder(self._resident(asker, source), positions, self._block_size)
@@ -146,9 +167,42 @@ class Compression:
             The positions that were chosen, of a score; None of any other request, and of a score
             that did not choose as many as it was to.
         """
+        self._kept.pop(request_id, None)
         order = self._scores.pop(request_id, None)
         chosen = self._chosen.pop(request_id, None)
         return chosen if order is not None and chosen and len(chosen) == order.keep else None
+
+    def part(self, tracked: TrackedRequest) -> MakePart | None:
+        """What makes a part of a compressed document of a request's blocks; None: it makes none."""
+        kept = self._kept.get(tracked.request_id)
+        return None if kept is None else partial(self.kept_part, tracked, kept)
+
+    def kept_part(
+        self, tracked: TrackedRequest, kept: Kept, order: FreezeOrder, block_ids: list[int]
+    ) -> FrozenPart:
+        """The kept tokens of a request that has copied what it was to copy.
+
+        Raises:
+            ValueError: it was not copied, all of it; the workers report that they had to compute
+                some; one of the blocks is exact; or it was preempted while the step that ends it
+                was under way, and holds none.
+        """
+        plan = tracked.plan
+        if kept.num_copied and (plan is None or plan.start or plan.num_reused != kept.num_copied):
+            reason = tracked.decision.reason
+            raise ValueError(f"{kept.num_copied} tokens were not copied ({reason})")
+        if tracked.report is not None and tracked.report.recomputed_tokens:
+            raise ValueError("copying failed, and its kept tokens were computed as a text")
+        size, first = self._block_size, order.first_token
+        stop = first + kept.num_tokens
+        blocks = block_ids[first // size : -(-stop // size)]
+        if len(blocks) != -(-stop // size) - first // size:
+            raise ValueError(f"it was preempted: {len(blocks)} blocks hold its kept tokens")
+        exact = [block for block in blocks if self._pool.is_exact(block)]
+        if kept.num_copied and exact:
+            raise ValueError(f"block {exact[0]} is exact")
+        tokens = tracked.prompt.tokens[first:stop].copy()
+        return FrozenPart(tracked.prompt.namespace, blocks, None, tokens, first)
 
 
 def _copying(reused: BoolArray, segments: Segments) -> Recipe:

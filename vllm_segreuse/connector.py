@@ -27,15 +27,7 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.isolated_options import isolated_layout
 from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
-from vllm_segreuse.plan import (
-    AuditOrders,
-    AuditResult,
-    ModelLayers,
-    PlanOutcome,
-    ReusePlan,
-    TierDone,
-    TierOrders,
-)
+from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.supported import check_config
 from vllm_segreuse.version import require_supported_vllm
 
@@ -56,33 +48,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class SegReuseMetadata(KVConnectorMetadata):
-    """Plans of one step; requests whose plan has been under way and is called back; what is to be
-    recorded for audits from this step on; what is stored in the second tier before it."""
+    """Plans of one step; requests whose plan has been under way and is called back; messages to
+    the workers' half of features, by feature."""
 
     plans: list[ReusePlan] = field(default_factory=list)
     called_back: list[str] = field(default_factory=list)
-    audits: AuditOrders | None = None
-    tier: TierOrders | None = None
+    messages: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class SegReuseWorkerMetadata(KVConnectorWorkerMetadata):
-    """How plans and audits have ended, by request, where only the workers know it; orders of the
-    second tier that are over."""
+    """How plans have ended, by request, where only the workers know it; messages of features."""
 
     outcomes: dict[str, PlanOutcome] = field(default_factory=dict)
-    audits: dict[str, AuditResult] = field(default_factory=dict)
-    tier: TierDone = field(default_factory=TierDone)
+    messages: dict[str, Message] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Tensor-parallel ranks compute the same tokens, and copy at their own pace. vLLM 0.33 may
         add what ranks reported in an earlier step that failed on another rank."""
         assert isinstance(other, SegReuseWorkerMetadata)
-        return SegReuseWorkerMetadata(
-            other.outcomes | self.outcomes,
-            other.audits | self.audits,
-            self.tier.merged(other.tier),
-        )
+        messages = other.messages | self.messages
+        for name in self.messages.keys() & other.messages.keys():
+            messages[name] = self.messages[name].merged(other.messages[name])
+        return SegReuseWorkerMetadata(other.outcomes | self.outcomes, messages)
 
 
 @dataclass
@@ -183,13 +171,8 @@ class SegReuseConnector(KVConnectorBase_V1):
         return {self._cache_hit_source: saved} if saved else {}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegReuseMetadata:
-        side = self.scheduler_side
-        return SegReuseMetadata(
-            side.take_plans(),
-            side.take_called_back(),
-            side.take_audit_orders(),
-            side.take_tier_orders(scheduler_output.total_num_scheduled_tokens > 0),
-        )
+        step = self.scheduler_side.take_step(scheduler_output.total_num_scheduled_tokens > 0)
+        return SegReuseMetadata(*step)
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.has_pending_work
@@ -221,14 +204,7 @@ class SegReuseConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; vLLM calls this before anything else of it."""
         assert isinstance(kv_connector_metadata, SegReuseMetadata)
-        self.worker_side.begin_step(kv_connector_metadata.tier)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins. vLLM may start loads after it has sampled, which is too late to record."""
-        super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, SegReuseMetadata)
-        if connector_metadata.audits is not None:
-            self.worker_side.recorder.take(connector_metadata.audits)
+        self.worker_side.begin_step(kv_connector_metadata.messages)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if not self._step.plans:
@@ -260,12 +236,8 @@ class SegReuseConnector(KVConnectorBase_V1):
             super().bind_connector_metadata(metadata)
 
     def build_connector_worker_meta(self) -> SegReuseWorkerMetadata | None:
-        outcomes = self.worker_side.take_outcomes()
-        audits = self.worker_side.recorder.take_results()
-        tier = self.worker_side.end_step()
-        if not (outcomes or audits or tier):
-            return None
-        return SegReuseWorkerMetadata(outcomes, audits, tier or TierDone())
+        outcomes, messages = self.worker_side.take_outcomes(), self.worker_side.end_step()
+        return SegReuseWorkerMetadata(outcomes, messages) if outcomes or messages else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the forward starts."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,7 +150,8 @@ class IsolatedRequests:
             IsolatedDocument(start, stop, (), self._frozen(tracked, name, start, stop))
             for name, (start, stop) in zip(names, asked.spans, strict=False)
         ]
-        tracked.finder = asked.finder = IsolatedFinder(documents, size)
+        asked.finder = IsolatedFinder(documents, size)
+        tracked.method = replace(tracked.method, finder=asked.finder)
         # Anchors of all documents look alike: what is behind them has no name.
         tracked.stands_for_others(asked.spans[0].start, size)
 

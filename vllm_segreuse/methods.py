@@ -5,6 +5,7 @@ them."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.image_finder import ImageFinder
 from vllm_segreuse.cache.images import PromptImages
 from vllm_segreuse.cache.planner import least_work
+from vllm_segreuse.cache.tracked import Method
 from vllm_segreuse.cache.turns import Turns
 from vllm_segreuse.config import RequestOptions, SegReuseConfig, SimilarityOptions
 from vllm_segreuse.plan import BoolArray, ModelLayers, Recipe, ReusePlan, Segments
@@ -64,6 +66,24 @@ class Methods:
             return self._by_content
         takes_cuts = options.policy in WITHOUT_CHOICE
         return self.by_similarity if takes_cuts else self.by_similarity.without_cuts()
+
+    def method(self, options: RequestOptions, images: PromptImages | None, is_text: bool) -> Method:
+        """What a request with these options is searched for and computed by.
+
+        Args:
+            images: of its prompt, if there are any.
+            is_text: whether all that it reuses may be computed as text; else nothing of what was
+                found is left out.
+        """
+        work = self.work_of(options)
+        return Method(
+            options.policy,
+            self.finder(options, images),
+            functools.partial(self.recipe, options, work),
+            options.min_reused_tokens,
+            work if is_text else None,
+            max_drift=math.inf if options.max_drift is None else options.max_drift,
+        )
 
     def finds_alike(self, one: RequestOptions, other: RequestOptions) -> bool:
         """Whether requests with these options find the same."""

@@ -41,23 +41,23 @@ def headers_of(request: Request) -> Mapping[str, str]:
 
 def match_span(tracked: TrackedRequest) -> None:
     """A request was admitted. Its span is empty in time where nothing was searched for."""
-    report, found = tracked.report, tracked.found
-    if tracked.trace_headers is None or report is None:
+    report, decision = tracked.report, tracked.decision
+    if tracked.tags.trace_headers is None or report is None:
         return
     now_s = time.perf_counter()
-    began_s, ended_s = tracked.searched_s or (now_s, now_s)
+    began_s, ended_s = decision.searched_s or (now_s, now_s)
     attributes = {
-        "policy": tracked.policy,
+        "policy": tracked.method.policy,
         "prefix_tokens": report.prefix_tokens,
-        "matched_tokens": 0 if found is None else found.num_tokens,
-        "matches": tracked.num_segments,
+        "matched_tokens": 0 if decision.found is None else decision.found.num_tokens,
+        "matches": decision.num_segments,
         "reused_tokens": report.reused_tokens,
         "new_tokens": report.new_tokens,
         "bypass_reason": report.bypass_reason,
     }
     since_epoch_ns = time.time_ns() - int(now_s * 1e9)
     began_ns, ended_ns = (since_epoch_ns + int(at * 1e9) for at in (began_s, ended_s))
-    _span(MATCH, tracked.request_id, tracked.trace_headers, began_ns, ended_ns, attributes)
+    _span(MATCH, tracked.request_id, tracked.tags.trace_headers, began_ns, ended_ns, attributes)
 
 
 class PassSpans:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_segreuse.audit.recorder import Recorder
-from vllm_segreuse.compat import sampler
 from vllm_segreuse.compat.model_runner import (
     captured_graphs,
     loaded_drafter,
@@ -18,13 +17,16 @@ from vllm_segreuse.compat.model_runner import (
     once_captured,
 )
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.features.audit.worker import AuditRecording
+from vllm_segreuse.features.tier.worker import TierCopying
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.model.layers import UnsupportedModelError
-from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan, TierDone, TierOrders
+from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import prove
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.prefill.feature import WorkerFeature
 from vllm_segreuse.prefill.proofs.graphs import GraphProof
 from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.cells import cell_content_bytes
@@ -53,7 +55,7 @@ class WorkerSide:
 
     Attributes:
         backlog: plans under way.
-        recorder: of audits.
+        features: their halves here.
 
     Raises:
         RefusedError: what could not be proven.
@@ -71,10 +73,8 @@ class WorkerSide:
         self._is_first = vllm_config.parallel_config.rank == 0
         self._spans = PassSpans(vllm_config.parallel_config.rank)
         self.backlog = _proven_backlog(vllm_config, config, kv_cache_config, stats)
-        self.recorder = Recorder()
-        sampler.watch(self.recorder)
+        self.features: list[WorkerFeature] = [AuditRecording()]
         self._region: HostRegion | None = None
-        self._tier: TierWorker | None = None
         if config.tier is not None:
             self._start_tier(vllm_config, config.tier, kv_cache_config)
 
@@ -88,12 +88,14 @@ class WorkerSide:
         known = (aligner.copy_blocks, aligner.stored_pages(), aligner.device)
         mover = mover_for(self._region, *known, zeroises=options.zeroise)
         unchanged = None if options.path is None else Weights(loaded_model()).are_unchanged
-        self._tier, aligner.host_rows = TierWorker(mover, unchanged), mover
+        aligner.host_rows = mover
+        self.features.append(TierCopying(TierWorker(mover, unchanged)))
 
     def close(self) -> None:
         """The engine ends: give the second tier's memory back."""
         if self._region is not None:
-            self._tier = self.backlog.prefill.aligner.host_rows = None
+            self.features = [it for it in self.features if not isinstance(it, TierCopying)]
+            self.backlog.prefill.aligner.host_rows = None
             self._region.cleanup()
             self._region = None
 
@@ -107,18 +109,19 @@ class WorkerSide:
         """Of images; see `SparsePrefill`."""
         return self.backlog.prefill.merge_size
 
-    def begin_step(self, orders: TierOrders | None) -> None:
-        """Before anything of a step writes pages: store what it evicts."""
-        if orders is not None and self._tier is not None:
-            self._tier.begin(orders)
+    def begin_step(self, messages: Mapping[str, Any]) -> None:
+        """Before anything of a step writes pages.
 
-    def end_step(self) -> TierDone | None:
-        """All of a step's plans are queued.
-
-        Returns:
-            Orders of the second tier that are over since the last call; None: there is no tier.
+        Args:
+            messages: of the scheduler's half of features, by feature.
         """
-        return None if self._tier is None else self._tier.end()
+        for feature in self.features:
+            feature.begin_step(messages.get(feature.name))
+
+    def end_step(self) -> dict[str, Message]:
+        """All of a step's plans are queued: messages to the scheduler's half, by feature."""
+        found = {it.name: it.end_step() for it in self.features}
+        return {name: message for name, message in found.items() if message is not None}
 
     @property
     def is_idle(self) -> bool:

@@ -23,6 +23,7 @@ from bench import engine, harness
 from bench.english.engine import EXACT_DONORS, Answered, Lab, english_engine
 from bench.english.tape import divergences
 from bench.quality import seeds, statistics
+from tests.parts import parts_of
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.tier.cells import views
 from vllm_segreuse.tier.mover import InPlace, LoadedRows
@@ -160,7 +161,7 @@ class _Subject:
         self._scheduler = lab.llm.llm_engine.engine_core.engine_core.scheduler
         side = get_kv_transfer_group().worker_side
         self._copies = Copies(side.backlog.prefill.aligner, side._region.shape.rows)
-        side._tier.mover = self._copies
+        parts_of(side).tier.mover = self._copies
 
     def ask(self, example: Any, rng: Random, number: int) -> dict[str, Any]:
         """An example in full, and with its documents from records of every codec."""

@@ -24,6 +24,7 @@ from bench.suites.soak import (
     SPREAD_TOKENS,
     Soak,
 )
+from tests.parts import parts_of
 
 HOST_GIB = 0.002
 """More blocks than the pool has, fewer than the documents take."""
@@ -98,14 +99,14 @@ def soak(requests: int) -> harness.SuiteResult:
 
         core = llm.llm_engine.engine_core.engine_core
         side, ledger = get_kv_transfer_group().worker_side, _ledger(get_kv_transfer_group())
-        side._tier.mover = side.backlog.prefill.aligner.host_rows = ledger
+        parts_of(side).tier.mover = side.backlog.prefill.aligner.host_rows = ledger
         load = FULL._replace(requests=requests, warm_up=min(FULL.warm_up, requests // 10))
         running = Soak(llm.llm_engine, load)
         running.run()
         result = running.result()
         # Reports of the last steps come with the output of a later one.
         engine.first_token(llm, list(range(300, 340)))
-        counts = core.scheduler.connector.scheduler_side._tier.counts()
+        counts = parts_of(core.scheduler.connector.scheduler_side).tier.counts()
     keep = ("leaked_blocks", "hung_requests", "failed_requests", "contained_errors")
     summary = {f"soak_{name}": result["summary"][name] for name in (*keep, "requests")}
     summary |= {

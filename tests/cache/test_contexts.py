@@ -211,7 +211,7 @@ def test_what_is_less_work_to_compute_is_left_out_beside_the_own_history(
     assert conversation.in_context(tracked).tolist() == [0, 3, 4]
     assert tracked.plan.num_reused == (3 + document) * SIZE
     assert tracked.plan.pieces.in_context.all() == (document == 0)
-    assert tracked.num_segments == (2 if document == 0 else 3)
+    assert tracked.decision.num_segments == (2 if document == 0 else 3)
     assert set(tracked.plan.donor_blocks) == set(tracked.plan.pieces.block.tolist())
     assert world.pins.blocks == []
 
@@ -245,4 +245,4 @@ def test_where_reuse_saves_nothing_the_own_history_is_computed_too(world: World)
     tracked.prompt.contexts = lambda blocks: contexts_of(hashes, blocks)
     world.admit(tracked, start=0)
     assert tracked.plan is None
-    assert tracked.reason == "nothing_saved"
+    assert tracked.decision.reason == "nothing_saved"

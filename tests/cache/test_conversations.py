@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
 from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.cache.health import Health
@@ -93,7 +94,7 @@ def history(world: World) -> None:
 def test_other_namespaces_find_nothing(options: dict[str, Any], fields: dict[str, Any]) -> None:
     world = World(min_reused_tokens=4)
     history(world)
-    assert len(world.side._conversations) == len(HISTORY) // SIZE
+    assert len(parts_of(world.side).conversations) == len(HISTORY) // SIZE
     assert in_context(second_turn(world, ONCE | options, **fields)) == 0
 
 
@@ -109,7 +110,7 @@ def test_another_prefix_is_another_conversation() -> None:
 def test_what_was_evicted_is_forgotten_and_what_stands_behind_it_not_reached() -> None:
     world = World(min_reused_tokens=4)
     history(world)
-    kept = world.side._conversations
+    kept = parts_of(world.side).conversations
     names = [*kept._block.values()]
     third = names[2]
     world.pool._maybe_evict_cached_block(world.pool.blocks[third])
@@ -125,7 +126,7 @@ def test_what_was_evicted_is_forgotten_and_what_stands_behind_it_not_reached() -
 def test_the_newest_copy_is_found_once_an_older_one_is_gone() -> None:
     world = World(min_reused_tokens=4)
     history(world)
-    old = set(world.side._conversations._block.values())
+    old = set(parts_of(world.side).conversations._block.values())
     assert in_context(second_turn(world, ONCE)) == len(HISTORY)
     for block in old:
         world.pool._maybe_evict_cached_block(world.pool.blocks[block])
@@ -143,10 +144,10 @@ def test_a_block_named_in_this_step_holds_nothing_yet() -> None:
     world.side.allocated(first, [block.block_id for block in blocks])
     second = world.add(NEXT, ONCE | RATIO)
     assert world.match(second, 0) is not None
-    tracked = world.side._planner.get(second.request_id)
+    tracked = parts_of(world.side).planner.get(second.request_id)
     assert tracked is not None
     assert in_context(tracked.plan) == 0
-    world.side.take_plans()
+    world.side.take_step(True)
     assert in_context(second_turn(world, ONCE)) == len(HISTORY)
 
 
@@ -158,16 +159,16 @@ def test_a_block_freed_in_the_step_that_named_it_is_forgotten() -> None:
     full = request.num_tokens // SIZE
     blocks = world.pool.get_new_blocks(full + 1)
     world.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
-    assert len(world.side._conversations) == full
+    assert len(parts_of(world.side).conversations) == full
     world.pool.free_blocks(reversed(blocks))  # preempted
-    assert len(world.side._conversations) == 0
+    assert len(parts_of(world.side).conversations) == 0
 
 
 def test_a_reset_forgets_all() -> None:
     world = World(min_reused_tokens=4)
     history(world)
     assert world.pool.reset_prefix_cache()
-    assert len(world.side._conversations) == 0
+    assert len(parts_of(world.side).conversations) == 0
     assert second_turn(world, ONCE) is None
 
 
@@ -192,10 +193,10 @@ def test_the_token_behind_a_spread_plan_is_not_computed_when_its_block_is_named(
     full = request.num_tokens // SIZE
     blocks = world.pool.get_new_blocks(full + 1)
     world.side.allocated(request, [block.block_id for block in blocks])
-    world.side.take_plans()
+    world.side.take_step(True)
     world.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
-    assert len(world.side._conversations) == full - 1
-    assert blocks[full - 1].block_id not in world.side._conversations._kept
+    assert len(parts_of(world.side).conversations) == full - 1
+    assert blocks[full - 1].block_id not in parts_of(world.side).conversations._kept
 
 
 def test_the_token_behind_a_spread_plan_is_computed_before_its_block_is_full() -> None:
@@ -207,23 +208,24 @@ def test_the_token_behind_a_spread_plan_is_computed_before_its_block_is_full() -
     full = request.num_tokens // SIZE
     blocks = world.pool.get_new_blocks(full + 1)
     world.side.allocated(request, [block.block_id for block in blocks])
-    world.side.take_plans()
+    world.side.take_step(True)
     world.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
-    assert len(world.side._conversations) == full
+    assert len(parts_of(world.side).conversations) == full
     request.append_output_token_ids([2] * (SIZE - 1))
     world.pool.cache_full_blocks(request, blocks, full, full + 1, SIZE, 0)
-    assert len(world.side._conversations) == full + 1
+    assert len(parts_of(world.side).conversations) == full + 1
 
 
 def test_what_is_restored_is_left_to_the_prefix_cache() -> None:
     world = World(min_reused_tokens=4)
-    arrived = world.side._planner.get(world.add(HISTORY, ONCE).request_id)
+    arrived = parts_of(world.side).planner.get(world.add(HISTORY, ONCE).request_id)
     assert arrived is not None
     prompt = arrived.prompt
     plan = SimpleNamespace(exact_until=3 * SIZE, named_early=lambda size: None, donor_depth=0)
-    tracked = SimpleNamespace(prompt=prompt, plan=plan, recompute_once=True, donates=True)
+    tracked = SimpleNamespace(request_id="one", prompt=prompt, plan=plan, donates=True)
     requests: Any = {"one": tracked}
-    kept = Conversations(requests, world.side._namespaces, Health(), SIZE)
+    kept = Conversations(requests, parts_of(world.side).namespaces, Health(), SIZE)
+    kept.take_part("one")
     kept.named(NamedBlocks("one", 1, [11, 12, 13, 14], 10, HISTORY))
     kept.begin_step()
     assert len(kept) == 2
@@ -236,7 +238,7 @@ def test_what_is_restored_is_left_to_the_prefix_cache() -> None:
 def test_in_a_namespace_that_has_drifted_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(min_reused_tokens=4, audit={"fallback": {"policy": "focus"}})
     history(world)
-    monkeypatch.setattr(world.side._audits, "falls_back", lambda _: True)
+    monkeypatch.setattr(parts_of(world.side).audits, "falls_back", lambda _: True)
     assert in_context(second_turn(world, ONCE)) < len(HISTORY) - len(DOCUMENT)
 
 
@@ -255,19 +257,19 @@ def test_a_policy_that_reuses_what_is_exact_only_ignores_it() -> None:
     exact = ONCE | {"segreuse_policy": "exact"}
     world = World(min_reused_tokens=4)
     request = world.add(NEXT, exact)
-    tracked = world.side._planner.get(request.request_id)
+    tracked = parts_of(world.side).planner.get(request.request_id)
     assert tracked is not None
-    assert tracked.finder.is_exact
-    assert not tracked.recompute_once
+    assert tracked.method.finder.is_exact
+    assert not isinstance(tracked.method.finder, ContinuingFinder)
 
 
 def test_an_error_ends_reuse_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(min_reused_tokens=4)
     world.run(world.add(DOCUMENT, ONCE))
-    kept = world.side._conversations
+    kept = parts_of(world.side).conversations
     monkeypatch.setattr(kept, "_keep", lambda *_: 1 / 0)
     world.run(world.add(HISTORY, ONCE | RATIO))
-    assert world.side._health.broken
+    assert parts_of(world.side).health.broken
     assert second_turn(world, ONCE) is None
 
 
@@ -281,7 +283,10 @@ def test_what_is_computed_although_it_was_found_is_explained() -> None:
     world.run(request)
     assert in_context(world.plans[0]) == world.plans[0].num_reused == len(HISTORY)
     assert world.plans[0].left_out == len(other)
-    assert world.side.methods.computed_by(world.plans[0], RequestOptions(policy="shift")) is None
+    assert (
+        parts_of(world.side).methods.computed_by(world.plans[0], RequestOptions(policy="shift"))
+        is None
+    )
     first, found, *_ = world.report(request)["explain"]
     assert first["in_context"]
     assert found["reason"] == "not_worth_it"
@@ -295,9 +300,10 @@ def test_nothing_is_left_out_of_what_a_pass_cannot_compute() -> None:
     """Kept tokens of a named document, computed as a text, would be those of another."""
     world = World(min_reused_tokens=4)
     for options, may in ((ONCE, True), (ONCE | {"segreuse_documents": ["kb/doc"]}, False)):
-        tracked = world.side._planner.get(world.add(NEXT, options).request_id)
+        tracked = parts_of(world.side).planner.get(world.add(NEXT, options).request_id)
         assert tracked is not None
-        assert (tracked.work is not None) == tracked.recompute_once == may
+        continues = isinstance(tracked.method.finder, ContinuingFinder)
+        assert (tracked.method.work is not None) == continues == may
 
 
 def test_what_was_found_behind_it_is_not_searched_for_again() -> None:

@@ -12,7 +12,6 @@ from tests.cache.test_planner import MAX_DEPTH, SIZE, World, at_most_all, half_b
 from vllm_segreuse.plan import (
     BoolArray,
     Boundary,
-    FreezeOrder,
     IntArray,
     Pieces,
     Recipe,
@@ -122,7 +121,7 @@ def test_a_token_that_vllm_has_yet_to_compute_keeps_its_block_from_donating(
 def test_what_a_document_is_computed_behind_does_not_donate(world, first_token, context):
     """It stays vLLM's, which computes it once for all documents of a base."""
     tracked = world.request(world.new_tokens(4 * SIZE))
-    tracked.freeze = FreezeOrder("entry", 0, 1, first_token)
+    tracked.donates_from = first_token
     assert world.donors.depths(tracked, 0, 4).tolist() == [-1] * context + [0] * (4 - context)
     assert world.donors.depths(tracked, 1, 2).tolist() == ([-1] * context + [0] * 4)[1:3]
     blocks = [200, 201, 202, 203]

@@ -91,7 +91,7 @@ def test_the_index_is_not_asked_and_the_match_not_kept() -> None:
     prompt = [*tokens, *world.new_tokens(2)]
     tracked = world.request(prompt, resident_blocks=blocks, finder=FINDER)
     assert world.decide(tracked) == 0
-    assert tracked.reason == "too_few_reused_tokens"
+    assert tracked.decision.reason == "too_few_reused_tokens"
     nothing[8] = 5
     assert world.decide(tracked) == 9 * SIZE
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen parts are written through to a second tier, which has them when GPU memory has not."""
 
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import Kept, Report
+from vllm_segreuse.cache.tracked import Decision, Report
+from vllm_segreuse.compression import Compression, Kept
 from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4
@@ -47,8 +49,7 @@ class World:
         self.index.insert(self.namespace, np.array(ids, np.int32), tokens, 0)
         prompt = Prompt(self.namespace, tokens)
         order = FreezeOrder(entry, part, parts, 0)
-        tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, kept=None)
-        return self.freezing.finish(tracked, ids)
+        return self.freezing.finish(prompt, order, ids)
 
     def copy(
         self,
@@ -73,9 +74,11 @@ class World:
         copied = kept if copied is None else copied
         made = SimpleNamespace(**{"start": 0, "num_reused": copied, **plan}) if copied else None
         order, report = FreezeOrder(entry, 0, 1, first), Report(0, kept, recomputed, 2, 1, None)
-        about = {"kept": Kept(kept, copied), "reason": None, "report": report}
-        tracked: Any = SimpleNamespace(freeze=order, prompt=prompt, plan=made, **about)
-        return self.freezing.finish(tracked, list(blocks))
+        about = {"report": report, "decision": Decision()}
+        tracked: Any = SimpleNamespace(prompt=prompt, plan=made, **about)
+        pool: Any = SimpleNamespace(is_exact=lambda block: self.has_exact_names)
+        make = partial(Compression(pool, self.pool, SIZE).kept_part, tracked, Kept(kept, copied))
+        return self.freezing.finish(prompt, order, list(blocks), make)
 
     def ask(self, entry: str, blocks: int = 3) -> None:
         """A prompt with the text of an entry arrives."""

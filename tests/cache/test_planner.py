@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import fields as fields_of
 from itertools import count
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.cache.prompt import Prompt, none_resident
-from vllm_segreuse.cache.tracked import Report, TrackedRequest
+from vllm_segreuse.cache.tracked import Bypass, Method, Report, TrackedRequest, Use
 from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.plan import (
     BoolArray,
@@ -153,8 +154,14 @@ class World:
         namespace = fields.pop("namespace", 0)
         resident = fields.pop("resident_blocks", none_resident)
         prompt = Prompt(namespace, np.array(tokens, np.int32), resident)
-        defaults = {"min_reused_tokens": SIZE, "make_recipe": new_only, "finder": self.finder}
-        tracked = TrackedRequest(f"request {next(self._ids)}", prompt, **defaults | fields)
+        how = {"policy": "test", "min_reused_tokens": SIZE, "make_recipe": new_only}
+        how |= {"finder": self.finder}
+        how |= {it.name: fields.pop(it.name) for it in fields_of(Method) if it.name in fields}
+        bypass = fields.pop("bypass", None)
+        if bypass is not None:
+            fields["mode"] = Bypass(bypass, restores=True)
+        name = f"request {next(self._ids)}"
+        tracked = TrackedRequest(name, prompt, Method(**how), **fields)
         self.planner.add(tracked)
         return tracked
 
@@ -360,7 +367,7 @@ def test_as_many_donors_are_given_up_as_have_to_be(world, document):
         assert world.decide(tracked, needed=needed) == 13, "all the rest is computed by the plan"
         assert world.pins.blocks == blocks[:kept]
         assert tracked.plan.num_reused == SIZE * kept
-        assert (tracked.given_up is not None) == (kept < 3)
+        assert (tracked.decision.given_up is not None) == (kept < 3)
     report = world.planner.allocated(tracked, blocks_of(tracked))
     assert (report.reused_tokens, report.bypass_reason) == (12, None)
 
@@ -375,13 +382,15 @@ def test_donors_that_others_hold_are_not_given_up(world, document):
     assert world.decide(tracked, needed=4) == 13
     assert world.pins.blocks == blocks
     assert world.decide(tracked, needed=5) == 0, "without its own blocks it does not run"
-    assert tracked.reason == "no_free_blocks"
+    assert tracked.decision.reason == "no_free_blocks"
 
 
 def test_a_plan_that_is_required_is_whole(world, document):
-    tracked = world.request(world.new_tokens(1) + document[0] + world.new_tokens(1), required=True)
+    tracked = world.request(
+        world.new_tokens(1) + document[0] + world.new_tokens(1), mode=Use.REQUIRE
+    )
     world.pins.room = 3 + 4
-    assert (world.decide(tracked, needed=5), tracked.reason) == (0, "no_free_blocks")
+    assert (world.decide(tracked, needed=5), tracked.decision.reason) == (0, "no_free_blocks")
     assert world.decide(tracked, needed=4) == 13
 
 
@@ -405,7 +414,7 @@ def test_what_fits_and_saves_nothing_is_not_reused(world, document):
     tracked = world.request(prompt, make_recipe=little, work=lambda recipe: 1)
     world.pins.room = 3 + 4
     assert world.decide(tracked, needed=5) == 0
-    assert tracked.reason == "no_free_blocks", "with more room it would save something"
+    assert tracked.decision.reason == "no_free_blocks", "with more room it would save something"
 
 
 def test_room_beside_donors_is_made_until_it_is_enough(world, document):
@@ -438,7 +447,7 @@ def test_fresh_donors_are_none_until_the_step_is_over(world):
     tokens, _ = world.document(3)
     tracked = world.request(world.new_tokens(1) + tokens)
     assert world.decide(tracked) == 0
-    assert tracked.reason == "too_few_reused_tokens"
+    assert tracked.decision.reason == "too_few_reused_tokens"
     world.end_step()
     assert world.decide(tracked) == 12
 
@@ -479,7 +488,7 @@ def test_a_step_may_be_filled_to_the_last_token(world, document):
     assert world.decide(first) == world.decide(second) == BUDGET // 2 + 12
     assert not world.planner.admission_closed
     assert world.decide(third) == 0
-    assert third.reason is None, "it is asked again"
+    assert third.decision.reason is None, "it is asked again"
     assert world.planner.admission_closed
     assert world.pins.pinned == 2
 
@@ -510,7 +519,7 @@ def test_lookups_per_step_are_bounded(world, document):
     behind = world.request(world.new_tokens(1) + document[0])
     assert [world.decide(tracked) for tracked in misses] == [0] * limit
     assert world.decide(behind) == 0
-    assert behind.reason is None
+    assert behind.decision.reason is None
     assert world.planner.admission_closed
     assert len(world.match_times) == limit
     world.end_step()
@@ -638,7 +647,7 @@ def test_a_plan_that_missed_room_while_nobody_else_had_any_gives_up_as_much_once
     assert world.decide(tracked, needed=4)
     assert world.pins.blocks == document[1][:1]
     tracked.misses_room = 3
-    assert (world.decide(tracked, needed=4), tracked.reason) == (0, "no_free_blocks")
+    assert (world.decide(tracked, needed=4), tracked.decision.reason) == (0, "no_free_blocks")
     assert world.pins.blocks == []
     assert world.decide(tracked, needed=4), "if it waits on, others have come"
     assert world.pins.blocks == document[1]
@@ -649,10 +658,9 @@ def test_what_was_called_back_reuses_nothing(world, document):
     tracked = world.request(document[0] + world.new_tokens(3))
     world.admit(tracked)
     world.end_step()
-    tracked.awaited = tracked.plan
     world.planner.call_back(tracked.request_id)
     world.planner.call_back("nobody")
-    assert (tracked.plan, tracked.awaited) == (None, None)
+    assert tracked.plan is None
     assert world.decide(tracked) == 0
     assert world.planner.allocated(tracked, blocks_of(tracked)).bypass_reason == "reset"
     assert world.end_step() == []

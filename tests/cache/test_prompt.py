@@ -11,7 +11,7 @@ from vllm_segreuse.cache import prompt as prompt_module
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Memo, Prompt
 from vllm_segreuse.cache.rolling_hash import window_hashes
-from vllm_segreuse.cache.tracked import Report, TrackedRequest
+from vllm_segreuse.cache.tracked import Decision, Method, Report, TrackedRequest
 from vllm_segreuse.plan import Pieces
 
 
@@ -47,9 +47,10 @@ def test_unless_it_is_known_otherwise_no_block_is_resident() -> None:
 
 
 def test_by_default_a_request_donates_and_all_of_it_was_computed_once() -> None:
-    tracked = TrackedRequest("r", prompt(3), World().finder, 4, new_only)
-    assert (tracked.donates, tracked.bypass, tracked.plan, tracked.start) == (True, None, None, 0)
-    assert (tracked.num_tokens, tracked.max_drift) == (3, math.inf)
+    tracked = TrackedRequest("r", prompt(3), Method("test", World().finder, new_only, 4))
+    assert (tracked.donates, tracked.bypass, tracked.plan) == (True, None, None)
+    assert tracked.decision == Decision()
+    assert (tracked.num_tokens, tracked.method.max_drift) == (3, math.inf)
     report = Report(0, 0, 0, 3, 0, "no_match")
     assert (report.exact_tokens, report.computed_share) == (0, 1.0)
     assert (report.drift, report.in_full) == (None, False)

@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from tests.parts import parts_of
 from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.config import SegReuseConfig
@@ -67,9 +68,12 @@ class Managed:
         group = segment_group(self.manager.kv_cache_config)
         self.side = SchedulerSide(config, given, self.manager, SegReuseStats(), group)
         self.pool: Any = self.manager.block_pool
-        self.index, self.health = self.side._index, self.side._health
-        self.planner, self.donors = self.side._planner, self.side._donors
-        self.freezing, self.frozen = self.side._freezing, self.side._freezing.entries
+        self.index, self.health = parts_of(self.side).index, parts_of(self.side).health
+        self.planner, self.donors = parts_of(self.side).planner, parts_of(self.side).donors
+        self.freezing, self.frozen = (
+            parts_of(self.side).freezing,
+            parts_of(self.side).entries,
+        )
 
     def request(self, tokens: list[int], options: Any = OPTIONS) -> Request:
         """A request arrives."""
@@ -100,7 +104,7 @@ class Managed:
         """Blocks of a request that has ended."""
         request = self.request(tokens, options)
         blocks = self.named(request)
-        self.side.take_plans()
+        self.side.take_step(True)
         self.side.finished(request, ids(blocks))
         self.pool.free_blocks(reversed(blocks))
         return blocks
@@ -108,10 +112,10 @@ class Managed:
     def freeze(self, name: str, num_blocks: int) -> None:
         """Blocks that the frozen pool alone holds."""
         blocks = self.pool.get_new_blocks(num_blocks)
-        namespace = self.side._namespaces.intern(b"frozen")
+        namespace = parts_of(self.side).namespaces.intern(b"frozen")
         part = FrozenPart(namespace, ids(blocks), None)
         assert self.frozen.add(FreezeOrder(name, 0, 1, 0), part)
-        self.side._namespaces.release(namespace)
+        parts_of(self.side).namespaces.release(namespace)
         self.pool.free_blocks(blocks)
 
     @property

@@ -81,7 +81,7 @@ def test_events_tell_of_exact_blocks_only() -> None:
     request = managed.request(DOCUMENT)
     managed.tracked(request).plan = plan_of(request, 2 * SIZE)
     blocks = managed.named(request)
-    managed.side.take_plans()
+    managed.side.take_step(True)
     managed.pool.free_blocks(blocks)
     managed.pool.evict_blocks(set(ids(blocks)))
     stored, *removed = managed.pool.take_events()
@@ -178,8 +178,10 @@ def test_the_deepest_that_is_stored_is_told_as_it_is(managed: Managed) -> None:
 @pytest.mark.parametrize("silent", ["donates", "broken"])
 def test_who_may_not_donate_is_not_indexed(silent: str, managed: Managed) -> None:
     request = managed.request(DOCUMENT)
-    owner: Any = managed.tracked(request) if silent == "donates" else managed.health
-    setattr(owner, silent, silent == "broken")
+    if silent == "donates":
+        managed.tracked(request).donates_nothing()
+    else:
+        managed.health.broken = True
     blocks = managed.named(request)
     managed.donors.index_prefix(managed.tracked(request), request.all_token_ids, ids(blocks))
     assert len(managed.index) == 0
@@ -261,7 +263,7 @@ def test_a_block_is_fresh_until_its_step_is_over(managed: Managed) -> None:
     assert managed.pool.resident_blocks(again, 0, 4).tolist() == [-1] * 4
     assert managed.pool.prefix_state(again, hit, hit + 2, 0).fresh
     assert not managed.pool.prefix_state(again, 0, hit + 2, 0).fresh
-    managed.side.take_plans()
+    managed.side.take_step(True)
     assert managed.pool.resident_blocks(again, 1, 4).tolist() == blocks[1:]
     assert not managed.pool.prefix_state(again, hit, hit + 2, 0).fresh
 
@@ -273,7 +275,7 @@ def test_a_block_of_a_request_without_keys_is_fresh_too(managed: Managed) -> Non
     again = managed.request([*DOCUMENT, 7])
     hit = len(DOCUMENT)
     assert managed.pool.prefix_state(again, hit, hit + 2, 0).fresh
-    managed.side.take_plans()
+    managed.side.take_step(True)
     assert not managed.pool.prefix_state(again, hit, hit + 2, 0).fresh
 
 
@@ -365,17 +367,17 @@ def test_a_closed_step_has_no_free_block_but_they_are_there(managed: Managed) ->
     managed.pool._admission.close()
     assert managed.pool.get_num_free_blocks() == 0
     assert managed.pool.num_free_blocks() == 31
-    managed.side.take_plans()
+    managed.side.take_step(True)
     assert managed.pool.get_num_free_blocks() == 31
 
 
 def test_under_pressure_frozen_blocks_go_when_a_step_ends() -> None:
     managed = Managed(segreuse={"frozen_pressure": 0.5})
     managed.freeze("document", 3)
-    managed.side.take_plans()
+    managed.side.take_step(True)
     assert managed.warm == {"document"}
     managed.hold_all_but(8)
-    managed.side.take_plans()
+    managed.side.take_step(True)
     assert managed.warm == set()
 
 
@@ -390,7 +392,7 @@ def part(managed: Managed, request: Any, first_token: int, blocks: list[int]) ->
 def finished(managed: Managed, tokens: list[int] | None = None) -> tuple[Any, list[int]]:
     request = managed.request(tokens or DOCUMENT)
     blocks = ids(managed.named(request))
-    managed.side.take_plans()
+    managed.side.take_step(True)
     return request, blocks
 
 
@@ -436,10 +438,10 @@ def test_what_cannot_be_frozen(managed: Managed) -> None:
     ("owner", "name", "act"),
     [
         ("index", "remove", lambda managed, block: managed.pool.evict_blocks({block})),
-        ("index", "begin_step", lambda managed, block: managed.side.take_plans()),
+        ("index", "begin_step", lambda managed, block: managed.side.take_step(True).plans),
         ("index", "clear", lambda managed, block: managed.pool.reset_prefix_cache()),
         ("frozen", "lost", lambda managed, block: managed.pool.evict_blocks({block})),
-        ("frozen", "relieve", lambda managed, block: managed.side.take_plans()),
+        ("frozen", "relieve", lambda managed, block: managed.side.take_step(True).plans),
         ("frozen", "reset", lambda managed, block: managed.pool.reset_prefix_cache()),
         ("frozen", "make_free", lambda managed, block: managed.pool.make_room(3)),
     ],

@@ -83,12 +83,17 @@ def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
     engine_core.install()
     engine_core.install()
     calls: list[Any] = []
+    answers = {"audits": {"share": 0.5}, "frozen": {"blocks": 4}}
+
+    def call(name: str, *args: Any) -> Any:
+        if name not in answers:
+            calls.append((name, *args))
+        return answers.get(name)
+
     side = SimpleNamespace(
         set_enabled=lambda state: calls.append(("set_enabled", state)) or state,
         status=lambda: {"indexed_blocks": 3},
-        audits=lambda: {"share": 0.5},
-        frozen=lambda: {"blocks": 4},
-        unfreeze=lambda entries: calls.append(("unfreeze", entries)),
+        call=call,
     )
     connector = SimpleNamespace(scheduler_side=side)
     core: Any = SimpleNamespace(scheduler=SimpleNamespace(get_kv_connector=lambda: connector))

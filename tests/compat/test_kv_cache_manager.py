@@ -7,6 +7,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.compat.managed import LIMIT, SIZE, Managed, manager_of, plan_of
+from tests.parts import parts_of
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.compat.kv_cache_manager import is_anybody_admitted
 
@@ -192,7 +193,7 @@ def test_who_alone_misses_room_does_without_its_plan(state: str) -> None:
     tracked = managed.tracked(request)
     tracked.plan = None if state == "without a plan" else plan_of(request, 0)
     if state == "closed":
-        managed.side._planner._budget.close()
+        parts_of(managed.side).planner._budget.close()
     given = managed.manager.allocate_slots(request, 1, num_external_computed_tokens=2 * SIZE - 1)
     assert given is None
     assert (tracked.misses_room > 0) is (state == "alone")

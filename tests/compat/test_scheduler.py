@@ -20,7 +20,7 @@ from vllm_segreuse.compat.scheduler import _reset_prefix_cache, _update_from_out
 def output(computed: Any, loaded: set[str] | None = None) -> SimpleNamespace:
     metadata = None
     if computed is not None:
-        metadata = SimpleNamespace(outcomes=computed, audits="audits", tier="tier")
+        metadata = SimpleNamespace(outcomes=computed, messages={"tier": "done"})
     reported = SimpleNamespace(kv_connector_worker_meta=metadata, finished_recving=loaded)
     return SimpleNamespace(kv_connector_output=reported)
 
@@ -38,15 +38,13 @@ def request(status: str, computed: int = 8, preemptions: int = 0) -> SimpleNames
 
 def connector(**side: Any) -> SimpleNamespace:
     """Ours, with a scheduler's half that does as given."""
-    audits = {
-        "note_tier": lambda done: None,
-        "note_audits": lambda results: None,
-        "next_reference": lambda running, waiting: None,
-        "take_documents": list,
+    nothing = {
+        "reported": lambda messages, outcomes, requests: None,
+        "take_requests": lambda running, waiting, is_paused: [],
         "take_failed": list,
-        "reset_audits": lambda: None,
+        "resetting": list,
     }
-    return SimpleNamespace(scheduler_side=SimpleNamespace(**audits | side))
+    return SimpleNamespace(scheduler_side=SimpleNamespace(**nothing | side))
 
 
 IDLE = {"pause_state": PauseState.UNPAUSED, "get_request_counts": lambda: (0, 0)}
@@ -57,24 +55,22 @@ def updated(model_runner_output: Any, ours: bool = True) -> list[Any]:
     happened: list[Any] = []
     requests: dict[str, Any] = {"request": object()}
 
-    def computed(*given: Any) -> None:
+    def reported(*given: Any) -> None:
         happened.append(given)
-        assert given[1] is requests
+        assert given[2] is requests
 
     scheduler = SimpleNamespace(
-        connector=connector(note_outcomes=computed, note_tier=happened.append)
-        if ours
-        else object(),
+        connector=connector(reported=reported) if ours else object(),
         requests=requests,
         **IDLE,
     )
     wrapped = _update_from_output(lambda *_: happened.append("updated"))
     wrapped(scheduler, None, model_runner_output)
-    return [what if isinstance(what, str) else what[0] for what in happened]
+    return [what if isinstance(what, str) else what[:2] for what in happened]
 
 
 def test_ours_hears_first() -> None:
-    assert updated(output({"request": 7})) == ["tier", {"request": 7}, "updated"]
+    assert updated(output({"request": 7})) == [({"tier": "done"}, {"request": 7}), "updated"]
 
 
 def test_where_nothing_is_reported_nothing_is_passed_on() -> None:
@@ -105,19 +101,15 @@ def test_only_loads_that_vllm_waits_for_count(ours: bool) -> None:
     assert reported.kv_connector_output.finished_recving == counted
 
 
-def stepped(paused: PauseState = PauseState.UNPAUSED, reference: Any = "reference") -> list[Any]:
+def stepped(paused: PauseState = PauseState.UNPAUSED, *own: Any) -> list[Any]:
     """What happened in a step, in order."""
     happened: list[Any] = []
 
-    def following(running: int, waiting: int) -> Any:
-        happened.append((running, waiting))
-        return reference
+    def following(running: int, waiting: int, is_paused: bool) -> Any:
+        happened.append((running, waiting, is_paused))
+        return own
 
-    side = {
-        "note_outcomes": lambda *_: happened.append("outcomes"),
-        "note_audits": happened.append,
-        "next_reference": following,
-    }
+    side = {"reported": lambda *_: happened.append("reported"), "take_requests": following}
     scheduler = SimpleNamespace(
         connector=connector(**side),
         requests={},
@@ -130,9 +122,10 @@ def stepped(paused: PauseState = PauseState.UNPAUSED, reference: Any = "referenc
     return happened
 
 
-def test_a_reference_is_added_when_a_step_is_over() -> None:
-    assert stepped() == ["outcomes", "audits", "updated", (3, 1), "reference"]
-    assert stepped(reference=None)[-1] == (3, 1)
+def test_requests_of_our_own_are_added_when_a_step_is_over() -> None:
+    found = stepped(PauseState.UNPAUSED, "reference", "document")
+    assert found == ["reported", "updated", (3, 1, False), "reference", "document"]
+    assert stepped()[-1] == (3, 1, False)
 
 
 def test_requests_that_failed_have_ended_before_their_tokens_count() -> None:
@@ -144,7 +137,7 @@ def test_requests_that_failed_have_ended_before_their_tokens_count() -> None:
         reason = SimpleNamespace(get_finished_reason=lambda: FinishReason.ERROR, client_index=2)
         return [SimpleNamespace(request_id=name, **vars(reason)) for name in names]
 
-    side = {"note_outcomes": lambda *_: None, "take_failed": lambda: next(failed)}
+    side = {"take_failed": lambda: next(failed)}
     scheduler = SimpleNamespace(
         connector=connector(**side), requests={}, finish_requests=finish, **IDLE
     )
@@ -159,19 +152,19 @@ def test_requests_that_failed_have_ended_before_their_tokens_count() -> None:
 
 
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
-def test_an_engine_that_is_paused_gets_no_reference(state: PauseState) -> None:
-    assert stepped(state) == ["outcomes", "audits", "updated"]
+def test_features_are_told_that_an_engine_is_paused(state: PauseState) -> None:
+    assert stepped(state) == ["reported", "updated", (3, 1, True)]
 
 
-def test_a_reset_aborts_the_reference_first() -> None:
+def test_a_reset_aborts_requests_of_our_own_first() -> None:
     happened: list[Any] = []
     scheduler = SimpleNamespace(
-        connector=connector(reset_audits=lambda: "reference"),
+        connector=connector(resetting=lambda: ["reference"]),
         finish_requests=lambda *given: happened.append(given),
     )
     reset = _reset_prefix_cache(lambda self, running: happened.append("reset"))
     reset(scheduler, False)
-    assert happened == [("reference", RequestStatus.FINISHED_ABORTED), "reset"]
+    assert happened == [(["reference"], RequestStatus.FINISHED_ABORTED), "reset"]
 
 
 def test_what_a_reference_needs_of_vllms_scheduler_is_there() -> None:

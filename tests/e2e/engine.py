@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from bench.shapes import SHAPES, make_model
+from tests.parts import parts_of
 
 if TYPE_CHECKING:
     from vllm_segreuse.doctor.diagnosis import Diagnosis
@@ -71,7 +72,7 @@ class Engine:
     def index(self) -> Any:
         """The segment index; None in a plain engine."""
         connector = self.scheduler.connector
-        return None if connector is None else connector.scheduler_side._index
+        return None if connector is None else parts_of(connector.scheduler_side).index
 
     def ask(
         self,

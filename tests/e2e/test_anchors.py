@@ -9,6 +9,7 @@ import pytest
 from bench.quality.condensed import AnchorReference
 from tests.e2e.engine import Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import layout_of, make_isolated, prompt_of
+from tests.parts import parts_of
 from vllm_segreuse.knowledge.naming import NamedDocument
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 from vllm_segreuse.prefill import executor
@@ -103,7 +104,7 @@ def test_chunks_whose_anchors_were_not_copied_are_computed_again(
 
 def test_an_evicted_document_is_computed_for_who_names_it(asker: Asker) -> None:
     asker.base.add(asker.texts)
-    entries = asker.running.scheduler.connector.scheduler_side._freezing.entries
+    entries = parts_of(asker.running.scheduler.connector.scheduler_side).entries
     entries.make_free(1)
     assert len(entries.warm()) < len(LENGTHS)
     asker.ask("d", "c", "b", "a")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
+from tests.parts import parts_of
 from vllm_segreuse.knowledge.engine import answer_of, own_parameters
 from vllm_segreuse.knowledge.naming import NamedDocument
 from vllm_segreuse.knowledge.offline import KnowledgeBase, OfflineEngine
@@ -222,7 +223,7 @@ def test_nobody_else_gets_a_document(running: Engine, base: KnowledgeBase) -> No
     add(base, 0.9, "uniform", a=document)
     one = base.named("a")
     prompt = [*one.tokens.tolist(), *Prompts(4000, seed=7).tokens(9)]
-    entries = running.scheduler.connector.scheduler_side._freezing.entries
+    entries = parts_of(running.scheduler.connector.scheduler_side).entries
 
     def is_read(text: list[int], *named: NamedDocument, keys: str = "handbook") -> bool:
         entries.take_uses()
@@ -255,7 +256,7 @@ def test_an_evicted_document_returns_when_it_is_named(running: Engine, base: Kno
     assert {document.status for document in base.warm()} == {"warm"}
     after = ask(running, prompt, one)
     assert (after.report["reused_tokens"], after.token_ids) == (46, before.token_ids)
-    entries = running.scheduler.connector.scheduler_side._freezing.entries
+    entries = parts_of(running.scheduler.connector.scheduler_side).entries
     entries._evict(one.entry)
     assert entries.wanted() == []
     ask(running, prompt, one)

@@ -9,6 +9,7 @@ from vllm import SamplingParams
 
 from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
+from tests.parts import parts_of
 from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 from vllm_segreuse.prefill import executor
@@ -104,7 +105,7 @@ def test_documents_of_a_knowledge_base_are_found(served: Served) -> None:
     try:
         added = base.add({str(n): tokens for n, tokens in enumerate(served.documents)})
         assert {document.status for document in added} == {"warm"}
-        cold = served.engine.scheduler.connector.scheduler_side._isolated.cold
+        cold = parts_of(served.engine.scheduler.connector.scheduler_side).isolated.cold
         before = cold._number
         for numbers in [(2, 0), (3, 1, 2)]:
             prompt = served.prompt(*numbers)

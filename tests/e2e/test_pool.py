@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, check_pool, drain, step, submit
 from tests.e2e.test_equality import assert_same
+from tests.parts import parts_of
 
 NUM_BLOCKS = 41  # one of them is vLLM's null block
 LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 640, "max_num_seqs": 16}
@@ -50,7 +51,7 @@ def _clean(reusing: Engine) -> Iterator[None]:
     reusing.reset()
     yield
     reusing.check_idle()
-    assert not reusing.scheduler.connector.scheduler_side._planner._requests
+    assert not parts_of(reusing.scheduler.connector.scheduler_side).planner._requests
 
 
 @pytest.fixture
@@ -130,8 +131,8 @@ def test_20_abort_while_others_have_the_blocks(reusing: Engine, text: Prompts) -
     waiting = submit(reusing, "waiting", text.tokens(300) + document + text.tokens(3), SHIFT)
     step(reusing)
     assert len(reusing.scheduler.running) == 2
-    tracked = reusing.scheduler.connector.scheduler_side._planner.get(waiting)
-    assert tracked.reason == "no_free_blocks"
+    tracked = parts_of(reusing.scheduler.connector.scheduler_side).planner.get(waiting)
+    assert tracked.decision.reason == "no_free_blocks"
     abort(reusing, waiting)
     assert drain(reusing).keys() == {"large", "larger"}
 

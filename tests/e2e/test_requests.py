@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, NAMESPACE, Engine, Prompts, engine
 from tests.e2e.stepping import drain, step, submit
 from tests.e2e.test_equality import assert_same
+from tests.parts import parts_of
 
 pytestmark = pytest.mark.patches(
     "attention_impl",
@@ -245,7 +246,7 @@ def test_ended_requests_give_their_namespaces_back(reusing: Engine, text: Prompt
     """However they end; a namespace with cached blocks stays until nothing refers to it."""
     from vllm import SamplingParams
 
-    namespaces = reusing.scheduler.connector.scheduler_side._namespaces
+    namespaces = parts_of(reusing.scheduler.connector.scheduler_side).namespaces
     vllm_engine = reusing.llm.llm_engine
 
     def in_use() -> int:

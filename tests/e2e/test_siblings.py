@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Engine, Prompts, engine
+from tests.parts import parts_of
 from vllm_segreuse.knowledge import offline
 from vllm_segreuse.knowledge.offline import KnowledgeBase
 
@@ -84,7 +85,7 @@ def test_what_is_moved_is_the_document_and_not_the_context_of_another(
     running: Engine, text: dict[str, list[int]], hits: list[tuple[int, int]]
 ) -> None:
     side = running.scheduler.connector.scheduler_side
-    frozen = set(side._freezing.entries._of_block)
+    frozen = set(parts_of(side).entries._of_block)
     assert {
         block for block in range(running.pool.num_gpu_blocks) if block in running.index
     } == frozen

@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.engine import Engine, Prompts
 from tests.e2e.test_tier import SHIFT, ask, counts, evict
 from tests.e2e.test_tier_restart import started, wait_for_files
+from tests.parts import parts_of
 
 MODULE = "tests.e2e.test_tier_sharing"
 OTHERS = SHIFT | {"extra_keys": ["others"]}
@@ -58,7 +59,7 @@ def test_an_engine_reuses_what_another_computes_while_it_runs(tmp_path: Path) ->
         reused = from_files.report["reused_tokens"]
         assert from_files.report["tiered_tokens"] == reused > 150
         assert counts(running)["disk"] >= reused // 32
-        files = running.scheduler.connector.scheduler_side._tier._files.counts
+        files = parts_of(running.scheduler.connector.scheduler_side).tier._files.counts
         assert files["shared"] >= reused // 32
 
         ask(running, donor, OTHERS)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.gpu import pretending
+from tests.parts import parts_of
 
 if pretending.BACKEND is None:
     pytest.skip("test_pretending.py runs it", allow_module_level=True)
@@ -52,7 +53,7 @@ def test_it_is_what_a_gpu_would_run(reusing: Engine) -> None:
 def test_recomputing_everything_equals_full_prefill(reusing: Engine, spread: bool) -> None:
     """Several plans of one step, in waves, while others decode; or the second over several."""
     side = reusing.scheduler.connector.scheduler_side
-    side._spread_above = SPREAD_TOKENS * side._layers.count if spread else None
+    side._spread_above = SPREAD_TOKENS * parts_of(side).methods.layers.count if spread else None
     text = Prompts(reusing.vocab_size, seed=3)
     documents = [text.tokens(61), text.tokens(83)]
     prompts = [text.around(*documents, gaps=(9, 20, 3)), text.around(documents[1], gaps=(1, 3))]
@@ -109,7 +110,7 @@ def test_an_audit_compares_what_was_answered(
     reusing: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runner samples with two steps in flight; rows and positions are told by its batch."""
-    audits = reusing.scheduler.connector.scheduler_side._audits
+    audits = parts_of(reusing.scheduler.connector.scheduler_side).audits
     monkeypatch.setattr(audits._draw, "_chance", lambda: -1.0)
     text = Prompts(reusing.vocab_size, seed=21)
     document = text.tokens(100)

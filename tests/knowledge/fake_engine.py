@@ -37,9 +37,6 @@ class _Freezing(Freezing):
     def part(self, prompt: Any, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
         return FrozenPart(prompt, block_ids, None)
 
-    def compressed_part(self, tracked: Any, order: FreezeOrder, block_ids: list[int]) -> FrozenPart:
-        return FrozenPart(tracked.prompt, block_ids, None, tracked.kept)
-
 
 class FakeEngine:
     """Computes at once, or when told to.
@@ -120,8 +117,9 @@ class FakeEngine:
         self.computed.append((order.entry, order.part))
         blocks = len(tokens) // BLOCK_SIZE - order.first_token // BLOCK_SIZE
         namespace = self._table.intern(extra_key.encode())
-        tracked: Any = SimpleNamespace(freeze=order, prompt=namespace, kept=None)
-        return self.freezing.finish(tracked, [next(self._next_block) for _ in range(blocks)])
+        prompt: Any = namespace
+        taken = [next(self._next_block) for _ in range(blocks)]
+        return self.freezing.finish(prompt, order, taken)
 
     async def answers(
         self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
@@ -147,11 +145,14 @@ class FakeEngine:
         order = FreezeOrder.parse(extra_args[FREEZE])
         namespace = self._table.intern(extra_args[EXTRA_KEYS][0].encode())
         blocks = [next(self._next_block) for _ in range(-(-len(kept) // BLOCK_SIZE))]
-        what = {"freeze": order, "prompt": namespace, "kept": np.array(copied, np.int32)}
-        tracked: Any = SimpleNamespace(**what)
         if self.answer is not None:
             return [Answer({"frozen": self.answer})]
-        return [Answer({"frozen": self.freezing.finish(tracked, blocks)})]
+        prompt: Any = namespace
+        tokens_kept = np.array(copied, np.int32)
+        frozen = self.freezing.finish(
+            prompt, order, blocks, lambda _, ids: FrozenPart(namespace, ids, None, tokens_kept)
+        )
+        return [Answer({"frozen": frozen})]
 
     async def frozen(self) -> dict[str, Any]:
         return self.freezing.state()

@@ -97,7 +97,7 @@ class _Churn:
         outcome, tenth = self.outcome, max(1, requests // 10)
         outcome.requests = requests
         outcome.failed = requests - len(self.shares)
-        outcome.given_back = self.world.side.frozen()["given_back"]
+        outcome.given_back = self.world.side.call("frozen")["given_back"]
         outcome.preemptions = self.world.counts["preemptions"]
         outcome.spread_plans = self.world.worker.spread_plans
         outcome.usage = sum(self.usages) / len(self.usages)
@@ -141,7 +141,7 @@ class _Churn:
     def step(self) -> None:
         self.world.step()
         self.collect()
-        for name in self.world.side.frozen()["wanted"]:
+        for name in self.world.side.call("frozen")["wanted"]:
             if name in self.active:
                 self.ingest(name)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from tests.parts import parts_of
 from vllm_segreuse.plan import AnchorOrder, CopyOrder, FreezeOrder, ScoreOrder
 
 if TYPE_CHECKING:
@@ -86,6 +87,6 @@ def check_entries(world: World) -> None:
 
 def check_idle(world: World) -> None:
     """No order is remembered."""
-    compression = world.side._compression
+    compression = parts_of(world.side).compression
     assert not compression._scores, "orders to score of requests that ended"
     assert not compression._chosen, "choices of requests that ended"

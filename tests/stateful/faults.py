@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tests.parts import parts_of
+
 if TYPE_CHECKING:
     from tests.stateful.world import World
 
@@ -45,23 +47,23 @@ class Faults:
         self.raised: dict[str, int] = dict.fromkeys((*SITES, *OTHERS), 0)
         self._world = world
         side, pool = world.side, world.pool
-        self._wrap(side._planner, "add", "add", before=False)
-        self._wrap(side._planner, "_match", "match")
-        self._wrap(side.methods, "recipe", "recipe")
+        self._wrap(parts_of(side).planner, "add", "add", before=False)
+        self._wrap(parts_of(side).planner, "_match", "match")
+        self._wrap(parts_of(side).methods, "recipe", "recipe")
         self._wrap(pool, "prefix_state", "prefix")
         self._wrap(pool, "pin", "pin")
         self._wrap(world.index, "insert", "insert")
         self._wrap(world.index, "missing", "missing")
         self._wrap(world.scheduler.connector._stats, "count_tokens", "count")
-        self._wrap(side._namespaces, "release", "release", before=False)
-        if side.methods.by_similarity is not None:
-            self._wrap(side.methods.by_similarity.store, "slots", "search")
-            self._wrap(side.methods.by_similarity.store, "inserted", "listed")
-        if side._tier is not None:
-            self._wrap(side._tier._catalogue, "see", "see", before=False)
-            self._wrap(side._tier._manager, "prepare_store", "store", before=False)
-            self._wrap(side._tier._manager, "complete_store", "stored")
-            self._wrap(side._tier._manager, "prepare_load", "load")
+        self._wrap(parts_of(side).namespaces, "release", "release", before=False)
+        if parts_of(side).methods.by_similarity is not None:
+            self._wrap(parts_of(side).methods.by_similarity.store, "slots", "search")
+            self._wrap(parts_of(side).methods.by_similarity.store, "inserted", "listed")
+        if parts_of(side).tier is not None:
+            self._wrap(parts_of(side).tier._catalogue, "see", "see", before=False)
+            self._wrap(parts_of(side).tier._manager, "prepare_store", "store", before=False)
+            self._wrap(parts_of(side).tier._manager, "complete_store", "stored")
+            self._wrap(parts_of(side).tier._manager, "prepare_load", "load")
         allocate = world.manager.allocate_slots
 
         def refusing(*args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from tests.parts import parts_of
 from tests.stateful import compressing, isolated
 from tests.stateful.worker import APPROXIMATE, Identity
 from vllm_segreuse.cache.namespace import namespace_key
@@ -36,11 +37,13 @@ def check_idle(world: World) -> None:
     pool = world.pool
     free, frozen = pool.get_num_free_blocks(), world.frozen.num_frozen
     assert free + frozen == pool.num_gpu_blocks - 1, "blocks are still held"
-    assert not world.side._planner._requests, "requests that ended are still tracked"
-    references = sum(world.side._namespaces._references) - world.frozen.namespaces().total()
+    assert not parts_of(world.side).planner._requests, "requests that ended are still tracked"
+    references = (
+        sum(parts_of(world.side).namespaces._references) - world.frozen.namespaces().total()
+    )
     assert references == world.lost_namespaces + _held_by_tier(world)
     assert not pool._awaited, f"names that nobody will report on: {pool._awaited}"
-    tier = world.side._tier
+    tier = parts_of(world.side).tier
     if tier is not None and tier.is_open:
         counts = tier.counts()
         assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
@@ -48,7 +51,7 @@ def check_idle(world: World) -> None:
     compressing.check_idle(world)
     if world.setup.isolated:
         isolated.check_idle(world)
-    recorder, audits = world.worker.recorder, world.side.audits()
+    recorder, audits = world.worker.recorder, world.side.call("audits")
     kept = len(recorder._audited) + len(recorder._running)
     assert not audits["failed"], "an error has ended the audits"
     assert kept <= audits["under_way"], f"the worker keeps logits of {kept} requests: {audits}"
@@ -78,7 +81,7 @@ def _check_references(world: World) -> None:
 
 def _check_planner(world: World) -> None:
     """Between steps there is no plan and no pin, admission is open, the ended are forgotten."""
-    planner, namespaces = world.side._planner, world.side._namespaces
+    planner, namespaces = parts_of(world.side).planner, parts_of(world.side).namespaces
     assert not planner._pending, f"plans without blocks: {planner._pending.keys()}"
     assert not planner._ready, "plans that were not taken"
     assert not planner._budget.tokens, "compute of plans that are gone"
@@ -92,7 +95,7 @@ def _check_planner(world: World) -> None:
 
 def _held_by_tier(world: World) -> int:
     """References on namespaces that the tier holds: of records that are not shown yet."""
-    tier = world.side._tier
+    tier = parts_of(world.side).tier
     if tier is None:
         return 0
     held = tier._catalogue.held.counts()
@@ -130,7 +133,7 @@ def _check_exact_names(world: World) -> None:
 
 def _check_index(world: World) -> None:
     """What the index says of a block is what the block holds, and who knows it has seen it."""
-    if world.side._health.broken:
+    if parts_of(world.side).health.broken:
         return  # neither kept up to date nor read, until a reset empties it
     index, worker, size = world.index, world.worker, world.pool.hash_block_size
     entries = np.flatnonzero(index.nodes["born"])
@@ -153,9 +156,11 @@ def _check_index(world: World) -> None:
     _none_of(blocks, nodes["depth"] > world.setup.max_depth, "a provenance too deep to donate")
     inexact = (of(worker.history) == APPROXIMATE).any(axis=1)
     _none_of(blocks, inexact & (nodes["depth"] == 0), "approximate KV under depth 0")
-    find = world.side._namespaces.find
+    find = parts_of(world.side).namespaces.find
     knows = {*zip(blocks.tolist(), nodes["namespace"].tolist(), strict=True)}
-    for namespace in range(len(world.side._namespaces._keys)):  # who has no entries now, too
+    for namespace in range(
+        len(parts_of(world.side).namespaces._keys)
+    ):  # who has no entries now, too
         known_blocks = index.known.table(namespace)[:, 0].tolist()
         knows |= {(b, namespace) for b in known_blocks if 0 <= b < world.pool.num_gpu_blocks}
     for block, namespace in knows:
@@ -166,7 +171,11 @@ def _check_index(world: World) -> None:
 
 def _check_rows(world: World) -> None:
     """What is known of a record is what its row holds."""
-    tier, rows, size = world.side._tier, world.worker.rows, world.worker.block_size
+    tier, rows, size = (
+        parts_of(world.side).tier,
+        world.worker.rows,
+        world.worker.block_size,
+    )
     if tier is None or not tier.is_open:
         return
     chunks = tier._manager.primary_tier._policy.chunks
@@ -184,8 +193,8 @@ def _check_rows(world: World) -> None:
 
 def _check_windows(world: World) -> None:
     """Windows of similar text end in blocks that donate."""
-    finder = world.side.methods.by_similarity
-    if finder is None or world.side._health.broken:
+    finder = parts_of(world.side).methods.by_similarity
+    if finder is None or parts_of(world.side).health.broken:
         return
     kept = finder.store.windows
     blocks = kept.block[kept.block >= 0].tolist()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import Request
 
+from tests.parts import parts_of
 from vllm_segreuse.cold_documents import PREFIX
 from vllm_segreuse.documents.layout import Layout
 
@@ -70,14 +71,14 @@ def check_report(request: Request, report: dict[str, Any]) -> None:
 
 def held_blocks(world: World) -> list[int]:
     """Blocks that are held for requests that wait for their documents."""
-    cold = world.side._isolated.cold
+    cold = parts_of(world.side).isolated.cold
     held = (blocks for turn in cold._turns.values() for blocks in turn.held.values())
     return [block for blocks in held for block in blocks.tolist()]
 
 
 def check_idle(world: World) -> None:
     """Nothing is remembered of anybody."""
-    requests = world.side._isolated
+    requests = parts_of(world.side).isolated
     assert not requests._asked, f"requests that ended: {requests._asked.keys()}"
     left = {name: kept for name, kept in vars(requests.cold).items() if name in _KEPT and kept}
     assert not left, f"documents of requests that ended: {left}"

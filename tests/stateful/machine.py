@@ -333,7 +333,7 @@ class Machine(RuleBasedStateMachine):
         if isinstance(world.worker, DraftingWorker):
             totals["accepted drafts"] += world.worker.accepted
             totals["rejected drafts"] += world.worker.rejected
-        totals.update({f"audits: {k}": n for k, n in world.side.audits()["outcomes"].items()})
+        totals.update({f"audits: {k}": n for k, n in world.side.call("audits")["outcomes"].items()})
         totals["exact tokens"] += world.worker.exact_tokens
         totals["kept tokens"] += world.worker.kept_tokens
         totals["spread plans"] += world.worker.spread_plans

@@ -67,7 +67,7 @@ def test_donors_never_take_more_than_there_is(
 def test_donors_that_others_hold_take_no_room() -> None:
     """A frozen document is reused from a pool that has nothing to spare."""
     world = cached([2, *DOCUMENT], freeze=FreezeOrder("doc", 0, 1, 1))
-    assert world.side.frozen()["warm"]
+    assert world.side.call("frozen")["warm"]
     report = read(world, [7, *DOCUMENT, 8], 0)
     assert report["reused_tokens"] == len(DOCUMENT) - 1, "its last token is in no frozen block"
     world.drain()

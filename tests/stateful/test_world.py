@@ -35,7 +35,7 @@ def _frozen_world() -> World:
     tokens = [2, *DOCUMENTS[0][:15]]
     world.add(Ask(tokens=tokens, keys=("a",), max_tokens=1, freeze=FreezeOrder("doc", 0, 1, 1)))
     world.step()
-    assert world.side.frozen()["warm"] == {"doc": [4, 0]}
+    assert world.side.call("frozen")["warm"] == {"doc": [4, 0]}
     return world
 
 
@@ -49,7 +49,7 @@ def test_23_frozen_blocks_go_before_anybody_is_preempted() -> None:
         world.step()
         world.check()
     assert world.counts["preemptions"] == 0
-    assert world.side.frozen()["given_back"] == 1
+    assert world.side.call("frozen")["given_back"] == 1
     world.drain()
 
 
@@ -59,7 +59,7 @@ def test_23_no_frozen_block_goes_for_a_request_that_has_to_wait_anyway() -> None
     world.frozen._max_in_use = world.pool.num_gpu_blocks
     world.add(Ask(tokens=[*range(100, 160)], max_tokens=1))
     world.step()
-    assert world.side.frozen()["given_back"] == 0
+    assert world.side.call("frozen")["given_back"] == 0
     world.drain()
 
 
@@ -67,7 +67,7 @@ def test_21_a_reader_is_waited_for() -> None:
     world = _frozen_world()
     world.add(Ask(tokens=[2, *DOCUMENTS[0][:15], *range(90, 99)], keys=("a",), max_tokens=9))
     world.step()
-    assert world.side.frozen()["warm"]["doc"][1] >= 1, "its prefix is frozen"
+    assert world.side.call("frozen")["warm"]["doc"][1] >= 1, "its prefix is frozen"
     world.unfreeze(["doc"])
     world.check()
     world.drain()

@@ -22,12 +22,15 @@ from vllm.v1.request import Request
 
 from tests.stateful import compressing, isolated
 from tests.stateful.rows import Rows
-from vllm_segreuse.audit.recorder import Recorder, Sampled
+from vllm_segreuse.audit.recorder import Recorder
+from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.connector import SegReuseWorkerMetadata
 from vllm_segreuse.estimate.engine import step_output
 from vllm_segreuse.plan import (
     AcceptanceOutcome,
+    AuditDone,
     AuditResult,
+    Message,
     PlanOutcome,
     Restoration,
     ReusePlan,
@@ -142,7 +145,10 @@ def _reporting(
     if not (done or audits):
         return output
     found = output.kv_connector_output or KVConnectorOutput()
-    found.kv_connector_worker_meta = SegReuseWorkerMetadata(dict(outcomes), audits, done)
+    messages: dict[str, Message] = {"tier": done} if done else {}
+    if audits:
+        messages["audit"] = AuditDone(audits)
+    found.kv_connector_worker_meta = SegReuseWorkerMetadata(dict(outcomes), messages)
     output.kv_connector_output = found
     return output
 
@@ -207,9 +213,10 @@ class Worker:
         """
         self.num_steps += 1
         self._outcomes = {}
-        done = self.rows.carry_out(step.kv_connector_metadata.tier)
-        if step.kv_connector_metadata.audits is not None:
-            self.recorder.take(step.kv_connector_metadata.audits)
+        messages = step.kv_connector_metadata.messages
+        done = self.rows.carry_out(messages.get("tier"))
+        if "audit" in messages:
+            self.recorder.take(messages["audit"])
         self.called_back |= set(step.kv_connector_metadata.called_back)
         for name in step.kv_connector_metadata.called_back:
             self._spread.pop(name, None)

@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import vllm_segreuse
 from bench.shapes import SUPPORTED
+from tests.parts import parts_of
 from tests.stateful import invariants, isolated, reports
 from tests.stateful.drafting import DraftingWorker
 from tests.stateful.events import Mirror
@@ -163,7 +164,10 @@ class World:
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self._engine.pool
         self.side = self._engine.side
-        self.index, self.frozen = self.side._index, self.side._freezing.entries
+        self.index, self.frozen = (
+            parts_of(self.side).index,
+            parts_of(self.side).entries,
+        )
         self.index.max_views = setup.max_views
         self.identities: dict[str, tuple[Identity, int]] = {}
         requests = self.scheduler.requests
@@ -223,7 +227,7 @@ class World:
         self._histories[request_id] = []
         arrival_time = float(next(self._clock))
         request = self._engine.add(request_id, tokens, params, arrival_time=arrival_time, **others)
-        documents = self.side._isolated
+        documents = parts_of(self.side).isolated
         if documents is not None and documents.has_documents(request_id):
             identity, seed = self.identities[request_id]
             keys = documents._asked[request_id].extra_keys or identity.keys
@@ -301,8 +305,8 @@ class World:
     def unfreeze(self, entries: list[str]) -> None:
         """Documents are deleted."""
         self.counts["events"] += 1
-        self.side.unfreeze(entries)
-        assert not set(entries) & self.side.frozen()["warm"].keys()
+        self.side.call("unfreeze", entries)
+        assert not set(entries) & self.side.call("frozen")["warm"].keys()
 
     def switch(self, state: Switch) -> None:
         """The kill switch."""
@@ -381,8 +385,8 @@ class World:
 
     def _has_audits(self) -> bool:
         """Whether audits wait that there is room for, or workers have not heard of all."""
-        audits = self.side._audits
-        room = any(self.side._has_room(MAX_TOKENS) for _ in audits._waiting)
+        audits = parts_of(self.side).audits
+        room = any(self.side.parts.features.audit._has_room(MAX_TOKENS) for _ in audits._waiting)
         return bool(audits._orders) or room
 
     def _note_names(self) -> None:

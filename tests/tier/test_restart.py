@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT
 from tests.tier.fakes import ROW_BYTES, Region
 from tests.tier.records import Hang, raises
@@ -88,14 +89,14 @@ def test_a_document_of_a_knowledge_base_is_held_after_a_restart(
     world.run(world.add(DOCUMENT))
     world.end_step()
     blocks = [block for block in range(world.pool.num_gpu_blocks) if block in world.index]
-    assert world.side._tier is not None
-    world.side._tier.documents.keep("doc", 0, 1, blocks)
+    assert parts_of(world.side).tier is not None
+    parts_of(world.side).tier.documents.keep("doc", 0, 1, blocks)
     wait_for(world, 8)
     world.side.close()
     again = engine(tmp_path, monkeypatch)
-    assert again.side._tier is not None
-    assert again.side._tier.documents.held() == {"doc": "disk"}
-    again.side._tier.documents.release(["doc"])
+    assert parts_of(again.side).tier is not None
+    assert parts_of(again.side).tier.documents.held() == {"doc": "disk"}
+    parts_of(again.side).tier.documents.release(["doc"])
     again.side.close()
 
 
@@ -218,9 +219,9 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 def keep(world: Tiered) -> None:
     """A document of a knowledge base, which was computed before."""
-    assert world.side._tier is not None
+    assert parts_of(world.side).tier is not None
     blocks = [block for block in range(world.pool.num_gpu_blocks) if block in world.index]
-    world.side._tier.documents.keep("doc", 0, 1, blocks)
+    parts_of(world.side).tier.documents.keep("doc", 0, 1, blocks)
 
 
 def held_after_a_restart(
@@ -229,8 +230,8 @@ def held_after_a_restart(
     """The documents that the next engine finds."""
     world.side.close()
     again = engine(path, monkeypatch)
-    assert again.side._tier is not None
-    held = again.side._tier.documents.held()
+    assert parts_of(again.side).tier is not None
+    held = parts_of(again.side).tier.documents.held()
     again.side.close()
     return held
 
@@ -241,8 +242,8 @@ def test_a_document_that_is_deleted_and_added_again_is_written_again(
     world = computed(tmp_path, monkeypatch)
     keep(world)
     wait_for(world, 8)
-    assert world.side._tier is not None
-    world.side._tier.documents.release(["doc"])
+    assert parts_of(world.side).tier is not None
+    parts_of(world.side).tier.documents.release(["doc"])
     wait_for(world, 0)
     keep(world)
     wait_for(world, 8)
@@ -257,8 +258,8 @@ def test_a_document_that_is_added_again_while_it_is_erased_is_written_again(
     wait_for(world, 8)
     hang, remove = Hang(), Disk.remove
     monkeypatch.setattr(Disk, "remove", lambda disk, path: (hang(), remove(disk, path))[1])
-    assert world.side._tier is not None
-    world.side._tier.documents.release(["doc"])
+    assert parts_of(world.side).tier is not None
+    parts_of(world.side).tier.documents.release(["doc"])
     assert hang.reached.wait(30)
     keep(world)
     world.report(world.end_step()[1])
@@ -274,8 +275,8 @@ def test_a_document_that_a_full_disk_did_not_take_is_written_after_the_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = computed(tmp_path, monkeypatch)
-    assert world.side._tier is not None
-    tier, now = world.side._tier._files, 0.0
+    assert parts_of(world.side).tier is not None
+    tier, now = parts_of(world.side).tier._files, 0.0
     assert isinstance(tier, FileTier)
     monkeypatch.setattr(tier, "_clock", lambda: now)
     with monkeypatch.context() as full:
@@ -301,14 +302,14 @@ def test_what_one_engine_deletes_does_not_come_back_from_another_ones_memory(
 ) -> None:
     """The other has the same text in GPU memory, or has read it from the files."""
     first = computed(tmp_path, monkeypatch, zeroise=True)
-    assert first.side._tier is not None
+    assert parts_of(first.side).tier is not None
     blocks = [block for block in range(first.pool.num_gpu_blocks) if block in first.index]
-    first.side._tier.documents.keep("doc", 0, 1, blocks)
+    parts_of(first.side).tier.documents.keep("doc", 0, 1, blocks)
     wait_for(first, 8)
     second = computed(tmp_path, monkeypatch, zeroise=True)
     wait_for(second, 8)
     if deleted:
-        first.side._tier.documents.release(["doc"])
+        parts_of(first.side).tier.documents.release(["doc"])
         wait_for(first, 0)
         wait_for(second, 0)
     second.report(second.evict_all())
@@ -331,7 +332,7 @@ def test_what_another_engine_deletes_stays_a_document_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = computed(tmp_path, monkeypatch)
-    tier = world.side._tier
+    tier = parts_of(world.side).tier
     assert tier is not None
     blocks = [block for block in range(world.pool.num_gpu_blocks) if block in world.index]
     tier.documents.keep("doc", 0, 1, blocks)

@@ -5,6 +5,7 @@ gets exact names once the workers have reported it; through the scheduler's side
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request, RequestStatus
 
+from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, LORA, OPTIONS, SIZE
 from tests.tier.test_scheduler_side import EXPLAIN, Tiered
 from vllm_segreuse.cache.finder import ContentFinder
@@ -81,8 +83,8 @@ class Restoring(Tiered):
         assert admitted.plan.restoration is not None
         number, name = admitted.plan.restoration.number, admitted.request.request_id
         outcome = PlanOutcome(0, restoration=number, is_restored=in_place)
-        alive = self.side._planner.get(name)
-        self.side.note_outcomes({name: outcome}, {} if alive is None else {name: admitted.request})
+        alive = parts_of(self.side).planner.get(name)
+        self.side.reported({}, {name: outcome}, {} if alive is None else {name: admitted.request})
 
     def named(self, request: Request) -> list[int]:
         """Which of a request's blocks are found by their exact names."""
@@ -136,12 +138,12 @@ def test_similar_text_behind_it_is_found_and_computed(world: Restoring) -> None:
     request = world.add(
         [*DOCUMENT, *range(200, 216), 9], EXPLAIN | {"segreuse_min_reused_tokens": 17}
     )
-    tracked = world.side._planner.get(request.request_id)
+    tracked = parts_of(world.side).planner.get(request.request_id)
     assert tracked is not None
     similar = Matches.of(Pieces.from_table([[36, 8, 1, 0, 90]], is_similar=True))
     finder = ContentFinder(world.index, 0)
     finder.find = lambda *_: similar  # type: ignore[method-assign]
-    tracked.finder = finder
+    tracked.method = replace(tracked.method, finder=finder)
     report = world.end(world.schedule(request))
     assert report is not None
     assert [each.get("reason", each["source"]) for each in report["explain"]] == [
@@ -154,7 +156,7 @@ def test_who_falls_back_is_told_why_nothing_is_searched_for_behind_it(
 ) -> None:
     other = [*range(200, 216)]
     world.end(world.admit([1, 2, 3, 4, *other, 5]))
-    monkeypatch.setattr(world.side._audits, "falls_back", lambda _: True)
+    monkeypatch.setattr(parts_of(world.side).audits, "falls_back", lambda _: True)
     report = world.end(world.admit([*DOCUMENT, *other, 9], EXPLAIN))
     assert report is not None
     assert [each.get("reason", each["source"]) for each in report["explain"]] == [
@@ -207,9 +209,9 @@ def test_what_failed_has_no_exact_name_and_nothing_behind_it(
     world.pool.cache_full_blocks(request, blocks, full - 1, full, SIZE, 0)
     assert world.named(request) == []
     assert not world.pool._awaited
-    tracked = world.side._planner.get(request.request_id)
+    tracked = parts_of(world.side).planner.get(request.request_id)
     assert tracked is not None
-    depths = world.side._donors.depths(tracked, 0, full)
+    depths = parts_of(world.side).donors.depths(tracked, 0, full)
     assert (depths != 0).all(), "it was computed by the pass, which rounds otherwise"
 
 
@@ -287,7 +289,7 @@ def test_few_tokens_of_a_segment_are_no_reason_to_approximate(world: Restoring) 
 
 
 def test_a_hole_ends_it_and_records_behind_are_segments(world: Restoring) -> None:
-    tier = world.side._tier
+    tier = parts_of(world.side).tier
     assert tier is not None
     entry = tier.exact_entry
     hole = world.add(PROMPT).block_hashes[3]
@@ -301,7 +303,7 @@ def test_a_hole_ends_it_and_records_behind_are_segments(world: Restoring) -> Non
 
 
 def test_the_exact_tier_reads_records_behind_holes(world: Restoring) -> None:
-    tier = world.side._tier
+    tier = parts_of(world.side).tier
     assert tier is not None
     entry = tier.exact_entry
     hole = world.add(PROMPT).block_hashes[3]
@@ -319,7 +321,7 @@ def test_the_exact_tier_reads_records_behind_holes(world: Restoring) -> None:
 def test_records_that_cannot_be_had_end_it(
     world: Restoring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = world.side._tier
+    tier = parts_of(world.side).tier
     assert tier is not None
     hold, request = tier.hold, world.add(PROMPT)
     gone = make_block_hash_with_group_id(request.block_hashes[2], 0)
@@ -384,7 +386,7 @@ def test_approximate_records_are_never_restored() -> None:
 
 
 def test_a_record_of_deeper_provenance_is_not_exact_whatever_its_key(world: Restoring) -> None:
-    tier = world.side._tier
+    tier = parts_of(world.side).tier
     assert tier is not None
     for record in tier._catalogue:
         record.depth = 1
@@ -433,7 +435,7 @@ def test_rows_are_held_until_the_workers_have_read_them(world: Restoring) -> Non
     assert world.side.status()["tier"]["holds"] == 1
     world.side.finished(request, [])
     assert world.side.status()["tier"]["holds"] == 1
-    world.side.note_tier(TierDone(Counter({orders.sequence: 1})))
+    parts_of(world.side).tier.note(TierDone(Counter({orders.sequence: 1})))
     assert world.side.status()["tier"]["holds"] == 0
 
 
@@ -445,8 +447,8 @@ KEPT = DOCUMENT[FIRST : FIRST + 3]
 
 def compress(world: Restoring) -> Any:
     """Three tokens of the document are those of a compressed one. Options that name it."""
-    freezing, request = world.side._freezing, world.add(PROMPT)
-    tracked = world.side._planner.get(request.request_id)
+    freezing, request = parts_of(world.side).freezing, world.add(PROMPT)
+    tracked = parts_of(world.side).planner.get(request.request_id)
     assert tracked is not None
     blocks = world.pool.get_new_blocks(1)
     tokens, held = np.array(KEPT, np.int32), [block.block_id for block in blocks]
@@ -499,7 +501,7 @@ def test_what_is_behind_a_named_document_has_no_exact_record() -> None:
     assert admitted.plan is None
     world.end(admitted)
     world.report(world.evict_all())
-    tier = world.side._tier
+    tier = parts_of(world.side).tier
     assert tier is not None
     assert world.side.status()["tier"]["host"] == BLOCKS, "they are stored, and donate"
     names = [make_block_hash_with_group_id(h, 0) for h in admitted.request.block_hashes]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SIZE, World
 from tests.tier.fakes import ROW_BYTES, Region
 from vllm_segreuse.plan import ReusePlan, Tier, TierDone, TierOrders
@@ -26,7 +27,8 @@ class Tiered(World):
 
     def end_step(self, runs_model: bool = True) -> tuple[list[ReusePlan], TierOrders | None]:
         """A step leaves."""
-        return self.side.take_plans(), self.side.take_tier_orders(runs_model)
+        step = self.side.take_step(runs_model)
+        return step.plans, step.messages.get("tier")
 
     def report(  # type: ignore[override]
         self, orders: TierOrders | None, other_weights: bool = False
@@ -35,7 +37,7 @@ class Tiered(World):
         if orders is not None:
             done = TierDone(Counter({orders.sequence: 1}))
             done.other_weights = {orders.sequence} if orders.verify and other_weights else set()
-            self.side.note_tier(done)
+            parts_of(self.side).tier.note(done)
 
     def evict_all(self) -> TierOrders | None:
         """Every free block is taken for something else, which ends unnamed."""
@@ -130,7 +132,7 @@ def test_an_error_over_a_request_holds_no_rows(
     def fail(*args: Any) -> None:
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(world.side._planner, "_make_plan", fail)
+    monkeypatch.setattr(parts_of(world.side).planner, "_make_plan", fail)
     assert world.match(world.add(PROMPT), 0) == 0
     assert world.side.status()["tier"]["holds"] == 0
 
@@ -138,7 +140,7 @@ def test_an_error_over_a_request_holds_no_rows(
 def test_what_is_only_observed_holds_no_rows(world: Tiered) -> None:
     request = world.add(PROMPT, OPTIONS | {"segreuse_observe": True})
     assert world.match(request, 0) == 0
-    tracked = world.side._planner.get(request.request_id)
+    tracked = parts_of(world.side).planner.get(request.request_id)
     assert tracked is not None
     assert tracked.observed is not None
     assert tracked.observed.pieces.num_tiered == len(DOCUMENT)
@@ -148,7 +150,9 @@ def test_what_is_only_observed_holds_no_rows(world: Tiered) -> None:
 def test_records_that_cannot_be_had_are_computed(
     world: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.side._tier, "hold", lambda request_id, entries: 0 * entries - 1)
+    monkeypatch.setattr(
+        parts_of(world.side).tier, "hold", lambda request_id, entries: 0 * entries - 1
+    )
     request = world.add(PROMPT)
     assert world.match(request, 0) == 0
     world.side.allocated(request, [])
@@ -160,7 +164,7 @@ def test_a_request_waits_for_records_that_are_on_their_way(
 ) -> None:
     request = world.add(PROMPT)
     with monkeypatch.context() as patched:
-        patched.setattr(world.side._tier, "hold", lambda request_id, entries: None)
+        patched.setattr(parts_of(world.side).tier, "hold", lambda request_id, entries: None)
         assert world.match(request, 0) is None
     assert world.match(request, 0)
 
@@ -169,13 +173,15 @@ def test_a_request_that_runs_without_a_plan_waits_no_longer(
     world: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over: list[str] = []
-    monkeypatch.setattr(world.side._tier, "left", over.append)
+    monkeypatch.setattr(parts_of(world.side).tier, "left", over.append)
     request = world.add(PROMPT)
     with monkeypatch.context() as patched:
-        patched.setattr(world.side._tier, "hold", lambda request_id, entries: None)
+        patched.setattr(parts_of(world.side).tier, "hold", lambda request_id, entries: None)
         assert world.match(request, 0) is None
     assert over == []
-    monkeypatch.setattr(world.side._planner, "_search", lambda *args: None)  # they are lost
+    monkeypatch.setattr(
+        parts_of(world.side).planner, "_search", lambda *args: None
+    )  # they are lost
     assert world.match(request, 0) == 0
     world.side.allocated(request, [])
     assert over == [request.request_id]
@@ -200,7 +206,7 @@ def test_without_a_tier_there_are_no_orders() -> None:
     plain = World()
     plain.run(plain.add(DOCUMENT))
     plain.pool.get_new_blocks(plain.pool.get_num_free_blocks())
-    assert plain.side.take_tier_orders(True) is None
-    plain.side.note_tier(TierDone(Counter({1: 1})))
+    assert plain.side.take_step(True).messages == {}
+    plain.side.reported({"tier": TierDone(Counter({1: 1}))}, {}, {})
     assert "tier" not in plain.side.status()
     assert plain.index.num_blocks == plain.pool.num_gpu_blocks

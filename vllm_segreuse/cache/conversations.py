@@ -60,6 +60,15 @@ class Conversations(BlockListener):
         self._block: dict[_Name, int] = {}
         self._kept: dict[int, tuple[_Name, int]] = {}  # by block: its name, depth of its donors
         self._fresh: set[int] = set()
+        self._continuing: set[str] = set()
+
+    def take_part(self, request_id: str) -> None:
+        """A request with `recompute_once` arrived."""
+        self._continuing.add(request_id)
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended."""
+        self._continuing.discard(request_id)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -74,7 +83,7 @@ class Conversations(BlockListener):
 
     def _keep(self, tracked: TrackedRequest, blocks: NamedBlocks) -> None:
         plan, size = tracked.plan, self._block_size
-        if plan is None or not tracked.recompute_once:
+        if plan is None or tracked.request_id not in self._continuing:
             return
         exact = plan.exact_until // size
         last = blocks.first + len(blocks.block_ids)

@@ -81,7 +81,7 @@ class Donors(BlockListener):
             self._insert(tracked, blocks)
         except Exception:
             logger.exception("segment reuse: request %s donates no more", tracked.request_id)
-            tracked.donates = False
+            tracked.donates_nothing()
 
     def evicted(self, block_ids: Sequence[int]) -> None:
         """Forget blocks."""
@@ -129,23 +129,21 @@ class Donors(BlockListener):
         """Provenance depth of consecutive blocks of a request; -1 where a block may not donate.
 
         Exact blocks have depth 0. Behind a plan's start a block donates if every token of it was
-        computed at every layer, one deeper than the plan's donors (`ReusePlan.donor_depth`). Of a
-        request that computes a document, blocks of the context do not donate, and the others are
-        exact.
+        computed at every layer, one deeper than the plan's donors (`ReusePlan.donor_depth`). Blocks
+        in front of `donates_from` do not donate.
         """
-        plan, order = tracked.plan, tracked.freeze
-        size = self._index.block_size
-        if order is not None:
-            context = order.first_token // size
-            is_context = np.arange(first_block, first_block + count) < context
-            return np.where(is_context, -1, 0).astype(np.int32)
+        plan, size = tracked.plan, self._index.block_size
+        numbers = np.arange(first_block, first_block + count)
         if plan is None:
-            return np.zeros(count, dtype=np.int32)
-        depth = plan.donor_depth + 1
-        whole = self._computed_whole(plan, first_block, count)
-        depths = np.where(whole & (depth <= self._max_depth), depth, -1)
-        exact = np.arange(first_block, first_block + count) < plan.exact_until // size
-        return np.where(exact, 0, depths).astype(np.int32)
+            depths = np.zeros(count, np.int32)
+        else:
+            depth = plan.donor_depth + 1
+            whole = self._computed_whole(plan, first_block, count)
+            depths = np.where(whole & (depth <= self._max_depth), depth, -1)
+            depths = np.where(numbers < plan.exact_until // size, 0, depths)
+        if tracked.donates_from:
+            depths = np.where(numbers < tracked.donates_from // size, -1, depths)
+        return depths.astype(np.int32)
 
     def _computed_whole(self, plan: ReusePlan, first_block: int, count: int) -> BoolArray:
         """bool `[count]`: of which consecutive blocks every token is computed at every layer."""

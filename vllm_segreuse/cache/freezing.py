@@ -20,11 +20,13 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.kept import KeepingTier, Place
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.rolling_hash import window_hashes
-from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.plan import FreezeOrder
 
 logger = logging.getLogger("vllm.segreuse")
+
+MakePart = Callable[[FreezeOrder, list[int]], FrozenPart]
+"""What a request has made of its blocks; raises `ValueError`, with the reason, if it has not."""
 
 _REFUSALS = 1024
 """Entries of which it is remembered why they were not frozen."""
@@ -66,42 +68,45 @@ class Freezing(BlockListener):
         """A prompt arrived whose request names entries: those that were evicted may return."""
         self.entries.named(prompt.namespace, names)
 
-    def used(self, tracked: TrackedRequest, hit_blocks: list[int]) -> None:
-        """A request was admitted: entries among its prefix and its donors are in use.
-
-        Parts of an entry are computed one behind the other, which is no use of it.
-        """
-        if tracked.freeze is None:
-            donors = [] if tracked.plan is None else tracked.plan.donor_blocks
-            self.entries.used([*hit_blocks, *donors])
-
-    def finish(self, tracked: TrackedRequest, block_ids: list[int]) -> bool:
+    def finish(
+        self,
+        prompt: Prompt,
+        order: FreezeOrder,
+        block_ids: list[int],
+        make_part: MakePart | None = None,
+    ) -> bool:
         """Carry out the order of a request that has computed all of its prompt.
 
         Args:
+            prompt: of the request.
             block_ids: its blocks, which it still holds.
+            make_part: of a request that compresses a document; None: of any other.
 
         Returns:
-            Whether it had an order, and this was carried out: the part is frozen, or the second
-            tier keeps it. If not, `why_refused` has the reason.
+            Whether it was carried out: the part is frozen, or the second tier keeps it. If not,
+            `why_refused` has the reason.
         """
-        order = tracked.freeze
-        if order is None:
-            return False
         self._refused.pop(order.entry, None)
         try:
-            is_frozen = self._carry_out(tracked, order, block_ids)
+            return self._carry_out(prompt, order, block_ids, make_part)
         except ValueError as reason:
             self.refuse(order.entry, str(reason))
             return False
-        return is_frozen
 
-    def _carry_out(self, tracked: TrackedRequest, order: FreezeOrder, block_ids: list[int]) -> bool:
-        is_compressed, tier = tracked.kept is not None, self._tier
-        make_part = self.compressed_part if is_compressed else self._exact_part
-        part = make_part(tracked, order, block_ids)
+    def _carry_out(
+        self,
+        prompt: Prompt,
+        order: FreezeOrder,
+        block_ids: list[int],
+        make_part: MakePart | None,
+    ) -> bool:
+        tier = self._tier
+        if make_part is None:
+            part = self.part(prompt, order, block_ids)
+        else:
+            part = make_part(order, block_ids)
         why_not = self._why_not(order, part)
-        if tier is None or is_compressed:  # a tier finds records by their text
+        if tier is None or make_part is not None:  # a tier finds records by their text
             held = () if tier is None else tier.held()
             is_frozen = self.entries.add(order, part, instead_of=held)
         else:
@@ -167,38 +172,6 @@ class Freezing(BlockListener):
         if middle * size >= first_token:
             probe = int(window_hashes(np.ascontiguousarray(window), size)[0])
         return FrozenPart(prompt.namespace, blocks, probe)
-
-    def _exact_part(
-        self, tracked: TrackedRequest, order: FreezeOrder, block_ids: list[int]
-    ) -> FrozenPart:
-        return self.part(tracked.prompt, order, block_ids)
-
-    def compressed_part(
-        self, tracked: TrackedRequest, order: FreezeOrder, block_ids: list[int]
-    ) -> FrozenPart:
-        """The kept tokens of a request that has copied what it was to copy.
-
-        Raises:
-            ValueError: it was not copied, all of it; the workers report that they had to compute
-                some; one of the blocks is exact; or it was preempted while the step that ends it
-                was under way, and holds none.
-        """
-        kept, plan = tracked.kept, tracked.plan
-        assert kept is not None
-        if kept.num_copied and (plan is None or plan.start or plan.num_reused != kept.num_copied):
-            raise ValueError(f"{kept.num_copied} tokens were not copied ({tracked.reason})")
-        if tracked.report is not None and tracked.report.recomputed_tokens:
-            raise ValueError("copying failed, and its kept tokens were computed as a text")
-        size, first = self._index.block_size, order.first_token
-        stop = first + kept.num_tokens
-        blocks = block_ids[first // size : -(-stop // size)]
-        if len(blocks) != -(-stop // size) - first // size:
-            raise ValueError(f"it was preempted: {len(blocks)} blocks hold its kept tokens")
-        exact = [block for block in blocks if self._is_exact(block)]
-        if kept.num_copied and exact:
-            raise ValueError(f"block {exact[0]} is exact")
-        tokens = tracked.prompt.tokens[first:stop].copy()
-        return FrozenPart(tracked.prompt.namespace, blocks, None, tokens, first)
 
     # The block pool.
 

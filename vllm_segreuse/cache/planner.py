@@ -36,8 +36,10 @@ from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, keeping
 from vllm_segreuse.cache.tracked import (
     IMAGES_IN_DENSE_LAYERS,
     NOTHING_SAVED,
+    Bypass,
     Report,
     TrackedRequest,
+    Use,
 )
 from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.plan import (
@@ -156,7 +158,7 @@ class Planner:
         """A request with extra keys arrived; its search is prepared outside of `schedule()`."""
         self._requests[tracked.request_id] = tracked
         if tracked.bypass is None:
-            tracked.finder.prepare(tracked.prompt)
+            tracked.method.finder.prepare(tracked.prompt)
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request, if it has extra keys and has not ended."""
@@ -176,15 +178,16 @@ class Planner:
         self._drop(request_id)
         tracked = self._requests.get(request_id)
         if tracked is not None:
-            tracked.bypass = tracked.reason = "error"
-            tracked.donates = tracked.restores = False
+            tracked.mode, tracked.decision.reason = Bypass("error"), "error"
+            tracked.donates_nothing()
+            tracked.restores = False
 
     def call_back(self, request_id: str) -> None:
         """The blocks of a request are taken from it: it starts anew, without reuse."""
         tracked = self._requests.get(request_id)
         if tracked is not None:
-            tracked.plan = tracked.awaited = None
-            tracked.bypass, tracked.restores = "reset", False
+            tracked.plan = None
+            tracked.mode, tracked.restores = Bypass("reset"), False
 
     def decide(
         self,
@@ -208,20 +211,21 @@ class Planner:
             at all in this step if that closed admission; None to decide in a later step.
         """
         self._drop(tracked.request_id)
-        tracked.plan, tracked.observed, tracked.given_up = None, None, None
-        tracked.start = start
+        tracked.plan = tracked.observed = tracked.decision.given_up = None
+        tracked.decision.start = start
         stop = num_tokens - 1
-        tracked.reason = self._bypass_reason(tracked, stop - start)
-        if tracked.reason is not None:
+        tracked.decision.reason = self._bypass_reason(tracked, stop - start)
+        if tracked.decision.reason is not None:
             return 0
         if self._budget.is_spent:
             return self._close()
         found = self._search(tracked, start, stop)
         if found is None:
             return 0
-        if (self.observes or tracked.observes) and not tracked.required:
+        if (self.observes or tracked.mode is Use.OBSERVE) and not tracked.is_required:
             tracked.observed = self._make_plan(tracked, found, start, stop)
-            tracked.reason = tracked.reason if tracked.observed is None else "observed"
+            if tracked.observed is not None:
+                tracked.decision.reason = "observed"
             return 0
         state = prefix()
         if state.fresh:
@@ -237,7 +241,7 @@ class Planner:
 
     def _search(self, tracked: TrackedRequest, start: int, stop: int) -> _Found | None:
         """What the request's prefix hit can be continued with; None: too little."""
-        tracked.found, restored = None, NOTHING
+        tracked.decision.found, restored = None, NOTHING
         if tracked.restores:
             last = min(stop, tracked.exact_stop)
             exact = restorable(tracked.prompt, start, last, self._block_size)
@@ -246,7 +250,7 @@ class Planner:
         until, others = restored.pieces.stop or start, NOTHING
         if tracked.bypass is None and until < stop:
             matches = self._match(tracked, until, stop)
-            others = by_tier(matches, self._tier, whole=tracked.finder.is_exact)
+            others = by_tier(matches, self._tier, whole=tracked.method.finder.is_exact)
         both = restored.merged(others) if restored.num_tokens else others
         return self._worth_it(tracked, _Found(both, until), start)
 
@@ -256,14 +260,14 @@ class Planner:
         Args:
             start: of what was searched for.
         """
-        least = tracked.min_reused_tokens
+        least = tracked.method.min_reused_tokens
         is_alone = found.exact_until > start and found.others.num_tokens < least
         if is_alone or tracked.bypass is not None:
             # What is exact stays so: a few tokens are not worth an approximation of the rest.
             found = found.alone()
-        tracked.num_segments = found.matches.num_segments
+        tracked.decision.num_segments = found.matches.num_segments
         if found.matches.num_tokens < max(least, 1):
-            tracked.reason = tracked.bypass or "too_few_reused_tokens"
+            tracked.decision.reason = tracked.bypass or "too_few_reused_tokens"
             return None
         return found
 
@@ -289,7 +293,7 @@ class Planner:
             fewer = self._fitting(tracked, held, start, stop, state)
             plan = None if fewer is None else self._planned(tracked, fewer, start, stop)
             if plan is None:
-                tracked.reason = "no_free_blocks"
+                tracked.decision.reason = "no_free_blocks"
                 return 0
             if not self._budget.admits(_at_once(plan)):
                 return self._close()
@@ -310,22 +314,20 @@ class Planner:
         if plan is not None:
             plan.block_ids = np.asarray(block_ids, dtype=np.int32)
             self._ready.append(tracked)
-            if tracked.required:
-                tracked.unchecked.append(plan)
         else:
             self._tier.left(tracked.request_id)
-        start, prompt = tracked.start, tracked.num_tokens
+        start, prompt = tracked.decision.start, tracked.num_tokens
         if plan is None:
-            return Report(start, 0, 0, prompt - start, 0, tracked.reason or "no_match")
+            return Report(start, 0, 0, prompt - start, 0, tracked.decision.reason or "no_match")
         copied = plan.num_restored + plan.num_reused
         return Report(
             start,
             copied,
             plan.num_recomputed,
             prompt - start - copied,
-            tracked.num_segments,
+            tracked.decision.num_segments,
             None,
-            exact_tokens=copied if tracked.finder.is_exact else plan.num_restored,
+            exact_tokens=copied if tracked.method.finder.is_exact else plan.num_restored,
             similar_tokens=plan.pieces.num_similar,
             entering_tokens=plan.num_entering,
             tiered_tokens=plan.copied.num_tiered,
@@ -350,13 +352,13 @@ class Planner:
             return tracked.bypass
         if self._health.broken:
             return "error"
-        if tracked.required:
+        if tracked.is_required:
             return None
         if not self.enabled:
             return "disabled"
-        if available < max(tracked.min_reused_tokens, self._block_size):
+        if available < max(tracked.method.min_reused_tokens, self._block_size):
             return tracked.bypass or "too_few_tokens"
-        if self.observes or tracked.observes:
+        if self.observes or tracked.mode is Use.OBSERVE:
             return tracked.bypass
         return None
 
@@ -365,15 +367,15 @@ class Planner:
         return 0
 
     def _match(self, tracked: TrackedRequest, start: int, stop: int) -> Matches:
-        matches = tracked.finder.remembered(tracked.prompt, start, stop)
+        matches = tracked.method.finder.remembered(tracked.prompt, start, stop)
         if matches is None:
             began = self._clock()
-            matches = tracked.finder.find(tracked.prompt, start, stop)
+            matches = tracked.method.finder.find(tracked.prompt, start, stop)
             ended = self._clock()
-            tracked.searched_s = (began, ended)
+            tracked.decision.searched_s = (began, ended)
             self._on_match(ended - began)
             self._budget.lookups += 1
-        tracked.found = matches
+        tracked.decision.found = matches
         return matches
 
     def _planned(
@@ -381,7 +383,7 @@ class Planner:
     ) -> ReusePlan | None:
         plan = self._make_plan(tracked, found, start, stop)
         if plan is not None:
-            plan.spread = not tracked.required and self._is_spread(plan)
+            plan.spread = not tracked.is_required and self._is_spread(plan)
         return plan
 
     def _make_plan(
@@ -395,30 +397,30 @@ class Planner:
             restoration = Restoration(next(self._restorations), found.restored, ids)
         recipe, acceptance = Recipe.without_choice(np.zeros(0, np.bool_)), None
         if len(pieces):
-            stop = tracked.finder.plan_stop(matches, start, stop)
-            later = 0.0 if tracked.later_turns is None else tracked.later_turns()
-            halo = tracked.finder.halo
+            stop = tracked.method.finder.plan_stop(matches, start, stop)
+            later = 0.0 if tracked.method.later_turns is None else tracked.method.later_turns()
+            halo = tracked.method.finder.halo
             pieces, wanted = least_work(
-                tracked.make_recipe, tracked.work, pieces, start, stop, later, halo
+                tracked.method.make_recipe, tracked.method.work, pieces, start, stop, later, halo
             )
             if wanted is None and restoration is not None:
                 found = found.alone()
-                tracked.num_segments = found.matches.num_segments
+                tracked.decision.num_segments = found.matches.num_segments
                 plan = self._make_plan(tracked, found, begin, start)
                 assert plan is not None
                 plan.left_out = matches.num_tokens
                 return plan
             if wanted is None:
-                tracked.reason = NOTHING_SAVED
+                tracked.decision.reason = NOTHING_SAVED
                 return None
             if len(pieces) < len(matches.pieces):
                 others = matches.num_segments - len(pieces.segments(start).first)
-                tracked.num_segments = found.matches.num_segments - others
+                tracked.decision.num_segments = found.matches.num_segments - others
             recipe = wanted
             if images is not None:
                 held = images.held(start, stop)
                 if held.any() and recipe.program.dense_layers:
-                    tracked.reason = IMAGES_IN_DENSE_LAYERS
+                    tracked.decision.reason = IMAGES_IN_DENSE_LAYERS
                     return None
                 recipe = recipe.holding(held)
             recipe, acceptance = recipe.tested(halo, pieces, start)
@@ -436,14 +438,14 @@ class Planner:
             donor_depth=matches.max_depth,
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             token_at_stop=int(tokens[stop]) if stop < len(tokens) else None,
-            max_drift=tracked.max_drift,
+            max_drift=tracked.method.max_drift,
             reports=recipe.program.reports
             or acceptance is not None
             or restoration is not None
-            or tracked.required,
-            lora_id=tracked.lora_id,
-            trace_headers=tracked.trace_headers,
-            explains=tracked.explains,
+            or tracked.is_required,
+            lora_id=tracked.tags.lora_id,
+            trace_headers=tracked.tags.trace_headers,
+            explains=tracked.tags.explains,
             acceptance=acceptance,
             restoration=restoration,
             left_out=matches.num_tokens - pieces.num_tokens,
@@ -470,16 +472,16 @@ class Planner:
         matches = found.matches
         donors = matches.pieces.donor_blocks
         missing = self._missing_beside(donors, state)
-        if tracked.required or self._missing_beside((), state) > 0:
+        if tracked.is_required or self._missing_beside((), state) > 0:
             return None
         idle = self._pins.idle(donors).difference(state.idle)
         has_images = tracked.prompt.images is not None
         kept = kept_without(matches.pieces, idle, missing, found.exact_until, has_images)
-        part = tracked.finder.part(tracked.prompt, matches, kept, start, stop)
+        part = tracked.method.finder.part(tracked.prompt, matches, kept, start, stop)
         if part is None:
             return None
         until = end_without_hole(part.pieces, start, found.exact_until)
-        tracked.given_up = matches.pieces.where(
+        tracked.decision.given_up = matches.pieces.where(
             ~np.isin(matches.pieces.destination, part.pieces.destination)
         )
         return self._worth_it(tracked, _Found(part, until), start)
@@ -517,7 +519,7 @@ def least_work(
     the pool was a little larger than one history, reuse all the same took up to a fifth more work.
 
     Args:
-        make_recipe, work: see `TrackedRequest`.
+        make_recipe, work: see `Method`.
         pieces: what was found.
         start, stop: of the plan.
         later_turns: that would find the prompt if it were computed in full; else they find all of

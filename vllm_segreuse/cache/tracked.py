@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import NamedTuple
 
 from vllm_segreuse.cache.contexts import known_until
 from vllm_segreuse.cache.finder import Finder
@@ -16,24 +16,11 @@ from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import (
     TO_THE_END,
     BoolArray,
-    FreezeOrder,
     Pieces,
     Recipe,
     ReusePlan,
     Segments,
 )
-
-
-class Kept(NamedTuple):
-    """Of a request that makes a part of a compressed document.
-
-    Attributes:
-        num_tokens: of the part, from the first token of its order to freeze on.
-        num_copied: tokens of its prompt that were to be copied, and not computed.
-    """
-
-    num_tokens: int
-    num_copied: int
 
 
 class Report(NamedTuple):
@@ -74,90 +61,87 @@ NOTHING_SAVED, IMAGES_IN_DENSE_LAYERS = "nothing_saved", "images_in_dense_layers
 """Reasons for which what was found is not reused."""
 
 
-@dataclass
-class TrackedRequest:
-    """A request with extra keys, from arrival to end.
+MakeRecipe = Callable[[BoolArray, Segments], Recipe | None]
+"""Takes which tokens are reused (bool `[n]`) and their segments. None: to compute what the policy
+wants takes as long as to compute all."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a request's segments are found, and what is computed of them.
 
     Attributes:
-        prompt: what is searched for.
-        finder: how.
+        policy: its name, for the report.
+        finder: searches for segments.
+        make_recipe: the policy, with its options bound.
         min_reused_tokens: below this many reusable tokens the request runs without reuse.
-        make_recipe: the request's policy with its options bound; takes the mask of reused tokens
-            and their segments. None: to compute what it wants takes as long as to compute all.
         work: layer-tokens that a recipe computes, where some of what was found may be left out;
             None: a share to recompute is given, or images or named documents are reused.
         later_turns: expected later turns that would find the prompt if it were computed in full.
         max_drift: see `ReusePlan`.
-        policy: name of the policy, for the report.
-        observes: it is planned, and runs without reuse.
-        explains: its report says where each stretch of the prompt comes from.
-        bypass: reason why this request never reuses segments, or None.
-        restores: whether it gets its own exact prefix from the second tier, also if it bypasses.
-        required: the model's answers are defined by its plan: it waits for one, whatever the
-            options say.
-        donates: whether its blocks enter the index.
-        recompute_once: whether what an earlier turn has moved stays as it is (`conversations.py`).
-        lora_id: see `ReusePlan`.
-        falls_back: its namespace had drifted when it arrived (`audit/drifting.py`), and its options
-            are those of the fallback.
-        namespace_class: of its namespace, in metrics of audits.
-        freeze: what is to become of its blocks when it ends; None: nothing.
-        kept: of a request that makes a part of a compressed document; None: any other request.
-        exact_stop: behind this position its tokens stand for other KV than that of its own text
-            (`compressed.py`): no block that ends there gets an exact name, is part of its prefix
-            hit, or is restored.
-        trace_headers: see `ReusePlan`.
-        plan: the plan in force for its current blocks; what is exact of them is `plan.exact_until`.
-        observed: the plan that would have been carried out.
-        report: outcome of its first admission.
-        explanation: of its first admission (`explain.py`), where it is wanted.
-        other_adapters: keys of the namespaces that differ from its own by the LoRA adapter only, of
-            a request that explains.
-        awaited: the plan that the report is about, unless the workers have reported what they
-            computed of it.
-        unchecked: of a request that waits for its plan, the plans that have left, and that the
-            workers have not reported on yet; the oldest first.
-        misses_room: blocks for want of which its plan was not allocated, although nobody else held
-            any.
-        start: tokens of vLLM's own prefix hit at the last decision.
-        reason: why it was not planned then.
-        found: what the finder found then; None: nothing was searched for.
-        given_up: what of it there was no room for.
-        num_segments: segments of what it would reuse then.
-        searched_s: when the last search began and ended, by the planner's clock; None: never.
     """
 
-    request_id: str
-    prompt: Prompt
+    policy: str
     finder: Finder
-    min_reused_tokens: int
-    make_recipe: Callable[[BoolArray, Segments], Recipe | None]
+    make_recipe: MakeRecipe
+    min_reused_tokens: int = 1
     work: Callable[[Recipe], int] | None = None
     later_turns: Callable[[], float] | None = None
     max_drift: float = math.inf
-    policy: str = ""
-    observes: bool = False
-    explains: bool = False
-    bypass: str | None = None
+
+
+class Use(Enum):
+    """What becomes of a request whose segments are searched for.
+
+    REUSE: its plan is carried out. OBSERVE: it is planned, and runs without reuse. REQUIRE: the
+    model's answers are defined by its plan, so it waits for one, whatever the options say.
+    """
+
+    REUSE = "reuse"
+    OBSERVE = "observe"
+    REQUIRE = "require"
+
+
+class Bypass(NamedTuple):
+    """A request that never reuses segments.
+
+    Attributes:
+        reason: why, for the report.
+        restores: whether it may still get its own exact prefix from the second tier: that is what
+            it would compute.
+    """
+
+    reason: str
     restores: bool = False
-    required: bool = False
-    donates: bool = True
-    recompute_once: bool = False
+
+
+Mode = Use | Bypass
+
+
+class Tags(NamedTuple):
+    """What a request's plans carry to the workers; see `ReusePlan`."""
+
     lora_id: int = 0
-    freeze: FreezeOrder | None = None
-    kept: Kept | None = None
-    exact_stop: int = TO_THE_END
+    explains: bool = False
     trace_headers: Mapping[str, str] | None = None
-    falls_back: bool = False
-    namespace_class: str = ""
-    plan: ReusePlan | None = None
-    observed: ReusePlan | None = None
-    report: Report | None = None
-    explanation: list[dict[str, Any]] | None = None
-    other_adapters: Sequence[bytes] = ()
-    awaited: ReusePlan | None = None
-    unchecked: deque[ReusePlan] = field(default_factory=deque)
-    misses_room: int = 0
+
+
+_NO_TAGS = Tags()
+
+
+@dataclass
+class Decision:
+    """What was last decided on a request.
+
+    Attributes:
+        start: tokens of vLLM's own prefix hit.
+        reason: why it was not planned.
+        found: what the finder found; None: nothing was searched for.
+        given_up: what of it there was no room for.
+        num_segments: segments of what it would reuse.
+        searched_s: when the last search began and ended, by the planner's clock; None: never.
+    """
+
     start: int = 0
     reason: str | None = None
     found: Matches | None = None
@@ -165,15 +149,71 @@ class TrackedRequest:
     num_segments: int = 0
     searched_s: tuple[float, float] | None = None
 
+
+@dataclass
+class TrackedRequest:
+    """A request with extra keys, from arrival to end. Features keep what is theirs by its id.
+
+    Attributes:
+        prompt: what is searched for.
+        method: how.
+        mode: whether.
+        restores: whether it gets its own exact prefix from the second tier, also if it bypasses.
+        donates_from: its blocks from this position on enter the index; TO_THE_END: none.
+        exact_stop: behind this position its tokens stand for other KV than that of its own text
+            (`compressed.py`): no block that ends there gets an exact name, is part of its prefix
+            hit, or is restored.
+        tags: of its plans.
+        plan: the plan in force for its current blocks; what is exact of them is `plan.exact_until`.
+        observed: the plan that would have been carried out.
+        report: outcome of its first admission.
+        decision: the last one.
+        misses_room: blocks for want of which its plan was not allocated, although nobody else held
+            any.
+    """
+
+    request_id: str
+    prompt: Prompt
+    method: Method
+    mode: Mode = Use.REUSE
+    restores: bool = False
+    donates_from: int = 0
+    exact_stop: int = TO_THE_END
+    tags: Tags = _NO_TAGS
+    plan: ReusePlan | None = None
+    observed: ReusePlan | None = None
+    report: Report | None = None
+    decision: Decision = field(default_factory=Decision)
+    misses_room: int = 0
+
     @property
     def num_tokens(self) -> int:
         """Tokens known so far."""
         return len(self.prompt.tokens)
 
     @property
+    def bypass(self) -> str | None:
+        """Reason why this request never reuses segments, or None."""
+        return self.mode.reason if isinstance(self.mode, Bypass) else None
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it must not run without its plan."""
+        return self.mode is Use.REQUIRE
+
+    @property
+    def donates(self) -> bool:
+        """Whether any of its blocks enters the index."""
+        return self.donates_from < TO_THE_END
+
+    @property
     def names_documents(self) -> bool:
         """Whether some of its tokens may stand for compressed documents."""
         return self.exact_stop < TO_THE_END
+
+    def donates_nothing(self) -> None:
+        """No further block of it enters the index."""
+        self.donates_from = TO_THE_END
 
     def stands_for_others(self, stop: int, block_size: int) -> None:
         """Its tokens from `stop` on stand for other KV than that of its own text; see `exact_stop`.

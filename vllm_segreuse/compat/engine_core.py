@@ -39,22 +39,22 @@ def segreuse_status(self: Any) -> dict[str, Any]:
 
 def segreuse_audits(self: Any) -> dict[str, Any]:
     """What the route of audits shows."""
-    return dict(_side(self).audits())
+    return dict(_side(self).call("audits"))
 
 
 def segreuse_frozen(self: Any) -> dict[str, Any]:
     """What knowledge bases need to know of the frozen pool."""
-    return dict(_side(self).frozen())
+    return dict(_side(self).call("frozen"))
 
 
 def segreuse_unfreeze(self: Any, entries: list[str]) -> None:
     """Forget entries of the frozen pool; unknown ones are no error."""
-    _side(self).unfreeze(entries)
+    _side(self).call("unfreeze", entries)
 
 
 def segreuse_set_similarity(self: Any, options: dict[str, Any]) -> None:
     """Search for similar segments under other options, for the requests to come."""
-    _side(self).methods.set_similarity(options)
+    _side(self).call("set_similarity", options)
 
 
 def _side(core: Any) -> Any:

@@ -42,10 +42,9 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         side = scheduler_side(self.connector)
         output = model_runner_output.kv_connector_output
         if side is not None and output is not None:
-            if output.kv_connector_worker_meta is not None:
-                side.note_tier(output.kv_connector_worker_meta.tier)
-                side.note_outcomes(output.kv_connector_worker_meta.outcomes, self.requests)
-                side.note_audits(output.kv_connector_worker_meta.audits)
+            reported = output.kv_connector_worker_meta
+            if reported is not None:
+                side.reported(reported.messages, reported.outcomes, self.requests)
             if output.finished_recving:
                 loaded = {i for i in output.finished_recving if _is_loading(self, i)}
                 output.finished_recving = loaded
@@ -53,8 +52,7 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         failed = [] if side is None else _finish(self, side.take_failed())
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         if side is not None:
-            _add_reference(self, side)
-            for request in side.take_documents():
+            for request in side.take_requests(*self.get_request_counts(), _is_paused(self)):
                 self.add_request(request)
             _report(failed + _finish(self, side.take_failed()), outputs)
         return outputs
@@ -62,14 +60,10 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_from_output
 
 
-def _add_reference(scheduler: Any, side: Any) -> None:
+def _is_paused(scheduler: Any) -> bool:
     from vllm.v1.core.sched.interface import PauseState
 
-    if scheduler.pause_state != PauseState.UNPAUSED:
-        return
-    reference = side.next_reference(*scheduler.get_request_counts())
-    if reference is not None:
-        scheduler.add_request(reference)
+    return bool(scheduler.pause_state != PauseState.UNPAUSED)
 
 
 def _finish(scheduler: Any, failed: list[str]) -> list[Any]:
@@ -107,7 +101,7 @@ def _reset_prefix_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         side = scheduler_side(self.connector)
         if side is not None:
-            _abort_reference(self, side)
+            _abort(self, side.resetting())
         if reset_running_requests and side is not None and not _is_in_vain(self):
             _call_back(self, side)
         return original(self, reset_running_requests, *args, **kwargs)
@@ -124,12 +118,11 @@ def _is_in_vain(scheduler: Any) -> bool:
     return any(request.status == idle for request in scheduler.kv_holding_waiting)
 
 
-def _abort_reference(scheduler: Any, side: Any) -> None:
+def _abort(scheduler: Any, request_ids: list[str]) -> None:
     from vllm.v1.request import RequestStatus
 
-    reference = side.reset_audits()
-    if reference is not None:
-        scheduler.finish_requests(reference, RequestStatus.FINISHED_ABORTED)
+    if request_ids:
+        scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
 
 def _call_back(scheduler: Any, side: Any) -> None:

@@ -88,7 +88,8 @@ class Twin:
     def arrived(self, one: Asked) -> None:
         """A request of the log arrives."""
         if self.agrees and self.arm.policy is not None and one.extra_args:
-            self.agrees = self.side.methods.finds_alike(self.arm.of(one), self.replayed_arm.of(one))
+            arms = self.arm.of(one), self.replayed_arm.of(one)
+            self.agrees = self.side.parts.methods.finds_alike(*arms)
 
     def planned(self, plan: ReusePlan, index: int, one: Asked) -> None:
         """A plan of the arm that is replayed.
@@ -102,7 +103,7 @@ class Twin:
         if self.arm.policy is None:
             self.agrees = False
             return
-        mine = self.side.methods.computed_by(plan, self.arm.of(one))
+        mine = self.side.parts.methods.computed_by(plan, self.arm.of(one))
         if mine is None:
             self.agrees = False
             return

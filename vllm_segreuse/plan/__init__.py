@@ -6,10 +6,11 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 
 from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
-from vllm_segreuse.plan.audits import AuditOrders, AuditResult, Recording, Reference
+from vllm_segreuse.plan.audits import AuditDone, AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.plan.compression import AnchorOrder, CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.images import Image, Images
+from vllm_segreuse.plan.messages import Message
 from vllm_segreuse.plan.pieces import ALL_LAYERS, Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
     Boundary,
@@ -40,6 +41,7 @@ __all__ = [
     "Acceptance",
     "AcceptanceOutcome",
     "AnchorOrder",
+    "AuditDone",
     "AuditOrders",
     "AuditResult",
     "BoolArray",
@@ -54,6 +56,7 @@ __all__ = [
     "Image",
     "Images",
     "IntArray",
+    "Message",
     "ModelLayers",
     "Pieces",
     "PlanOutcome",

@@ -49,6 +49,17 @@ class AuditResult(NamedTuple):
     compared: int
 
 
+@dataclass(frozen=True)
+class AuditDone:
+    """What came of references, by id. All ranks report the same."""
+
+    results: dict[str, AuditResult]
+
+    def merged(self, other: AuditDone) -> AuditDone:
+        """With that of another rank, or of an earlier step."""
+        return AuditDone(other.results | self.results)
+
+
 @dataclass
 class AuditOrders:
     """What is new in a step.

@@ -20,7 +20,7 @@ from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.similar.canonical import Vocabulary
 from vllm_segreuse.cache.similar.finder import SimilarFinder
 from vllm_segreuse.cache.similar.store import SimilarStore
-from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.cache.tracked import Method, TrackedRequest
 from vllm_segreuse.compat.block_events import NamedBlocks
 from vllm_segreuse.config import SimilarityOptions
 
@@ -54,6 +54,8 @@ class World:
             self.searches.append,
         )
         self._requests: dict[str, TrackedRequest] = {}
+        unused: Any = None
+        self._method = Method("similar", unused, unused)
         forgotten = Forgotten(self.index, self.names, 64)
         self.donors = Donors(
             self.index, self._requests, MAX_DEPTH, Health(), forgotten, [self.store]
@@ -80,7 +82,7 @@ class World:
         namespace = self.mine if namespace is None else namespace
         prompt = Prompt(namespace, np.array(text, np.int32))
         name = f"request {len(self._requests)}"
-        self._requests[name] = TrackedRequest(name, prompt, self.finder, 1, None)  # type: ignore[arg-type]
+        self._requests[name] = TrackedRequest(name, prompt, self._method)
         blocks = [next(self._blocks) for _ in range(len(text) // SIZE)]
         self.donors.named(NamedBlocks(name, 0, blocks, -1, text))
         if step:

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans of searches in vLLM's traces."""
+
+from __future__ import annotations
+
+from vllm_segreuse.scheduling.feature import Admitted, Arriving, Feature
+from vllm_segreuse.tracing import headers_of, match_span
+
+
+class Tracing(Feature):
+    """Of an engine whose traces are exported."""
+
+    name = "tracing"
+
+    def admit(self, arriving: Arriving) -> None:
+        """Its plans carry the context that it came with."""
+        tracked = arriving.tracked
+        tracked.tags = tracked.tags._replace(trace_headers=headers_of(arriving.request))
+
+    def allocated(self, admitted: Admitted) -> None:
+        """Write the span of its search."""
+        if admitted.is_first:
+            match_span(admitted.tracked)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that were trained on documents computed alone, and compressed documents."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_segreuse import isolated
+from vllm_segreuse.cache.freezing import MakePart
+from vllm_segreuse.cache.frozen import FrozenPool
+from vllm_segreuse.cache.tracked import Bypass, TrackedRequest, Use
+from vllm_segreuse.compat import kv_cache_manager
+from vllm_segreuse.compression import Compression
+from vllm_segreuse.documents.layout import Layout
+from vllm_segreuse.isolated_options import POLICY
+from vllm_segreuse.methods import Methods
+from vllm_segreuse.plan import PlanOutcome, ReusePlan
+from vllm_segreuse.scheduling.core import Core
+from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class TrainedDocuments(Feature, OwnRequests):
+    """Of an engine whose model was trained on documents computed alone.
+
+    Args:
+        core: of the engine.
+        layout: of prompts.
+        entries: compressed documents.
+    """
+
+    name = "trained"
+    listens = True
+
+    def __init__(self, core: Core, layout: Layout, entries: FrozenPool) -> None:
+        self._core = core
+        capacity = core.num_blocks - core.manager.watermark_blocks
+        known = layout, core.pool, core.index, entries, core.slots, capacity
+        self.requests = isolated.IsolatedRequests(*known)
+        self._unreported: dict[str, deque[ReusePlan]] = {}  # plans that have left, oldest first
+
+    def identify(self, arriving: Arriving) -> None:
+        """Find the documents of a prompt. Without extra keys nobody else can name its namespace. A
+        document of a knowledge base is laid out by itself."""
+        if arriving.parsed.freeze is not None or not self.requests.arrived(arriving.request):
+            arriving.lacks = Bypass("no_documents", restores=True)
+            return
+        arriving.has_documents, arriving.is_text, arriving.may_restore = True, False, False
+        if arriving.extra_keys is None:
+            arriving.extra_keys = isolated.private_keys()
+
+    def admit(self, arriving: Arriving) -> None:
+        """All that such a request reuses is exact, and it must not run without its documents."""
+        request, tracked, keys = arriving.request, arriving.tracked, arriving.extra_keys
+        assert keys is not None
+        tracked.method = replace(tracked.method, min_reused_tokens=1)
+        if isolated.is_private(keys):
+            tracked.donates_nothing()
+            arriving.may_restore = False
+        if not arriving.has_documents:
+            return
+        # vLLM runs a request that is to read no cache, whatever `waits` says, and names its
+        # blocks: others would find documents there that were computed in their place.
+        request.skip_reading_prefix_cache = False
+        if self.requests.compressed:
+            self.requests.name(tracked, request, arriving.parsed.documents)
+        else:
+            namespace = tracked.prompt.namespace
+            finder = self.requests.finder(request, keys, namespace, arriving.key)
+            tracked.method = replace(tracked.method, finder=finder)
+        tracked.method = replace(
+            tracked.method, policy=POLICY, make_recipe=isolated.recipe, max_drift=math.inf
+        )
+        if not isinstance(tracked.mode, Bypass):
+            tracked.mode = Use.REQUIRE
+
+    def waits(self, request: Request, tracked: TrackedRequest | None, num_hit_tokens: int) -> bool:
+        """For documents that are being computed; or to be ended, since it has none."""
+        if not self.requests.needs_plan(request, num_hit_tokens):
+            return False
+        bypass = "error" if tracked is None else tracked.bypass
+        return self.requests.waits(request, num_hit_tokens, bypass)
+
+    def decided(
+        self, request: Request, tracked: TrackedRequest, supplied: int | None
+    ) -> int | None:
+        """One that cannot be planned waits for room, or ends."""
+        if supplied is None or tracked.plan is not None:
+            return supplied
+        if not self.requests.needs_plan(request, tracked.decision.start):
+            return supplied
+        cold, manager = self.requests.cold, self._core.manager
+        reason = tracked.decision.reason
+        anybody = kv_cache_manager.is_anybody_admitted(manager) or cold.holds_for_others(
+            request.request_id
+        )
+        if reason != "no_free_blocks" or not anybody:
+            self.requests.fail(request, f"it cannot be planned ({reason})")
+        return None
+
+    def allocated(self, admitted: Admitted) -> None:
+        """Nothing is held for it any more."""
+        tracked = admitted.tracked
+        if tracked.is_required and tracked.plan is not None:
+            waiting = self._unreported.setdefault(tracked.request_id, deque())
+            waiting.append(tracked.plan)
+        self.requests.cold.left(tracked.request_id)
+
+    def outcome(
+        self, request: Request, tracked: TrackedRequest | None, outcome: PlanOutcome
+    ) -> bool:
+        """End a request whose documents were computed behind each other."""
+        plans = self._unreported.get(request.request_id)
+        plan = plans.popleft() if plans else None
+        is_wrong = plan is not None and plan.num_chosen(outcome.computed) > 0
+        if not is_wrong or not self.requests.has_documents(request.request_id):
+            return False
+        self.requests.fail(request, "its plan failed, and was computed in full")
+        return True
+
+    def finished(self, ending: Ending) -> None:
+        """A request with documents has ended, or one that has computed one."""
+        self._unreported.pop(ending.request.request_id, None)
+        self.requests.ended(ending.request, ending.block_ids if ending.is_complete else [])
+
+    def to_add(self, running: int, waiting: int, is_paused: bool) -> Iterable[Request]:
+        """Requests that compute documents for others."""
+        return self.requests.cold.take()
+
+    def to_fail(self) -> Iterable[str]:
+        """Requests that are to be ended with an error."""
+        return self.requests.take_failed()
+
+    def starving(self, request_id: str) -> None:
+        """See `ColdDocuments.starving`."""
+        self.requests.cold.starving(request_id)
+
+    def resetting(self) -> None:
+        """See `ColdDocuments.resetting`."""
+        self.requests.cold.resetting()
+
+
+class CompressedDocuments(Feature):
+    """Requests that make compressed documents, and that name them.
+
+    Args:
+        core: of the engine.
+        entries: what is frozen.
+        methods: policies of requests.
+    """
+
+    name = "compressed"
+
+    def __init__(self, core: Core, entries: FrozenPool, methods: Methods) -> None:
+        self._methods = methods
+        self.compression = Compression(core.pool, entries, core.block_size)
+
+    def identify(self, arriving: Arriving) -> None:
+        """The pass cannot compute documents by their names: they are wholly reused."""
+        if arriving.parsed.documents or arriving.parsed.compresses:
+            arriving.is_text = False
+
+    def admit(self, arriving: Arriving) -> None:
+        """An order is carried out whatever else the request says; names wrap its finder."""
+        tracked, parsed = arriving.tracked, arriving.parsed
+        if parsed.compresses:
+            self.compression.order(tracked, arriving.request, parsed)
+        elif parsed.documents and not arriving.has_documents:
+            # A named document is more than less work: its tokens as a text have other KV.
+            make_recipe = functools.partial(self._methods.recipe, arriving.options, None)
+            tracked.method = replace(tracked.method, make_recipe=make_recipe)
+            self.compression.name(tracked, parsed.documents)
+
+    def part(self, tracked: TrackedRequest) -> MakePart | None:
+        """See `Compression.part`."""
+        return self.compression.part(tracked)
+
+    def outcome(
+        self, request: Request, tracked: TrackedRequest | None, outcome: PlanOutcome
+    ) -> bool:
+        """A score says nothing about anybody's requests."""
+        return self.compression.carried_out(request.request_id, outcome)
+
+    def finished(self, ending: Ending) -> None:
+        """Report what a score has chosen."""
+        chosen = self.compression.ended(ending.request.request_id)
+        if chosen is not None:
+            ending.add(chosen=chosen)

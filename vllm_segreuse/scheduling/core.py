@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the features of an engine share in the scheduler's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_segreuse.cache.health import Health
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.namespace import NamespaceTable, owner_of
+from vllm_segreuse.cache.tracked import TrackedRequest
+from vllm_segreuse.compat.block_pool import SegmentBlockPool
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.kv_group import KvGroup
+from vllm_segreuse.kv_slots import KvSlots
+from vllm_segreuse.metrics import SegReuseStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+@dataclass(frozen=True)
+class Core:
+    """One per engine.
+
+    Attributes:
+        vllm_config: the engine's.
+        config: the server's options.
+        manager: vLLM's.
+        pool: its block pool, which became one of ours.
+        group: whose blocks are reused.
+        slots: that vLLM takes for requests.
+        index: which blocks hold which text.
+        namespaces: of the ids in the index.
+        health: where errors over what all requests share end.
+        requests: those with extra keys, by id, from arrival to end.
+        stats: counts what happens.
+    """
+
+    vllm_config: VllmConfig
+    config: SegReuseConfig
+    manager: KVCacheManager
+    pool: SegmentBlockPool
+    group: KvGroup
+    slots: KvSlots
+    index: SegmentIndex
+    namespaces: NamespaceTable
+    health: Health
+    requests: dict[str, TrackedRequest]
+    stats: SegReuseStats
+
+    @classmethod
+    def of(
+        cls,
+        vllm_config: VllmConfig,
+        config: SegReuseConfig,
+        manager: KVCacheManager,
+        group: KvGroup,
+        stats: SegReuseStats,
+        num_records: int,
+    ) -> Core:
+        """That of an engine.
+
+        Args:
+            num_records: of the second tier, at most, which the index knows beside blocks.
+        """
+        pool = SegmentBlockPool.adopt(manager.block_pool, group)
+        index = SegmentIndex(
+            pool.num_gpu_blocks + num_records,
+            group.block_size,
+            owner_of=lambda namespace: owner_of(namespaces.key(namespace)),
+        )
+        namespaces = NamespaceTable(lambda namespace: index.population(namespace) > 0)
+        slots = KvSlots.of(vllm_config)
+        known = vllm_config, config, manager, pool, group, slots, index, namespaces
+        return cls(*known, Health(), {}, stats)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.group.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests can have: one is vLLM's own."""
+        return int(self.pool.num_gpu_blocks) - 1

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a feature does in the scheduler's process.
+
+    a request   identify ──► admit ──► waits ──► (planner) ──► decided ──► allocated ──► finished
+    a step      end_step: message to the workers      reported: message from them      outcome
+
+A feature overrides what it needs. `SchedulerSide` calls a hook of those features only that have it,
+in the order of their list; `decided` in the reverse order, so that the first feature has the last
+word. An error in a hook costs its request the reuse, and never ends the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_segreuse.cache.images import PromptImages
+from vllm_segreuse.cache.tracked import Bypass, Method, Report, TrackedRequest, Use
+from vllm_segreuse.compat.block_events import BlockListener
+from vllm_segreuse.config import ParsedRequest, RequestOptions
+from vllm_segreuse.plan import PlanOutcome, ReusePlan
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Arriving:
+    """A request that arrives.
+
+    Attributes:
+        request: vLLM's.
+        parsed: what it says to segment reuse.
+        extra_keys: of its namespace; None: it has nothing to do with reuse.
+        options: of its policy.
+        method_of: makes the method of options.
+        images: of its prompt; None: it has none that are told apart.
+        is_text: whether all that it reuses is text that the pass can compute.
+        has_documents: whether the model sees documents in it that are computed alone.
+        may_restore: whether its own prefix may come from the second tier.
+        takes_turns: whether what earlier turns have moved may stay as it is.
+        lacks: why it is bypassed unless vLLM's request itself says why.
+        key, tracked: its namespace, and the request as it will be kept; from `admit` on.
+    """
+
+    request: Request
+    parsed: ParsedRequest
+    extra_keys: tuple[str, ...] | None
+    options: RequestOptions
+    method_of: Callable[[Arriving, RequestOptions], Method]
+    images: PromptImages | None = None
+    is_text: bool = True
+    has_documents: bool = False
+    may_restore: bool = True
+    takes_turns: bool = True
+    lacks: Bypass | None = None
+    key: bytes = b""
+    tracked: TrackedRequest = field(init=False)
+
+    def use(self, options: RequestOptions) -> None:
+        """The request has these options from here on."""
+        self.options, tracked = options, self.tracked
+        tracked.method = self.method_of(self, options)
+        if not isinstance(tracked.mode, Bypass):
+            tracked.mode = Use.OBSERVE if options.observe else Use.REUSE
+
+    def bypass(self, reason: str, restores: bool = False) -> None:
+        """The request reuses nothing; a reason that was given before stays. One that is observed
+        runs as it would without us."""
+        if not isinstance(self.tracked.mode, Bypass):
+            self.tracked.mode = Bypass(reason, restores and not self.options.observe)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that vLLM has allocated blocks for.
+
+    Attributes:
+        request: vLLM's.
+        tracked: as it is kept, with its report.
+        report: of this admission; `tracked.report` is about the first one.
+        block_ids: all its blocks.
+        hit_blocks: those of its prefix hit.
+        is_first: whether it was never preempted.
+    """
+
+    request: Request
+    tracked: TrackedRequest
+    report: Report
+    block_ids: Sequence[int]
+    hit_blocks: list[int]
+    is_first: bool
+
+
+@dataclass
+class Ending:
+    """A request that ends, in whatever way.
+
+    Attributes:
+        request: vLLM's.
+        tracked: as it was kept; None: it has no extra keys.
+        block_ids: its blocks, which it still holds.
+        is_complete: whether it was answered to its end.
+        report: fields that are sent with the answer; None: there is no report.
+    """
+
+    request: Request
+    tracked: TrackedRequest | None
+    block_ids: list[int]
+    is_complete: bool
+    report: dict[str, Any] | None = None
+
+    def add(self, **fields: Any) -> None:
+        """Add fields to the report, if there is one."""
+        if self.report is not None:
+            self.report |= fields
+
+
+class Feature(BlockListener):
+    """Nothing of what may be overridden.
+
+    Attributes:
+        name: of its messages.
+        listens: whether it is told what becomes of blocks.
+        calls: what API servers may call, by name.
+    """
+
+    name = ""
+    listens = False
+    calls: Mapping[str, Callable[..., Any]] = {}
+
+    def identify(self, arriving: Arriving) -> None:
+        """A request arrives: what its namespace and its tokens are."""
+
+    def admit(self, arriving: Arriving) -> None:
+        """It has a namespace: narrow its mode, wrap its finder, replace its method."""
+
+    def waits(self, request: Request, tracked: TrackedRequest | None, num_hit_tokens: int) -> bool:
+        """Whether the request cannot be decided on in this step.
+
+        Args:
+            num_hit_tokens: of vLLM's prefix hit.
+        """
+        return False
+
+    def decided(
+        self, request: Request, tracked: TrackedRequest, supplied: int | None
+    ) -> int | None:
+        """It was decided on; see `Planner.decide`. Returns what vLLM is told."""
+        return supplied
+
+    def allocated(self, admitted: Admitted) -> None:
+        """vLLM has allocated its blocks."""
+
+    def outcome(
+        self, request: Request, tracked: TrackedRequest | None, outcome: PlanOutcome
+    ) -> bool:
+        """The workers report how its plan has ended. Returns whether others need not know."""
+        return False
+
+    def finished(self, ending: Ending) -> None:
+        """It ends."""
+
+    def called_back(self, request_id: str) -> None:
+        """Its plan is not carried out, and it starts anew without reuse."""
+
+    def end_step(self, plans: Sequence[ReusePlan], runs_model: bool) -> Any:
+        """A scheduling step is over: the message to the workers; None: there is none.
+
+        Args:
+            plans: that leave with it.
+            runs_model: whether it has a forward.
+        """
+        return None
+
+    def reported(self, message: Any) -> None:
+        """The workers' message."""
+
+
+class OwnRequests:
+    """A feature that has requests of its own computed, or ends those of others."""
+
+    def to_add(self, running: int, waiting: int, is_paused: bool) -> Iterable[Request]:
+        """A step is over: requests to add.
+
+        Args:
+            running, waiting: requests of the engine.
+            is_paused: whether none of them runs.
+        """
+        return ()
+
+    def to_fail(self) -> Iterable[str]:
+        """A step is over: requests to end with an error."""
+        return ()
+
+    def to_abort(self) -> Iterable[str]:
+        """The prefix cache is about to be reset: own requests that would hold blocks."""
+        return ()
