@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.prefill import loaded as small
 from vllm_segreuse import memory
-from vllm_segreuse.plan import Fixed, Pieces, Recipe, ReusePlan, Segments
+from vllm_segreuse.plan import Pieces, Recipe, ReusePlan, Segments
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.prefill.waves import finish
 
@@ -85,14 +85,12 @@ class Subject:
     def _of_a_chunk(self) -> int:
         recipe = Recipe.without_choice(np.arange(TOKENS - 1) < CHUNK)
         plan = replace(self.plan(recipe), stop=CHUNK, token_ids=self.token_ids[:CHUNK])
-        plan = replace(plan, pieces=Pieces.from_table([]), recipe=Recipe(Fixed(), *_all(CHUNK)))
+        plan = replace(
+            plan, pieces=Pieces.from_table([]), recipe=Recipe.without_choice(np.ones(CHUNK, bool))
+        )
         batch = self.prefill.prepare([plan]).batches[0]
         layers = self.prefill._layers
         return peak(lambda: finish(layers.stock_model(batch.tokens, batch)))
-
-
-def _all(count: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.ones(count, bool), np.zeros(count, bool)
 
 
 @contextmanager

@@ -26,7 +26,16 @@ from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack
-from vllm_segreuse.plan import Fixed, Pieces, Program, Recipe, ReusePlan
+from vllm_segreuse.plan import (
+    Check,
+    Fixed,
+    Pieces,
+    Program,
+    Recipe,
+    ReusePlan,
+    fates_of,
+    staged,
+)
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill import selection, states
 from vllm_segreuse.prefill.align import Aligner
@@ -368,14 +377,13 @@ def make_plan(
         pieces: see `ReusePlan`.
         program, top_k: see `Recipe`.
         lora_id: see `ReusePlan`.
-        enters: see `Recipe`.
+        enters: see `staged`.
     """
     masks = []
     for indices in (always, always if probes is None else probes):
         masks.append(np.zeros(count, bool))
         masks[-1][indices] = True
-    recipe = Recipe(program, always=masks[0], probes=masks[1], top_k=top_k)
-    recipe = recipe.entering(enters)
+    recipe = staged(Recipe.of(program, fates_of(*masks), top_k), enters)
     token_ids = np.random.default_rng(len(name) + start).integers(0, VOCABULARY, count)
     return ReusePlan(
         name,
@@ -391,3 +399,9 @@ def make_plan(
         reports=recipe.program.reports,
         lora_id=lora_id,
     )
+
+
+def checked(plan: ReusePlan, check: Check | None) -> ReusePlan:
+    """The same plan, which tests similar segments."""
+    program = dataclasses.replace(plan.recipe.program, check=check)
+    return dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, program=program))

@@ -49,6 +49,7 @@ from vllm_segreuse.plan import (
     Restoration,
     ReusePlan,
     Segments,
+    for_similar,
 )
 
 
@@ -329,7 +330,7 @@ class Planner:
             similar_tokens=plan.pieces.num_similar,
             entering_tokens=plan.num_entering,
             tiered_tokens=plan.copied.num_tiered,
-            image_tokens=plan.num_held,
+            image_tokens=plan.num_fixed,
         )
 
     def take_plans(self) -> list[ReusePlan]:
@@ -393,7 +394,7 @@ class Planner:
         if start > begin:
             ids = tokens[begin:start]
             restoration = Restoration(next(self._restorations), found.restored, ids)
-        recipe, acceptance = Recipe.without_choice(np.zeros(0, np.bool_)), None
+        recipe = Recipe.without_choice(np.zeros(0, np.bool_))
         if len(pieces):
             stop = tracked.finder.plan_stop(matches, start, stop)
             later = 0.0 if tracked.later_turns is None else tracked.later_turns()
@@ -416,13 +417,12 @@ class Planner:
                 tracked.num_segments = found.matches.num_segments - others
             recipe = wanted
             if images is not None:
-                held = images.held(start, stop)
-                if held.any() and recipe.program.dense_layers:
+                of_images = images.covers(start, stop)
+                if of_images.any() and recipe.program.dense_layers:
                     tracked.reason = IMAGES_IN_DENSE_LAYERS
                     return None
-                recipe = recipe.holding(held)
-            recipe, acceptance = recipe.tested(halo, pieces, start)
-            recipe = recipe.entering(pieces.enters(start, stop))
+                recipe = recipe.fixing(of_images)
+            recipe = for_similar(recipe, halo, pieces, start, stop)
         else:
             stop = start
         return ReusePlan(
@@ -437,14 +437,10 @@ class Planner:
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             token_at_stop=int(tokens[stop]) if stop < len(tokens) else None,
             max_drift=tracked.max_drift,
-            reports=recipe.program.reports
-            or acceptance is not None
-            or restoration is not None
-            or tracked.required,
+            reports=recipe.program.reports or restoration is not None or tracked.required,
             lora_id=tracked.lora_id,
             trace_headers=tracked.trace_headers,
             explains=tracked.explains,
-            acceptance=acceptance,
             restoration=restoration,
             left_out=matches.num_tokens - pieces.num_tokens,
             numbers=None if images is None else images.numbers(start, stop + 1),
@@ -529,8 +525,7 @@ def least_work(
         return pieces, recipe
 
     def of(recipe: Recipe, pieces: Pieces) -> int:
-        tested, _ = recipe.tested(halo, pieces, start)
-        return work(tested.entering(pieces.enters(start, stop)))
+        return work(for_similar(recipe, halo, pieces, start, stop))
 
     all_tokens = np.ones(stop - start, np.bool_)
     everything, least = work(Recipe.without_choice(all_tokens)), of(recipe, pieces)

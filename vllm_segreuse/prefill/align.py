@@ -20,7 +20,7 @@ import torch
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import Moves
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.plan import ALL_LAYERS, ReusePlan, Tier
+from vllm_segreuse.plan import ALL_LAYERS, Fate, ReusePlan, Tier
 from vllm_segreuse.prefill.tokens import upload
 from vllm_segreuse.tier.cells import StoredPage
 from vllm_segreuse.tier.mover import Mover
@@ -76,9 +76,8 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
         source = np.repeat(slot, length) + within
         delta = np.repeat(pieces.turn.astype(np.int64), length)
         stop = np.full(len(to), ALL_LAYERS, np.int32)
-        if plan.recipe.enters is not None:
-            enters = plan.recipe.enters[to - plan.start]
-            stop[enters >= 0] = enters[enters >= 0]
+        for number, cut in enumerate(plan.recipe.program.cuts):
+            stop[plan.recipe.fates[to - plan.start] == Fate.ENTERS + number] = cut
         blocks = plan.block_ids.astype(np.int64)
         target = blocks[to // block_size] * block_size + to % block_size
         tier = np.repeat(pieces.source, length)
