@@ -64,6 +64,10 @@ class Ledger:
         """Of `Mover`."""
         return self._mover.mark()
 
+    def close(self) -> None:
+        """Of `Mover`."""
+        self._mover.close()
+
 
 def _digest(pages: list[torch.Tensor], which: int) -> bytes:
     found = blake2b(digest_size=16)
@@ -98,7 +102,9 @@ def soak(requests: int) -> harness.SuiteResult:
 
         core = llm.llm_engine.engine_core.engine_core
         side, ledger = get_kv_transfer_group().worker_side, _ledger(get_kv_transfer_group())
-        side._tier.mover = side.backlog.prefill.aligner.host_rows = ledger
+        prefill = side.backlog.prefill
+        side.backlog.prefill = prefill.with_aligner(prefill.aligner.reading(ledger))
+        side._tier.mover = ledger
         load = FULL._replace(requests=requests, warm_up=min(FULL.warm_up, requests // 10))
         running = Soak(llm.llm_engine, load)
         running.run()

@@ -152,7 +152,7 @@ def test_rejected_segments_are_computed_and_what_stood_behind_them(
     rejected: tuple[int, ...], recipe: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(monkeypatch)
-    world.layers.compiled = compiled
+    world.run_compiled(compiled)
     one = plan(recipe=recipe)
     expected = first_round(world, one)
     reject(monkeypatch, rejected)

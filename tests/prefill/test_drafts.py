@@ -130,7 +130,9 @@ def test_kv_that_is_not_computed_is_found(drafted: tuple[Loaded, str], monkeypat
 
 def test_kv_that_is_not_moved_is_found(drafted: tuple[Loaded, str], monkeypatch: Patch) -> None:
     made = Aligner.__init__
-    monkeypatch.setattr(Aligner, "__init__", lambda self, layers: made(self, layers[:LAYERS]))
+    monkeypatch.setattr(
+        Aligner, "__init__", lambda self, layers, codec: made(self, layers[:LAYERS], codec)
+    )
     assert "moved keys or values are not" in why_refused(drafted)
 
 

@@ -48,7 +48,8 @@ class Subject:
         self.vllm_config = model.vllm_config
         transfer = SimpleNamespace(kv_connector_extra_config={})
         patch.setattr(self.vllm_config, "kv_transfer_config", transfer)
-        self.prefill._layers._max_wave_tokens = CHUNK
+        layers = self.prefill._layers
+        layers.settings = layers.settings._replace(max_wave_tokens=CHUNK)
         patch.setattr(model.vllm_config.scheduler_config, "max_num_batched_tokens", CHUNK)
         self.token_ids = np.random.default_rng(0).integers(1, 128, TOKENS).astype(np.int32)
         blocks = np.arange(1, 1 + 2 * TOKENS // small.BLOCK_SIZE, dtype=np.int32)

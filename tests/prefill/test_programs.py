@@ -378,8 +378,6 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
         [LayerKv(of, PageLayout(keys, keys), None, kernels) for of in attention],  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        100,
     )
     blocks = np.random.default_rng(0).permutation(40)
     plans = [

@@ -122,15 +122,19 @@ class Aligner:
 
     Args:
         layers: in order.
+        codec: how the rows of the second tier are stored.
+        host_rows: of the second tier; None: nothing is copied from there.
 
     Attributes:
-        host_rows: of the second tier; None: nothing is copied from there.
-        codec: how its rows are stored.
+        layers, codec, host_rows: as given.
     """
 
-    def __init__(self, layers: list[LayerKv]) -> None:
-        self.host_rows: Mover | None = None
-        self.codec = Codec.RAW
+    def __init__(
+        self, layers: list[LayerKv], codec: Codec = Codec.RAW, host_rows: Mover | None = None
+    ) -> None:
+        self.codec = codec
+        self.host_rows = host_rows
+        self.layers = layers
         self._block_size = layers[0].layout.keys.shape[1]
         self._groups: list[_Group] = []
         for index, layer in enumerate(layers):
@@ -141,6 +145,10 @@ class Aligner:
                     break
             else:
                 self._groups.append(_Group(layer, [layer.pages], [index]))
+
+    def reading(self, host_rows: Mover) -> Aligner:
+        """One that also copies from rows of the second tier, as this one stores them."""
+        return Aligner(self.layers, self.codec, host_rows)
 
     def align(self, copies: TokenCopies, first_layer: int = 0) -> None:
         """Carry the copies out at layers `first_layer` and later, each up to where it stops.

@@ -65,11 +65,7 @@ class SparsePrefill:
 
     Attributes:
         aligner: as given.
-        merge_size: patches of an image per token in a row, and in a column; None: images are not
-            reused. Set once they are proven (`proofs/images.py`).
     """
-
-    merge_size: int | None = None
 
     def __init__(
         self, layers: LayerRunner, aligner: Aligner, drafts: DraftRunner | None = None
@@ -79,6 +75,10 @@ class SparsePrefill:
         self._drafts = drafts
         self._block_size = layers.layouts[0].keys.shape[1]
         self._device = layers.stack.attention[0].kv_cache.device
+
+    def with_aligner(self, aligner: Aligner) -> SparsePrefill:
+        """The same pass on KV that another aligner copies: one that reads a second tier."""
+        return SparsePrefill(self._layers, aligner, self._drafts)
 
     @property
     def layers(self) -> ModelLayers:
