@@ -15,6 +15,7 @@ from vllm_segreuse.plan import (
     Check,
     Counts,
     Deviation,
+    Fate,
     Fixed,
     Gather,
     ModelLayers,
@@ -24,9 +25,11 @@ from vllm_segreuse.plan import (
     Program,
     Recipe,
     ReusePlan,
+    Staged,
     Stock,
     fates_of,
     second_round,
+    staged,
 )
 
 START = 8
@@ -63,6 +66,53 @@ def test_new_text_that_is_computed_once_stands_before_the_probes() -> None:
         Recipe.of(SUM, fates_of(new, first), top_k=2)
     assert Recipe.of(SUM, fates_of(new, mask({6})), top_k=2).program == SUM
     assert Recipe.of(Boundary(), fates_of(new, first), top_k=2).program == Boundary()
+
+
+def test_a_recipe_is_the_simplest_one_that_computes_the_same() -> None:
+    fates = fates_of(mask(NEW), mask({6, 9}), spared=mask({7}))
+    some = Recipe.of(ABOVE, fates, top_k=99)
+    assert (some.program, some.top_k) == (ABOVE, 5), "no more are chosen than may be"
+    assert some.fates is fates
+    none = Recipe.of(Deviation(2), fates)
+    assert none.program == Fixed(2)
+    assert not none.candidates.any(), "nobody chooses"
+    every = Recipe.of(SUM, fates, top_k=5)
+    assert (every.program, every.top_k) == (Fixed(), 0)
+    assert positions(every.always) == [0, 1, 2, 3, 4, 5, 6, 8, 9], "all but the one that is spared"
+
+
+def test_fates_say_what_becomes_of_each_token() -> None:
+    fates = fates_of(mask({0, 3}), mask({3}), spared=mask({0, 2}))
+    assert fates[:5].tolist() == [
+        Fate.ALWAYS,
+        Fate.CANDIDATE,
+        Fate.MOVED,
+        Fate.PROBE,
+        Fate.CANDIDATE,
+    ]
+    assert fates.dtype == np.int8
+
+
+def test_a_check_stays_with_the_program_and_does_not_tell_programs_apart() -> None:
+    one = checked(plan(Boundary(), top_k=1), SIMILAR)
+    assert one.recipe.program == Boundary()
+    assert one.recipe.program.reports
+    assert not Boundary().reports
+    assert one.recipe.also(mask(set(range(10)))).program.check is SIMILAR
+    assert one.in_full().check is None
+
+
+def test_a_token_enters_at_its_cut() -> None:
+    recipe = Recipe.without_choice(mask(NEW))
+    enters = np.array([-1, -1, 3, 3, -1, 1, 2, 3, -1, -1], np.int32)
+    found = staged(recipe, enters)
+    assert found.program == Staged((1, 3)), "who is always computed does not enter"
+    assert positions(found.entering) == [2, 3, 5, 7]
+    assert found.counts(0).entering == (1, 3)
+    assert positions(found.always) == positions(recipe.always)
+    many = np.where(np.arange(200) > 0, np.arange(200), -1).astype(np.int32)
+    with pytest.raises(ValueError, match="tokens enter at 199 layers, of at most 123"):
+        staged(Recipe.without_choice(np.arange(200) < 1), many)
 
 
 def test_its_tokens_add_up() -> None:

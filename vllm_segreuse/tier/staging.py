@@ -161,6 +161,7 @@ class Staged:
     def close(self) -> None:
         """See `Mover`."""
         self._cells = torch.empty(0, self._cells.shape[1], dtype=torch.int8)
+        self._halves.clear()
 
     def _used(self, half: _Half, slots: int) -> None:
         """All of a use is queued on the current stream."""
