@@ -110,6 +110,8 @@ def test_a_token_enters_at_its_cut() -> None:
     assert positions(found.entering) == [2, 3, 5, 7]
     assert found.counts(0).entering == (1, 3)
     assert positions(found.always) == positions(recipe.always)
+    fixed = staged(recipe.fixing(mask({3, 5})), enters)
+    assert (positions(fixed.entering), positions(fixed.fixed)) == ([2, 7], [3, 5])
     many = np.where(np.arange(200) > 0, np.arange(200), -1).astype(np.int32)
     with pytest.raises(ValueError, match="tokens enter at 199 layers, of at most 123"):
         staged(Recipe.without_choice(np.arange(200) < 1), many)

@@ -65,7 +65,7 @@ def check_of(halo: Halo, pieces: Pieces, start: int) -> Check | None:
 
 
 def staged(recipe: Recipe, enters: IntArray | None) -> Recipe:
-    """The same, where tokens enter from boundary states unless they are always computed.
+    """The same, where tokens enter from boundary states unless they are always computed, or never.
 
     Args:
         recipe: without a choice.
@@ -78,7 +78,7 @@ def staged(recipe: Recipe, enters: IntArray | None) -> Recipe:
     """
     if enters is None:
         return recipe
-    is_entering = (enters >= 0) & ~recipe.always
+    is_entering = (enters >= 0) & ~recipe.always & ~recipe.fixed
     cuts, cut = np.unique(enters[is_entering], return_inverse=True)
     if not len(cuts):
         return recipe
