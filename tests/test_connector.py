@@ -254,7 +254,7 @@ def test_workers_report_what_the_layers_are(
     subject: SegReuseConnector, half: Half, worker: SegReuseConnector, backlog: Any
 ) -> None:
     """By vLLM's handshake, which it makes before the first request."""
-    backlog.prefill = SimpleNamespace(layers=ModelLayers(6, (1, 3)), merge_size=2)
+    backlog.prefill = SimpleNamespace(layers=ModelLayers(6, (1, 3)))
     shaken = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
     subject.set_xfer_handshake_metadata_pp_aware({(0, 0): shaken, (0, 1): shaken})
     taken = [("take_layers", ModelLayers(6, (1, 3))), ("take_merge_size", 2)]
@@ -303,10 +303,8 @@ class Hidden(Backlog):
 
 @pytest.fixture
 def backlog(monkeypatch: Patch) -> Hidden:
-    from vllm_segreuse import worker
-
     made = Hidden()
-    monkeypatch.setattr(worker, "_proven_backlog", lambda *_: made)
+    made.stand_in(monkeypatch)
     return made
 
 

@@ -17,6 +17,7 @@ from vllm_segreuse.plan import (
     Probed,
     Recipe,
     ReusePlan,
+    fates_of,
 )
 
 SIZE = 4
@@ -58,8 +59,8 @@ def test_numbers_are_those_of_mrope(parts, behind, low, high):
     start, stop = sorted((min(low, count), min(high, count)))
     assert images.numbers(0, count).tolist() == expected.tolist()
     assert images.numbers(start, stop).tolist() == expected[:, start:stop].tolist()
-    assert images.held(start, stop).tolist() == images.held(0, count)[start:stop].tolist()
-    assert images.held(0, count).sum() == sum(it.height * it.width for it in images.images)
+    assert images.covers(start, stop).tolist() == images.covers(0, count)[start:stop].tolist()
+    assert images.covers(0, count).sum() == sum(it.height * it.width for it in images.images)
 
 
 @given(PARTS, PARTS, st.integers(0, 12), st.integers(1, 3))
@@ -138,10 +139,10 @@ HELD = np.array([False, True, True, False, False, False, False, False])
 
 def test_tokens_of_images_are_neither_computed_nor_chosen():
     new = np.array([True, *[False] * 6, True])
-    recipe = Recipe(Boundary(), new | HELD, new | HELD, top_k=3).holding(HELD)
+    recipe = Recipe.of(Boundary(), fates_of(new | HELD, new | HELD), top_k=3).fixing(HELD)
     assert recipe.always.tolist() == new.tolist()
     assert recipe.probes.tolist() == new.tolist()
-    assert recipe.held is HELD
+    assert recipe.fixed.tolist() == HELD.tolist()
     assert recipe.top_k == 3
     assert recipe.also(HELD).always.tolist() == new.tolist()
 
@@ -149,7 +150,7 @@ def test_tokens_of_images_are_neither_computed_nor_chosen():
 @pytest.mark.parametrize(("top_k", "left", "settled"), [(6, 4, True), (3, 2, False)])
 def test_of_the_other_tokens_the_same_share_is_chosen(top_k, left, settled):
     new = np.array([True, *[False] * 6, True])
-    recipe = Recipe(Boundary(), new, new, top_k=top_k).holding(HELD)
+    recipe = Recipe.of(Boundary(), fates_of(new, new), top_k=top_k).fixing(HELD)
     assert recipe.top_k == left
     assert recipe.leaves_a_choice is not settled
     assert recipe.settled.tolist() == (~HELD if settled else new).tolist()
@@ -157,7 +158,7 @@ def test_of_the_other_tokens_the_same_share_is_chosen(top_k, left, settled):
 
 def test_a_program_that_computes_before_it_chooses_has_no_choice_but_images():
     new = np.array([*[False] * 7, True])
-    recipe = Recipe(Probed(Gather.SUM), new, new, top_k=7).holding(HELD)
+    recipe = Recipe.of(Probed(Gather.SUM), fates_of(new, new), top_k=7).fixing(HELD)
     assert isinstance(recipe.program, Fixed)
     assert recipe.always.tolist() == (~HELD).tolist()
 
@@ -165,19 +166,17 @@ def test_a_program_that_computes_before_it_chooses_has_no_choice_but_images():
 def test_images_cannot_pass_dense_layers():
     new = np.array([True, *[False] * 7])
     with pytest.raises(ValueError, match="computes every token, and those of images cannot be"):
-        Recipe(Deviation(1), new, new, top_k=2).holding(HELD)
-    with pytest.raises(ValueError, match="neither computed nor probe"):
-        Recipe(Fixed(), HELD, np.zeros_like(HELD), held=HELD)
+        Recipe.of(Deviation(1), fates_of(new, new), top_k=2).fixing(HELD)
 
 
 def test_in_full_is_all_but_images():
     new = np.array([True, *[False] * 7])
     plan = ReusePlan(
         *("r", 0, 8, np.zeros(8, np.int32), Pieces.from_table([[1, 7, 2, 0, 0]])),
-        Recipe(Boundary(), new, new, top_k=2).holding(HELD),
+        Recipe.of(Boundary(), fates_of(new, new), top_k=2).fixing(HELD),
         *([2], 0),
     )
     full = plan.in_full()
     assert full.recipe.always.tolist() == (~HELD).tolist()
     assert full.moved.tolist() == HELD.tolist(), "their copies are still needed"
-    assert (plan.num_held, full.num_held, full.num_recomputed) == (2, 2, 5)
+    assert (plan.num_fixed, full.num_fixed, full.num_recomputed) == (2, 2, 5)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from vllm_segreuse.plan import (
-    Acceptance,
     AcceptanceOutcome,
     BoolArray,
     Boundary,
+    Check,
     Counts,
     Deviation,
+    Fate,
     Fixed,
     Gather,
     ModelLayers,
@@ -24,7 +25,11 @@ from vllm_segreuse.plan import (
     Program,
     Recipe,
     ReusePlan,
+    Staged,
     Stock,
+    fates_of,
+    second_round,
+    staged,
 )
 
 START = 8
@@ -48,7 +53,7 @@ def plan(
     next_token: int | None = None,
 ) -> ReusePlan:
     """Ten tokens, six of them reused; the probes are the two at the end that are new."""
-    recipe = Recipe(program, mask(NEW | again), mask({6, 9}), top_k)
+    recipe = Recipe.of(program, fates_of(mask(NEW | again), mask({6, 9})), top_k)
     found = Pieces.from_table([(START + 2, 4, 70, 0, 30), (START + 7, 2, 71, 0, 90)])
     tokens = np.arange(10, dtype=np.int32)
     return ReusePlan("r", START, START + 10, tokens, found, recipe, [70, 71], 0, None, next_token)
@@ -58,9 +63,58 @@ def test_new_text_that_is_computed_once_stands_before_the_probes() -> None:
     """A probe has no keys and values at the last layers before the choice."""
     new, first = mask({1, 6}), mask({1})
     with pytest.raises(ValueError, match="computes no tokens once that stand behind probes"):
-        Recipe(SUM, new, first, top_k=2)
-    assert Recipe(SUM, new, mask({6}), top_k=2).program == SUM
-    assert Recipe(Boundary(), new, first, top_k=2).program == Boundary()
+        Recipe.of(SUM, fates_of(new, first), top_k=2)
+    assert Recipe.of(SUM, fates_of(new, mask({6})), top_k=2).program == SUM
+    assert Recipe.of(Boundary(), fates_of(new, first), top_k=2).program == Boundary()
+
+
+def test_a_recipe_is_the_simplest_one_that_computes_the_same() -> None:
+    fates = fates_of(mask(NEW), mask({6, 9}), spared=mask({7}))
+    some = Recipe.of(ABOVE, fates, top_k=99)
+    assert (some.program, some.top_k) == (ABOVE, 5), "no more are chosen than may be"
+    assert some.fates is fates
+    none = Recipe.of(Deviation(2), fates)
+    assert none.program == Fixed(2)
+    assert not none.candidates.any(), "nobody chooses"
+    every = Recipe.of(SUM, fates, top_k=5)
+    assert (every.program, every.top_k) == (Fixed(), 0)
+    assert positions(every.always) == [0, 1, 2, 3, 4, 5, 6, 8, 9], "all but the one that is spared"
+
+
+def test_fates_say_what_becomes_of_each_token() -> None:
+    fates = fates_of(mask({0, 3}), mask({3}), spared=mask({0, 2}))
+    assert fates[:5].tolist() == [
+        Fate.ALWAYS,
+        Fate.CANDIDATE,
+        Fate.MOVED,
+        Fate.PROBE,
+        Fate.CANDIDATE,
+    ]
+    assert fates.dtype == np.int8
+
+
+def test_a_check_stays_with_the_program_and_does_not_tell_programs_apart() -> None:
+    one = checked(plan(Boundary(), top_k=1), SIMILAR)
+    assert one.recipe.program == Boundary()
+    assert one.recipe.program.reports
+    assert not Boundary().reports
+    assert one.recipe.also(mask(set(range(10)))).program.check is SIMILAR
+    assert one.in_full().check is None
+
+
+def test_a_token_enters_at_its_cut() -> None:
+    recipe = Recipe.without_choice(mask(NEW))
+    enters = np.array([-1, -1, 3, 3, -1, 1, 2, 3, -1, -1], np.int32)
+    found = staged(recipe, enters)
+    assert found.program == Staged((1, 3)), "who is always computed does not enter"
+    assert positions(found.entering) == [2, 3, 5, 7]
+    assert found.counts(0).entering == (1, 3)
+    assert positions(found.always) == positions(recipe.always)
+    fixed = staged(recipe.fixing(mask({3, 5})), enters)
+    assert (positions(fixed.entering), positions(fixed.fixed)) == ([2, 7], [3, 5])
+    many = np.where(np.arange(200) > 0, np.arange(200), -1).astype(np.int32)
+    with pytest.raises(ValueError, match="tokens enter at 199 layers, of at most 123"):
+        staged(Recipe.without_choice(np.arange(200) < 1), many)
 
 
 def test_its_tokens_add_up() -> None:
@@ -205,12 +259,17 @@ def test_where_no_scored_layer_is_left_the_last_one_counts(
     assert WINDOWED.scored_from(first) == found
 
 
-SIMILAR = Acceptance(np.array([2, 7], np.int32), np.array([6, 9], np.int32), 3, max_drift=0.5)
+SIMILAR = Check(np.array([2, 7], np.int32), np.array([6, 9], np.int32), 3, max_drift=0.5)
 """Both runs of reused tokens; the halo of the second is all of it."""
 
 
+def checked(plan: ReusePlan, check: Check) -> ReusePlan:
+    program = replace(plan.recipe.program, check=check)
+    return replace(plan, recipe=replace(plan.recipe, program=program))
+
+
 def with_test() -> ReusePlan:
-    return replace(plan(again={2, 3, 4, 7, 8}), acceptance=SIMILAR)
+    return checked(plan(again={2, 3, 4, 7, 8}), SIMILAR)
 
 
 def positions(of: BoolArray) -> list[int]:
@@ -232,7 +291,7 @@ def test_segments_above_the_bound_are_rejected_and_what_is_no_number() -> None:
 
 def test_halos_are_moved_only_where_they_are_compared() -> None:
     assert positions(with_test().moved) == [2, 3, 4, 5, 7, 8]
-    assert positions(replace(with_test(), acceptance=None).moved) == [5]
+    assert positions(plan(again={2, 3, 4, 7, 8}).moved) == [5]
     assert with_test().recomputed_positions is None, "the workers decide"
     assert with_test().num_tested == 2
 
@@ -240,21 +299,21 @@ def test_halos_are_moved_only_where_they_are_compared() -> None:
 def test_a_second_round_computes_the_rest_and_what_was_computed_behind_it() -> None:
     one = with_test()
     computed = one.recipe.always
-    second = one.second_round((0.6, 0.1), computed)
+    second = second_round(one, (0.6, 0.1), computed)
     assert second is not None
     assert positions(second.recipe.always) == [5, 6, 7, 8, 9]
-    assert (second.recipe.program, second.acceptance) == (Fixed(), None)
+    assert (second.recipe.program, second.check) == (Fixed(), None)
     assert second.num_written == one.num_written
-    assert one.second_round((0.1, 0.6), computed) is None, "all of it is its halo"
-    assert one.second_round((0.1, 0.1), computed) is None
+    assert second_round(one, (0.1, 0.6), computed) is None, "all of it is its halo"
+    assert second_round(one, (0.1, 0.1), computed) is None
     few = mask({0, 1, 2, 3, 4, 7, 8})
-    left = one.second_round((0.6, 0.1), few)
+    left = second_round(one, (0.6, 0.1), few)
     assert left is not None
     assert positions(left.recipe.always) == [5, 7, 8], "and no more than that"
 
 
 def test_what_was_added_counts_as_recomputed() -> None:
-    one = replace(plan(MAX, again={2, 3}, top_k=1), acceptance=SIMILAR)
+    one = checked(plan(MAX, again={2, 3}, top_k=1), SIMILAR)
     always = one.recipe.counts(0).always
     of_test = AcceptanceOutcome((0.1, 0.6), added=3, again=9)
     assert one.recomputed_after(PlanOutcome(always + 1, acceptance=of_test)) == 2 + 1 + 3
@@ -264,11 +323,11 @@ def test_what_was_added_counts_as_recomputed() -> None:
 @pytest.mark.parametrize("program", [*PROGRAMS, SUM], ids=str)
 def test_more_tokens_may_be_computed_than_a_policy_asks_for(program: Program) -> None:
     chooses = 2 if program.chooses else 0
-    recipe = Recipe(program, mask(NEW), mask({6, 9}), chooses)
+    recipe = Recipe.of(program, fates_of(mask(NEW), mask({6, 9})), chooses)
     more = recipe.also(mask({3, 7, 8}))
     assert positions(more.always) == [0, 1, 3, 6, 7, 8, 9]
     assert more.top_k == chooses
     again = [6, 7, 8, 9] if program.computes_before_choice else [6, 9]
     assert positions(more.probes) == again, "who is computed once stands before the probes"
-    every = Recipe(ABOVE, mask(NEW), mask({6, 9}), top_k=6)
+    every = Recipe.of(ABOVE, fates_of(mask(NEW), mask({6, 9})), top_k=6)
     assert every.also(mask({3, 7, 8})).top_k == 3, "no more than are left"

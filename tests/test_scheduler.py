@@ -882,7 +882,7 @@ def test_halos_of_similar_segments_are_computed_whatever_the_policy(policy: str)
     halos = {first + i for first in segments for i in range(3)}
     always = set(np.flatnonzero(plan.recipe.always).tolist())
     assert always == set(np.flatnonzero(before.recipe.always).tolist()) | halos
-    assert plan.acceptance is None, "there is no bound"
+    assert plan.check is None, "there is no bound"
     assert plan.reports == before.reports
 
 
@@ -983,9 +983,9 @@ def test_runs_that_are_no_longer_than_the_halo_are_not_reused() -> None:
 def test_the_test_of_similar_segments_is_reported_and_counted() -> None:
     world, request = similar("shift", halo_tokens=3, max_boundary_drift=0.5)
     [plan] = world.plans
-    assert plan.acceptance is not None
-    assert plan.acceptance.max_drift == 0.5
-    starts = plan.acceptance.first.tolist()
+    assert plan.check is not None
+    assert plan.check.max_drift == 0.5
+    starts = plan.check.first.tolist()
     assert plan.reports
     computed = int(plan.recipe.always.sum())
     drifts = (0.12345, 0.6, math.nan, 0.5)
@@ -1030,7 +1030,7 @@ def test_where_everything_is_computed_nothing_is_tested() -> None:
     world.run(request)
     [plan] = world.plans
     assert plan.recipe.always.all()
-    assert (plan.acceptance, plan.reports) == (None, False)
+    assert (plan.check, plan.reports) == (None, False)
 
 
 def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,10 +80,9 @@ def test_an_image_that_was_seen_is_reused_wholly_and_never_computed() -> None:
     assert report["bypass_reason"] is None
     assert (report["image_tokens"], report["reused_tokens"]) == (12, 32)  # whole blocks
     held = slice(len(NEW) + len(FRONT), len(NEW) + len(FRONT) + 12)
-    assert plan.recipe.held is not None
-    assert plan.recipe.held[held].all()
+    assert plan.recipe.fixed[held].all()
     assert not plan.recipe.always[held].any()
-    assert plan.recipe.held.sum() == 12
+    assert plan.recipe.fixed.sum() == 12
     # Three positions on in all rows; text behind the image has as many numbers less as in front.
     assert set(plan.pieces.turn.tolist()) == {3}
     assert plan.numbers is not None
@@ -108,7 +107,7 @@ def test_another_image_of_the_same_size_is_another_image() -> None:
     assert plan is not None
     assert (report["image_tokens"], report["reused_tokens"]) == (0, len(FRONT) - 1)
     assert plan.stop == len(NEW) + len(FRONT) - 1
-    assert plan.num_held == 0
+    assert plan.num_fixed == 0
     # And its own KV is found, not the other's.
     world = pictured()
     world.ask(NEW, B, BEHIND)
@@ -219,8 +218,8 @@ def test_no_policy_computes_images(policy: str) -> None:
     report, plan = pictured().ask(NEW, FRONT, A, BEHIND, [1], options=options)
     assert plan is not None
     assert report["image_tokens"] == 12
-    assert plan.recipe.held is not None
-    assert not (plan.recipe.held & (plan.recipe.always | plan.recipe.probes)).any()
+    assert plan.recipe.fixed.any()
+    assert not (plan.recipe.fixed & (plan.recipe.always | plan.recipe.probes)).any()
     assert report["recomputed_tokens"] == 20
 
 
@@ -284,7 +283,7 @@ def test_the_second_tier_stores_text_in_front_of_images_only() -> None:
     request = world.arrive(NEW, FRONT, A, BEHIND, [1])
     world.run(request)
     [plan] = world.plans
-    assert (plan.num_reused, plan.num_held) == (8, 0)
+    assert (plan.num_reused, plan.num_fixed) == (8, 0)
 
 
 def test_text_behind_images_keeps_its_numbers_beside_records() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SEEN, World
 from tests.test_worker import Backlog, report, worker_side
-from vllm_segreuse import worker as worker_module
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import AcceptanceOutcome, PlanOutcome, ReusePlan
 from vllm_segreuse.worker import WorkerSide
@@ -150,7 +149,7 @@ def plan_of(headers: dict[str, str] | None = HEADERS, **changes: Any) -> ReusePl
 @pytest.fixture
 def backlog(monkeypatch: pytest.MonkeyPatch) -> Backlog:
     made = Backlog()
-    monkeypatch.setattr(worker_module, "_proven_backlog", lambda *_: made)
+    made.stand_in(monkeypatch)
     return made
 
 

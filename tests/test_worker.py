@@ -14,6 +14,7 @@ from vllm.config import ParallelConfig
 from tests.prefill.loaded import model_config
 from vllm_segreuse import worker as module
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.features.tier import worker as tier_module
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.model.layers import UnsupportedModelError
@@ -33,10 +34,24 @@ class Backlog:
         self.under_way: set[str] = set()
         self.done: dict[str, PassReport] = {}
         self.report: PassReport | None = None
+        self.prefill: Any = None
 
     @property
     def is_empty(self) -> bool:
         return not (self.under_way or self.done)
+
+    def stand_in(self, patch: Patch) -> None:
+        """For what a worker proves, and has carried out."""
+
+        def taking_over(prefill: Any, *_: Any) -> Backlog:
+            self.prefill = prefill
+            return self
+
+        def proven(*_: Any) -> Any:
+            return SimpleNamespace(prefill=self.prefill, merge_size=2)
+
+        patch.setattr(module, "_proven", proven)
+        patch.setattr(module, "_backlog", taking_over)
 
     def take(self, plans: list[Any]) -> PassReport | None:
         self.log.append(("take", list(plans)))
@@ -63,7 +78,7 @@ def report(**changes: Any) -> PassReport:
 @pytest.fixture
 def backlog(monkeypatch: Patch) -> Backlog:
     made = Backlog()
-    monkeypatch.setattr(module, "_proven_backlog", lambda *_: made)
+    made.stand_in(monkeypatch)
     return made
 
 
@@ -150,11 +165,11 @@ def test_of_several_ranks_the_first_counts_what_was_not_finite(backlog: Backlog)
 
 
 class Region:
-    def __init__(self) -> None:
-        self.is_open = True
+    def __init__(self, log: list[Any]) -> None:
+        self._log = log
 
     def cleanup(self) -> None:
-        self.is_open = False
+        self._log.append("region given back")
 
 
 ORDERS = TierOrders(1, np.array([4], np.int32), np.array([0], np.int32))
@@ -164,28 +179,34 @@ def with_tier(backlog: Any, patch: Patch, **options: Any) -> tuple[WorkerSide, l
     """A worker's half with a second tier, and what was stored, or how the region was made."""
     log: list[Any] = []
     mover = SimpleNamespace(
-        store=lambda blocks, rows: log.append((blocks.tolist(), rows.tolist())), mark=lambda: None
+        store=lambda blocks, rows: log.append((blocks.tolist(), rows.tolist())),
+        mark=lambda: None,
+        close=lambda: log.append("rows let go"),
     )
     aligner = SimpleNamespace(
-        copy_blocks="copy", stored_pages=lambda: "stored", device="cpu", host_rows=None
+        copy_blocks="copy",
+        stored_pages=lambda: "stored",
+        device="cpu",
+        reading=lambda rows: SimpleNamespace(host_rows=rows),
     )
-    backlog.prefill = SimpleNamespace(aligner=aligner)
-    region = Region()
-    patch.setattr(module, "open_region", lambda *given: (log.append(given[2:]), region)[1])
+    backlog.prefill = SimpleNamespace(
+        aligner=aligner, with_aligner=lambda other: SimpleNamespace(aligner=other)
+    )
+    region = Region(log)
+    patch.setattr(tier_module, "open_region", lambda *given: (log.append(given[2:]), region)[1])
 
     def mover_for(*given: Any, zeroises: bool) -> Any:
         log.append((*given, zeroises))
         return mover
 
-    patch.setattr(module, "mover_for", mover_for)
-    patch.setattr(module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=3))
+    patch.setattr(tier_module, "mover_for", mover_for)
+    patch.setattr(tier_module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=3))
     config = SegReuseConfig(tier={"host_gib": 2.5, **options})
     assert config.tier is not None
     nothing: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     side = WorkerSide(nothing, config, nothing, SegReuseStats())
     assert log == [(config.tier, 3), (region, "copy", "stored", "cpu", config.tier.zeroise)]
-    assert aligner.codec == options.get("codec", "raw")
-    assert aligner.host_rows is mover
+    assert backlog.prefill.aligner.host_rows is mover
     log.clear()
     return side, log
 
@@ -209,13 +230,11 @@ def test_without_a_second_tier_nothing_is_stored(side: WorkerSide) -> None:
 
 
 def test_the_region_is_given_back_at_the_end(backlog: Any, monkeypatch: Patch) -> None:
-    side, _ = with_tier(backlog, monkeypatch)
-    region: Any = side._region
+    side, log = with_tier(backlog, monkeypatch)
     assert [it.name for it in side.features] == ["audit", "tier"]
     side.close()
     side.close()
-    assert not region.is_open
-    assert backlog.prefill.aligner.host_rows is None
+    assert log == ["rows let go", "region given back"]
 
 
 # Start.
@@ -249,7 +268,9 @@ def test_the_model_is_proven(
     monkeypatch.setattr(module, "loaded_model", lambda: model)
     monkeypatch.setattr(module, "loaded_drafter", lambda: drafter)
     prefill = SimpleNamespace(states=None)
-    runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels", graphs=None)
+    runtime = SimpleNamespace(
+        prefill=prefill, max_deviation=0.0, kernels="kernels", merge_size=None, graphs=None
+    )
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
     assert proven == [(model, vllm_config, kv_cache_config, (), Codec.RAW, drafter)]
@@ -262,7 +283,9 @@ def test_boundary_states_are_logged_and_counted(
 ) -> None:
     states = SimpleNamespace(cuts=(1, 2), num_bytes=3 << 29)
     prefill = SimpleNamespace(states=states)
-    runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels", graphs=None)
+    runtime = SimpleNamespace(
+        prefill=prefill, max_deviation=0.0, kernels="kernels", merge_size=None, graphs=None
+    )
     proven = []
     monkeypatch.setattr(module, "loaded_model", lambda: None)
     monkeypatch.setattr(module, "loaded_drafter", lambda: None)
@@ -295,7 +318,9 @@ def awaiting_graphs(proof: GraphProof, llama: Any, patch: Patch) -> Callable[[],
     """What a worker's half wants called once vLLM has captured its graphs."""
     awaited: list[Callable[[], None]] = []
     prefill = SimpleNamespace(states=None)
-    runtime = SimpleNamespace(prefill=prefill, max_deviation=0.0, kernels="kernels", graphs=proof)
+    runtime = SimpleNamespace(
+        prefill=prefill, max_deviation=0.0, kernels="kernels", merge_size=None, graphs=proof
+    )
     for name, replacement in {
         "loaded_model": lambda: None,
         "loaded_drafter": lambda: None,

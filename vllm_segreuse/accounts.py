@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import (
-    Acceptance,
     AcceptanceOutcome,
+    Check,
     ModelLayers,
     PlanOutcome,
     ReusePlan,
@@ -82,19 +82,19 @@ class Accounts:
         self._stats.count_tokens("recomputed", recomputed - counted)
         if outcome.drift is not None:
             self._stats.observe_drift(outcome.drift, outcome.in_full)
-        if plan.acceptance is not None and outcome.acceptance is not None:
-            self._tested(tracked, plan.acceptance, outcome.acceptance)
+        if plan.check is not None and outcome.acceptance is not None:
+            self._tested(tracked, plan.check, outcome.acceptance)
         return plan
 
     def _tested(
         self,
         tracked: TrackedRequest,
-        acceptance: Acceptance,
+        check: Check,
         outcome: AcceptanceOutcome,
     ) -> None:
         """Similar segments of a plan were accepted or rejected."""
         assert tracked.report is not None
-        is_rejected = acceptance.is_rejected(outcome.drifts)
+        is_rejected = check.is_rejected(outcome.drifts)
         rejected = int(is_rejected.sum())
         tracked.report = tracked.report._replace(
             accepted_segments=is_rejected.size - rejected,

@@ -38,6 +38,7 @@ from vllm_segreuse.plan import (
     Recipe,
     ScoreOrder,
     Segments,
+    fates_of,
 )
 
 if TYPE_CHECKING:
@@ -220,6 +221,6 @@ def _probing(order: ScoreOrder) -> Callable[[BoolArray, Segments], Recipe]:
         position = np.arange(len(reused))
         probes = position >= order.stop
         context = position < order.first
-        return Recipe(Probed(Gather.MAX), context | probes, probes, order.keep)
+        return Recipe.of(Probed(Gather.MAX), fates_of(context | probes, probes), order.keep)
 
     return recipe

@@ -79,7 +79,7 @@ class SegReuseHandshake(KVConnectorHandshakeMetadata):
 
     Attributes:
         layers: of the model.
-        merge_size: of its images; see `SparsePrefill`.
+        merge_size: of its images; see `Runtime`.
     """
 
     layers: ModelLayers

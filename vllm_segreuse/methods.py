@@ -17,7 +17,7 @@ from vllm_segreuse.cache.planner import least_work
 from vllm_segreuse.cache.tracked import Method
 from vllm_segreuse.cache.turns import Turns
 from vllm_segreuse.config import RequestOptions, SegReuseConfig, SimilarityOptions
-from vllm_segreuse.plan import BoolArray, ModelLayers, Recipe, ReusePlan, Segments
+from vllm_segreuse.plan import BoolArray, ModelLayers, Recipe, ReusePlan, Segments, for_similar
 from vllm_segreuse.policies import POLICIES, WITHOUT_CHOICE, Situation
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ class Methods:
         )
         if recipe is None or len(pieces) < len(plan.pieces) or plan.left_out:
             return None
-        return plan.computed_by(recipe, halo)
+        recipe = recipe.fixing(plan.recipe.fixed)
+        return plan.computed_by(for_similar(recipe, halo, plan.pieces, plan.start, plan.stop))
 
     def set_similarity(self, options: Mapping[str, Any]) -> None:
         """Search under other options of `similarity` from the next request on: what

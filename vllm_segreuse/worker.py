@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_segreuse.compat.model_runner import (
@@ -24,22 +23,17 @@ from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog
-from vllm_segreuse.prefill.checks import prove
-from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.prefill.checks import Runtime, prove
+from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
 from vllm_segreuse.prefill.feature import WorkerFeature
 from vllm_segreuse.prefill.proofs.graphs import GraphProof
 from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.cells import cell_content_bytes
-from vllm_segreuse.tier.region import HostRegion, open_region
-from vllm_segreuse.tier.weights import Weights
-from vllm_segreuse.tier.worker import TierWorker, mover_for
 from vllm_segreuse.tracing import PassSpans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-    from vllm_segreuse.tier_options import TierOptions
 
 logger = init_logger("vllm.segreuse")
 
@@ -56,6 +50,7 @@ class WorkerSide:
     Attributes:
         backlog: plans under way.
         features: their halves here.
+        merge_size: of images; see `Runtime`.
 
     Raises:
         RefusedError: what could not be proven.
@@ -72,42 +67,25 @@ class WorkerSide:
         self._outcomes: dict[str, PlanOutcome] = {}
         self._is_first = vllm_config.parallel_config.rank == 0
         self._spans = PassSpans(vllm_config.parallel_config.rank)
-        self.backlog = _proven_backlog(vllm_config, config, kv_cache_config, stats)
+        runtime = _proven(vllm_config, config, kv_cache_config, stats)
+        prefill = runtime.prefill
+        self.merge_size = runtime.merge_size
         self.features: list[WorkerFeature] = [AuditRecording()]
-        self._region: HostRegion | None = None
         if config.tier is not None:
-            self._start_tier(vllm_config, config.tier, kv_cache_config)
-
-    def _start_tier(
-        self, vllm_config: VllmConfig, options: TierOptions, kv_cache_config: KVCacheConfig
-    ) -> None:
-        aligner = self.backlog.prefill.aligner
-        aligner.codec = Codec(options.codec)
-        rank = get_tp_group().rank_in_group
-        self._region = open_region(vllm_config, kv_cache_config, options, rank)
-        known = (aligner.copy_blocks, aligner.stored_pages(), aligner.device)
-        mover = mover_for(self._region, *known, zeroises=options.zeroise)
-        unchanged = None if options.path is None else Weights(loaded_model()).are_unchanged
-        aligner.host_rows = mover
-        self.features.append(TierCopying(TierWorker(mover, unchanged)))
+            tier = TierCopying.of(vllm_config, kv_cache_config, config.tier, prefill.aligner)
+            self.features.append(tier)
+            prefill = prefill.with_aligner(prefill.aligner.reading(tier.worker.mover))
+        self.backlog = _backlog(prefill, vllm_config, config)
 
     def close(self) -> None:
-        """The engine ends: give the second tier's memory back."""
-        if self._region is not None:
-            self.features = [it for it in self.features if not isinstance(it, TierCopying)]
-            self.backlog.prefill.aligner.host_rows = None
-            self._region.cleanup()
-            self._region = None
+        """The engine ends."""
+        for feature in self.features:
+            feature.close()
 
     @property
     def layers(self) -> ModelLayers:
         """Of the model."""
         return self.backlog.prefill.layers
-
-    @property
-    def merge_size(self) -> int | None:
-        """Of images; see `SparsePrefill`."""
-        return self.backlog.prefill.merge_size
 
     def begin_step(self, messages: Mapping[str, Any]) -> None:
         """Before anything of a step writes pages.
@@ -172,22 +150,22 @@ class WorkerSide:
             )
 
 
-def _proven_backlog(
+def _proven(
     vllm_config: VllmConfig,
     config: SegReuseConfig,
     kv_cache_config: KVCacheConfig,
     stats: SegReuseStats,
-) -> Backlog:
+) -> Runtime:
+    """What carries plans out on the loaded model.
+
+    Raises:
+        RefusedError: what could not be proven.
+    """
     codec = Codec.RAW if config.tier is None else Codec(config.tier.codec)
     if codec is not Codec.RAW:
         cell_content_bytes(kv_cache_config, codec)  # it refuses what the codec cannot store
-    runtime = prove(
-        *(loaded_model(), vllm_config, kv_cache_config, config.cuts, codec, loaded_drafter())
-    )
-    step_work = config.spread_work(
-        vllm_config.scheduler_config.max_num_batched_tokens,
-        vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
-    )
+    model, drafter = loaded_model(), loaded_drafter()
+    runtime = prove(model, vllm_config, kv_cache_config, config.cuts, codec, drafter)
     logger.info(
         "segment reuse: proven on this model (largest deviation %.1e); %s",
         runtime.max_deviation,
@@ -203,7 +181,16 @@ def _proven_backlog(
             ", ".join(map(str, states.cuts)),
             states.num_bytes / (1 << 30),
         )
-    return Backlog(runtime.prefill, step_work or 0)
+    return runtime
+
+
+def _backlog(prefill: SparsePrefill, vllm_config: VllmConfig, config: SegReuseConfig) -> Backlog:
+    """What spreads plans over steps as the server's options say."""
+    step_work = config.spread_work(
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
+    )
+    return Backlog(prefill, step_work or 0)
 
 
 def _prove_graphs(proof: GraphProof) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,10 +23,12 @@ from bench import engine, harness
 from bench.english.engine import EXACT_DONORS, Answered, Lab, english_engine
 from bench.english.tape import divergences
 from bench.quality import seeds, statistics
-from tests.parts import parts_of
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.tier.cells import views
 from vllm_segreuse.tier.mover import InPlace, LoadedRows
+
+if TYPE_CHECKING:
+    from vllm_segreuse.prefill.align import Aligner
 
 CODECS = tuple(Codec)
 DONORS = "reversed"
@@ -41,7 +43,7 @@ class Copies:
     """A mover that stores by every codec, and reads by one.
 
     Args:
-        aligner: of the worker.
+        backlog: of the worker, whose pass reads by that codec.
         rows: of the host region.
 
     Attributes:
@@ -49,25 +51,25 @@ class Copies:
         read: rows that were read.
     """
 
-    def __init__(self, aligner: Any, rows: int) -> None:
+    def __init__(self, backlog: Any, rows: int) -> None:
+        from vllm_segreuse.prefill.align import Aligner
+
         self.codec, self.read = Codec.RAW, 0
-        self._aligner = aligner
+        self._backlog = backlog
         self._movers: dict[Codec, InPlace] = {}
+        self._aligners: dict[Codec, Aligner] = {}
         for codec in CODECS:
-            aligner.codec = codec
+            aligner = Aligner(backlog.prefill.aligner.layers, codec, self)
             stored = aligner.stored_pages()
             size = sum(page.num_bytes for page in stored)
             cells = torch.zeros(rows, size, dtype=torch.int8)
             self._movers[codec] = InPlace(aligner.copy_blocks, views(cells, stored))
-        aligner.codec, aligner.host_rows = Codec.RAW, self
+            self._aligners[codec] = aligner
+        self.choose(Codec.RAW)
 
     def store(self, blocks: Any, rows: Any) -> torch.Tensor | None:
         """Of `Mover`."""
-        found = []
-        for codec, mover in self._movers.items():
-            self._aligner.codec = codec
-            found.append(mover.store(blocks, rows))
-        self._aligner.codec = self.codec
+        found = [mover.store(blocks, rows) for mover in self._movers.values()]
         encoded = torch.ones(len(rows), dtype=torch.bool)
         for each in found:
             encoded &= True if each is None else each
@@ -81,9 +83,13 @@ class Copies:
     def mark(self) -> None:
         """Of `Mover`."""
 
+    def close(self) -> None:
+        """Of `Mover`; its rows are no part of the region."""
+
     def choose(self, codec: Codec) -> None:
         """Read by this codec from here on."""
-        self.codec = self._aligner.codec = codec
+        self.codec = codec
+        self._backlog.prefill = self._backlog.prefill.with_aligner(self._aligners[codec])
 
 
 def measure(
@@ -159,9 +165,12 @@ class _Subject:
 
         self._lab = lab
         self._scheduler = lab.llm.llm_engine.engine_core.engine_core.scheduler
+        from vllm_segreuse.features.tier.worker import TierCopying
+
         side = get_kv_transfer_group().worker_side
-        self._copies = Copies(side.backlog.prefill.aligner, side._region.shape.rows)
-        parts_of(side).tier.mover = self._copies
+        (tier,) = [it for it in side.features if isinstance(it, TierCopying)]
+        self._copies = Copies(side.backlog, tier.region.shape.rows)
+        tier.worker.mover = self._copies
 
     def ask(self, example: Any, rng: Random, number: int) -> dict[str, Any]:
         """An example in full, and with its documents from records of every codec."""

@@ -83,8 +83,10 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
         runner = prefill._layers
         with patch.object(runner, "graphs", None):
             without_graphs_ms = _median_ms(work)
-        most = runner._max_wave_tokens if runner.graphs is None else runner.graphs.sizes[-1]
-        with patch.object(runner, "_max_wave_tokens", most):
+        settings = runner.settings
+        if runner.graphs is not None:
+            settings = settings._replace(max_wave_tokens=runner.graphs.sizes[-1])
+        with patch.object(runner, "settings", settings):
             in_graphs_ms = _median_ms(work)
         write_trace(f"{shape}-{policy.label}-again", work)
         us_per_layer = 1e3 * wall_ms / layers

@@ -27,7 +27,6 @@ import numpy as np
 
 from bench import engine, harness, shapes
 from bench.suites.documents import EXTRA_KEY, Documents
-from tests.parts import parts_of
 from vllm_segreuse.knowledge.engine import ingesting, was_frozen
 
 SHAPE = "qwen3"
@@ -149,7 +148,7 @@ class Soak:
         self._frozen.end()
         pool = self._scheduler.kv_cache_manager.block_pool
         self._leaked = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        parts_of(self._scheduler.connector.scheduler_side).index.check_integrity()
+        self._scheduler.connector.scheduler_side.parts.core.index.check_integrity()
 
     def result(self) -> harness.SuiteResult:
         """Rows by quarter, and the figures that matter.

@@ -24,7 +24,6 @@ from bench.suites.soak import (
     SPREAD_TOKENS,
     Soak,
 )
-from tests.parts import parts_of
 
 HOST_GIB = 0.002
 """More blocks than the pool has, fewer than the documents take."""
@@ -65,6 +64,10 @@ class Ledger:
         """Of `Mover`."""
         return self._mover.mark()
 
+    def close(self) -> None:
+        """Of `Mover`."""
+        self._mover.close()
+
 
 def _digest(pages: list[torch.Tensor], which: int) -> bytes:
     found = blake2b(digest_size=16)
@@ -98,15 +101,20 @@ def soak(requests: int) -> harness.SuiteResult:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         core = llm.llm_engine.engine_core.engine_core
+        from vllm_segreuse.features.tier.worker import TierCopying
+
         side, ledger = get_kv_transfer_group().worker_side, _ledger(get_kv_transfer_group())
-        parts_of(side).tier.mover = side.backlog.prefill.aligner.host_rows = ledger
+        (tier,) = [it for it in side.features if isinstance(it, TierCopying)]
+        prefill = side.backlog.prefill
+        side.backlog.prefill = prefill.with_aligner(prefill.aligner.reading(ledger))
+        tier.worker.mover = ledger
         load = FULL._replace(requests=requests, warm_up=min(FULL.warm_up, requests // 10))
         running = Soak(llm.llm_engine, load)
         running.run()
         result = running.result()
         # Reports of the last steps come with the output of a later one.
         engine.first_token(llm, list(range(300, 340)))
-        counts = parts_of(core.scheduler.connector.scheduler_side).tier.counts()
+        counts = core.scheduler.connector.scheduler_side.parts.features.tier.store.counts()
     keep = ("leaked_blocks", "hung_requests", "failed_requests", "contained_errors")
     summary = {f"soak_{name}": result["summary"][name] for name in (*keep, "requests")}
     summary |= {

@@ -16,6 +16,7 @@ from vllm_segreuse.plan import (
     Pieces,
     Recipe,
     ReusePlan,
+    fates_of,
 )
 
 
@@ -81,7 +82,7 @@ def test_tokens_chosen_by_score_do_not_donate_unless_all_are_chosen(world, docum
     world.end_step()
 
     def all_by_score(reused: BoolArray, _: IntArray) -> Recipe:
-        return Recipe(Boundary(), ~reused, ~reused, int(reused.sum()))
+        return Recipe.of(Boundary(), fates_of(~reused, ~reused), int(reused.sum()))
 
     tracked = world.request(prompt, make_recipe=all_by_score)
     world.admit(tracked)

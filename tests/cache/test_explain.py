@@ -22,7 +22,7 @@ from vllm_segreuse.cache.matcher import find_matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import Halo, Pieces, Tier
-from vllm_segreuse.plan.acceptance import acceptance_of
+from vllm_segreuse.plan.similar import check_of
 
 SIZE = 4
 DOCUMENT = [*range(100, 112)]
@@ -133,9 +133,9 @@ def test_similar_segments_of_two_sequences_have_their_own_boundary_drift() -> No
 def drifts_of(pieces: Pieces, found: list[Stretch], drifts: list[float]) -> list[float | None]:
     """What each similar stretch is said to be off; it is rejected above 0.25."""
     start = int(pieces.destination[0])
-    acceptance = acceptance_of(Halo(1, 0.25), pieces, start)
-    assert acceptance is not None
-    tested = with_acceptance(found, start, acceptance, drifts)
+    check = check_of(Halo(1, 0.25), pieces, start)
+    assert check is not None
+    tested = with_acceptance(found, start, check, drifts)
     similar = [each for each in tested if each["source"] == "similar"]
     assert [each["rejected"] for each in similar] == [
         each["boundary_drift"] != 0.25 for each in similar

@@ -32,6 +32,7 @@ from vllm_segreuse.plan import (
     Probed,
     Recipe,
     ReusePlan,
+    fates_of,
 )
 
 SIZE = 4  # tokens per block
@@ -75,20 +76,20 @@ def new_only(reused: BoolArray, _: IntArray) -> Recipe:
 
 
 def everything(reused: BoolArray, _: IntArray) -> Recipe:
-    return Recipe(Fixed(), np.ones_like(reused), ~reused)
+    return Recipe.of(Fixed(), fates_of(np.ones_like(reused), ~reused))
 
 
 def half_by_score(reused: BoolArray, _: IntArray) -> Recipe:
-    return Recipe(Boundary(), ~reused, ~reused, int(reused.sum()) // 2)
+    return Recipe.of(Boundary(), fates_of(~reused, ~reused), int(reused.sum()) // 2)
 
 
 def at_most_all(reused: BoolArray, _: IntArray) -> Recipe:
     """Workers may choose every reused token, or none."""
-    return Recipe(Probed(Gather.MAX, 0.1), ~reused, ~reused, int(reused.sum()))
+    return Recipe.of(Probed(Gather.MAX, 0.1), fates_of(~reused, ~reused), int(reused.sum()))
 
 
 def dense(reused: BoolArray, _: IntArray) -> Recipe:
-    return Recipe(Boundary(1), ~reused, ~reused, 1)
+    return Recipe.of(Boundary(1), fates_of(~reused, ~reused), 1)
 
 
 class World:

@@ -134,7 +134,7 @@ class Managed:
 def plan_of(request: Request, start: int, always: list[bool] | None = None, depth: int = 0) -> Any:
     """A plan of a request's tokens from `start` on, all of which are computed."""
     tokens = np.asarray(request.all_token_ids[start:], np.int32)
-    recipe = Recipe.without_choice(np.asarray(always or [True] * len(tokens)))
+    recipe = Recipe.without_choice(np.asarray(always or [True] * len(tokens), np.bool_))
     pieces = Pieces.from_table([])
     stop = start + len(tokens)
     return ReusePlan(request.request_id, start, stop, tokens, pieces, recipe, [], depth)

@@ -71,6 +71,12 @@ def worker_side(running: Engine) -> Any:
     return get_kv_transfer_group().worker_side
 
 
+def worker_tier(running: Engine) -> Any:
+    """The workers' half of its second tier."""
+    (tier,) = [it for it in worker_side(running).features if it.name == "tier"]
+    return tier
+
+
 def evict(running: Engine, text: Prompts) -> None:
     """Fill the cache with other text, which nobody may reuse."""
     tokens = running.pool.num_gpu_blocks * 32
@@ -143,7 +149,7 @@ def test_a_reset_forgets_the_host(running: Engine, text: Prompts) -> None:
     ask(running, text.around(document), SHIFT)
     evict(running, text)
     assert counts(running)["host"] > 0
-    cells = worker_side(running)._region.cells()
+    cells = worker_tier(running).region.cells()
     assert cells.any()
     running.reset()
     assert counts(running)["host"] == 0
@@ -181,7 +187,7 @@ def test_blocks_that_cannot_be_stored_are_never_read(
         raise OSError("cannot write")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker_side(running)._tier.mover, "store", fail)
+        patch.setattr(worker_tier(running).worker.mover, "store", fail)
         ask(running, text.around(document), SHIFT)
         evict(running, text)
     assert counts(running)["host"] == 0
@@ -228,7 +234,7 @@ def soak(running: Engine, text: Prompts, requests: int, max_tokens: int) -> None
     """Questions on more documents than cache and host memory hold, some of them aborted."""
     chance = random.Random(requests)
     documents = [text.tokens(chance.randrange(100, 260)) for _ in range(20)]
-    rows = worker_side(running)._region.shape.rows
+    rows = worker_tier(running).region.shape.rows
     reports: list[dict[str, Any]] = []
     left = requests
     while left:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.engine import Answer, Engine, Prompts, engine
 from tests.e2e.test_equality import EVERYTHING, assert_same
-from tests.e2e.test_tier import ARGUMENTS, IDLE, NOISE, SHIFT, ask, counts, evict, worker_side
+from tests.e2e.test_tier import ARGUMENTS, IDLE, NOISE, SHIFT, ask, counts, evict, worker_tier
 from vllm_segreuse.kernels.codecs import Codec
 
 CODED = [Codec.INT8, Codec.FP8]
@@ -59,7 +59,7 @@ def test_what_was_evicted_is_reused_rounded(running: Engine, codec: Codec, text:
     from_host = ask(running, question, SHIFT)
     assert from_host.report["tiered_tokens"] == from_gpu.report["reused_tokens"] > 150
     assert 0 < largest_difference(from_host, from_gpu) < ROUNDED[codec]
-    shape = worker_side(running)._region.shape
+    shape = worker_tier(running).region.shape
     assert shape.cell_bytes < 0.32 * 65536, "of a cache in float32"
 
 

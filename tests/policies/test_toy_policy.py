@@ -28,7 +28,7 @@ Patch = pytest.MonkeyPatch
 POLICY = """
 from dataclasses import dataclass
 
-from vllm_segreuse.plan import Counts, ModelLayers, Program, Recipe
+from vllm_segreuse.plan import Counts, ModelLayers, Program, Recipe, fates_of
 from vllm_segreuse.policies.base import Situation
 
 
@@ -42,7 +42,7 @@ class Loudest(Program):
 
 def recipe(situation: Situation) -> Recipe:
     new = ~situation.reused
-    return Recipe(Loudest(power=2), new, probes=new, top_k=situation.budget())
+    return Recipe.of(Loudest(power=2), fates_of(new, probes=new), situation.budget())
 """
 
 PROGRAM = """

@@ -13,8 +13,8 @@ import torch
 
 from tests.prefill.loop import KV, TinyDecoder, carry_out
 from tests.prefill.test_executor import DONOR, RECIPES, assert_equal, in_turns, pages
-from tests.prefill.tiny import KV_HEADS, LAYERS, SIZE, World, make_plan
-from vllm_segreuse.plan import Acceptance, Fixed, Pieces, ReusePlan
+from tests.prefill.tiny import KV_HEADS, LAYERS, SIZE, World, checked, make_plan
+from vllm_segreuse.plan import Check, Fixed, Pieces, ReusePlan
 from vllm_segreuse.prefill import acceptance as module
 from vllm_segreuse.prefill import drift, selection
 from vllm_segreuse.prefill.executor import PassReport
@@ -58,9 +58,8 @@ def plan(
     )
     starts, stops = (np.array(column, np.int32) for column in zip(*SIMILAR, strict=True))
     assert np.array_equal(pieces.similar_segments(START), (starts, stops))
-    return replace(
-        made, pieces=pieces, reports=True, acceptance=Acceptance(starts, stops, HALO, bound)
-    )
+    made = checked(made, Check(starts, stops, HALO, bound))
+    return replace(made, pieces=pieces, reports=True)
 
 
 def moved(world: World, plan: ReusePlan) -> KV:
@@ -140,7 +139,7 @@ def test_boundary_drift_is_how_far_halos_are_from_what_was_moved(
     assert min(expected.drifts) > 0.1
     assert abs(expected.drifts[0] - expected.drifts[1]) > 0.01, "or they could be exchanged"
     assert (outcome.acceptance.added, outcome.acceptance.again) == (0, 0)
-    same = run(untested, replace(one, acceptance=None)).outcomes["one"]
+    same = run(untested, checked(one, None)).outcomes["one"]
     assert same == outcome._replace(acceptance=None)
     assert_equal(pages(world, one), pages(untested, one))
     check_kv(world, one, expected.kv)
@@ -153,7 +152,7 @@ def test_rejected_segments_are_computed_and_what_stood_behind_them(
     rejected: tuple[int, ...], recipe: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(monkeypatch)
-    world.layers.compiled = compiled
+    world.run_compiled(compiled)
     one = plan(recipe=recipe)
     expected = first_round(world, one)
     reject(monkeypatch, rejected)
@@ -175,10 +174,10 @@ def test_rejected_segments_are_computed_and_what_stood_behind_them(
 def reject(patch: pytest.MonkeyPatch, segments: Sequence[int]) -> None:
     """Whatever their drift."""
 
-    def is_rejected(_: Acceptance, drifts: Sequence[float]) -> np.ndarray[Any, Any]:
+    def is_rejected(_: Check, drifts: Sequence[float]) -> np.ndarray[Any, Any]:
         return np.isin(np.arange(len(drifts)), segments)
 
-    patch.setattr(Acceptance, "is_rejected", is_rejected)
+    patch.setattr(Check, "is_rejected", is_rejected)
 
 
 @pytest.mark.parametrize("factor", [0.999, 1.001])
@@ -195,7 +194,7 @@ def test_a_segment_is_rejected_above_its_bound(
     tested = both["one"].acceptance
     assert tested is not None
     assert (tested.added > 0) == (factor < 1)
-    assert plan(bound=bound).acceptance.is_rejected(tested.drifts).sum() == (factor < 1)  # type: ignore[union-attr]
+    assert plan(bound=bound).check.is_rejected(tested.drifts).sum() == (factor < 1)  # type: ignore[union-attr]
     assert tested.drifts[worst] == pytest.approx(drifts[worst], rel=1e-4)
     assert both["other"].acceptance is not None
     assert both["other"].acceptance.again == 0
@@ -210,9 +209,8 @@ def test_with_all_segments_rejected_and_nothing_equal_it_is_full_prefill(
     one = plan(recipe=recipe)
     similar_only = one.pieces.is_similar
     pieces = Pieces(*(column[similar_only] for column in one.pieces._columns()))
-    computed = one.recipe.always.copy()
-    computed[:9] = True
-    one = replace(one, pieces=pieces, recipe=replace(one.recipe, always=computed))
+    more = one.recipe.also(np.arange(one.num_tokens) < 9)
+    one = replace(one, pieces=pieces, recipe=more)
     run(world, one)
     run(full, one.in_full())
     assert_equal(pages(world, one), pages(full, one), atol=1e-5)
@@ -246,8 +244,8 @@ def test_a_halo_that_is_no_number_is_rejected(monkeypatch: pytest.MonkeyPatch) -
         clean = World(monkeypatch)
         outcome = run(world, one).outcomes["one"]
         assert outcome.acceptance is not None
-        assert one.acceptance is not None
-        assert one.acceptance.is_rejected(outcome.acceptance.drifts).tolist() == [True, False]
+        assert one.check is not None
+        assert one.check.is_rejected(outcome.acceptance.drifts).tolist() == [True, False]
         assert outcome.acceptance.added == 4
         reject(monkeypatch, [0])
         run(clean, one)
@@ -274,7 +272,7 @@ def test_a_plan_in_full_is_not_tested(drift: bool, monkeypatch: pytest.MonkeyPat
     outcome = report.outcomes["one"]
     assert (outcome.in_full, outcome.acceptance) == (drift, None)
     assert (report.not_finite == []) is drift
-    assert one.in_full().acceptance is None
+    assert one.in_full().check is None
 
 
 def test_ranks_agree_on_what_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +287,8 @@ def test_ranks_agree_on_what_is_rejected(monkeypatch: pytest.MonkeyPatch) -> Non
         return torch.full_like(values, 0.3 * HALO)
 
     monkeypatch.setattr(drift, "mean_over_ranks", mean)
-    tested = run(world, replace(one, acceptance=one.acceptance._replace(max_drift=0.31))).outcomes  # type: ignore[union-attr]
+    bounded = checked(one, one.check._replace(max_drift=0.31))  # type: ignore[union-attr]
+    tested = run(world, bounded).outcomes
     assert tested["one"].acceptance is not None
     assert tested["one"].acceptance.drifts == pytest.approx((0.3, 0.3))
     assert tested["one"].acceptance.added == 0
@@ -306,7 +305,7 @@ def test_of_many_halo_tokens_some_are_compared_the_last_among_them(
     most: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "COMPARED_TOKENS", most)
-    tested = plan().acceptance
+    tested = plan().check
     assert tested is not None
     found = module.compared_tokens(tested)
     assert [each.tolist() for each in found] == [

@@ -163,7 +163,7 @@ def test_aligning_agrees_with_a_loop(
     come from rows of the host's."""
     subject, layers = aligner
     rows = Rows(layers, room)
-    subject.host_rows = rows  # type: ignore[assignment]
+    subject = subject.reading(rows)  # type: ignore[arg-type]
     before = [layer.pages.clone() for layer in layers]
     expected = [loop(layer, rows.layers[i], made, i) for i, layer in enumerate(layers)]
     subject.align(token_copies(made, BLOCK_SIZE, skip_always=True), first_layer)

@@ -8,30 +8,29 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.prefill import backlog, contained
+from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.waves import Waves
 
 
 class Prefill:
-    """`contained` without a model: plans are numbers of waves, of 10 layer-tokens each."""
+    """`SparsePrefill` without a model: plans are numbers of waves, of 10 layer-tokens each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.is_behind = False
-        monkeypatch.setattr(backlog, "contained", self)
+        monkeypatch.setattr(backlog, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
-    def prepare_or_in_full(
-        self, _: Any, plans: list[Any], wave_work: int | None = None
-    ) -> list[Any]:
+    def prepare(self, plans: list[Any], wave_work: int | None = None) -> Any:
         self.log.append(f"align {[plan.request_id for plan in plans]} {wave_work}")
-        return plans
+        return SimpleNamespace(plans=plans, wave_work=wave_work)
 
-    def compute_or_in_full(self, _: Any, plans: list[Any]) -> Waves[str]:
-        name = plans[0].request_id
+    def compute(self, prepared: Any) -> Waves[str]:
+        first = prepared.plans[0]
+        name = first.request_id
         try:
-            for _ in range(plans[0].waves):
-                assert self.is_behind is plans[0].spread
+            for _ in range(first.waves):
+                assert self.is_behind is first.spread
                 self.log.append(name)
                 yield 10
         except GeneratorExit:
@@ -122,8 +121,3 @@ def test_only_those_under_way_are_dropped(prefill: Prefill) -> None:
     assert subject.drop(["a"]) == set()
     assert "a is dropped" in prefill.log
     assert subject.advance() == {"b": "report of b"}
-
-
-def test_what_it_stands_in_for_exists() -> None:
-    assert callable(contained.prepare_or_in_full)
-    assert callable(contained.compute_or_in_full)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
-from vllm_segreuse.prefill import contained
+from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.waves import finish
 
 
@@ -74,13 +74,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def set_number(number: int) -> None:
         group = SimpleNamespace(world_size=number)
-        monkeypatch.setattr(contained, "get_tp_group", lambda: getattr(_of_thread, "group", group))
+        monkeypatch.setattr(backlog, "get_tp_group", lambda: getattr(_of_thread, "group", group))
 
     def end(status: int) -> None:
         raise Ended(status)
 
-    monkeypatch.setattr(contained.os, "_exit", end)
-    monkeypatch.setattr(contained.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(backlog.os, "_exit", end)
+    monkeypatch.setattr(backlog.logging, "shutdown", lambda: None)
     return set_number
 
 
@@ -88,12 +88,12 @@ _of_thread = threading.local()
 
 
 def prepare(subject: Pass, wave_work: int | None = None) -> Any:
-    return contained.prepare_or_in_full(subject, [plan("a"), plan("b")], wave_work)  # type: ignore[arg-type]
+    return backlog.prepare_or_in_full(subject, [plan("a"), plan("b")], wave_work)  # type: ignore[arg-type]
 
 
 def compute(subject: Pass, wave_work: int | None = None) -> Any:
     prepared: Any = SimpleNamespace(plans=[plan("a"), plan("b")], wave_work=wave_work)
-    return finish(contained.compute_or_in_full(subject, prepared))  # type: ignore[arg-type]
+    return finish(backlog.compute_or_in_full(subject, prepared))  # type: ignore[arg-type]
 
 
 def test_without_an_error_plans_are_carried_out_as_they_are(ranks: Callable[[int], None]) -> None:
@@ -142,7 +142,7 @@ def test_an_error_between_ranks_ends_the_engine(step: str, ranks: Callable[[int]
 def test_a_pass_that_is_dropped_between_waves_is_no_error(ranks: Callable[[int], None]) -> None:
     ranks(2)
     prepared: Any = SimpleNamespace(plans=[plan()], wave_work=None)
-    waves = contained.compute_or_in_full(Pass(), prepared)  # type: ignore[arg-type]
+    waves = backlog.compute_or_in_full(Pass(), prepared)  # type: ignore[arg-type]
     next(waves)
     waves.close()
 

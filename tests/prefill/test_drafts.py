@@ -18,7 +18,7 @@ from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.drafts import Draft
 from vllm_segreuse.model.layers import DecoderStack, LayerState
-from vllm_segreuse.plan import Fixed, Pieces, Recipe, ReusePlan
+from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import checks
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.batch import Batch
@@ -130,7 +130,9 @@ def test_kv_that_is_not_computed_is_found(drafted: tuple[Loaded, str], monkeypat
 
 def test_kv_that_is_not_moved_is_found(drafted: tuple[Loaded, str], monkeypatch: Patch) -> None:
     made = Aligner.__init__
-    monkeypatch.setattr(Aligner, "__init__", lambda self, layers: made(self, layers[:LAYERS]))
+    monkeypatch.setattr(
+        Aligner, "__init__", lambda self, layers, codec: made(self, layers[:LAYERS], codec)
+    )
     assert "moved keys or values are not" in why_refused(drafted)
 
 
@@ -272,7 +274,7 @@ def plan(start: int, stop: int, **changes: Any) -> ReusePlan:
         stop,
         np.arange(100 + start, 100 + stop, dtype=np.int32),
         Pieces.from_table(np.empty((0, 5), np.int64)),
-        Recipe(Fixed(), np.ones(count, bool), np.zeros(count, bool)),
+        Recipe.without_choice(np.ones(count, bool)),
         [],
         0,
         np.arange(8, dtype=np.int32),
@@ -351,6 +353,6 @@ def test_a_pass_hands_over_what_it_has_computed(
     always = np.arange(40) % 3 == 0
     one = plan(0, 40, token_at_stop=3)
     one.block_ids, one.token_ids = blocks, np.arange(40, dtype=np.int32)
-    one.recipe = Recipe(Fixed(), always, np.zeros(40, bool))
+    one.recipe = Recipe.without_choice(always)
     runtime.prefill.run([one])
     assert seen == [np.flatnonzero(always).tolist()]

@@ -13,7 +13,7 @@ from tests.prefill.test_executor import DONOR, assert_equal, pages, pair, plan
 from tests.prefill.tiny import LAYERS, SIZE, World
 from vllm_segreuse.kernels import page_tokens
 from vllm_segreuse.kernels.pages import flat_pages
-from vllm_segreuse.plan import Boundary, Gather, PlanOutcome, Probed, ReusePlan
+from vllm_segreuse.plan import Boundary, Fate, Gather, PlanOutcome, Probed, ReusePlan
 from vllm_segreuse.prefill import drift as module
 
 LATE = {"program": Probed(Gather.SUM_AND_LAST, first_layer=2), "top_k": 5}
@@ -166,7 +166,9 @@ def test_segments_of_which_no_token_may_be_chosen_do_not_count(
 ) -> None:
     """Those whose context is the one that they were computed in, for instance."""
     one = plan("one", 10, **LATE)
-    kept = np.arange(one.num_tokens) < one.pieces.segments(one.start).first[1]
-    other = replace(one, recipe=replace(one.recipe, kept=kept))
+    fates = one.recipe.fates.copy()
+    first = fates[: one.pieces.segments(one.start).first[1]]
+    first[first == Fate.CANDIDATE] = Fate.MOVED
+    other = replace(one, recipe=replace(one.recipe, fates=fates))
     assert len(one.pieces.segments(one.start).first) == one.num_segments_to_choose_of == 2
     assert other.num_segments_to_choose_of == 1

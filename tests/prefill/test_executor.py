@@ -315,7 +315,7 @@ def test_passes_may_take_turns(compiled: bool, monkeypatch: pytest.MonkeyPatch) 
     plans = [plan(name, 7 * i, **recipe) for i, (name, recipe) in enumerate(RECIPES.items())]
     worlds = World(monkeypatch), World(monkeypatch)
     for world in worlds:
-        world.layers.compiled = compiled
+        world.run_compiled(compiled)
     alone, together = ([w.prefill.prepare([p], 12) for p in plans] for w in worlds)
     reports = [in_turns(worlds[0].prefill.compute(prepared)) for prepared in alone]
     taking_turns = in_turns(*(worlds[1].prefill.compute(prepared) for prepared in together))

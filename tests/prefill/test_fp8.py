@@ -76,7 +76,7 @@ def test_attention_is_paid_to_keys(kind: str) -> None:
         LayerKv(attention, layout, None, kernels)
         for attention, layout in zip(layers.stack.attention, layers.layouts, strict=True)
     ]
-    runner = LayerRunner(layers.stack, known, None, None, None, 100)  # type: ignore[arg-type]
+    runner = LayerRunner(layers.stack, known, None, None)  # type: ignore[arg-type]
     batch = batch_of(plan(Deviation(1), [46, 47], 2))
     query = torch.randn(2, HEADS, CHANNELS)
     runner.attention_paid(batch, 1, slice(0, 2), query, Gather.SUM)

@@ -155,7 +155,7 @@ def test_every_kind_of_compiled_pass_is_proven(llama: Loaded, monkeypatch: Patch
     ran, run = set(), programs.run
 
     def noted(layers: LayerRunner, batch: Batch) -> Any:
-        if layers.compiled:
+        if layers.settings.compiled:
             ran.add(type(batch.program))
         return run(layers, batch)
 

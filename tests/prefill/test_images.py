@@ -23,7 +23,7 @@ HELD[2:7] = True  # within the first piece
 def holding(**recipe: Any) -> ReusePlan:
     """A plan of 20 tokens behind a prefix hit of 4; those of an image are 6 to 10."""
     made = plan("one", 10, **recipe)
-    return replace(made, recipe=made.recipe.holding(HELD))
+    return replace(made, recipe=made.recipe.fixing(HELD))
 
 
 def test_the_model_is_given_numbers_where_any_prompt_has_images() -> None:

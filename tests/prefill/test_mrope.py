@@ -60,7 +60,7 @@ def test_passes_run_by_no_cuda_graph_which_would_read_rows(
 ) -> None:
     monkeypatch.setattr(checks, "_may_run_compiled", lambda _: True)
     runtime = prove(mrope)
-    assert runtime.prefill._layers.compiled
+    assert runtime.prefill._layers.settings.compiled
     assert runtime.graphs is None
 
 
@@ -127,7 +127,7 @@ def test_images_are_proven_where_they_are_numbered_by_rows_and_columns(
     handle = module.register_forward_pre_hook(note)
     runtime = with_images(mrope, monkeypatch, Pictured())
     handle.remove()
-    assert runtime.prefill.merge_size == 2
+    assert runtime.merge_size == 2
     assert shapes == {(3,), ()}
     assert any(differing), "rows and columns were not told apart"
 
@@ -145,7 +145,7 @@ def test_images_are_proven_where_they_are_numbered_by_rows_and_columns(
 def test_images_numbered_otherwise_are_not_reused(
     mrope: Loaded, monkeypatch: Patch, change: Any
 ) -> None:
-    assert with_images(mrope, monkeypatch, Pictured(change)).prefill.merge_size is None
+    assert with_images(mrope, monkeypatch, Pictured(change)).merge_size is None
 
 
 def test_an_image_must_turn_by_the_same_in_all_rows(mrope: Loaded, monkeypatch: Patch) -> None:
@@ -160,11 +160,11 @@ def test_an_image_must_turn_by_the_same_in_all_rows(mrope: Loaded, monkeypatch: 
     for module in mrope.model.modules():
         if isinstance(module, MRotaryEmbedding):
             monkeypatch.setattr(module, "_forward_method", module.forward_native)
-    assert with_images(mrope, monkeypatch, Pictured()).prefill.merge_size is None
+    assert with_images(mrope, monkeypatch, Pictured()).merge_size is None
 
 
 def test_a_pass_that_gives_text_behind_images_its_index_is_noticed(
     mrope: Loaded, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(TokenTable, "rotary_positions", property(lambda self: self.positions))
-    assert with_images(mrope, monkeypatch, Pictured()).prefill.merge_size is None
+    assert with_images(mrope, monkeypatch, Pictured()).merge_size is None

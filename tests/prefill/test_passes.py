@@ -174,7 +174,7 @@ def test_layers_without_a_kernel_attend_in_rows_beside_others(
     name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(monkeypatch, windows=(5, 0, 5, 0), in_rows=(1, 2))
-    world.layers.compiled = compiled
+    world.run_compiled(compiled)
     check(world, name)
     assert any(by_kernel(world))
     assert world.in_rows
@@ -188,7 +188,7 @@ def test_waves_of_few_tokens_change_nothing(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_compiled_model_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
-    world.layers.compiled = True
+    world.run_compiled()
     check(world, name)
     whole = not dense_layers_of(RECIPES[name]) and name != "stages"
     assert world.contexts[-1][2].compiled == whole, "only whole models are compiled"
@@ -214,7 +214,7 @@ def test_a_pass_by_cuda_graphs_gives_the_same(
 def test_a_model_that_runs_eagerly_runs_by_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.capture(4, 8, 16, 64)
-    world.layers.compiled = False
+    world.run_compiled(False)
     check(world, "fixed")
     assert {execution for _, _, execution in world.contexts} == {EAGER}
 

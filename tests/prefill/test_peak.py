@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.prefill import loaded as small
 from vllm_segreuse import memory
-from vllm_segreuse.plan import Fixed, Pieces, Recipe, ReusePlan, Segments
+from vllm_segreuse.plan import Pieces, Recipe, ReusePlan, Segments
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.prefill.waves import finish
 
@@ -48,7 +48,8 @@ class Subject:
         self.vllm_config = model.vllm_config
         transfer = SimpleNamespace(kv_connector_extra_config={})
         patch.setattr(self.vllm_config, "kv_transfer_config", transfer)
-        self.prefill._layers._max_wave_tokens = CHUNK
+        layers = self.prefill._layers
+        layers.settings = layers.settings._replace(max_wave_tokens=CHUNK)
         patch.setattr(model.vllm_config.scheduler_config, "max_num_batched_tokens", CHUNK)
         self.token_ids = np.random.default_rng(0).integers(1, 128, TOKENS).astype(np.int32)
         blocks = np.arange(1, 1 + 2 * TOKENS // small.BLOCK_SIZE, dtype=np.int32)
@@ -85,14 +86,12 @@ class Subject:
     def _of_a_chunk(self) -> int:
         recipe = Recipe.without_choice(np.arange(TOKENS - 1) < CHUNK)
         plan = replace(self.plan(recipe), stop=CHUNK, token_ids=self.token_ids[:CHUNK])
-        plan = replace(plan, pieces=Pieces.from_table([]), recipe=Recipe(Fixed(), *_all(CHUNK)))
+        plan = replace(
+            plan, pieces=Pieces.from_table([]), recipe=Recipe.without_choice(np.ones(CHUNK, bool))
+        )
         batch = self.prefill.prepare([plan]).batches[0]
         layers = self.prefill._layers
         return peak(lambda: finish(layers.stock_model(batch.tokens, batch)))
-
-
-def _all(count: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.ones(count, bool), np.zeros(count, bool)
 
 
 @contextmanager

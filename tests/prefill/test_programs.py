@@ -28,6 +28,7 @@ from vllm_segreuse.plan import (
     ReusePlan,
     Staged,
     Stock,
+    fates_of,
 )
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.batch import Batch
@@ -64,7 +65,7 @@ def plan(
     always, probing = np.zeros(TOKENS, bool), np.zeros(TOKENS, bool)
     always[new] = True
     probing[new if probes is None else probes] = True
-    recipe = Recipe(program, always, probing, top_k)
+    recipe = Recipe.of(program, fates_of(always, probing), top_k)
     blocks = np.arange(first, first + TOKENS // SIZE, dtype=np.int32)
     pieces = Pieces.from_table([])
     return ReusePlan(
@@ -377,8 +378,6 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
         [LayerKv(of, PageLayout(keys, keys), None, kernels) for of in attention],  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        100,
     )
     blocks = np.random.default_rng(0).permutation(40)
     plans = [

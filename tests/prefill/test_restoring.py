@@ -13,8 +13,9 @@ import torch
 from tests.prefill.test_executor import DONOR, NAN, RECIPES, assert_equal, pages, plan, spoils_donor
 from tests.prefill.tiny import SIZE, World
 from vllm_segreuse.plan import IntArray, Pieces, PlanOutcome, Recipe, Restoration, ReusePlan, Tier
-from vllm_segreuse.prefill import contained
+from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.align import block_copies
+from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.waves import finish
 from vllm_segreuse.tier.mover import LoadedRows
 
@@ -70,6 +71,11 @@ class Rows:
                 layer.fill_(NAN)  # by whoever comes next
 
 
+def reading(world: World, rows: Any) -> SparsePrefill:
+    """The world's pass, with a second tier."""
+    return world.prefill.with_aligner(world.prefill.aligner.reading(rows))
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_a_pass_behind_it_is_that_behind_a_prefix_hit(
@@ -80,7 +86,7 @@ def test_a_pass_behind_it_is_that_behind_a_prefix_hit(
     expected = reference.prefill.run([behind_a_hit(restored)]).outcomes["one"]
     world = World(monkeypatch)
     if room:
-        world.prefill.aligner.host_rows = Rows(world, room)  # type: ignore[assignment]
+        world.prefill = reading(world, Rows(world, room))
     report = world.prefill.run([restored])
     assert_equal(pages(world, restored), pages(reference, restored))
     assert report.outcomes["one"] == expected._replace(restoration=NUMBER, is_restored=True)
@@ -89,7 +95,7 @@ def test_a_pass_behind_it_is_that_behind_a_prefix_hit(
 def test_two_plans_may_restore_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     wanted = [cache[list(SOURCES)].clone() for cache in world.caches]
-    world.prefill.aligner.host_rows = Rows(world, 1)  # type: ignore[assignment]
+    world.prefill = reading(world, Rows(world, 1))
     plans = [restoring(plan(name, first), Tier.HOST) for name, first in (("a", 10), ("b", 40))]
     world.prefill.run(plans)
     for each in plans:
@@ -168,7 +174,7 @@ def test_drift_is_of_segments_and_leaves_what_is_restored(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("make", [alone, lambda: restoring(plan("one", 10))], ids=["alone", "more"])
 def test_rows_that_cannot_be_read_are_computed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contained, "_is_alone", lambda: True)
+    monkeypatch.setattr(backlog, "_is_alone", lambda: True)
     restored = make()
     world, full = World(monkeypatch), World(monkeypatch)
 
@@ -177,7 +183,7 @@ def test_rows_that_cannot_be_read_are_computed(make: Any, monkeypatch: pytest.Mo
 
     rows: Any = Rows(world, 1)
     rows.load = fail
-    world.prefill.aligner.host_rows = rows
+    world.prefill = reading(world, rows)
     failing = replace(
         restored,
         restoration=replace(
@@ -188,8 +194,8 @@ def test_rows_that_cannot_be_read_are_computed(make: Any, monkeypatch: pytest.Mo
             ),
         ),
     )
-    prepared = contained.prepare_or_in_full(world.prefill, [failing])
-    outcome = finish(contained.compute_or_in_full(world.prefill, prepared)).outcomes["one"]
+    prepared = backlog.prepare_or_in_full(world.prefill, [failing])
+    outcome = finish(backlog.compute_or_in_full(world.prefill, prepared)).outcomes["one"]
     full.prefill.run([restored.without_copies()])
     assert outcome == PlanOutcome(restored.stop, restoration=NUMBER)
     assert_equal(pages(world, restored), pages(full, restored))

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of tokens is deterministic and the same on every rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.prefill.test_batch import CPU, plans
 from tests.prefill.tiny import SIZE
-from vllm_segreuse.plan import Boundary, Gather
+from vllm_segreuse.plan import Boundary, Fate, Gather, Recipe
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.selection import choose_tokens
@@ -189,8 +188,9 @@ def test_every_plan_chooses_its_own_beside_what_is_always_computed(
     threshold: float, group: Group
 ) -> None:
     given = plans(program=Boundary(), top_k=2)
-    given[2].recipe.__dict__["top_k"] = 0
-    given[0].recipe.__dict__["kept"] = np.arange(given[0].num_tokens) == 4
+    fates = given[0].recipe.fates.copy()
+    fates[4] = Fate.MOVED
+    given[0] = replace(given[0], recipe=Recipe.of(Boundary(), fates, top_k=2))
     batch = Batch(given, SIZE, CPU)
     scores = torch.zeros(15)
     scores[[0, 5, 8, 11, 12, 14]] = 9.0  # always computed: they take nobody's place

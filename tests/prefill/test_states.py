@@ -13,8 +13,18 @@ import torch
 
 from tests.prefill.loop import TinyDecoder, carry_out_in_stages
 from tests.prefill.test_passes import assert_holds
-from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
-from vllm_segreuse.plan import Acceptance, Fixed, ModelLayers, Pieces, Recipe, ReusePlan, Staged
+from tests.prefill.tiny import LAYERS, SIZE, World, checked, make_plan
+from vllm_segreuse.plan import (
+    Check,
+    Fixed,
+    ModelLayers,
+    Pieces,
+    Recipe,
+    ReusePlan,
+    Staged,
+    second_round,
+    staged,
+)
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.prefill.waves import finish
 
@@ -224,9 +234,9 @@ def test_recipes_that_choose_have_no_stages() -> None:
     mask = np.array([True, False, False])
     enters = np.array([-1, 2, -1], np.int32)
     with pytest.raises(ValueError, match="no stages at which tokens enter"):
-        Recipe.without_choice(mask, Fixed(1)).entering(enters)
-    assert Recipe.without_choice(mask).entering(None).program == Fixed()
-    recipe = Recipe.without_choice(mask).entering(np.array([2, -1, -1], np.int32))
+        staged(Recipe.without_choice(mask, Fixed(1)), enters)
+    assert staged(Recipe.without_choice(mask), None).program == Fixed()
+    recipe = staged(Recipe.without_choice(mask), np.array([2, -1, -1], np.int32))
     assert recipe.program == Fixed(), "what is always computed does not enter"
 
 
@@ -248,7 +258,7 @@ def test_a_rejected_segment_is_computed_in_full_though_its_tokens_entered(
     donor = computed(world)
     plan = entering(donor, at_cut(2), at=5, always=[0, 1, 2])
     first, stop = np.array([5], np.int32), np.array([5 + COUNT], np.int32)
-    plan.acceptance = Acceptance(first, stop, halo_tokens=3, max_drift=0.0)
+    plan = checked(plan, Check(first, stop, halo_tokens=3, max_drift=0.0))
     plan.reports = True
     [outcome] = finish(
         world.prefill.compute(world.prefill.prepare([plan], wave_work))
@@ -269,11 +279,11 @@ def test_tokens_that_entered_behind_a_rejected_segment_are_computed_with_it(
     world = World(monkeypatch, cuts=(2,))
     plan = entering(computed(world), np.repeat([-1, 2], COUNT // 2), always=[0, 1, 18])
     first, stop = np.array([0, 18], np.int32), np.array([18, COUNT], np.int32)
-    plan.acceptance = Acceptance(first, stop, halo_tokens=1, max_drift=0.5)
-    second = plan.second_round([0.9, 0.1], plan.recipe.always)
+    plan = checked(plan, Check(first, stop, halo_tokens=1, max_drift=0.5))
+    second = second_round(plan, [0.9, 0.1], plan.recipe.always)
     assert second is not None
     assert np.flatnonzero(~second.recipe.always).tolist() == [0, 1]
     assert second.recipe.program == Fixed()
-    behind = plan.second_round([0.1, 0.9], plan.recipe.always)
+    behind = second_round(plan, [0.1, 0.9], plan.recipe.always)
     assert behind is not None
     assert np.flatnonzero(behind.recipe.always).tolist() == list(range(19, COUNT))

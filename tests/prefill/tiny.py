@@ -26,14 +26,23 @@ from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack
-from vllm_segreuse.plan import Fixed, Pieces, Program, Recipe, ReusePlan
+from vllm_segreuse.plan import (
+    Check,
+    Fixed,
+    Pieces,
+    Program,
+    Recipe,
+    ReusePlan,
+    fates_of,
+    staged,
+)
 from vllm_segreuse.prefill import attention as attention_module
 from vllm_segreuse.prefill import selection, states
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.graphs import CudaGraphs
-from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.layer_runner import LayerRunner, PassSettings
 from vllm_segreuse.prefill.rows import EAGER, Execution, common_metadata
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.tokens import TokenTable
@@ -266,21 +275,27 @@ class World:
                 zip(self.stack.attention, self.kinds, strict=True)
             )
         ]
-        self.layers = LayerRunner(
-            self.stack,
-            kv,
-            PassAttention(Rows(self), kv),  # type: ignore[arg-type]
+        self._kv, self._attention = kv, PassAttention(Rows(self), kv)  # type: ignore[arg-type]
+        self._settings = PassSettings(
             SimpleNamespace(preferred=nullcontext),  # type: ignore[arg-type]
             Adapters(SimpleNamespace(lora_manager=lora_manager)),
             max_wave_tokens,
-            BoundaryStates(self.stack, cuts, 100 * SIZE, HIDDEN, torch.float32, torch.device("cpu"))
-            if cuts
-            else None,
         )
+        self._states = None
+        if cuts:
+            self._states = BoundaryStates(
+                self.stack, cuts, 100 * SIZE, HIDDEN, torch.float32, torch.device("cpu")
+            )
+        self.run_compiled(False)
         patch.setattr(states, "slots_of_forward", self._slots_of_forward)
-        self.prefill = SparsePrefill(self.layers, Aligner(kv))
         patch.setattr(attention_module, "pass_context", _pass_context)
         patch.setattr(selection, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+
+    def run_compiled(self, compiled: bool = True) -> None:
+        """What runs passes from here on; eagerly, unless this is called."""
+        settings = self._settings._replace(compiled=compiled)
+        self.layers = LayerRunner(self.stack, self._kv, self._attention, settings, self._states)
+        self.prefill = SparsePrefill(self.layers, Aligner(self._kv))
 
     def capture(self, *sizes: int) -> None:
         """Compiled passes run by CUDA graphs of these sizes from here on."""
@@ -290,7 +305,7 @@ class World:
             sampled_first=True,
         )
         self._outputs = torch.empty(sizes[-1], HIDDEN)
-        self.layers.compiled = True
+        self.run_compiled()
         self.layers.graphs = CudaGraphs(self.stack, self.captured)
 
     def replayed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
@@ -368,14 +383,13 @@ def make_plan(
         pieces: see `ReusePlan`.
         program, top_k: see `Recipe`.
         lora_id: see `ReusePlan`.
-        enters: see `Recipe`.
+        enters: see `staged`.
     """
     masks = []
     for indices in (always, always if probes is None else probes):
         masks.append(np.zeros(count, bool))
         masks[-1][indices] = True
-    recipe = Recipe(program, always=masks[0], probes=masks[1], top_k=top_k)
-    recipe = recipe.entering(enters)
+    recipe = staged(Recipe.of(program, fates_of(*masks), top_k), enters)
     token_ids = np.random.default_rng(len(name) + start).integers(0, VOCABULARY, count)
     return ReusePlan(
         name,
@@ -391,3 +405,9 @@ def make_plan(
         reports=recipe.program.reports,
         lora_id=lora_id,
     )
+
+
+def checked(plan: ReusePlan, check: Check | None) -> ReusePlan:
+    """The same plan, which tests similar segments."""
+    program = dataclasses.replace(plan.recipe.program, check=check)
+    return dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, program=program))

@@ -523,11 +523,11 @@ class Worker:
         if in_full:
             computed[:] = True
         before, tested = computed.copy(), None
-        if plan.acceptance is not None and not in_full:
+        if plan.check is not None and not in_full:
             drifts = rng.uniform(0, LARGEST_DRIFT, plan.num_tested)
-            rejected = plan.acceptance.is_rejected(drifts)
+            rejected = plan.check.is_rejected(drifts)
             for which in np.flatnonzero(rejected):
-                computed[plan.acceptance.first[which] : plan.acceptance.stop[which]] = True
+                computed[plan.check.first[which] : plan.check.stop[which]] = True
             added = int((computed & ~before).sum())
             # Behind the first of them everything is computed twice; here, that is all of it.
             again = int(computed.sum()) if added else 0

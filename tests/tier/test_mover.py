@@ -2,6 +2,8 @@
 """Blocks reach their rows, and rows the pages that are read, byte for byte; on a GPU nothing uses
 staging before whoever had it is done."""
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -164,6 +166,16 @@ def test_staging_holds_a_row_at_least_and_no_more_than_there_are() -> None:
     for staging_bytes, slots in ((1, 1), (2 * 3 * CELL_BYTES, 3), (1 << 30, ROWS)):
         subject = Staged(copier(pages), stored_as(pages), CPU, cells, Streams(), staging_bytes)
         assert [len(half.cells) for half in subject._halves] == [slots, slots]
+
+
+def test_a_mover_that_is_closed_holds_nothing_of_the_region() -> None:
+    _, cells, both = movers(torch.bfloat16, slots=4)
+    region = weakref.ref(cells.untyped_storage())
+    for subject in both:
+        subject.close()
+    del cells
+    gc.collect()
+    assert region() is None
 
 
 class Marked:

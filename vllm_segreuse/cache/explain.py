@@ -18,7 +18,7 @@ from vllm_segreuse.cache.forgotten import Forgotten, Why
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import indexed_windows
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import Acceptance, BoolArray, IntArray, Pieces, Tier
+from vllm_segreuse.plan import BoolArray, Check, IntArray, Pieces, Tier
 
 Stretch = dict[str, Any]
 
@@ -94,7 +94,7 @@ def with_recomputed(stretches: Sequence[Stretch], positions: IntArray | None) ->
 
 
 def with_acceptance(
-    stretches: Sequence[Stretch], start: int, acceptance: Acceptance, drifts: Sequence[float]
+    stretches: Sequence[Stretch], start: int, check: Check, drifts: Sequence[float]
 ) -> list[Stretch]:
     """The same stretches; similar ones have `boundary_drift` (None: not a number) and whether they
     were `rejected`.
@@ -102,10 +102,10 @@ def with_acceptance(
     Args:
         stretches: of a prompt; each similar one is a segment, or a part of one.
         start: of the plan.
-        acceptance: the test of its similar segments.
+        check: the test of its similar segments.
         drifts: of each of them.
     """
-    first, is_rejected = start + acceptance.first, acceptance.is_rejected(drifts)
+    first, is_rejected = start + check.first, check.is_rejected(drifts)
     found: list[Stretch] = []
     for each in stretches:
         if each["source"] == "similar":

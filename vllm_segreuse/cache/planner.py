@@ -51,6 +51,7 @@ from vllm_segreuse.plan import (
     Restoration,
     ReusePlan,
     Segments,
+    for_similar,
 )
 
 
@@ -331,7 +332,7 @@ class Planner:
             similar_tokens=plan.pieces.num_similar,
             entering_tokens=plan.num_entering,
             tiered_tokens=plan.copied.num_tiered,
-            image_tokens=plan.num_held,
+            image_tokens=plan.num_fixed,
         )
 
     def take_plans(self) -> list[ReusePlan]:
@@ -395,7 +396,7 @@ class Planner:
         if start > begin:
             ids = tokens[begin:start]
             restoration = Restoration(next(self._restorations), found.restored, ids)
-        recipe, acceptance = Recipe.without_choice(np.zeros(0, np.bool_)), None
+        recipe = Recipe.without_choice(np.zeros(0, np.bool_))
         if len(pieces):
             stop = tracked.method.finder.plan_stop(matches, start, stop)
             later = 0.0 if tracked.method.later_turns is None else tracked.method.later_turns()
@@ -418,13 +419,12 @@ class Planner:
                 tracked.decision.num_segments = found.matches.num_segments - others
             recipe = wanted
             if images is not None:
-                held = images.held(start, stop)
-                if held.any() and recipe.program.dense_layers:
+                of_images = images.covers(start, stop)
+                if of_images.any() and recipe.program.dense_layers:
                     tracked.decision.reason = IMAGES_IN_DENSE_LAYERS
                     return None
-                recipe = recipe.holding(held)
-            recipe, acceptance = recipe.tested(halo, pieces, start)
-            recipe = recipe.entering(pieces.enters(start, stop))
+                recipe = recipe.fixing(of_images)
+            recipe = for_similar(recipe, halo, pieces, start, stop)
         else:
             stop = start
         return ReusePlan(
@@ -439,14 +439,10 @@ class Planner:
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             token_at_stop=int(tokens[stop]) if stop < len(tokens) else None,
             max_drift=tracked.method.max_drift,
-            reports=recipe.program.reports
-            or acceptance is not None
-            or restoration is not None
-            or tracked.is_required,
+            reports=recipe.program.reports or restoration is not None or tracked.is_required,
             lora_id=tracked.tags.lora_id,
             trace_headers=tracked.tags.trace_headers,
             explains=tracked.tags.explains,
-            acceptance=acceptance,
             restoration=restoration,
             left_out=matches.num_tokens - pieces.num_tokens,
             numbers=None if images is None else images.numbers(start, stop + 1),
@@ -531,8 +527,7 @@ def least_work(
         return pieces, recipe
 
     def of(recipe: Recipe, pieces: Pieces) -> int:
-        tested, _ = recipe.tested(halo, pieces, start)
-        return work(tested.entering(pieces.enters(start, stop)))
+        return work(for_similar(recipe, halo, pieces, start, stop))
 
     all_tokens = np.ones(stop - start, np.bool_)
     everything, least = work(Recipe.without_choice(all_tokens)), of(recipe, pieces)

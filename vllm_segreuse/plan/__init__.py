@@ -4,13 +4,14 @@
 Free of torch and vLLM: policies and the planner run in the scheduler's process.
 """
 
-from vllm_segreuse.plan.acceptance import NO_HALO, Acceptance, Halo
-from vllm_segreuse.plan.arrays import BoolArray, IntArray
+from vllm_segreuse.plan.arrays import BoolArray, Fates, IntArray
 from vllm_segreuse.plan.audits import AuditDone, AuditOrders, AuditResult, Recording, Reference
+from vllm_segreuse.plan.check import NO_HALO, Check, Halo
 from vllm_segreuse.plan.compression import AnchorOrder, CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.images import Image, Images
 from vllm_segreuse.plan.messages import Message
+from vllm_segreuse.plan.outcome import AcceptanceOutcome, PlanOutcome
 from vllm_segreuse.plan.pieces import ALL_LAYERS, Pieces, Segments, Tier
 from vllm_segreuse.plan.programs import (
     Boundary,
@@ -24,21 +25,15 @@ from vllm_segreuse.plan.programs import (
     Staged,
     Stock,
 )
-from vllm_segreuse.plan.reuse import (
-    TO_THE_END,
-    AcceptanceOutcome,
-    PlanOutcome,
-    Recipe,
-    Restoration,
-    ReusePlan,
-)
+from vllm_segreuse.plan.recipe import Fate, Recipe, fates_of
+from vllm_segreuse.plan.reuse import TO_THE_END, Restoration, ReusePlan
+from vllm_segreuse.plan.similar import for_similar, second_round, staged
 from vllm_segreuse.plan.tiering import TierDone, TierOrders
 
 __all__ = [
     "ALL_LAYERS",
     "NO_HALO",
     "TO_THE_END",
-    "Acceptance",
     "AcceptanceOutcome",
     "AnchorOrder",
     "AuditDone",
@@ -46,9 +41,12 @@ __all__ = [
     "AuditResult",
     "BoolArray",
     "Boundary",
+    "Check",
     "CopyOrder",
     "Counts",
     "Deviation",
+    "Fate",
+    "Fates",
     "Fixed",
     "FreezeOrder",
     "Gather",
@@ -74,4 +72,8 @@ __all__ = [
     "Tier",
     "TierDone",
     "TierOrders",
+    "fates_of",
+    "for_similar",
+    "second_round",
+    "staged",
 ]

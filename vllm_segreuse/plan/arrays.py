@@ -6,3 +6,11 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
+
+Fates = npt.NDArray[np.int8]
+"""A `Fate` of each token (`recipe.py`)."""
+
+
+def count(mask: BoolArray) -> int:
+    """How many entries are true."""
+    return int(np.count_nonzero(mask))

@@ -74,12 +74,12 @@ class Images:
         ]
         return found
 
-    def held(self, start: int, stop: int) -> BoolArray:
+    def covers(self, start: int, stop: int) -> BoolArray:
         """bool `[stop - start]`: which tokens are those of images."""
-        held = np.zeros(stop - start, np.bool_)
+        covered = np.zeros(stop - start, np.bool_)
         for image in self.images:
-            held[max(image.start - start, 0) : max(image.stop - start, 0)] = True
-        return held
+            covered[max(image.start - start, 0) : max(image.stop - start, 0)] = True
+        return covered
 
     def numbers(self, start: int, stop: int) -> IntArray:
         """int32 `[3, stop - start]`: time, height and width of each token."""

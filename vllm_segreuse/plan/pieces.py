@@ -103,13 +103,19 @@ class Pieces:
         """
         columns = np.ascontiguousarray(np.asarray(table, np.int32).reshape(-1, 5).T)
         destination, length, block, offset, position = columns
-        tiers = np.full(length.size, source, np.int8)
-        similar = np.full(length.size, is_similar, np.bool_)
-        in_context = np.zeros(length.size, np.bool_)
-        moved_at = np.full(length.size, layers, np.int32)
-        first = np.full(length.size, begins, np.bool_)
-        kinds = tiers, similar, in_context, moved_at, destination - position, first
-        return cls(destination, length, block, offset, position, *kinds)
+        return cls(
+            destination,
+            length,
+            block,
+            offset,
+            position,
+            source=np.full(length.size, source, np.int8),
+            is_similar=np.full(length.size, is_similar, np.bool_),
+            in_context=np.zeros(length.size, np.bool_),
+            layers=np.full(length.size, layers, np.int32),
+            turn=destination - position,
+            begins=np.full(length.size, begins, np.bool_),
+        )
 
     def merged(self, others: Pieces) -> Pieces:
         """These and others, which go to other positions."""

@@ -2,15 +2,17 @@
 """Programs: which tokens of a plan are computed at which layers, and what the choice goes by.
 
 A program is a value. The scheduler's side reads off it what a plan costs; the workers look up the
-module that runs it (`prefill/programs/`). Plans with equal programs may share a pass, so its fields
-are all that a pass depends on.
+module that runs it (`prefill/programs/`). Plans with equal programs may share a pass, so the fields
+that are compared are all that a pass depends on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, NamedTuple
+
+from vllm_segreuse.plan.check import Check
 
 LAST_PROBES = 4
 """Queries that count twice under `Gather.SUM_AND_LAST`."""
@@ -65,23 +67,33 @@ class Counts(NamedTuple):
     entering: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
 class Program:
     """Base of all programs, which are frozen dataclasses.
 
     Attributes:
-        dense_layers: leading layers at which every token is computed; reused KV is copied to the
-            layers behind them.
+        check: of the plan's similar segments, once the program has run; None: no segment can be
+            rejected. Plans may share a pass whatever is checked of each.
         chooses: whether tokens are chosen by a score.
         probes_next_token: whether the query of the token behind the plan takes part in the choice.
         computes_before_choice: whether new tokens that do not probe are done before the choice.
-        cuts: layers at which tokens enter from boundary states, ascending.
     """
 
-    dense_layers: int = 0
-    cuts: tuple[int, ...] = ()
+    check: Check | None = field(default=None, kw_only=True, compare=False, repr=False)
     chooses: ClassVar[bool] = True
     probes_next_token: ClassVar[bool] = False
     computes_before_choice: ClassVar[bool] = False
+
+    @property
+    def dense_layers(self) -> int:
+        """Leading layers at which every token is computed; reused KV is copied to the layers
+        behind them."""
+        return 0
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers at which tokens enter from boundary states, ascending."""
+        return ()
 
     @property
     def may_choose_fewer(self) -> bool:
@@ -96,7 +108,7 @@ class Program:
     @property
     def reports(self) -> bool:
         """Whether only the workers know how a plan has ended (`PlanOutcome`)."""
-        return self.may_choose_fewer or self.measures_drift
+        return self.may_choose_fewer or self.measures_drift or self.check is not None
 
     def most_active(self, counts: Counts) -> int:
         """Most tokens that any layer computes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_segreuse.plan import BoolArray, IntArray, Program, Recipe, Segments
+from vllm_segreuse.plan import BoolArray, IntArray, Program, Recipe, Segments, fates_of
 
 TAIL_TOKENS = 64
 
@@ -68,20 +68,16 @@ class Situation:
         return probes
 
     @property
-    def kept(self) -> BoolArray:
+    def spared(self) -> BoolArray:
         """Reused tokens whose context is the one that they were computed in: a policy has no reason
         to choose them. None, if all reused tokens are to be computed."""
-        kept = np.zeros_like(self.reused)
+        spared = np.zeros_like(self.reused)
         if self.recompute_ratio == 1:
-            return kept
-        for first, length in self._extents[self.segments.in_context]:
-            kept[first : first + length] = True
-        return kept
-
-    @property
-    def _extents(self) -> IntArray:
-        """First token and length of each segment, `[segments, 2]`."""
-        return np.stack((self.segments.first, self.lengths), axis=1)
+            return spared
+        extents = np.stack((self.segments.first, self.lengths), axis=1)
+        for first, length in extents[self.segments.in_context]:
+            spared[first : first + length] = True
+        return spared
 
     @property
     def lengths(self) -> IntArray:
@@ -96,12 +92,11 @@ class Situation:
 
     def budget(self) -> int:
         """Reused tokens that `ratio` lets be computed again."""
-        return round(self.ratio() * int((self.reused & ~self.kept).sum()))
+        return round(self.ratio() * int((self.reused & ~self.spared).sum()))
 
     def choosing(self, program: Program, always: BoolArray, probes: BoolArray, most: int) -> Recipe:
         """Tokens that are always computed, and at most so many others."""
-        top_k = min(most, int((~(always | self.kept)).sum()))
-        return Recipe(program, always, probes, top_k, self.kept)
+        return Recipe.of(program, fates_of(always, probes, self.spared), most)
 
 
 Policy = Callable[[Situation], Recipe]

@@ -20,8 +20,8 @@ CHOOSES = False
 def recipe(situation: Situation) -> Recipe:
     """New tokens, and the beginning of each segment."""
     always = ~situation.reused
-    ratio, kept = situation.ratio(), situation.kept
+    ratio, spared = situation.ratio(), situation.spared
     for first, length in zip(situation.segments.first, situation.lengths, strict=True):
-        if not kept[first]:
+        if not spared[first]:
             always[first : first + round(ratio * int(length))] = True
     return Recipe.without_choice(always)

@@ -17,7 +17,7 @@ import torch
 from vllm_segreuse.kernels.page_tokens import pick_tokens
 from vllm_segreuse.memory import COMPARED_TOKENS
 from vllm_segreuse.model.kv_format import typed_pages
-from vllm_segreuse.plan import Acceptance
+from vllm_segreuse.plan import Check
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.drift import summed_differences
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -37,8 +37,8 @@ class Halos:
         self._moved_at = range(batch.program.dense_layers, len(layers))
         parts, self._counts = [], []
         for plan, first in zip(batch.plans, batch.bounds, strict=False):
-            if plan.acceptance is not None:
-                compared = compared_tokens(plan.acceptance)
+            if plan.check is not None:
+                compared = compared_tokens(plan.check)
                 parts += [each + int(first) for each in compared]
                 self._counts += [each.size for each in compared]
         flat = np.concatenate(parts) if parts else np.zeros(0, np.int64)
@@ -60,13 +60,13 @@ class Halos:
                 yield pick_tokens(pages, strides, self._slots)
 
 
-def compared_tokens(acceptance: Acceptance) -> list[np.ndarray]:
+def compared_tokens(check: Check) -> list[np.ndarray]:
     """Tokens of each halo that are compared, counted from the plan's start: all, or evenly spaced
     ones, the last among them. Of a plan they are `COMPARED_TOKENS` at most, and one of each segment
     more."""
-    halos = (acceptance.halo_stop - acceptance.first).sum()
+    halos = (check.halo_stop - check.first).sum()
     step = max(1, -(-int(halos) // COMPARED_TOKENS))
     return [
         np.arange(stop - 1, first - 1, -step)
-        for first, stop in zip(acceptance.first, acceptance.halo_stop, strict=True)
+        for first, stop in zip(check.first, check.halo_stop, strict=True)
     ]

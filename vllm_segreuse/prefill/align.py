@@ -20,7 +20,7 @@ import torch
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import Moves
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.plan import ALL_LAYERS, ReusePlan, Tier
+from vllm_segreuse.plan import ALL_LAYERS, Fate, ReusePlan, Tier
 from vllm_segreuse.prefill.tokens import upload
 from vllm_segreuse.tier.cells import StoredPage
 from vllm_segreuse.tier.mover import Mover
@@ -76,9 +76,8 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
         source = np.repeat(slot, length) + within
         delta = np.repeat(pieces.turn.astype(np.int64), length)
         stop = np.full(len(to), ALL_LAYERS, np.int32)
-        if plan.recipe.enters is not None:
-            enters = plan.recipe.enters[to - plan.start]
-            stop[enters >= 0] = enters[enters >= 0]
+        for number, cut in enumerate(plan.recipe.program.cuts):
+            stop[plan.recipe.fates[to - plan.start] == Fate.ENTERS + number] = cut
         blocks = plan.block_ids.astype(np.int64)
         target = blocks[to // block_size] * block_size + to % block_size
         tier = np.repeat(pieces.source, length)
@@ -123,15 +122,19 @@ class Aligner:
 
     Args:
         layers: in order.
+        codec: how the rows of the second tier are stored.
+        host_rows: of the second tier; None: nothing is copied from there.
 
     Attributes:
-        host_rows: of the second tier; None: nothing is copied from there.
-        codec: how its rows are stored.
+        layers, codec, host_rows: as given.
     """
 
-    def __init__(self, layers: list[LayerKv]) -> None:
-        self.host_rows: Mover | None = None
-        self.codec = Codec.RAW
+    def __init__(
+        self, layers: list[LayerKv], codec: Codec = Codec.RAW, host_rows: Mover | None = None
+    ) -> None:
+        self.codec = codec
+        self.host_rows = host_rows
+        self.layers = layers
         self._block_size = layers[0].layout.keys.shape[1]
         self._groups: list[_Group] = []
         for index, layer in enumerate(layers):
@@ -142,6 +145,10 @@ class Aligner:
                     break
             else:
                 self._groups.append(_Group(layer, [layer.pages], [index]))
+
+    def reading(self, host_rows: Mover) -> Aligner:
+        """One that also copies from rows of the second tier, as this one stores them."""
+        return Aligner(self.layers, self.codec, host_rows)
 
     def align(self, copies: TokenCopies, first_layer: int = 0) -> None:
         """Carry the copies out at layers `first_layer` and later, each up to where it stops.

@@ -9,16 +9,35 @@ Requests that decode beside a large plan get a token in every step. Donors are r
 step only; from then on the plan reads and writes blocks of its own request, which vLLM gives to
 nobody else until they are reported as loaded. All ranks hold the same queue and do the same work in
 a step, so they report it in the same one.
+
+An error in a pass costs requests their reuse, not the engine:
+
+    prepare ──► all ranks ready? ──► compute
+                    │ no: prepare in full ──► compute
+
+Tensor-parallel ranks meet in a collective of every layer, and a rank that failed would never come.
+So all that can be done without the others is done first, and the ranks agree that it went well. An
+error after that cannot be mended. vLLM hears of errors of one rank only (`_execute_worker_rpc` in
+`v1/executor/multiproc_executor.py`) and would wait for the others for minutes; but it watches their
+processes. The rank ends its own, and with it the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 
 from vllm_segreuse.plan import ReusePlan
-from vllm_segreuse.prefill import contained
-from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
+from vllm_segreuse.prefill.executor import PassReport, Prepared, SparsePrefill
 from vllm_segreuse.prefill.waves import Waves, finish
+
+logger = init_logger("vllm.segreuse")
 
 
 class Backlog:
@@ -56,8 +75,7 @@ class Backlog:
 
     def _waves(self, plans: list[ReusePlan], wave_work: int | None = None) -> Waves[PassReport]:
         """Align plans, and return what is left to be run."""
-        prepared = contained.prepare_or_in_full(self.prefill, plans, wave_work)
-        return contained.compute_or_in_full(self.prefill, prepared)
+        return compute_or_in_full(self.prefill, prepare_or_in_full(self.prefill, plans, wave_work))
 
     def advance(self) -> dict[str, PassReport]:
         """A step's share of the spread plans, the oldest first, behind its forward.
@@ -65,19 +83,16 @@ class Backlog:
         Returns:
             Those that are done, by request.
         """
-        with self.prefill.after_forward():
-            return self._advance()
-
-    def _advance(self) -> dict[str, PassReport]:
         done: dict[str, PassReport] = {}
         left = self._step_work
-        while self._under_way and left > 0:
-            request_id, waves = next(iter(self._under_way.items()))
-            try:
-                left -= next(waves)
-            except StopIteration as end:
-                del self._under_way[request_id]
-                done[request_id] = end.value
+        with self.prefill.after_forward():
+            while self._under_way and left > 0:
+                request_id, waves = next(iter(self._under_way.items()))
+                try:
+                    left -= next(waves)
+                except StopIteration as end:
+                    del self._under_way[request_id]
+                    done[request_id] = end.value
         return done
 
     def drop(self, request_ids: Iterable[str]) -> set[str]:
@@ -86,3 +101,80 @@ class Backlog:
         for request_id in dropped:
             self._under_way.pop(request_id).close()
         return dropped
+
+
+def prepare_or_in_full(
+    prefill: SparsePrefill, plans: list[ReusePlan], wave_work: int | None = None
+) -> Prepared:
+    """Prepare plans; if that fails on any rank, on all of them without reuse.
+
+    Args:
+        prefill: carries them out.
+        plans: of one step.
+        wave_work: see `Batch`.
+    """
+    prepared = None
+    with _fatal_between_ranks(plans):
+        try:
+            prepared = prefill.prepare(plans, wave_work)
+        except Exception:
+            _log(plans)
+        everywhere = _on_all_ranks(prepared is not None)
+        if prepared is None or not everywhere:
+            prepared = _in_full(prefill, plans, wave_work)
+        return prepared
+
+
+def compute_or_in_full(prefill: SparsePrefill, prepared: Prepared) -> Waves[PassReport]:
+    """Compute prepared plans; if that fails, once more without reuse."""
+    plans = prepared.plans
+    with _fatal_between_ranks(plans):
+        try:
+            return (yield from prefill.compute(prepared))
+        except Exception:
+            if not _is_alone():
+                raise
+            _log(plans)
+        again = _in_full(prefill, plans, prepared.wave_work)
+        return (yield from prefill.compute(again))
+
+
+def _in_full(prefill: SparsePrefill, plans: list[ReusePlan], wave_work: int | None) -> Prepared:
+    return prefill.prepare([plan.without_copies() for plan in plans], wave_work, apart=True)
+
+
+def _is_alone() -> bool:
+    return bool(get_tp_group().world_size == 1)
+
+
+@contextmanager
+def _fatal_between_ranks(plans: list[ReusePlan]) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        if _is_alone():
+            raise
+        logger.critical(
+            "segment reuse failed between tensor-parallel ranks, which cannot start over: the "
+            "engine stops; requests of the pass: %s",
+            [plan.request_id for plan in plans],
+            exc_info=True,
+        )
+        logging.shutdown()
+        os._exit(1)  # an orderly end would wait for the other ranks, which wait for this one
+
+
+def _on_all_ranks(ready: bool) -> bool:
+    if _is_alone():
+        return ready
+    flag = torch.tensor([ready], dtype=torch.int32)
+    torch.distributed.all_reduce(
+        flag, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group
+    )
+    return bool(flag.item())
+
+
+def _log(plans: list[ReusePlan]) -> None:
+    logger.exception(
+        "segment reuse failed; computing in full: %s", [plan.request_id for plan in plans]
+    )

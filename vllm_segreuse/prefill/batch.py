@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_segreuse.kernels.pages import TiledStrides, indexable
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import Fate, ReusePlan
 from vllm_segreuse.plan.images import ROWS
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
@@ -31,10 +31,9 @@ class Batch:
         wave_work: most layer-tokens of a wave, where others are to run between waves.
 
     Attributes:
-        program: of the plans.
+        program: of the plans, whose checks may differ.
         tokens: every token, by plan, then by position.
         always, probes: see `Recipe`.
-        may_be_chosen: bool `[tokens]`, on the host: `Recipe.candidates`.
         lengths: tokens of each plan.
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
@@ -75,7 +74,6 @@ class Batch:
             both = [part for pair in zip(parts, behind, strict=True) for part in pair]
             return np.concatenate([np.asarray(part, dtype) for part in both])
 
-        true = [[True] * len(more) for more in last]
         self.tokens = TokenTable(
             upload(joined([p.token_ids for p in plans], last, np.int64), device),
             upload(positions, device),
@@ -85,13 +83,10 @@ class Batch:
             self._numbers(positions, device),
         )
         self._device, self._block_size, self._slots = device, block_size, slots
-        always = joined([p.recipe.always for p in plans], true, np.bool_)
-        self.always = Index.known(np.flatnonzero(always), device)
-        false = [[False] * len(more) for more in last]
-        self.may_be_chosen = joined([p.recipe.candidates for p in plans], false, np.bool_)
-        self._enters = joined([_enters(p) for p in plans], [[-1] * len(more) for more in last], int)
-        probes = joined([p.recipe.probes for p in plans], true, np.bool_)
-        self.probes = Index.known(np.flatnonzero(probes), device)
+        probing = [[Fate.PROBE] * len(more) for more in last]
+        self._fates = joined([p.recipe.fates for p in plans], probing, np.int8)
+        self.always = Index.known(np.flatnonzero(self._fates >= Fate.ALWAYS), device)
+        self.probes = Index.known(np.flatnonzero(self._fates == Fate.PROBE), device)
         self.bounds = np.concatenate([[0], np.cumsum(self.lengths)])
         self.block_tables = upload(tables, device)
         self.sound = torch.ones(len(plans), dtype=torch.bool, device=device)
@@ -111,13 +106,19 @@ class Batch:
         return upload(numbers, device)
 
     @property
+    def may_be_chosen(self) -> np.ndarray:
+        """bool `[tokens]`, on the host: `Recipe.candidates`."""
+        return self._fates == Fate.CANDIDATE
+
+    @property
     def everything(self) -> Index:
         """All tokens."""
         return Index.known(np.arange(len(self.tokens)), self._device)
 
     def entering(self, cut: int) -> Index:
-        """The tokens that enter at a cut."""
-        return Index.known(np.flatnonzero(self._enters == cut), self._device)
+        """The tokens that enter at a cut of the program."""
+        fate = Fate.ENTERS + self.program.cuts.index(cut)
+        return Index.known(np.flatnonzero(self._fates == fate), self._device)
 
     def at_all_layers(self, active: torch.Tensor) -> torch.Tensor:
         """Those of some flat indices that were computed from the first layer on."""
@@ -200,9 +201,3 @@ class Batch:
         token = which * self._block_size + slots % self._block_size
         held = strides.tokens_of(pages, upload(blocks, self._device))
         return indexable(held)[upload(token, self._device)].view(pages.dtype)
-
-
-def _enters(plan: ReusePlan) -> np.ndarray:
-    """See `Recipe`; none enters where it says nothing."""
-    enters = plan.recipe.enters
-    return np.full(plan.num_tokens, -1) if enters is None else enters

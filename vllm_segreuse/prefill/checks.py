@@ -28,11 +28,17 @@ from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
-from vllm_segreuse.model.rope import RopeError
+from vllm_segreuse.model.rope import DeltaRope, RopeError
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
+from vllm_segreuse.prefill.drafts import DraftRunner
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.layer_runner import NOTHING, LayerRunner, model_layers
+from vllm_segreuse.prefill.layer_runner import (
+    NOTHING,
+    LayerRunner,
+    PassSettings,
+    model_layers,
+)
 from vllm_segreuse.prefill.proofs.attention import prove_attention
 from vllm_segreuse.prefill.proofs.causal import (
     check_attention,
@@ -67,12 +73,15 @@ class Runtime:
         max_deviation: how far the KV of the sparse pass was from that of the model's own forward,
             relative to its norm, at the worst layer.
         kernels: which kernels the pass runs.
+        merge_size: patches of an image per token in a row, and in a column; None: images are not
+            reused (`proofs/images.py`).
         graphs: proves CUDA graphs, once they are captured; None: passes run by none.
     """
 
     prefill: SparsePrefill
     max_deviation: float
     kernels: str
+    merge_size: int | None
     graphs: GraphProof | None
 
 
@@ -167,74 +176,136 @@ def prove(
     """
     _check_drafter(vllm_config, drafter)
     structure = read_structure(model, vllm_config, kv_cache_config, drafter)
-    group, stack = structure.group, structure.stack
-    layouts, kernels = structure.layouts, structure.kernels
     try:
-        rows = RowBuilder(
-            vllm_config,
-            structure.attention,
-            group.specs,
-            _most_rows(vllm_config, kernels),
-        )
-        fast_ops = FastOps(model)
-        adapters = Adapters(model)
-        scratch = Scratch(
-            stack,
-            layouts,
-            rows,
-            fast_ops,
-            adapters,
-            group.block_size,
-            kv_cache_config.num_blocks,
-            vllm_config,
-        )
-        # From here on: the model's own forward leaves them, too.
-        states = _boundary_states(stack, cuts, group.block_size, kv_cache_config, vllm_config)
-        ropes = prove_rotations(scratch)
-        max_model_len = vllm_config.model_config.max_model_len
-        known = [
-            LayerKv(layer, layout, rope, kernels[layout], kind_of(layer, max_model_len))
-            for layer, layout, rope in zip(stack.attention, layouts, ropes, strict=True)
-        ]
-        drafted = None
-        if structure.draft is not None:
-            drafted = DraftProof(structure.draft, scratch, group, adapters, vllm_config)
-        aligner = Aligner(known + ([] if drafted is None else drafted.layers))
-        pass_attention = PassAttention(rows, known)
-        layers = LayerRunner(
-            stack,
-            known,
-            pass_attention,
-            fast_ops,
-            adapters,
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            states,
-            NOTHING if drafted is None else drafted.wanted,
-        )
-        prefill = SparsePrefill(layers, aligner, None if drafted is None else drafted.runner)
-        prove_moves(scratch, aligner, layouts, ropes)
-        prove_codec(scratch, aligner, layouts, ropes, codec)
-        prove_scores(scratch, known)
-        if drafted is not None:
-            drafted.prove(aligner)
-        max_deviation = prove_passes(scratch, prefill, None if drafted is None else drafted.scratch)
-        prove_attention(scratch, known, rows, pass_attention)
-        warm_up(scratch, prefill)
-        if pass_attention.splits_keys:
-            with pass_attention.splitting_keys(2):
-                prove_attention(scratch, known, rows, pass_attention)
-                warm_up(scratch, prefill)
-        prove_long_contexts(known, scratch.dtype)
-        prefill.merge_size = prove_images(model, vllm_config.model_config, scratch, prefill)
-        layers.compiled = _may_run_compiled(vllm_config)
-        if layers.compiled:
-            prove_compiled(scratch, prefill, None if drafted is None else drafted.scratch)
+        parts = _build(model, structure, vllm_config, kv_cache_config, cuts, codec)
+        prefill = SparsePrefill(parts.layers(), parts.aligner, parts.draft_runner)
+        max_deviation = _prove(parts, prefill)
+        merge_size = prove_images(model, vllm_config.model_config, parts.scratch, prefill)
         graphs = None
-        if layers.compiled and stack.position_rows is None:  # those would be other buffers
-            graphs = GraphProof(scratch, prefill, layers)
-        return Runtime(prefill, max_deviation, structure.description, graphs)
+        if _may_run_compiled(vllm_config):
+            layers = parts.layers(compiled=True)
+            prefill = SparsePrefill(layers, parts.aligner, parts.draft_runner)
+            prove_compiled(parts.scratch, prefill, parts.draft_scratch)
+            if structure.stack.position_rows is None:  # those would be other buffers
+                graphs = GraphProof(parts.scratch, prefill, layers)
+        return Runtime(prefill, max_deviation, structure.description, merge_size, graphs)
     except (LayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the sparse pass of a model is built of, and proven on.
+
+    Attributes:
+        structure: of the model.
+        scratch: tokens in blocks of the empty cache.
+        rows: builds rows of the stock backend.
+        settings: how layers run until they are proven: eagerly.
+        states: what enters some of the layers; None: nothing is kept.
+        ropes: rotation of each layer's keys.
+        kv: what is known of the attention of each layer.
+        attention: how the pass's queries attend.
+        aligner: for the layers of the model and its draft.
+        drafted: proves the draft; None: there is none.
+    """
+
+    structure: Structure
+    scratch: Scratch
+    rows: RowBuilder
+    settings: PassSettings
+    states: BoundaryStates | None
+    ropes: list[DeltaRope | None]
+    kv: list[LayerKv]
+    attention: PassAttention
+    aligner: Aligner
+    drafted: DraftProof | None
+
+    def layers(self, compiled: bool = False) -> LayerRunner:
+        """What runs the model's layers."""
+        return LayerRunner(
+            self.structure.stack,
+            self.kv,
+            self.attention,
+            self.settings._replace(compiled=compiled),
+            self.states,
+            NOTHING if self.drafted is None else self.drafted.wanted,
+        )
+
+    @property
+    def draft_runner(self) -> DraftRunner | None:
+        """Computes the draft's KV in a pass."""
+        return None if self.drafted is None else self.drafted.runner
+
+    @property
+    def draft_scratch(self) -> Scratch | None:
+        """The same tokens, run by the draft."""
+        return None if self.drafted is None else self.drafted.scratch
+
+
+def _build(
+    model: nn.Module,
+    structure: Structure,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    cuts: Sequence[int],
+    codec: Codec,
+) -> _Parts:
+    """The parts of the pass. Rotations are proven on the way: layers are known by them."""
+    group, stack, layouts = structure.group, structure.stack, structure.layouts
+    most_rows = _most_rows(vllm_config, structure.kernels)
+    rows = RowBuilder(vllm_config, structure.attention, group.specs, most_rows)
+    adapters = Adapters(model)
+    most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    settings = PassSettings(FastOps(model), adapters, most_tokens)
+    num_blocks = kv_cache_config.num_blocks
+    scratch = Scratch(stack, layouts, rows, settings, group.block_size, num_blocks, vllm_config)
+    # From here on: the model's own forward leaves them, too.
+    states = _boundary_states(stack, cuts, group.block_size, kv_cache_config, vllm_config)
+    ropes = prove_rotations(scratch)
+    max_model_len = vllm_config.model_config.max_model_len
+    kv = [
+        LayerKv(layer, layout, rope, structure.kernels[layout], kind_of(layer, max_model_len))
+        for layer, layout, rope in zip(stack.attention, layouts, ropes, strict=True)
+    ]
+    drafted = None
+    if structure.draft is not None:
+        drafted = DraftProof(structure.draft, scratch, group, adapters, vllm_config)
+    return _Parts(
+        structure=structure,
+        scratch=scratch,
+        rows=rows,
+        settings=settings,
+        states=states,
+        ropes=ropes,
+        kv=kv,
+        attention=PassAttention(rows, kv),
+        aligner=Aligner(kv + ([] if drafted is None else drafted.layers), codec),
+        drafted=drafted,
+    )
+
+
+def _prove(parts: _Parts, prefill: SparsePrefill) -> float:
+    """What moves tokens, what scores them, and what computes them, on text and eagerly.
+
+    Returns:
+        The largest deviation of the sparse pass.
+    """
+    scratch, layouts, attention = parts.scratch, parts.structure.layouts, parts.attention
+    prove_moves(scratch, parts.aligner, layouts, parts.ropes)
+    prove_codec(scratch, parts.aligner, layouts, parts.ropes)
+    prove_scores(scratch, parts.kv)
+    if parts.drafted is not None:
+        parts.drafted.prove(parts.aligner)
+    max_deviation = prove_passes(scratch, prefill, parts.draft_scratch)
+    prove_attention(scratch, parts.kv, parts.rows, attention)
+    warm_up(scratch, prefill)
+    if attention.splits_keys:
+        with attention.splitting_keys(2):
+            prove_attention(scratch, parts.kv, parts.rows, attention)
+            warm_up(scratch, prefill)
+    prove_long_contexts(parts.kv, scratch.dtype)
+    return max_deviation
 
 
 def _check_drafter(vllm_config: VllmConfig, drafter: Any | None) -> None:

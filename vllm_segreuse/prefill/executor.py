@@ -11,7 +11,6 @@ import torch
 
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, Program, ReusePlan
 from vllm_segreuse.prefill import outcomes, programs
-from vllm_segreuse.prefill.acceptance import Halos
 from vllm_segreuse.prefill.align import Aligner, block_copies, token_copies
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.drafts import DraftRunner
@@ -66,11 +65,7 @@ class SparsePrefill:
 
     Attributes:
         aligner: as given.
-        merge_size: patches of an image per token in a row, and in a column; None: images are not
-            reused. Set once they are proven (`proofs/images.py`).
     """
-
-    merge_size: int | None = None
 
     def __init__(
         self, layers: LayerRunner, aligner: Aligner, drafts: DraftRunner | None = None
@@ -80,6 +75,10 @@ class SparsePrefill:
         self._drafts = drafts
         self._block_size = layers.layouts[0].keys.shape[1]
         self._device = layers.stack.attention[0].kv_cache.device
+
+    def with_aligner(self, aligner: Aligner) -> SparsePrefill:
+        """The same pass on KV that another aligner copies: one that reads a second tier."""
+        return SparsePrefill(self._layers, aligner, self._drafts)
 
     @property
     def layers(self) -> ModelLayers:
@@ -175,14 +174,10 @@ class SparsePrefill:
         ]
 
     def _compute(self, batch: Batch) -> Waves[Computed]:
-        """Run plans of one program, and compare halos where similar segments are tested."""
-        tests = any(plan.acceptance is not None for plan in batch.plans)
-        halos = Halos(self._layers, batch) if tests else None
+        """Run plans of one program, and the draft on what it has computed."""
         active, state = yield from programs.run(self._layers, batch)
         if self._drafts is not None:
             yield from self._drafts.run(batch, active, state)
-        if halos is not None:
-            batch.boundary_drifts = halos.drifts()
         request = batch.tokens.request[active]
         finite = torch.ones_like(request)
         if state is not None:

@@ -44,6 +44,22 @@ NOTHING = ForDrafts()
 """Of models that nothing drafts for, or a model of its own."""
 
 
+class PassSettings(NamedTuple):
+    """How a model's layers run in passes.
+
+    Attributes:
+        fast_ops: the kernels that layers prefer when they run eagerly.
+        adapters: the model's LoRA adapters.
+        max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
+        compiled: whether passes through all layers run as vLLM has compiled them.
+    """
+
+    fast_ops: FastOps
+    adapters: Adapters
+    max_wave_tokens: int
+    compiled: bool = False
+
+
 def model_layers(kinds: list[AttentionKind]) -> ModelLayers:
     """The layers of a model, as programs see them."""
     scored = [index for index, kind in enumerate(kinds[:-1]) if kind.sees_all]
@@ -59,21 +75,17 @@ class LayerRunner:
         stack: the model's decoder layers.
         layers: what is known of the attention of each.
         attention: how the pass's queries attend.
-        fast_ops: the kernels that layers prefer when they run eagerly.
-        adapters: the model's LoRA adapters.
-        max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
-        states: see the attribute.
+        settings: how they run.
+        states: where tokens enter between layers; None: nowhere.
         for_drafts: what drafts are given of each token.
 
     Attributes:
+        settings, states: as given.
         model: the layers, as programs see them.
         layouts: page layout of each layer.
-        compiled: whether passes through all layers run as vLLM has compiled them; set once it has.
         graphs: by which compiled passes run where one is large enough; set once they are proven.
-        states: where tokens enter between layers; None: nowhere.
     """
 
-    compiled = False
     graphs: CudaGraphs | None = None
 
     def __init__(
@@ -81,9 +93,7 @@ class LayerRunner:
         stack: DecoderStack,
         layers: list[LayerKv],
         attention: PassAttention,
-        fast_ops: FastOps,
-        adapters: Adapters,
-        max_wave_tokens: int,
+        settings: PassSettings,
         states: BoundaryStates | None = None,
         for_drafts: ForDrafts = NOTHING,
     ) -> None:
@@ -94,9 +104,7 @@ class LayerRunner:
         self.layouts = [layer.layout for layer in layers]
         self._layers = layers
         self._attention = attention
-        self._fast_ops = fast_ops
-        self._adapters = adapters
-        self._max_wave_tokens = max_wave_tokens
+        self.settings = settings
 
     def __len__(self) -> int:
         return len(self.stack)
@@ -122,13 +130,13 @@ class LayerRunner:
         whole = last if self._for_drafts.output else min(last, len(self.stack) - 1)
         outputs = Collected(len(tokens), state)
         asked = 0 if queries is None else queries.num_layers
-        most = batch.wave_tokens(self._max_wave_tokens, last - first + asked)
+        most = batch.wave_tokens(self.settings.max_wave_tokens, last - first + asked)
         for part, wave in self._attention.parts(tokens, most):
             attending = self._attention.forward_context(wave, batch.block_tables, queries=queries)
             with (
                 attending,
-                self._fast_ops.preferred(),
-                self._adapters.applied(batch.lora_id, len(wave)),
+                self.settings.fast_ops.preferred(),
+                self.settings.adapters.applied(batch.lora_id, len(wave)),
             ):
                 if state is None:
                     inputs = self.stack.embed(wave.token_ids, wave.rotary_positions)
@@ -158,14 +166,14 @@ class LayerRunner:
 
     def keep(self, state: LayerState, index: torch.Tensor) -> LayerState:
         """The states of some rows, ascending, in the place of all."""
-        return state.kept(index, self._max_wave_tokens)
+        return state.kept(index, self.settings.max_wave_tokens)
 
     def is_finite(self, state: LayerState) -> torch.Tensor:
         """bool `[tokens]`: whether all numbers of each state are."""
         finite = torch.ones_like(state.hidden_states[:, 0], dtype=torch.bool)
         for part in (state.hidden_states, state.residual):
             if part is not None:
-                chunks = part.split(self._max_wave_tokens)
+                chunks = part.split(self.settings.max_wave_tokens)
                 finite &= torch.cat([chunk.isfinite().all(-1) for chunk in chunks])
         return finite
 
@@ -205,7 +213,7 @@ class LayerRunner:
         As vLLM has compiled them where that may be: that computes the last layer's output, too, but
         starts a fraction of the kernels.
         """
-        if not self.compiled:
+        if not self.settings.compiled:
             return (yield from self.run(0, len(self), tokens, None, batch))
         return (yield from self._model(self._attention.forward_context, tokens, batch))
 
@@ -224,13 +232,13 @@ class LayerRunner:
         queries: Queries | None = None,
     ) -> Waves[LayerState]:
         outputs = Collected(len(tokens))
-        graphs = self.graphs if self.compiled else None
+        graphs = self.graphs if self.settings.compiled else None
         asked = 0 if queries is None else queries.num_layers
-        most = batch.wave_tokens(self._max_wave_tokens, len(self) + asked)
+        most = batch.wave_tokens(self.settings.max_wave_tokens, len(self) + asked)
         for part, wave in self._attention.parts(tokens, most):
             size = 0 if graphs is None else graphs.size_for(wave)
-            attending = context(wave, batch.block_tables, Execution(self.compiled, size))
-            with attending, self._adapters.applied(batch.lora_id, len(wave)):
+            attending = context(wave, batch.block_tables, Execution(self.settings.compiled, size))
+            with attending, self.settings.adapters.applied(batch.lora_id, len(wave)):
                 if graphs is not None and size:
                     hidden_states, entering = graphs.forward(wave, size)
                 else:
@@ -264,7 +272,7 @@ class LayerRunner:
         tokens = batch.tokens.take(computed)
         others = computed.without(wanted)
         rows = upload(others.within(computed), tokens.slots.device)
-        if self.compiled:
+        if self.settings.compiled:
             context = functools.partial(self._attention.forward_context, queries=queries)
             state = yield from self._model(context, tokens, batch, queries)
             return others, self.keep(state, rows)
@@ -281,8 +289,11 @@ class LayerRunner:
     ) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
         """Keys and values `[tokens, heads, channels]` that a layer would write for this state, wave
         by wave, and of which tokens they are."""
-        for part, wave in tokens.parts(self._max_wave_tokens):
-            with self._fast_ops.preferred(), self._adapters.applied(batch.lora_id, len(wave)):
+        for part, wave in tokens.parts(self.settings.max_wave_tokens):
+            with (
+                self.settings.fast_ops.preferred(),
+                self.settings.adapters.applied(batch.lora_id, len(wave)),
+            ):
                 entering = state.take(part).clone()
                 made = self.stack.keys_and_values(layer, wave.rotary_positions, entering)
             yield part, made

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_segreuse.plan import AcceptanceOutcome, PlanOutcome, ReusePlan
+from vllm_segreuse.plan import AcceptanceOutcome, PlanOutcome, ReusePlan, second_round
 from vllm_segreuse.prefill.batch import Batch
 
 Positions = tuple[int, ...]
@@ -61,8 +61,8 @@ class Ended(NamedTuple):
         """Whether it matters which tokens were computed."""
         if self.plan.explains:
             return True
-        acceptance = self.plan.acceptance
-        return acceptance is not None and bool(acceptance.is_rejected(self.boundary_drifts).any())
+        check = self.plan.check
+        return check is not None and bool(check.is_rejected(self.boundary_drifts).any())
 
     def outcome(self, positions: Positions | None) -> tuple[PlanOutcome, ReusePlan | None]:
         """What is reported, and what is to be computed yet, as a plan of its own.
@@ -74,21 +74,24 @@ class Ended(NamedTuple):
         number = 0 if restoration is None else restoration.number
         if not self.fine:
             whole = self.plan.without_copies()
-            most = whole.num_written - whole.num_held
+            most = whole.num_written - whole.num_fixed
             positions = _everything(whole)
             return PlanOutcome(most, positions=positions, restoration=number), whole
         drift = None if math.isnan(self.drift) else self.drift
         outcome = PlanOutcome(
-            *(self.computed, drift, self.is_too_far, positions),
+            self.computed,
+            drift,
+            self.is_too_far,
+            positions,
             restoration=number,
             is_restored=self.plan.num_restored > 0,
         )
         if self.is_too_far:
             return outcome._replace(positions=_everything(self.plan)), self.plan.in_full()
-        if self.plan.acceptance is None:
+        if self.plan.check is None:
             return outcome, None
         computed = np.isin(np.arange(self.plan.start, self.plan.stop), positions or ())
-        second = self.plan.second_round(self.boundary_drifts, computed)
+        second = second_round(self.plan, self.boundary_drifts, computed)
         tested = AcceptanceOutcome(self.boundary_drifts)
         if second is not None:
             either = computed | second.recipe.always
@@ -133,4 +136,4 @@ def _of_batch(plans: list[ReusePlan], numbers: Iterator[float]) -> list[Ended]:
 def _everything(plan: ReusePlan) -> Positions | None:
     if not plan.explains:
         return None
-    return tuple((np.flatnonzero(plan.recipe.computable) + plan.start).tolist())
+    return tuple((np.flatnonzero(~plan.recipe.fixed) + plan.start).tolist())

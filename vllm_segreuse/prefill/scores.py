@@ -48,11 +48,13 @@ class Scores:
 
     def _ask(self, number: int, part: slice, queries: torch.Tensor) -> None:
         add = torch.maximum if self._gather is Gather.MAX else torch.add
-        asked = self._batch, self._scored[number], part, queries
-        paid = self._layers.attention_paid(*asked, gather=self._gather)
+        layer = self._scored[number]
+        paid = self._layers.attention_paid(self._batch, layer, part, queries, self._gather)
         add(self._sums[0], paid, out=self._sums[0])
         if self._has_last:
-            self._sums[1] += self._layers.attention_paid(*asked, last=LAST_PROBES)
+            self._sums[1] += self._layers.attention_paid(
+                self._batch, layer, part, queries, last=LAST_PROBES
+            )
 
     @property
     def totals(self) -> torch.Tensor:

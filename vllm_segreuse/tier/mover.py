@@ -60,6 +60,9 @@ class Mover(Protocol):
     def mark(self) -> Mark | None:
         """Of what was ordered so far; None: all of it is over."""
 
+    def close(self) -> None:
+        """Let go of the rows, so that their memory can be given back. Nothing is copied after."""
+
 
 class InPlace:
     """On a CPU: everything is over when it returns.
@@ -82,3 +85,7 @@ class InPlace:
 
     def mark(self) -> None:
         """See `Mover`."""
+
+    def close(self) -> None:
+        """See `Mover`."""
+        self._rows.clear()

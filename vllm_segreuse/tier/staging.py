@@ -158,6 +158,11 @@ class Staged:
             event: Mark = self._streams.record()
         return event
 
+    def close(self) -> None:
+        """See `Mover`."""
+        self._cells = torch.empty(0, self._cells.shape[1], dtype=torch.int8)
+        self._halves.clear()
+
     def _used(self, half: _Half, slots: int) -> None:
         """All of a use is queued on the current stream."""
         if self._zeroises:

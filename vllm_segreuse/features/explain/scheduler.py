@@ -106,9 +106,9 @@ class Explaining(Feature):
         if outcome.positions is not None:
             positions = np.asarray(outcome.positions, np.int32)
             found.stretches = with_recomputed(found.stretches, positions)
-        if plan.acceptance is not None and outcome.acceptance is not None:
+        if plan.check is not None and outcome.acceptance is not None:
             found.stretches = with_acceptance(
-                found.stretches, plan.start, plan.acceptance, outcome.acceptance.drifts
+                found.stretches, plan.start, plan.check, outcome.acceptance.drifts
             )
 
     def finished(self, ending: Ending) -> None:

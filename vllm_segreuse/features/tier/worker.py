@@ -3,9 +3,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Self
+
+from vllm.distributed import get_tp_group
+
+from vllm_segreuse.compat.model_runner import loaded_model
 from vllm_segreuse.plan import TierDone, TierOrders
+from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.feature import WorkerFeature
-from vllm_segreuse.tier.worker import TierWorker
+from vllm_segreuse.tier.region import HostRegion, open_region
+from vllm_segreuse.tier.weights import Weights
+from vllm_segreuse.tier.worker import TierWorker, mover_for
+from vllm_segreuse.tier_options import TierOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class TierCopying(WorkerFeature):
@@ -13,18 +26,48 @@ class TierCopying(WorkerFeature):
 
     Args:
         worker: carries orders out.
+        region: of host memory.
     """
 
     name = "tier"
 
-    def __init__(self, worker: TierWorker) -> None:
-        self._worker = worker
+    def __init__(self, worker: TierWorker, region: HostRegion) -> None:
+        self.worker = worker
+        self.region = region
+        self._is_open = True
+
+    @classmethod
+    def of(
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        options: TierOptions,
+        aligner: Aligner,
+    ) -> Self:
+        """That of a worker whose pages `aligner` copies; see `Aligner.reading`."""
+        region = open_region(vllm_config, kv_cache_config, options, get_tp_group().rank_in_group)
+        mover = mover_for(
+            region,
+            aligner.copy_blocks,
+            aligner.stored_pages(),
+            aligner.device,
+            zeroises=options.zeroise,
+        )
+        unchanged = None if options.path is None else Weights(loaded_model()).are_unchanged
+        return cls(TierWorker(mover, unchanged), region)
 
     def begin_step(self, message: TierOrders | None) -> None:
         """Before anything of a step writes pages: store what it evicts."""
-        if message is not None:
-            self._worker.begin(message)
+        if message is not None and self._is_open:
+            self.worker.begin(message)
 
     def end_step(self) -> TierDone | None:
         """Orders that are over since the last call."""
-        return self._worker.end() or None
+        return (self.worker.end() or None) if self._is_open else None
+
+    def close(self) -> None:
+        """Give host memory back."""
+        if self._is_open:
+            self._is_open = False
+            self.worker.mover.close()
+            self.region.cleanup()

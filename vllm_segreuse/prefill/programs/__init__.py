@@ -13,6 +13,7 @@ from types import ModuleType
 
 from vllm_segreuse.discovery import modules_of
 from vllm_segreuse.plan import Program
+from vllm_segreuse.prefill.acceptance import Halos
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
@@ -28,8 +29,11 @@ PROGRAMS = find_programs()
 
 
 def run(layers: LayerRunner, batch: Batch) -> Waves[Computed]:
-    """Compute the plans of a batch by their program."""
+    """Compute the plans of a batch by their program, and compare halos where it has checks."""
+    halos = Halos(layers, batch) if any(plan.check for plan in batch.plans) else None
     computed: Computed = yield from PROGRAMS[type(batch.program)].run(batch.program, layers, batch)
+    if halos is not None:
+        batch.boundary_drifts = halos.drifts()
     return computed
 
 

@@ -30,9 +30,9 @@ def prove_codec(
     aligner: Aligner,
     layouts: Sequence[PageLayout],
     ropes: Sequence[DeltaRope | None],
-    codec: Codec,
 ) -> None:
-    """Encode the scratch tokens' blocks, and decode them one slot on, at every layer.
+    """Encode the scratch tokens' blocks by the aligner's codec, and decode them one slot on, at
+    every layer.
 
     A number may be off by half a step of its code, a turned one by that of its pair, both by the
     cache's own rounding.
@@ -40,12 +40,13 @@ def prove_codec(
     Raises:
         UnsupportedModelError: naming the layer and the error.
     """
+    codec = aligner.codec
     if codec is Codec.RAW:
         return
     count = scratch.count - 1
     tokens = np.arange(count)
     moved = np.array([scratch.distance, 0, -7])[tokens // 50 % 3]
-    _through_rows(scratch, aligner, tokens, moved, codec)
+    _through_rows(scratch, aligner, tokens, moved)
     distances = torch.from_numpy(moved).to(aligner.device)
     for layer, layout, rope in zip(scratch.stack.attention, layouts, ropes, strict=True):
         pages = typed_pages(layer)
@@ -67,24 +68,19 @@ def prove_codec(
 
 
 def _through_rows(
-    scratch: Scratch, aligner: Aligner, tokens: np.ndarray, moved: np.ndarray, codec: Codec
+    scratch: Scratch, aligner: Aligner, tokens: np.ndarray, moved: np.ndarray
 ) -> None:
     """From the scratch tokens' blocks to rows, and from there to the copy's blocks, as plans do."""
-    aligner.codec = codec
     stored, device = aligner.stored_pages(), aligner.device
     shape = (len(scratch.own), sum(page.num_bytes for page in stored))
     cells = torch.zeros(shape, dtype=torch.int8, device=device)
     rows = np.arange(len(scratch.own))[::-1].copy()
-    mover = aligner.host_rows = InPlace(aligner.copy_blocks, views(cells, stored))
-    try:
-        encoded = mover.store(scratch.own, rows)
-        if encoded is None or not bool(encoded.all()):
-            raise UnsupportedModelError(f"tier.codec {codec} cannot store this model's KV")
-        scratch.clear_copy()
-        aligner.align(_copies(scratch, rows, tokens, moved))
-    finally:
-        aligner.host_rows = None
-        aligner.codec = Codec.RAW
+    mover = InPlace(aligner.copy_blocks, views(cells, stored))
+    encoded = mover.store(scratch.own, rows)
+    if encoded is None or not bool(encoded.all()):
+        raise UnsupportedModelError(f"tier.codec {aligner.codec} cannot store this model's KV")
+    scratch.clear_copy()
+    aligner.reading(mover).align(_copies(scratch, rows, tokens, moved))
 
 
 def _copies(

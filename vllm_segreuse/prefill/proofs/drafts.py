@@ -21,7 +21,7 @@ from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.drafts import DraftRunner
-from vllm_segreuse.prefill.layer_runner import ForDrafts
+from vllm_segreuse.prefill.layer_runner import ForDrafts, PassSettings
 from vllm_segreuse.prefill.proofs.attention import prove_attention
 from vllm_segreuse.prefill.proofs.causal import check_attention, check_split_keys
 from vllm_segreuse.prefill.proofs.moves import prove_moves
@@ -67,11 +67,11 @@ class DraftProof:
         self._draft, self._target = draft, target
         most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._rows = RowBuilder(vllm_config, by_name, group.specs, most_tokens)
-        fast_ops, blocks = FastOps(draft.model), int(draft.attention[0].kv_cache.shape[0])
-        size = group.block_size
+        settings = PassSettings(FastOps(draft.model), adapters, most_tokens)
+        size, blocks = group.block_size, int(draft.attention[0].kv_cache.shape[0])
         self._layouts = [discover_layout(layer, size) for layer in draft.attention]
         self.scratch = Scratch(
-            draft, self._layouts, self._rows, fast_ops, adapters, size, blocks, vllm_config
+            draft, self._layouts, self._rows, settings, size, blocks, vllm_config
         )
         self.scratch.distance -= 1  # positions begin one later than the target's
         self._check_length()

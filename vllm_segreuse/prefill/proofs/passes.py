@@ -11,7 +11,17 @@ import torch
 
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
-from vllm_segreuse.plan import BoolArray, Boundary, Fixed, Pieces, Program, Recipe, ReusePlan
+from vllm_segreuse.plan import (
+    BoolArray,
+    Boundary,
+    Fixed,
+    Pieces,
+    Program,
+    Recipe,
+    ReusePlan,
+    fates_of,
+    staged,
+)
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.programs.base import SHORT_STRETCH, ProofCase
@@ -45,7 +55,7 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | No
     for cut in () if prefill.states is None else prefill.states.cuts:
         plan = plan_of(scratch, reused, Fixed(), 0)
         enters = np.where(reused, cut, -1).astype(np.int32)
-        plans.append(replace(plan, recipe=plan.recipe.entering(enters)))
+        plans.append(replace(plan, recipe=staged(plan.recipe, enters)))
     return _prove("the sparse pass", plans, scratch, prefill, drafted)
 
 
@@ -126,7 +136,7 @@ def plan_of(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -
         scratch.count,
         scratch.token_ids,
         Pieces.from_table(pieces),
-        Recipe(program, ~reused, probes=~reused, top_k=top_k),
+        Recipe.of(program, fates_of(~reused, probes=~reused), top_k),
         scratch.own.tolist(),
         0,
         scratch.copy,

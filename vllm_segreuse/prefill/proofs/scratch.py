@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from vllm_segreuse.compat.attention_impl import queries_as_computed, replaced_forward
-from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kernels.reference import attend
 from vllm_segreuse.model.attention_kind import kind_of
-from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.prefill.layer_runner import PassSettings
 from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.tokens import TokenTable
 
@@ -38,8 +37,7 @@ class Scratch:
         stack: the model's decoder layers, or its draft.
         layouts: how each layer's pages are laid out.
         rows: builds rows of the stock backend.
-        fast_ops: the kernels that layers prefer when they run eagerly.
-        adapters: the model's LoRA adapters; proofs use none.
+        settings: how the layers run; proofs use no adapter.
         block_size: tokens per block.
         num_blocks: of the KV cache.
         vllm_config: the engine's.
@@ -63,8 +61,7 @@ class Scratch:
         stack: Any,
         layouts: Sequence[PageLayout],
         rows: RowBuilder,
-        fast_ops: FastOps,
-        adapters: Adapters,
+        settings: PassSettings,
         block_size: int,
         num_blocks: int,
         vllm_config: VllmConfig,
@@ -76,8 +73,7 @@ class Scratch:
         self.stack = stack
         self.layouts = layouts
         self._rows = rows
-        self._fast_ops = fast_ops
-        self._adapters = adapters
+        self._settings = settings
         self.block_size = block_size
         self.dtype = vllm_config.model_config.dtype
         self.max_model_len = vllm_config.model_config.max_model_len
@@ -92,12 +88,12 @@ class Scratch:
     def forward(self, distance: int = 0) -> None:
         """The model's own forward on the scratch tokens, with positions from `distance` on."""
         # With the pass's own kernels: the pass is compared, not the rounding of two kernels.
-        with self._fast_ops.preferred():
+        with self._settings.fast_ops.preferred():
             self._forward(slice(0, self.count), self.own, distance)
 
     def states_for_drafts(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same from position 0 on; what of it drafts may be given."""
-        with self._fast_ops.preferred():
+        with self._settings.fast_ops.preferred():
             run = self.stack.forward_for_drafts
             return self._forward(slice(0, self.count), self.own, run=run)
 
@@ -134,7 +130,7 @@ class Scratch:
             slots + positions % self.block_size,
         )
         computing = self._rows.forward_context(tokens, blocks[None])
-        with self._adapters.applied(0, len(tokens)), computing:
+        with self._settings.adapters.applied(0, len(tokens)), computing:
             return (run or self.stack.forward)(tokens.token_ids, self._rotary(positions) + distance)
 
     def _rotary(self, positions: torch.Tensor) -> torch.Tensor:

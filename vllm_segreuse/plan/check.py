@@ -8,14 +8,12 @@ donor          | h h h h a b c d e f |           compared with the donor's, move
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_segreuse.plan.arrays import BoolArray, IntArray
-from vllm_segreuse.plan.pieces import Pieces
 
 
 class Halo(NamedTuple):
@@ -23,7 +21,7 @@ class Halo(NamedTuple):
 
     Attributes:
         tokens: first ones of each that are always computed.
-        max_drift: see `Acceptance`; None: nothing is compared.
+        max_drift: see `Check`; None: nothing is compared.
     """
 
     tokens: int = 0
@@ -33,8 +31,8 @@ class Halo(NamedTuple):
 NO_HALO = Halo()
 
 
-class Acceptance(NamedTuple):
-    """The test of a plan's similar segments, and which they are.
+class Check(NamedTuple):
+    """Which similar segments of a plan a program tests, and what they must keep to.
 
     Attributes:
         first, stop: int32 `[segments]`, of each, counted from the plan's start.
@@ -64,18 +62,6 @@ class Acceptance(NamedTuple):
         """bool `[num_tokens]`: tokens of rejected segments."""
         which = self.is_rejected(drifts)
         return _within(self.first[which], self.stop[which], num_tokens)
-
-
-def acceptance_of(halo: Halo, pieces: Pieces, start: int) -> Acceptance | None:
-    """The test of what a plan copies from similar text; None: there is no such text, or no halo.
-
-    Without a bound every segment passes.
-    """
-    if not halo.tokens or not pieces.is_similar.any():
-        return None
-    first, stop = pieces.similar_segments(start)
-    max_drift = math.inf if halo.max_drift is None else halo.max_drift
-    return Acceptance(first, stop, halo.tokens, max_drift)
 
 
 def _within(first: IntArray, stop: IntArray, num_tokens: int) -> BoolArray:
