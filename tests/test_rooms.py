@@ -15,7 +15,7 @@ ORDER = (
     *("knowledge", "explain", "viewer", "serve", "model", "tier", "prefill"),
     *("accounts", "arrival", "cold_documents", "compression"),
     *("isolated_options", "isolated"),
-    *("similarity", "methods", "tracing", "scheduler", "worker"),
+    *("similarity", "methods", "tracing", "scheduling", "features", "scheduler", "worker"),
     *("connector", "plugin", "doctor", "estimate", "calibrate", "cli"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""

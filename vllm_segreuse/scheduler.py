@@ -18,10 +18,10 @@ from vllm_segreuse.cache.tracked import Bypass, Method, Tags, TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager, triton_dispatcher
 from vllm_segreuse.config import OBSERVE, RequestOptions, SegReuseConfig, Switch, parse_request
 from vllm_segreuse.documents.layout import Layout
+from vllm_segreuse.features.build import build
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
-from vllm_segreuse.scheduling.build import build
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
 
 if TYPE_CHECKING:

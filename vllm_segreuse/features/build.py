@@ -21,7 +21,7 @@ from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.compat.kv_cache_manager import is_anybody_admitted
 from vllm_segreuse.config import STEP_TOKENS, SegReuseConfig
 from vllm_segreuse.documents.layout import Layout
-from vllm_segreuse.features import SchedulerFeatures, scheduler_features
+from vllm_segreuse.features.in_scheduler import SchedulerFeatures, scheduler_features
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.methods import Methods
 from vllm_segreuse.metrics import SegReuseStats
