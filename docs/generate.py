@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
             policies,
         ),
         *(metrics, start_up_errors, request_errors, admin_errors, patches),
-        *(support, families, tier_sizing, tier_network),
+        *(support, families, tier_sizing),
     ):
         file = folder / f"{table.__name__}.md"
         text = table()
@@ -134,38 +134,6 @@ def tier_sizing() -> str:
         "tokens a GiB",
         "documents of 1,000 a GiB",
         "tokens a GiB, int8 or fp8",
-    )
-    return _table(head, rows)
-
-
-NETWORKED = {"Llama 3.1 8B": (8.03e9, 1), "Llama 3.3 70B": (70.6e9, 4)}
-"""Parameters, and GPUs that prefill a prompt, of two of them."""
-
-_PEAK_FLOPS = 989e12
-"""Of an H100 SXM in bf16, dense (its data sheet)."""
-_PREFILL_SHARE = 0.5
-
-
-def tier_network() -> str:
-    """What a network has to carry so that fetching KV, raw, in bf16, is faster than computing it.
-
-    A token costs two operations a parameter; attention, which makes computing dearer in long
-    prompts, is left out.
-    """
-    rows = []
-    for name, (parameters, gpus) in NETWORKED.items():
-        layers, kv_heads, channels = SIZED[name]
-        token_bytes = 2 * 2 * layers * kv_heads * channels
-        tokens_a_second = gpus * _PEAK_FLOPS * _PREFILL_SHARE / (2 * parameters)
-        bandwidth = token_bytes * tokens_a_second
-        numbers = (token_bytes, gpus, tokens_a_second, bandwidth / 1e9, 8 * bandwidth / 1e9)
-        places = (0, 0, 0, 1, 0)
-        rows.append(
-            [name, *(f"{number:,.{d}f}" for number, d in zip(numbers, places, strict=True))]
-        )
-    head = (
-        *("model", "bytes a token", "H100", "tokens a second, computed"),
-        *("GB a second to equal it", "Gbit a second"),
     )
     return _table(head, rows)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kinds of requests reuse, through the real engine; see docs/failure_cases.md."""
+"""What kinds of requests reuse, through the real engine; see docs/guarantees.md."""
 
 from collections.abc import Iterator
 

@@ -83,7 +83,7 @@ def test_what_it_asks_for_is_measured(
 
 
 def test_reasons_and_outcomes_are_those_of_the_documentation() -> None:
-    text = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     reasons = set(re.findall(r"^\| `(\w+)` \|", text.partition("\n## Why")[0], re.MULTILINE))
     matchers = [matcher for one in ALL for series in one.series for matcher in series.matchers]
     assert {v for name, value in matchers if name == "reason" for v in value.split("|")} <= reasons
