@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the documentation that come from the code: `python docs/generate.py FOLDER`.
+"""The tables of the documentation that come from the code, and from the results of measurements:
+`python docs/generate.py FOLDER`.
 
 `conf.py` calls `main` at every build, so that no table can be older than the code. Neither vLLM nor
 torch is needed: options and metrics are read from the objects themselves, with stand-ins for what
@@ -47,9 +48,33 @@ def main(folder: Path) -> None:
         *(support, families, tier_sizing),
     ):
         file = folder / f"{table.__name__}.md"
-        text = table()
-        if not file.is_file() or file.read_text() != text:
-            file.write_text(text)
+        _write(file, table())
+    results(folder / "results")
+
+
+def results(folder: Path) -> None:
+    """Writes the tables of measurements as `FOLDER/NAME.md`, for pages of `docs/`.
+
+    Raises:
+        ValueError: a figure is missing, with all the sentences of `python -m bench tables`.
+    """
+    from bench.tables import definitions
+    from bench.tables.pages import SOURCES
+    from bench.tables.render import SOURCES_PAGE, Renderer
+
+    defined = definitions.read(REPOSITORY)
+    renderer = Renderer(REPOSITORY, defined)
+    folder.mkdir(exist_ok=True)
+    for name in defined.tables:
+        _write(folder / f"{name}.md", renderer.table(name, SOURCES_PAGE))
+    _write(folder / f"{SOURCES}.md", renderer.all_sources(SOURCES_PAGE))
+    if renderer.findings:
+        raise ValueError("; ".join(renderer.findings))
+
+
+def _write(file: Path, text: str) -> None:
+    if not file.is_file() or file.read_text() != text:
+        file.write_text(text)
 
 
 # Options.

@@ -136,9 +136,10 @@ def test_every_field_of_the_report_is_described() -> None:
 
 
 def pages() -> list[Path]:
-    """The documentation, and what lies beside models, kernels and examples."""
+    """The documentation without what a build makes, and pages of models, kernels and examples."""
     beside = (REPOSITORY.glob(f"{folder}/**/*.md") for folder in BESIDE)
-    return [*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *itertools.chain.from_iterable(beside)]
+    docs = (page for page in DOCS.rglob("*.md") if "_generated" not in page.parts)
+    return [*REPOSITORY.glob("*.md"), *docs, *itertools.chain.from_iterable(beside)]
 
 
 def links() -> Iterator[tuple[Path, str]]:
@@ -190,5 +191,5 @@ def test_the_documentation_uses_the_versions_that_the_package_is_tested_with() -
         for name in ("cpu.txt", "docs.txt")
     }
     docs, cpu = pins["docs.txt"], pins["cpu.txt"]
-    imported = ("numpy", "pydantic", "pydantic_core", "PyYAML")
+    imported = ("numpy", "pydantic", "pydantic_core", "PyYAML", "scipy")
     assert {name: docs[name] for name in imported} == {name: cpu[name] for name in imported}

@@ -48,8 +48,9 @@ def check(root: Path, write: bool = False) -> Iterator[str]:
     renderer = Renderer(root, defined)
     named = set()
     for page in pages.find(root):
-        named |= {span.name for span in page.spans}
+        named |= {span.name for span in page.spans} | {name for name, _ in page.included}
         texts = _texts(page, renderer, defined)
+        _render_included(page, renderer, defined)
         yield from page.findings
         if not write:
             yield from _differences(page, texts)
@@ -89,6 +90,18 @@ def _texts(page: Page, renderer: Renderer, defined: Definitions) -> list[tuple[s
             "says where they come from"
         )
     return texts
+
+
+def _render_included(page: Page, renderer: Renderer, defined: Definitions) -> None:
+    """Render what the built site shows: its results are used, and have to be there.
+
+    Adds to the page's findings.
+    """
+    for name, line in page.included:
+        if name in defined.tables:
+            renderer.table(name, page.file)
+        elif name != SOURCES:
+            page.findings.append(f"{page.file}:{line}: unknown table {name!r}")
 
 
 def _differences(page: Page, texts: list[tuple[str, bool]]) -> Iterator[str]:

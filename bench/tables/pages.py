@@ -7,6 +7,12 @@
     <!-- /figures -->
     <!-- figure: MACHINE/SUITE {key:.2f} -->0.25<!-- / -->
 
+A page of the site may also include a table, which `docs/generate.py` writes at every build and git
+does not hold:
+
+    ```{include} _generated/results/NAME.md
+    ```
+
 Code (between backticks, or fenced) may speak of markers without being meant.
 """
 
@@ -21,6 +27,7 @@ _CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 _IS_MARKER = re.compile(r"/$|/?\s*figure")
 _BLOCK = re.compile(r"figures: ([\w.-]+)")
 _INLINE = re.compile(r"figure: ([\w.-]+/[\w.-]+) (\S.*)")
+_INCLUDED = re.compile(r"^```\{include\} _generated/results/([\w.-]+)\.md$", re.MULTILINE)
 _GLOBS = ("*.md", "docs/**/*.md", "models/**/*.md", "examples/**/*.md", "bench/**/*.md")
 _ERRORS = "surrogateescape"  # bytes that are no UTF-8 are left as they are
 
@@ -44,12 +51,17 @@ class Span(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page, its spans in order, and what is wrong with its markers."""
+    """A page, its spans in order, and what is wrong with its markers.
+
+    Attributes:
+        included: (table, line) of what the built site shows there, and the page does not hold.
+    """
 
     file: Path
     text: str
     spans: list[Span]
     findings: list[str]
+    included: list[tuple[str, int]]
 
     def with_texts(self, texts: list[str]) -> str:
         """The page with other texts in its spans."""
@@ -73,7 +85,8 @@ def find(root: Path) -> Iterator[Page]:
 
 def parse(file: Path, text: str) -> Page:
     """Find the markers of a page."""
-    page = Page(file, text, [], [])
+    included = [(it[1], text.count("\n", 0, it.start()) + 1) for it in _INCLUDED.finditer(text)]
+    page = Page(file, text, [], [], included)
     opened: tuple[re.Match[str], Span] | None = None
     for comment in _COMMENT.finditer(_CODE.sub(lambda code: "·" * len(code[0]), text)):
         said = text[comment.start(1) : comment.end(1)]

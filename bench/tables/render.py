@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.tables import results
-from bench.tables.definitions import DEFAULT_COMMAND, GOAL, Column, Definitions, Figure, Head, Table
+from bench.tables.definitions import GOAL, Column, Definitions, Figure, Head, Table
 from bench.tables.formats import keys, written
 from bench.tables.results import RESULTS, Finding, Result
+
+SOURCES_PAGE = Path("docs", "figures.md")
+"""The page that says of every results file how it was measured, below the heading "Sources"."""
 
 _MISSED = " (missed)"
 _HOLDS: dict[str, Callable[[float, float], bool]] = {
@@ -68,36 +71,37 @@ class Renderer:
         return f"{_markdown(cells)}\n\n{self.sources(used, page)}"
 
     def sources(self, used: Sequence[Path], page: Path) -> str:
-        """Machine, commits and date of each file, and the commands that make them."""
-        groups: dict[str, list[str]] = {}
-        for file in dict.fromkeys(used):
-            try:
-                where = self.result(file).environment
-            except Finding:
-                continue  # it was said where the file was first used
-            machine = f"{where.gpu}, " if where.gpu else ""
-            machine += f"{where.cpu}, {where.cores} {'core' if where.cores == 1 else 'cores'}"
-            if where.vllm:
-                machine += f", vLLM {where.vllm}, torch {where.torch}"
-            link = os.path.relpath(file, page.parent)
-            commits = ", ".join(f"`{commit}`" for commit in where.measured_at)
-            said = f"[{file.stem}]({link}) {commits} {where.date[:10]}"
-            groups.setdefault(machine, []).append(said)
-        if not groups:
+        """A line that links the results files, and the page that says how each was measured."""
+        there = [file for file in dict.fromkeys(used) if self._is_there(file)]
+        if not there:
             return "Not measured yet."
-        files = "; ".join(f"on {machine}: {', '.join(them)}" for machine, them in groups.items())
-        return f"Measured {files}. Made by {self._commands(used)}."
+        links = ", ".join(_link(file, page) for file in there)
+        how = os.path.relpath(SOURCES_PAGE, page.parent)
+        return f"Source: {links} ([how it was measured]({how}#sources))."
 
-    def _commands(self, used: Sequence[Path]) -> str:
-        suites = dict.fromkeys(file.stem for file in used)
-        commands = dict.fromkeys(map(self._definitions.command, suites))
-        of_bench = [
-            suite for suite in suites if self._definitions.command(suite) == DEFAULT_COMMAND
-        ]
-        if len(of_bench) == 1:
-            exact = DEFAULT_COMMAND.replace("SUITE", of_bench[0])
-            commands = dict.fromkeys(exact if it == DEFAULT_COMMAND else it for it in commands)
-        return ", ".join(f"`{command}`" for command in commands)
+    def all_sources(self, page: Path) -> str:
+        """A table of every results file: machine, versions, commits, date, and its command."""
+        cells = [["file", "machine", "commits", "date", "command"]]
+        for name, machine in self._definitions.machines.items():
+            for suite in machine.results:
+                file = RESULTS / name / f"{suite}.json"
+                try:
+                    where = self.result(file).environment
+                except Finding as finding:
+                    self._note(finding)
+                    continue
+                commits = ", ".join(f"`{commit}`" for commit in where.measured_at)
+                command = self._definitions.command(suite).replace("SUITE", suite)
+                line = [_link(file, page), where.machine, commits, where.date[:10], f"`{command}`"]
+                cells.append(line)
+        return _markdown(cells)
+
+    def _is_there(self, file: Path) -> bool:
+        try:
+            self.result(file)
+        except Finding:
+            return False  # it was said where the file was first used
+        return True
 
     def _figures(self, table: Table, used: list[Path]) -> list[list[str]]:
         """Cells of a table with a line for each figure and a column for each machine."""
@@ -183,6 +187,11 @@ def _meets(figure: Figure, summary: Mapping[str, Any]) -> bool:
 def _label(figure: Figure, with_key: bool) -> str:
     key = f"`{keys(figure.value)[0]}`" if with_key else ""
     return ", ".join(part for part in (key, figure.what) if part)
+
+
+def _link(file: Path, page: Path) -> str:
+    """A link to a results file, by its machine and suite."""
+    return f"[{file.parent.name}/{file.stem}]({os.path.relpath(file, page.parent)})"
 
 
 def _markdown(cells: list[list[str]]) -> str:

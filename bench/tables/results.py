@@ -49,6 +49,13 @@ class Environment(BaseModel):
         """Every commit that something was measured at."""
         return [*dict.fromkeys([*(self.commits or ()), self.commit])]
 
+    @property
+    def machine(self) -> str:
+        """Processors, and the versions that ran on them."""
+        named = f"{self.gpu}, " if self.gpu else ""
+        named += f"{self.cpu}, {self.cores} {'core' if self.cores == 1 else 'cores'}"
+        return f"{named}, vLLM {self.vllm}, torch {self.torch}" if self.vllm else named
+
 
 class Result(BaseModel):
     """A results file, as `harness.write_json` writes it."""

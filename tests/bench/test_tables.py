@@ -15,6 +15,7 @@ import pytest
 from bench import harness
 from bench.tables import command, definitions, pages, results
 from bench.tables.formats import written
+from bench.tables.render import Renderer
 from bench.tables.results import Finding
 
 DEFINITIONS = """
@@ -131,6 +132,11 @@ class Checkout:
         assert "\n" not in only
         return only
 
+    def sources(self) -> str:
+        """The table of how each file was measured."""
+        renderer = Renderer(self.root, definitions.read(self.root))
+        return renderer.all_sources(Path("docs/figures.md"))
+
     def _write(self, name: str | Path, text: str) -> None:
         file = self.root / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -161,11 +167,38 @@ def test_a_table_has_a_column_for_each_machine_and_says_where_it_comes_from(
     assert count == "| `count`, of choices | 12,345 |  |  |"
     assert (empty, end) == ("", "<!-- /figures -->")
     for said in (
-        f"CPU One, 2 cores: [speed](bench/results/one/speed.json) `{checkout.commit}` 2026-01-02",
-        f"CPU Two, 2 cores: [speed](bench/results/two/speed.json) `{checkout.commit}` 2026-01-02",
-        "Made by `.venv/bin/python -m bench speed --json FILE`, `make choice`.",
+        "[one/speed](bench/results/one/speed.json)",
+        "[two/speed](bench/results/two/speed.json)",
+        "([how it was measured](docs/figures.md#sources))",
     ):
         assert said in sources
+
+
+def test_how_each_file_was_measured_is_told_in_one_table(checkout: Checkout) -> None:
+    table = checkout.sources().splitlines()
+    link = "[one/speed](../bench/results/one/speed.json)"
+    command_line = "`.venv/bin/python -m bench speed --json FILE`"
+    assert table[0] == "| file | machine | commits | date | command |"
+    assert [line.split(" | ")[0] for line in table[2:]] == [
+        f"| {link}",
+        "| [one/choice](../bench/results/one/choice.json)",
+        "| [two/speed](../bench/results/two/speed.json)",
+    ]
+    said = f"{link} | CPU One, 2 cores | `{checkout.commit}` | 2026-01-02 | {command_line}"
+    assert table[2] == f"| {said} |"
+    assert table[3].endswith("| `make choice` |")
+
+
+def test_a_table_that_the_site_includes_stands_there(checkout: Checkout) -> None:
+    include = "```{include} _generated/results/NAME.md\n```\n"
+    (checkout.root / "docs/deep/grid.md").unlink()
+    assert "the table 'grid' stands on no page" in " ".join(checkout.findings())
+    (checkout.root / "docs/shown.md").write_text(include.replace("NAME", "grid"))
+    assert checkout.findings() == []
+    checkout.result("one/choice", {"count": 12345}, ROWS[1:])
+    assert "has 0 rows with" in checkout.finding()
+    (checkout.root / "docs/shown.md").write_text("\n" + include.replace("NAME", "other"))
+    assert "docs/shown.md:2: unknown table 'other'" in checkout.findings()
 
 
 def test_a_figure_may_be_of_some_machines_only(checkout: Checkout) -> None:
@@ -185,7 +218,7 @@ def test_a_grid_selects_rows_of_results(checkout: Checkout) -> None:
 def test_running_text_quotes_figures_and_its_sources_are_listed(checkout: Checkout) -> None:
     page = checkout.page()
     assert "quotes <!-- figure: one/speed {ratio:.3f} -->2.345<!-- / --> of it" in page
-    assert "[speed](bench/results/one/speed.json)" in page.rpartition("figures: sources")[2]
+    assert "[one/speed](bench/results/one/speed.json)" in page.rpartition("figures: sources")[2]
     assert "<!-- figures: nothing of this fence is meant -->" in page
 
 
@@ -218,7 +251,7 @@ def test_line_ends_of_a_page_stay(checkout: Checkout) -> None:
         ("README.md", "1.50x (missed)", "1.50x"),
         ("README.md", ">= 2 |", ">= 1 |"),
         ("README.md", "-->2.345<", "-->2.346<"),
-        ("README.md", "/two/speed.json) `", "/two/speed.json) `0"),
+        ("README.md", "/two/speed.json), ", "/one/speed.json), "),
         ("README.md", "| `count`, of choices | 12,345 |  |  |\n", ""),
         ("docs/deep/grid.md", "0.988", "0.989"),
     ],
@@ -358,7 +391,7 @@ def test_an_interrupted_run_may_be_quoted_if_its_command_says_so(checkout: Check
     note = "make choice (ended by Ctrl-C behind the last of them)"
     checkout.edit(str(definitions.FILE), "choice: make choice", f"choice: {note}")
     assert list(command.check(checkout.root, write=True)) == []
-    assert f"`{note}`" in checkout.page()
+    assert f"`{note}`" in checkout.sources()
 
 
 def test_results_of_two_gpus_are_told_apart(checkout: Checkout) -> None:
@@ -371,10 +404,10 @@ def test_results_of_two_gpus_are_told_apart(checkout: Checkout) -> None:
     checkout.edit(str(definitions.FILE), "cpu: CPU Two", "cpu: CPU One")
     assert list(command.check(checkout.root, write=True)) == []
     for said in (
-        "on GPU One, CPU One, 2 cores: [speed](bench/results/one/speed.json)",
-        "; on GPU Two, CPU One, 2 cores: [speed](bench/results/two/speed.json)",
+        "[one/speed](../bench/results/one/speed.json) | GPU One, CPU One, 2 cores |",
+        "[two/speed](../bench/results/two/speed.json) | GPU Two, CPU One, 2 cores |",
     ):
-        assert said in checkout.page()
+        assert said in checkout.sources()
 
 
 def test_every_commit_of_a_result_is_named(checkout: Checkout) -> None:
@@ -382,7 +415,7 @@ def test_every_commit_of_a_result_is_named(checkout: Checkout) -> None:
     first, last = checkout.commit, checkout.new_commit()
     checkout.result("one/speed", {"ratio": 2.345}, commit=last, commits=[first, last])
     assert list(command.check(checkout.root, write=True)) == []
-    assert f"(bench/results/one/speed.json) `{first}`, `{last}` 2026-01-02" in checkout.page()
+    assert f"| `{first}`, `{last}` | 2026-01-02 |" in checkout.sources()
     checkout.result("one/speed", {"ratio": 2.345}, commit=f"{last}-dirty", commits=[first, last])
     (found,) = command.check(checkout.root, write=True)
     assert f"was measured on uncommitted code ({last}-dirty)" in found
@@ -527,7 +560,7 @@ def test_a_table_that_mixes_machines_has_to_say_so(checkout: Checkout) -> None:
     assert found == ["table 'grid' mixes machines (one, two) without saying so: set mixed"]
     checkout.edit(str(definitions.FILE), "from: one/choice", "from: one/choice\n    mixed: true")
     assert checkout.findings() == []
-    assert "CPU Two" in checkout.page("docs/deep/grid.md")
+    assert "[two/choice]" in checkout.page("docs/deep/grid.md")
 
 
 def test_a_grid_needs_one_row_for_each_cell(checkout: Checkout) -> None:
@@ -594,7 +627,7 @@ def test_keys_are_names_and_nothing_else() -> None:
 def test_no_figure_stands_outside_of_a_table_that_is_written(file: str) -> None:
     page = next(page for page in pages.find(harness.REPOSITORY) if page.file == Path(file))
     assert page.findings == []
-    assert page.spans
+    assert page.spans or page.included
     rest = page.with_texts(["" for _ in page.spans])
     section = rest[rest.index("# Figures\n") :].split("\n## License\n")[0]
     assert not re.search(r"^\|", section, re.MULTILINE)
@@ -603,8 +636,10 @@ def test_no_figure_stands_outside_of_a_table_that_is_written(file: str) -> None:
 
 def test_definitions_of_the_pages_are_sound() -> None:
     defined = definitions.read(harness.REPOSITORY)
-    named = {span.name for page in pages.find(harness.REPOSITORY) for span in page.spans}
-    assert defined.tables.keys() <= named
+    found = list(pages.find(harness.REPOSITORY))
+    named = {span.name for page in found for span in page.spans}
+    included = {name for page in found for name, _ in page.included}
+    assert defined.tables.keys() <= named | included
     assert {"headline", "ttft", "figures", "stall"} <= defined.tables.keys()
     for table in defined.tables.values():
         for figure in table.figures:

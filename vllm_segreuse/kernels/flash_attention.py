@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to keys that every query of a tile sees, by vLLM's FlashAttention 3.
 
-Where nothing is masked it is the fastest there is on Hopper (docs/gpu-kernels.md). The keys behind,
+Where nothing is masked it is the fastest there is on Hopper (docs/gpu-results.md). The keys behind,
 which only some of a tile's queries see, are left to the sparse-query kernel, which starts from what
 comes back, as in cascade inference (Ye et al. 2024).
 """

@@ -16,7 +16,7 @@ MAX_SPLITS = 32
 COMMON_TILES = 16
 """Tiles of a request, on average, from which on the keys that all queries of a tile see are left to
 FlashAttention 3. With fewer, queries of a tile lie far apart, and it may not pay
-(docs/gpu-kernels.md)."""
+(docs/gpu-results.md)."""
 _WIDEST = 3
 """How many times its share of a context a tile may span before it is cut, where its first keys are
 left to FlashAttention 3. Keys within the span are attended to by one program, for which all others
@@ -95,7 +95,7 @@ def attention_tuning(
 
     On Hopper keys and values are loaded two steps ahead, for which a program takes so much of the
     shared memory that there is one on a multiprocessor. Of 18 sizes tried on an H100 none was more
-    than 2 % faster for passes of 384 to 1,664 queries (docs/gpu-kernels.md).
+    than 2 % faster for passes of 384 to 1,664 queries (docs/gpu-results.md).
 
     Args:
         dtype, head_size, queries, group: see `default_tuning`.
@@ -230,7 +230,7 @@ def heads_per_kv_head(heads: int, kv_heads: int) -> int:
 def splits_to_fill(programs: int, keys: int, device: torch.device, resident: int) -> int:
     """Among how many programs to divide `keys`, so that every multiprocessor has what it can run.
 
-    More than that was slower on an H100 (docs/gpu-kernels.md): what is divided is joined.
+    More than that was slower on an H100 (docs/gpu-results.md): what is divided is joined.
 
     Args:
         programs: there are without splits.
