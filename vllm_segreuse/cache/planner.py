@@ -207,7 +207,7 @@ class Planner:
             plan computes the last token, whose slot it then needs; 0 to run without reuse, or not
             at all in this step if that closed admission; None to decide in a later step.
         """
-        self._drop(tracked.request_id)
+        self._drop(tracked.request_id)  # the pins of a plan that was made before
         tracked.plan, tracked.observed, tracked.given_up = None, None, None
         tracked.start = start
         stop = num_tokens - 1
@@ -227,6 +227,7 @@ class Planner:
         if state.fresh:
             self._budget.lookups += 1
             return None
+        # Once: else a request that has missed room would never reuse anything again.
         more, tracked.misses_room = tracked.misses_room, 0
         state = state._replace(blocks_needed=state.blocks_needed + more)
         try:
