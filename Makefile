@@ -8,7 +8,7 @@ VLLM ?= 0.33.0
 NEXT ?= tests/compat tests/stateful tests/cache tests/tier tests/serve tests/test_scheduler.py tests/e2e
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quick test next mutants sampled mutation stress demo bench docs lint format clean
+.PHONY: help setup quick test next sampled stress demo bench docs lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,14 +27,8 @@ next: setup ## run the suites on the vLLM to come, over the installed one's kern
 	@folder=$$($(VENV)/python scripts/next_vllm.py $(VLLM)) && \
 		PYTHONDONTWRITEBYTECODE= PYTHONPATH=$$folder VLLM_TARGET_DEVICE=cpu $(VENV)/python -m pytest $(NEXT) $(ARGS)
 
-mutants: setup ## take safeguards out, one by one, and see whether the tests notice
-	@nice $(VENV)/python scripts/mutants.py $(ARGS)
-
 sampled: setup ## mistakes drawn at random from the whole package, and which of them the tests notice: make sampled N=50
-	@nice $(VENV)/python scripts/mutants.py --sample $(N) $(ARGS)
-
-mutation: setup ## every small change of a module: make mutation ARGS="vllm_segreuse/plan/reuse.py tests/test_plan.py"
-	@nice $(VENV)/python scripts/mutation.py $(ARGS)
+	@nice $(VENV)/python scripts/mutants.py $(N) $(ARGS)
 
 stress: setup ## the models of tests/stateful at length: make stress ARGS="--operations 1000000 --seeds 10000"
 	@nice $(VENV)/python -m tests.stateful.stress $(ARGS)

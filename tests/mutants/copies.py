@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.mutants.lists import REPOSITORY, Mutant, MutantsError
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 CPU_S = 900
 TIMEOUT_S = 3600
@@ -22,8 +22,6 @@ TIMEOUT_S = 3600
 
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "haste", "--hypothesis-profile=quick")
 
-_BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
-_COMPILER = Path(__file__).resolve().with_name("cached_cxx.py")
 _MACHINE_CODE = "vllm_segreuse/**/*.nb[ci]"
 _running: set[subprocess.Popen[str]] = set()
 _HASTE = """# Found is enough: nobody reads the smallest example.
@@ -31,6 +29,10 @@ from hypothesis.internal.conjecture import engine
 
 engine.MAX_SHRINKING_SECONDS = 1
 """
+
+
+class MutantsError(Exception):
+    """The mutants say nothing: the sources fail unchanged, or other sources would be tested."""
 
 
 def copy_sources(to: Path) -> None:
@@ -68,25 +70,6 @@ def restore(root: Path, sources: Path) -> None:
         shutil.copy2(sources / name, root / name, follow_symlinks=False)
 
 
-def change(root: Path, mutant: Mutant, objects: Path) -> str | None:
-    """Apply a mutant, drop numba's code that it makes stale, and build native libraries anew.
-
-    Args:
-        objects: folder of what has been compiled, for other copies to use.
-
-    Returns:
-        How the compiler notices, if it does.
-    """
-    mutant.apply(root)
-    _drop_machine_code(root, mutant.files)
-    if any(file.startswith(("csrc/", "kernels/", "setup.py")) for file in mutant.files):
-        environment = dict(os.environ, CXX=str(_COMPILER), CXX_CACHE=str(objects))
-        done = subprocess.run(_BUILD, cwd=root, capture_output=True, text=True, env=environment)
-        if done.returncode or "is left out" in done.stderr:
-            return f"does not compile: {done.stderr[-300:]}"
-    return None
-
-
 def failure(root: Path, *arguments: str) -> str | None:
     """How the tests of a copy fail, or None. Tests that hang, or end their process, have failed.
 
@@ -94,7 +77,7 @@ def failure(root: Path, *arguments: str) -> str | None:
         arguments: of pytest.
 
     Raises:
-        MutantsError: a test is not there, or would test other sources than those of the copy.
+        MutantsError: the tests would run other sources than those of the copy.
     """
     environment = dict(os.environ, PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE="1")
     where = [sys.executable, "-c", "import vllm_segreuse; print(vllm_segreuse.__path__[0])"]
@@ -134,15 +117,9 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def told(code: int, output: str) -> str | None:
-    """How the tests failed, from pytest's exit status and output, or None.
-
-    Raises:
-        MutantsError: a test is not there.
-    """
+    """How the tests failed, from pytest's exit status and output, or None."""
     if code in (0, 5):  # 5: none of these tests is wanted here
         return None
-    if code == 4 and "ERROR: not found" in output:
-        raise MutantsError(f"a test that a mutant names is not there:\n{output[-500:]}")
     return first_failure(output) or f"pytest ended with {code}: {output[-500:]}"
 
 
@@ -152,11 +129,11 @@ def first_failure(output: str) -> str | None:
     return found and found[1]
 
 
-def _drop_machine_code(root: Path, files: set[str]) -> None:
-    """Of these sources, and of all whose constants and types come from them."""
+def drop_machine_code(root: Path, file: str) -> None:
+    """Drop numba's code of a source file, and of all whose constants and types come from it."""
     package = {path: _imported(path) for path in (REPOSITORY / "vllm_segreuse").glob("**/*.py")}
     stale: set[Path] = set()
-    new = {REPOSITORY / file for file in files}
+    new = {REPOSITORY / file}
     while new:
         stale |= new
         new = {path for path, imported in package.items() if imported & new} - stale

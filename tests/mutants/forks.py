@@ -18,11 +18,12 @@ from pathlib import Path
 
 from bench.server import cpu_environment
 from tests.mutants import copies, forking
-from tests.mutants.lists import MutantsError
+from tests.mutants.copies import MutantsError
+from tests.mutants.sampled import FOLDERS
 
 _PROGRAM = Path(forking.__file__).resolve()
-_SCANNED = ("vllm_segreuse", "bench", "tests")
-_OURS = (*_SCANNED, "examples", "scripts", "haste")
+_SCANNED = (*FOLDERS, "bench", "tests")
+_OURS = (*(Path(it).name for it in _SCANNED), "examples", "scripts", "haste")
 _ENGINES = ("e2e", "gpu")
 
 
@@ -65,7 +66,7 @@ class Forks:
             arguments: of pytest.
 
         Raises:
-            MutantsError: a test is not there, or would test other sources than those of the copy.
+            MutantsError: the tests would run other sources than those of the copy.
         """
         with tempfile.NamedTemporaryFile("r", prefix="mutant-", suffix=".log") as log:
             every = [*copies.PYTEST, *arguments]

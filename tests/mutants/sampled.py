@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants that nobody has seen: small mistakes at places of the package that are drawn at random.
+"""Mutants: small mistakes at places of the package that are drawn at random.
 
 Each kind of mistake is a function from a node of a syntax tree to what takes the place of a part of
 its source. What only people read (docstrings, messages, annotations) is left as it is.
@@ -15,10 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutants.lists import REPOSITORY, Edit, Mutant
-
-PACKAGE = "vllm_segreuse"
-ORIGIN = "sampled"
+FOLDERS = ("vllm_segreuse",)
+"""Packages that mistakes are made in: paths from the root of the repository."""
 
 _COMPARISONS = dict(
     it
@@ -32,6 +30,22 @@ _ARITHMETIC = dict(
 ) | {"/": "*", "%": "//", "**": "*", "^": "&"}
 _SAYING = ("debug", "info", "warning", "error", "exception", "warning_once", "print")
 """Calls whose arguments only people read."""
+
+
+class Mutant(NamedTuple):
+    """A mistake that tests have to notice.
+
+    Attributes:
+        file: path of the source file below the root.
+        text: of the whole file, with the mistake.
+        why: what was changed, and where.
+        tests: files of tests that should notice, the most telling first.
+    """
+
+    file: str
+    text: str
+    why: str
+    tests: tuple[str, ...]
 
 
 class Change(NamedTuple):
@@ -169,14 +183,17 @@ def _is_for_people(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom)
 
 
-def sample(count: int, seed: int, root: Path = REPOSITORY) -> list[Mutant]:
+def sample(count: int, seed: int, root: Path, within: Sequence[str] = FOLDERS) -> list[Mutant]:
     """So many mutants, each at a place of its own, drawn from all places alike.
 
     Args:
         seed: of the draw; equal sources and seeds give equal mutants.
         root: of the repository.
+        within: files and folders, as paths below the root, whose places are drawn from.
     """
-    paths = sorted((root / PACKAGE).rglob("*.py"))
+    paths = [it for folder in FOLDERS for it in sorted((root / folder).rglob("*.py"))]
+    wanted = [root / it for it in within]
+    paths = [it for it in paths if any(it.is_relative_to(one) for one in wanted)]
     places = [(path, *it) for path in paths for it in changes(path)]
     drawn = random.Random(seed).sample(places, min(count, len(places)))
     tests = test_files(root)
@@ -187,11 +204,10 @@ def _mutant(
     root: Path, path: Path, line: int, change: Change, tests: dict[str, list[str]]
 ) -> Mutant:
     source, file = path.read_bytes(), str(path.relative_to(root))
-    mutated = source[: change.start] + change.text.encode() + source[change.end :]
+    text = source[: change.start] + change.text.encode() + source[change.end :]
     was = source[change.start : change.end].decode()
     why = f"line {line}: {_short(was)} became {_short(change.text) or 'nothing'}"
-    edit = Edit(file, source.decode(), mutated.decode())
-    return Mutant((edit,), why, tuple(_tests_of(_module(file), tests)), ORIGIN)
+    return Mutant(file, text.decode(), why, tuple(_tests_of(_module(file), tests)))
 
 
 def _short(text: str) -> str:
@@ -200,7 +216,7 @@ def _short(text: str) -> str:
 
 
 def test_files(root: Path) -> dict[str, list[str]]:
-    """Files of tests without an engine, by module of the package that they import."""
+    """Files of tests without an engine, by module of ours that they import."""
     found: dict[str, list[str]] = {}
     for path in sorted((root / "tests").rglob("test_*.py")):
         if "e2e" not in path.parts and "gpu" not in path.parts:
@@ -219,22 +235,27 @@ def _tests_of(module: str, tests: dict[str, list[str]]) -> list[str]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
+    ours = {Path(folder).name for folder in FOLDERS}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ours:
             yield str(node.module)
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from (it.name for it in node.names if it.name.startswith(PACKAGE))
+            yield from (it.name for it in node.names if it.name.partition(".")[0] in ours)
 
 
 def _module(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    """The module that a file is, as others import it."""
+    folder = next(it for it in FOLDERS if Path(file).is_relative_to(it))
+    path = Path(file).relative_to(Path(folder).parent).with_suffix("")
+    return ".".join(path.parts).removesuffix(".__init__")
 
 
 def shares(rows: Sequence[tuple[str, bool]]) -> dict[str, str]:
     """How many of the mutants of each folder were caught, of (file, whether it was)."""
     by_folder: dict[str, list[bool]] = {}
     for file, caught in rows:
-        folder = "/".join(Path(file).parts[:2]) if len(Path(file).parts) > 2 else PACKAGE
-        by_folder.setdefault(folder, []).append(caught)
+        folder = next(it for it in FOLDERS if Path(file).is_relative_to(it))
+        below = Path(file).relative_to(folder).parts
+        by_folder.setdefault("/".join([folder, *below[:-1][:1]]), []).append(caught)
     return {it: f"{sum(has)} of {len(has)}" for it, has in sorted(by_folder.items())}

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import sampled
-from tests.mutants.lists import REPOSITORY
+from tests.mutants.copies import REPOSITORY
+
+PACKAGE = REPOSITORY / sampled.FOLDERS[0]
 
 SOURCE = '''"""A text with 1 < 2."""
 from typing import TYPE_CHECKING
@@ -60,24 +62,53 @@ def test_each_kind_of_mistake_is_made_where_code_runs(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("folder", sorted(p.name for p in (REPOSITORY / sampled.PACKAGE).iterdir()))
+@pytest.mark.parametrize("folder", sorted(p.name for p in PACKAGE.iterdir()))
 def test_what_is_drawn_is_python(folder: str) -> None:
-    path = REPOSITORY / sampled.PACKAGE / folder
+    path = PACKAGE / folder
     for file in [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))[:3]:
         before = ast.dump(ast.parse(file.read_bytes()))
         for text in mutated(file)[::7]:
             assert ast.dump(ast.parse(text)) != before
 
 
-def test_a_draw_can_be_repeated_and_fits() -> None:
-    drawn = sampled.sample(30, seed=4)
-    assert drawn == sampled.sample(30, seed=4)
-    assert drawn != sampled.sample(30, seed=5)
-    assert len({mutant.edits for mutant in drawn}) == 30
-    assert len({file for mutant in drawn for file in mutant.files}) > 15
+def test_a_draw_can_be_repeated_and_changes_files_that_are_there() -> None:
+    drawn = sampled.sample(30, 4, REPOSITORY)
+    assert drawn == sampled.sample(30, 4, REPOSITORY)
+    assert drawn != sampled.sample(30, 5, REPOSITORY)
+    assert len({(mutant.file, mutant.text) for mutant in drawn}) == 30
+    assert len({mutant.file for mutant in drawn}) > 15
     for mutant in drawn:
-        assert mutant.misfit(REPOSITORY) is None
+        assert mutant.text != (REPOSITORY / mutant.file).read_text()
         assert all((REPOSITORY / test).is_file() for test in mutant.tests)
+
+
+def test_a_draw_stays_within_what_is_asked_for() -> None:
+    within = ["vllm_segreuse/plan", "vllm_segreuse/scheduler.py"]
+    files = {mutant.file for mutant in sampled.sample(60, 4, REPOSITORY, within)}
+    assert "vllm_segreuse/scheduler.py" in files
+    assert {str(Path(file).parent) for file in files} == {"vllm_segreuse", "vllm_segreuse/plan"}
+    assert not sampled.sample(60, 4, REPOSITORY, ["tests"])
+
+
+def test_a_sibling_of_the_package_is_drawn_from_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampled, "FOLDERS", ("one", "packages/other"))
+    for name, text in {
+        "one/a.py": "A = 1\n",
+        "packages/other/__init__.py": "B = 2\n",
+        "packages/other/c/d.py": "C = 3\n",
+        "tests/test_it.py": "import other\nfrom other.c import d\nfrom one import a\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    drawn = sampled.sample(9, 0, tmp_path, sampled.FOLDERS)
+    assert {mutant.file for mutant in drawn} == {
+        *("one/a.py", "packages/other/__init__.py", "packages/other/c/d.py")
+    }
+    assert {mutant.tests for mutant in drawn} == {("tests/test_it.py",)}
+    caught = [(mutant.file, True) for mutant in drawn]
+    assert list(sampled.shares(caught)) == ["one", "packages/other", "packages/other/c"]
 
 
 def test_tests_of_a_modules_own_name_come_first() -> None:
@@ -89,5 +120,5 @@ def test_tests_of_a_modules_own_name_come_first() -> None:
 
 
 def test_shares_are_by_folder() -> None:
-    rows = [("p/a/x.py", True), ("p/a/y.py", False), ("p/z.py", True)]
-    assert sampled.shares(rows) == {"p/a": "1 of 2", sampled.PACKAGE: "1 of 1"}
+    rows = [(f"vllm_segreuse/{it}.py", it != "a/y") for it in ("a/x", "a/y", "a/b/w", "z")]
+    assert sampled.shares(rows) == {"vllm_segreuse": "1 of 1", "vllm_segreuse/a": "2 of 3"}

@@ -19,8 +19,9 @@ def test_a_request_preempted_in_the_step_that_scheduled_it_leaves_no_names() -> 
     )
     long = world.add(Ask(tokens=[*range(100, 136)], priority=2))
     world.step()
-    urgent = world.add(Ask(tokens=[5, 6, 7, 8], max_tokens=12))
+    urgent = world.add(Ask(tokens=[5, 6, 7, 8], max_tokens=12, seed=1))
     world.step()
+    assert not urgent.is_finished()  # it needs a block for its next token
     assert (long.num_computed_tokens, urgent.num_computed_tokens) == (24, 4)
     world.hold(world.pool.get_num_free_blocks() - 2)  # what the long one takes
     world.step()
@@ -118,9 +119,9 @@ def test_22_an_end_while_the_word_is_under_way_is_told_once() -> None:
     world.drain()
 
 
-def test_the_token_behind_a_spread_plan_donates_once_it_is_computed() -> None:
-    """Its block is named when the plan is done. Here the request does not run in that step: there
-    is no block for its drafts."""
+def test_the_token_behind_a_spread_plan_does_not_donate_before_it_is_computed() -> None:
+    """Its block, all of whose other tokens are computed, is named when the plan is done. Here the
+    request does not run in that step: there is no block for its drafts."""
     world = World(Setup(40, spread_tokens=1, drafts=3))
     world.add(Ask(tokens=list(DOCUMENTS[0]), keys=("a",), max_tokens=1))
     world.sessions.begin([40, 41], None, answer=1)  # it holds blocks for the rest of the test
@@ -128,7 +129,7 @@ def test_the_token_behind_a_spread_plan_donates_once_it_is_computed() -> None:
     world.step()
     options: dict[str, Any] = {"segreuse_policy": "focus", "segreuse_min_reused_tokens": 4}
     options["segreuse_recompute_ratio"] = 0.3
-    tokens = [90, 91, *DOCUMENTS[0], 92, 93]
+    tokens = [90, 91, *DOCUMENTS[0], *range(92, 98)]
     request = world.add(Ask(tokens=tokens, keys=("a",), options=options))
     for _ in range(9):
         if request.request_id in world.scheduler.finished_recving_kv_req_ids:

@@ -183,7 +183,7 @@ class FrozenPool:
         Raises:
             ValueError: the part holds no block, or its entry has other parts.
         """
-        if not part.block_ids:
+        if not part.block_ids:  # `_readers` looks at the first
             raise ValueError(f"part {order.part} of {order.entry} holds no block")
         entry = self._entries.get(order.entry)
         if entry is not None and len(entry.parts) != order.parts:

@@ -211,7 +211,7 @@ class Planner:
             plan computes the last token, whose slot it then needs; 0 to run without reuse, or not
             at all in this step if that closed admission; None to decide in a later step.
         """
-        self._drop(tracked.request_id)
+        self._drop(tracked.request_id)  # the pins of a plan that was made before
         tracked.plan = tracked.observed = tracked.decision.given_up = None
         tracked.decision.start = start
         stop = num_tokens - 1

@@ -45,6 +45,7 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
             if not pool.make_room(needed - pool.num_free_blocks()):
                 break
             allocated = original(self, request, num_new_tokens, *args, **kwargs)
+        # A request that waits for others, or for the next step, keeps its plan.
         if (
             allocated is None
             and not (pool.is_closed or is_anybody_admitted(self))

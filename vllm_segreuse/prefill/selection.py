@@ -89,7 +89,7 @@ def choose(
     group = get_tp_group()
     flat = torch.cat(scores, dim=-1)
     if group.world_size > 1:
-        if gather is Gather.MAX:
+        if gather is Gather.MAX:  # a rank has seen the peaks of its own heads only
             flat = group.all_gather(flat[None], dim=0).amax(0)
         else:
             excluded = flat.isinf()
@@ -110,7 +110,7 @@ def choose(
         chosen.append(indices)
         first += part.numel()
     together = torch.cat(chosen)
-    if group.world_size > 1:
+    if group.world_size > 1:  # near ties: ranks may round differently
         together = group.broadcast(together, src=0)
     if threshold:
         together = together[together != _NOT_CHOSEN]

@@ -45,7 +45,7 @@ class GraphProof:
                 forward by more than rounding.
         """
         scratch, graphs = self._scratch, CudaGraphs(self._layers.stack, captured)
-        scratch.clear_own()  # vLLM has warmed up since
+        scratch.clear_own()  # vLLM has warmed up since, and may have left NaN
         scratch.forward()
         allowed = allowed_deviation(scratch)
         self._layers.graphs = graphs
