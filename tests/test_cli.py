@@ -8,8 +8,11 @@ import pytest
 import vllm
 from vllm.entrypoints.cli.serve import ServeSubcommand
 
-import vllm_segreuse.knowledge
-from vllm_segreuse import cli, version
+import segreuse_tools.commands
+import vllm_segreuse
+from segreuse_tools import cli
+from segreuse_tools.commands import calibrate, kb
+from vllm_segreuse import version
 from vllm_segreuse.config import ConfigError
 from vllm_segreuse.launch import names_connector, resolve_flags
 
@@ -78,7 +81,7 @@ def test_31_other_versions_of_vllm_are_refused_in_one_sentence(
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     monkeypatch.setattr(
-        "vllm_segreuse.calibrate.cli.main", lambda rest: version.require_supported_vllm()
+        "segreuse_tools.commands.calibrate.main", lambda rest: version.require_supported_vllm()
     )
     for command in ("serve", "calibrate"):
         with pytest.raises(SystemExit, match=r"^vllm-segreuse: .*found 0\.99\.0"):
@@ -110,8 +113,8 @@ def test_usage_goes_to_who_asked_for_it(
 
 def test_other_commands_get_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("vllm_segreuse.knowledge.cli.main", lambda rest: seen.append(rest))
-    monkeypatch.setattr("vllm_segreuse.calibrate.cli.main", lambda rest: seen.append(rest) or 3)
+    monkeypatch.setattr(kb, "main", lambda rest: seen.append(rest))
+    monkeypatch.setattr(calibrate, "main", lambda rest: seen.append(rest) or 3)
     cli.main(["kb", "ls", "--json"])
     with pytest.raises(SystemExit) as ended:
         cli.main(["calibrate", "m"])
@@ -120,8 +123,8 @@ def test_other_commands_get_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kb_says_which_package_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(vllm_segreuse.knowledge, "cli", raising=False)
-    monkeypatch.setitem(sys.modules, "vllm_segreuse.knowledge.cli", None)
+    monkeypatch.delattr(segreuse_tools.commands, "kb", raising=False)
+    monkeypatch.setitem(sys.modules, "segreuse_tools.commands.kb", None)
     with pytest.raises(SystemExit, match=r"pip install 'vllm-segreuse\[kb\]'"):
         cli.main(["kb", "ls"])
 

@@ -25,7 +25,8 @@ REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
 MAX_README_WORDS = 1000
 BESIDE = ("csrc", "examples", "kernels", "models")
-OURS = ("bench", "examples", "lab", "recipes", "scripts", "tests", "vllm_segreuse")
+PACKAGES = ("segreuse_tools", "vllm_segreuse")
+OURS = ("bench", "examples", "lab", "recipes", "scripts", "tests", *PACKAGES)
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def routes() -> list[Any]:
     from vllm.entrypoints.launchers.app import build_app
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_segreuse.doctor.arguments import make_arg_parser
+    from segreuse_tools.server_arguments import make_arg_parser
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     return list(build_app(args, ("generate",), None).routes)

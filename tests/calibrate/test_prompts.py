@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_segreuse.calibrate.prompts import Prompt, PromptError, contexts, read_texts, tokenised
+from segreuse_tools.calibrate.segmented_prompts import (
+    Prompt,
+    PromptError,
+    contexts,
+    read_texts,
+    tokenised,
+)
 
 GOOD = {"prefix": "ab", "segments": ["cd", "ef", "gh"], "suffix": "ij"}
 LONG = 1000

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from segreuse_tools import cli as commands
+from segreuse_tools.commands import doctor as cli
+from segreuse_tools.doctor.diagnosis import diagnose
 from tests.doctor import hub
 from tests.doctor.test_families import FAMILIES
-from vllm_segreuse import cli as commands
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.doctor import cli
-from vllm_segreuse.doctor.diagnosis import diagnose
 
 KEYS = [
     *("works", "architectures", "reasons", "notes", "versions", "machine", "model", "policy"),
@@ -82,7 +82,7 @@ def test_json_is_all_that_standard_output_gets(model: Any) -> None:
     command = [
         sys.executable,
         "-m",
-        "vllm_segreuse.cli",
+        "segreuse_tools",
         "doctor",
         model("deepseek-v3.2"),
         "--json",

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from bench.shapes import make_model
 from bench.suites.tier import prompt_tokens
+from segreuse_tools.commands import kb as cli
+from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.e2e.server import ADMIN_TOKEN, Server
-from vllm_segreuse.knowledge import cli
-from vllm_segreuse.knowledge.client import KnowledgeClient
 from vllm_segreuse.knowledge.schemas import Document, NewDocument
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

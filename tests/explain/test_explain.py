@@ -12,8 +12,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from vllm_segreuse.explain import cli, show, words
-from vllm_segreuse.explain.client import (
+from segreuse_tools.commands import explain as cli
+from segreuse_tools.explain import stretch_table
+from vllm_segreuse.explain import words
+from vllm_segreuse.explain.asking import (
     EXCERPT_TOKENS,
     ExplainError,
     InputError,
@@ -79,7 +81,7 @@ def server() -> Server:
 def printed(server: Server) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(show.table(explain(server.client(), BODY)))
+        console.print(stretch_table.table(explain(server.client(), BODY)))
     return capture.get()
 
 
@@ -307,7 +309,7 @@ def test_a_reader_that_has_enough_is_no_error(request_file: Path, form: list[str
     code = (
         "import sys, httpx\n"
         "from tests.explain.test_explain import Server\n"
-        "from vllm_segreuse.explain import cli\n"
+        "from segreuse_tools.commands import explain as cli\n"
         "client = Server().client()\n"
         "httpx.Client = lambda **options: client\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"

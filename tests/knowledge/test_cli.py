@@ -14,10 +14,12 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+import vllm_segreuse
+from segreuse_tools.cli import main
+from segreuse_tools.commands import kb as cli
+from segreuse_tools.knowledge import extract, status_tables
+from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.cli import main as vllm_segreuse
-from vllm_segreuse.knowledge import cli, extract, show
-from vllm_segreuse.knowledge.client import KnowledgeClient
 from vllm_segreuse.knowledge.schemas import NewDocument
 
 Run = Callable[..., Result]
@@ -333,7 +335,7 @@ def test_removing_a_base_asks_a_person(
 
 def test_the_environment_names_what_the_server_reads() -> None:
     # Read, not imported: that takes seconds, since vLLM comes with it.
-    admin = Path(cli.__file__).parents[1] / "serve" / "admin.py"
+    admin = Path(vllm_segreuse.__file__).parent / "serve" / "admin.py"
     assert f'ADMIN_TOKEN_ENV = "{cli.TOKEN_ENV}"' in admin.read_text()
 
 
@@ -342,17 +344,17 @@ def test_it_is_part_of_the_command(
 ) -> None:
     client.create("py")
     with pytest.raises(SystemExit) as ended:
-        vllm_segreuse(["kb", "ls", "--json"])
+        main(["kb", "ls", "--json"])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)[0]["name"] == "py"
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "vllm_segreuse.knowledge.cli")
-    monkeypatch.delattr("vllm_segreuse.knowledge.cli")
+    monkeypatch.delitem(sys.modules, "segreuse_tools.commands.kb")
+    monkeypatch.delattr("segreuse_tools.commands.kb")
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'vllm-segreuse\[kb\]'"):
-        vllm_segreuse(["kb", "ls"])
+        main(["kb", "ls"])
 
 
 def test_times_are_told_in_the_largest_unit(client: KnowledgeClient, run: Run, docs: Path) -> None:
@@ -365,6 +367,6 @@ def test_times_are_told_in_the_largest_unit(client: KnowledgeClient, run: Run, d
         for document, age in zip(client.documents("py"), ages, strict=True)
     ]
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(show.documents(rows, now))
+    console.print(status_tables.documents(rows, now))
     text = console.export_text()
     assert all(age in text for age in ("never", "5 s ago", "1 h ago", "3 d ago"))

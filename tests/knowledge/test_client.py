@@ -7,15 +7,15 @@ import sys
 import httpx
 import pytest
 
-from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.knowledge import client as module
-from vllm_segreuse.knowledge.client import (
+from segreuse_tools.knowledge import client as module
+from segreuse_tools.knowledge.client import (
     ClientError,
     KnowledgeClient,
     RefusedError,
     UnreachableError,
     batches,
 )
+from tests.knowledge.served import FAULT, TOKEN, Served, served
 from vllm_segreuse.knowledge.schemas import Counts, NewDocument
 
 ODD_IDS = ["a/b.md", "50%", "ü ß?x=1&y#7", "a%2Fb", "+", "a;b"]
@@ -287,7 +287,7 @@ def test_an_answer_of_another_program_is_recognised() -> None:
 
 def test_the_client_loads_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, vllm_segreuse.knowledge.client, vllm_segreuse.knowledge.cli\n"
+        "import sys, segreuse_tools.knowledge.client, segreuse_tools.commands.kb\n"
         "print([name for name in ('torch', 'vllm', 'pypdf') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

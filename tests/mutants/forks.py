@@ -21,7 +21,7 @@ from tests.mutants import copies, forking
 from tests.mutants.lists import MutantsError
 
 _PROGRAM = Path(forking.__file__).resolve()
-_SCANNED = ("vllm_segreuse", "bench", "tests")
+_SCANNED = ("vllm_segreuse", "segreuse_tools", "bench", "tests")
 _OURS = (*_SCANNED, "examples", "scripts", "haste")
 _ENGINES = ("e2e", "gpu")
 

@@ -11,9 +11,9 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from segreuse_tools.knowledge.client import TOKEN_ENV
+from segreuse_tools.server_arguments import make_arg_parser
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.doctor.arguments import make_arg_parser
-from vllm_segreuse.knowledge.client import TOKEN_ENV
 from vllm_segreuse.launch import check_config, names_connector, resolve_flags
 from vllm_segreuse.plugin import register
 from vllm_segreuse.routing import HEADER

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knowledge bases of a running server: its client, and the files that become documents."""
