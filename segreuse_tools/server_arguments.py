@@ -5,17 +5,30 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-try:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-except ImportError:  # vLLM 0.33
-    from vllm.entrypoints.common.cli_args import make_arg_parser
+from typing import TYPE_CHECKING
 
 from vllm_segreuse.config import ConfigError, SegReuseConfig
 from vllm_segreuse.launch import CONNECTOR, check_config
 from vllm_segreuse.plugin import register
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def server_parser(name: str) -> FlexibleArgumentParser:
+    """vLLM's parser of a server's options.
+
+    Args:
+        name: of the command, for messages.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # vLLM 0.33
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+
+    return make_arg_parser(FlexibleArgumentParser(prog=name))
 
 
 def server_arguments(command: str, model: str, arguments: Sequence[str]) -> Namespace:
@@ -25,7 +38,7 @@ def server_arguments(command: str, model: str, arguments: Sequence[str]) -> Name
         command: name of ours, for messages.
     """
     register()  # --segreuse is known, also where the plugin is not installed
-    parser = make_arg_parser(FlexibleArgumentParser(prog=f"vllm-segreuse {command}"))
+    parser = server_parser(f"vllm-segreuse {command}")
     args = parser.parse_args(["--model", model, *arguments])
     if args.model_tag is not None:
         parser.error(f"unrecognized arguments: {args.model_tag}")

@@ -8,7 +8,6 @@ import pytest
 import vllm
 from vllm.entrypoints.cli.serve import ServeSubcommand
 
-import segreuse_tools.commands
 import vllm_segreuse
 from segreuse_tools import cli
 from segreuse_tools.commands import calibrate, kb
@@ -90,7 +89,9 @@ def test_31_other_versions_of_vllm_are_refused_in_one_sentence(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
     said = capsys.readouterr().out.strip()
     assert said == f"vllm-segreuse {vllm_segreuse.__version__} (vLLM {vllm.__version__})"
 
@@ -107,26 +108,41 @@ def test_usage_goes_to_who_asked_for_it(
     out, err = capsys.readouterr()
     asked, other = (err, out) if code else (out, err)
     assert other == ""
-    for command in ("serve MODEL", "calibrate MODEL", "kb create|add|ls|rm|warm|stats"):
+    for command in ("serve MODEL", "calibrate MODEL", "kb create|add|ls|show|rm|warm|stats"):
         assert command in asked
 
 
 def test_other_commands_get_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(kb, "main", lambda rest: seen.append(rest))
+    monkeypatch.setattr(kb, "main", lambda rest: seen.append(rest) or 0)
     monkeypatch.setattr(calibrate, "main", lambda rest: seen.append(rest) or 3)
-    cli.main(["kb", "ls", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["calibrate", "m"])
-    assert ended.value.code == 3
+    assert cli.main(["kb", "ls", "--json"]) == 0
+    assert cli.main(["calibrate", "m"]) == 3
     assert seen == [["ls", "--json"], ["m"]]
 
 
-def test_kb_says_which_package_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(segreuse_tools.commands, "kb", raising=False)
-    monkeypatch.setitem(sys.modules, "segreuse_tools.commands.kb", None)
-    with pytest.raises(SystemExit, match=r"pip install 'vllm-segreuse\[kb\]'"):
-        cli.main(["kb", "ls"])
+@pytest.mark.parametrize(
+    ("command", "library", "extra"),
+    [("kb", "httpx", "kb"), ("explain", "rich", "kb"), ("doctor", "vllm", "cpu")],
+)
+def test_a_command_says_which_library_it_lacks(
+    command: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(rest: list[str]) -> int:
+        raise ModuleNotFoundError(name=f"{library}.part")
+
+    monkeypatch.setattr(f"segreuse_tools.commands.{command}.main", lacking)
+    why = rf"^vllm-segreuse {command} needs {library}: pip install 'vllm-segreuse\[{extra}\]'"
+    with pytest.raises(SystemExit, match=why):
+        cli.main([command])
+
+
+def test_a_module_of_ours_that_is_missing_is_no_missing_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "segreuse_tools.commands.doctor", None)
+    with pytest.raises(ModuleNotFoundError, match="segreuse_tools"):
+        cli.main(["doctor", "m"])
 
 
 def test_what_serve_parses_turns_segment_reuse_on(served: list[Any]) -> None:

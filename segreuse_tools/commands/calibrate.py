@@ -7,15 +7,17 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from segreuse_tools.arguments import add_config, number
 from segreuse_tools.calibrate import by_policy, by_similarity
 from segreuse_tools.calibrate.search import Found, cheapest, halves, judge
 from segreuse_tools.calibrate.segmented_prompts import PromptError
 from segreuse_tools.calibrate.verdict_table import as_yaml, header, name_of, row, table
 from segreuse_tools.estimate.request_log import LogError
 from segreuse_tools.model_folder import InputError
+from segreuse_tools.terminal import complain
 from vllm_segreuse.config import ConfigError
 from vllm_segreuse.supported import RefusedError
 
@@ -27,17 +29,17 @@ def main(arguments: Sequence[str]) -> int:
     """Run `vllm-segreuse calibrate`; returns the exit status: 1 if no setting keeps the bounds."""
     given, engine_arguments = _parse(arguments)
     if not _may_write(given.out):
-        print(
-            f"vllm-segreuse calibrate: cannot write {given.out}: it must be a file in a folder "
-            "that exists and that this user may write",
-            file=sys.stderr,
+        complain(
+            "calibrate",
+            f"cannot write {given.out}: it must be a file in a folder that exists and that this "
+            "user may write",
         )
         return BAD_INPUT
     try:
         measure = by_similarity.measure if given.similarity else by_policy.measure
         found = measure(given, engine_arguments)
     except (PromptError, LogError, ConfigError, InputError, RefusedError) as error:
-        print(f"vllm-segreuse calibrate: {error}", file=sys.stderr)
+        complain("calibrate", error)
         return BAD_INPUT
     index = cheapest(found.settings, given.max_kl, given.min_agreement)
     rows = [(name_of(it.options), judge(it.trials)) for it in found.settings]
@@ -94,7 +96,7 @@ def _write(given: argparse.Namespace, found: Found, index: int) -> int:
     try:
         given.out.write_text(as_yaml(found.written(setting.options), about), encoding="utf-8")
     except OSError as error:
-        print(f"vllm-segreuse calibrate: cannot write {given.out}: {error}", file=sys.stderr)
+        complain("calibrate", f"cannot write {given.out}: {error}")
         return BAD_INPUT
     print(f"written to {given.out}: vllm-segreuse serve MODEL --segreuse-config {given.out}")
     return DONE
@@ -117,21 +119,16 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="choose how similar segments are found and accepted, instead of a policy",
     )
-    parser.add_argument(
-        *("--config", "--segreuse-config"),
-        type=Path,
-        metavar="FILE.yaml",
-        help="with --similarity: options that the chosen ones are added to",
-    )
+    add_config(parser, "with --similarity: options that the chosen ones are added to")
     parser.add_argument(
         "--max-kl",
-        type=_number(math.inf),
+        type=number(float, 0, math.inf),
         default=0.05,
         help="largest mean divergence, in nats (%(default)s)",
     )
     parser.add_argument(
         "--min-agreement",
-        type=_number(1.0),
+        type=number(float, 0, 1),
         default=0.9,
         help="least share of prompts with the same first token (%(default)s)",
     )
@@ -142,7 +139,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--target-kl",
-        type=_number(math.inf),
+        type=number(float, 0, math.inf),
         default=0.1,
         help="what max_drift keeps nine in ten divergences below, in nats (%(default)s)",
     )
@@ -157,13 +154,3 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if given.config and not given.similarity:
         parser.error("--config needs --similarity: a policy is chosen without other options")
     return given, others
-
-
-def _number(largest: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = float(text)
-        if not 0 <= value <= largest:
-            raise argparse.ArgumentTypeError(f"{text} is not between 0 and {largest:g}")
-        return value
-
-    return number

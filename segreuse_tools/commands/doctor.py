@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from segreuse_tools.arguments import add_config
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from segreuse_tools.quiet import quiet
+from segreuse_tools.terminal import complain
 from vllm_segreuse.config import ConfigError, SegReuseConfig
 
 WORKS, REFUSED, BAD_INPUT = 0, 1, 2
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         options = options_of(args, of_file)
         diagnosis = diagnose(EngineArgs.from_cli_args(args), options)
     except (InputError, ConfigError) as error:
-        print(f"vllm-segreuse doctor: {error}", file=sys.stderr)
+        complain("doctor", error)
         return BAD_INPUT
     print(json.dumps(diagnosis.as_json(), indent=2) if given.json else as_text(diagnosis))
     return WORKS if diagnosis.works else REFUSED
@@ -56,11 +56,6 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--revision", help="branch, tag or commit of a cached model, as vLLM's (main)"
     )
-    parser.add_argument(
-        *("--config", "--segreuse-config"),
-        type=Path,
-        metavar="FILE.yaml",
-        help="options of segment reuse, as for `vllm-segreuse serve --segreuse-config`",
-    )
+    add_config(parser, "options of segment reuse, as for `vllm-segreuse serve --segreuse-config`")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_known_args(arguments)

@@ -6,17 +6,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from segreuse_tools.arguments import add_config, number
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, read_log
 from segreuse_tools.model_folder import InputError
 from segreuse_tools.quiet import quiet
+from segreuse_tools.terminal import complain
 from vllm_segreuse.config import AUTO, RECOMMENDED, ConfigError, SegReuseConfig
 from vllm_segreuse.policies import POLICIES
 from vllm_segreuse.supported import RefusedError
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str]) -> int:
         found, default = _estimated(given, engine_arguments, of_file, log, left_out)
     except RefusedError as error:
         for reason in error.reasons:
-            print(f"vllm-segreuse estimate: {given.model} is refused: {reason}", file=sys.stderr)
+            complain("estimate", f"{given.model} is refused: {reason}")
         return REFUSED
     except (LogError, InputError, ConfigError) as error:
-        print(f"vllm-segreuse estimate: {error}", file=sys.stderr)
+        complain("estimate", error)
         return BAD_INPUT
     finally:
         gc.unfreeze()
@@ -129,12 +129,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--model", required=True, help="folder with config.json and tokenizer, or a cached name"
     )
-    parser.add_argument(
-        *("--config", "--segreuse-config"),
-        type=Path,
-        metavar="FILE.yaml",
-        help="options of segment reuse, as for `vllm-segreuse serve --segreuse-config`",
-    )
+    add_config(parser, "options of segment reuse, as for `vllm-segreuse serve --segreuse-config`")
     parser.add_argument(
         "--policy",
         action="append",
@@ -151,34 +146,34 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--block-size",
-        type=_at_least(1, int),
+        type=number(int, 1),
         default=16,
         help="tokens per KV block (%(default)s, as vLLM's on GPUs)",
     )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
-        "--num-blocks", type=_at_least(2, int), metavar="N", help="KV blocks (all that is needed)"
+        "--num-blocks", type=number(int, 2), metavar="N", help="KV blocks (all that is needed)"
     )
     memory.add_argument(
-        "--kv-gib", type=_at_least(0, float), metavar="GIB", help="KV cache of one device"
+        "--kv-gib", type=number(float, 0), metavar="GIB", help="KV cache of one device"
     )
     order = parser.add_mutually_exclusive_group()
     order.add_argument(
         "--concurrency",
-        type=_at_least(1, int),
+        type=number(int, 1),
         default=1,
         metavar="N",
         help="requests at a time; the next arrives when one has ended (%(default)s)",
     )
     order.add_argument(
         "--tokens-per-second",
-        type=_at_least(1, float),
+        type=number(float, 1),
         metavar="N",
         help="requests arrive at their timestamps, and the engine computes N tokens in a second",
     )
     parser.add_argument(
         "--answer-tokens",
-        type=_at_least(1, int),
+        type=number(int, 1),
         default=128,
         metavar="N",
         help="most tokens of answers that were not logged (%(default)s)",
@@ -190,14 +185,3 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_known_args(arguments)
-
-
-def _at_least(least: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def number(text: str) -> Any:
-        value = kind(text)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {least:g} on")
-        return value
-
-    number.__name__ = kind.__name__  # named by argparse where the text is no number
-    return number

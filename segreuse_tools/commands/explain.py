@@ -6,58 +6,56 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import httpx
-from rich.console import Console
+from segreuse_tools.terminal import complain, print_all
 
-from segreuse_tools.explain import page
-from segreuse_tools.explain.stretch_table import table
-from vllm_segreuse.explain.asking import (
-    TIMEOUT_S,
-    ExplainError,
-    Explanation,
-    InputError,
-    authorized,
-    explain,
-    read_file,
-)
+if TYPE_CHECKING:
+    from vllm_segreuse.explain.asking import Explanation
 
 URL = "http://localhost:8000"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run it; returns the exit status: 1 if the server gave no explanation, 2 for bad input."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(arguments)
+    # Imported here: they are of the extra `kb`, which the help does not need.
+    import httpx
+    from rich.console import Console
+
+    from segreuse_tools.explain.stretch_table import table
+    from vllm_segreuse.explain import asking
+
     try:
-        body = read_file(args.request)
-        headers = authorized(args.api_key)
-        with httpx.Client(base_url=args.url, headers=headers, timeout=TIMEOUT_S) as server:
-            found = explain(server, body, args.reuse)
-    except (ExplainError, httpx.InvalidURL) as error:
-        print(f"vllm-segreuse explain: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ExplainError) and not isinstance(error, InputError) else 2
+        body = asking.read_file(args.request)
+        headers = asking.authorized(args.api_key)
+        with httpx.Client(base_url=args.url, headers=headers, timeout=asking.TIMEOUT_S) as server:
+            found = asking.explain(server, body, args.reuse)
+    except (asking.InputError, httpx.InvalidURL) as error:
+        complain("explain", error)
+        return 2
+    except asking.ExplainError as error:
+        complain("explain", error)
+        return 1
     if found.no_texts:
-        print(f"vllm-segreuse explain: no texts: {found.no_texts}", file=sys.stderr)
+        complain("explain", f"no texts: {found.no_texts}")
     status = _write_page(args.html, found, args.request.name) if args.html else 0
-    console = Console()
     if args.json:
-        said = json.dumps({"report": found.report, "texts": found.texts}, indent=1)
-        try:
-            print(said, flush=True)
-        except BrokenPipeError:  # `head` has enough
-            console.on_broken_pipe()  # ends the process, as it does for a table
+        print_all(json.dumps({"report": found.report, "texts": found.texts}, indent=1))
     else:
-        console.print(table(found))
+        Console().print(table(found))
     return status
 
 
 def _write_page(file: Path, found: Explanation, name: str) -> int:
+    from segreuse_tools.explain import page
+
     try:
         page.write(file, found, name)
     except OSError as error:
-        print(f"vllm-segreuse explain: cannot write {file}: {error}", file=sys.stderr)
+        complain("explain", f"cannot write {file}: {error}")
         return 2
     return 0
 

@@ -9,15 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.plan import ModelLayers
-from vllm_segreuse.prefill.checks import read_structure
-from vllm_segreuse.prefill.layer_runner import model_layers
 from vllm_segreuse.supported import RefusedError
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -71,6 +67,10 @@ def examine(vllm_config: VllmConfig) -> Examined:
 
 
 def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
+    from vllm_segreuse.model.attention_kind import kind_of
+    from vllm_segreuse.prefill.checks import read_structure
+    from vllm_segreuse.prefill.layer_runner import model_layers
+
     specs = _specs(vllm_config)
     kv_cache_config = _kv_cache_config(vllm_config, specs)
     if len(kv_cache_config.kv_cache_groups) == 1:  # else start-up refuses, and so does what follows
@@ -109,6 +109,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
+    import torch
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype

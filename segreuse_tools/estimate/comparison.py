@@ -7,16 +7,18 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from segreuse_tools.estimate.modelless_engine import ModellessEngine
-from segreuse_tools.estimate.renderer import Asked
 from segreuse_tools.estimate.replay import Pace, Replayed, replay
 from segreuse_tools.estimate.request_log import LogError, Reason
 from segreuse_tools.estimate.served_model import Model
 from segreuse_tools.estimate.twins import Arm, Twin
 from segreuse_tools.model_folder import InputError
 from vllm_segreuse.config import EXTRA_KEYS, SegReuseConfig
+
+if TYPE_CHECKING:
+    from segreuse_tools.estimate.modelless_engine import ModellessEngine
+    from segreuse_tools.estimate.renderer import Asked
 
 MOST_BLOCKS = 1 << 19
 """Of a KV cache whose size was not given."""
@@ -200,6 +202,8 @@ def _rows(
 
 
 def _engine(model: Model, arm: Arm, cache: Cache) -> ModellessEngine:
+    from segreuse_tools.estimate.modelless_engine import ModellessEngine
+
     transfer = model.vllm_config.kv_transfer_config
     assert transfer is not None
     transfer.kv_connector_extra_config = arm.options.model_dump()

@@ -9,15 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm import SamplingParams
-
-from segreuse_tools.estimate.modelless_engine import ModellessEngine, step_output
 from vllm_segreuse.cache.listener import BlockListener
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from segreuse_tools.estimate.modelless_engine import ModellessEngine
     from segreuse_tools.estimate.renderer import Asked
     from segreuse_tools.estimate.twins import Twin
     from vllm_segreuse.plan import ModelLayers, ReusePlan
@@ -140,6 +138,8 @@ class _Run:
         return time_s
 
     def _add(self, index: int) -> None:
+        from vllm import SamplingParams
+
         one = self.asked[index]
         for twin in self.twins:
             twin.arrived(one)
@@ -163,6 +163,8 @@ class _Run:
 
     def _step(self) -> bool:
         """One step of the engine; whether anything was done in it."""
+        from segreuse_tools.estimate.modelless_engine import step_output
+
         scheduler = self.engine.scheduler
         step: SchedulerOutput = scheduler.schedule()
         pool = self.engine.pool

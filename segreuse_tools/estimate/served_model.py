@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm.engine.arg_utils import AsyncEngineArgs
-
 from segreuse_tools.doctor.diagnosis import of_one_rank, one_line
 from segreuse_tools.doctor.examination import UnexaminedError, examine
 from segreuse_tools.doctor.memory_use import memory_of
@@ -59,6 +57,8 @@ def load_model(
         InputError: there is no such model, or vLLM does not take it or the arguments.
         RefusedError: segment reuse refuses it.
     """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     args = server_arguments(command, model, arguments)
     options = options_of(args, of_file)
     folder = find_model(model, args.revision)

@@ -24,6 +24,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from segreuse_tools.knowledge import TOKEN_ENV
 from vllm_segreuse.explain.asking import authorized
 from vllm_segreuse.knowledge.schemas import (
     MAX_DOCUMENTS,
@@ -43,9 +44,6 @@ from vllm_segreuse.knowledge.schemas import (
     Stats,
     WarmDocuments,
 )
-
-TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
-"""Variable that holds the admin token, for the server and for programs that use this client."""
 
 BATCH_CHARS = 1 << 20
 """Text in one request; a longer document goes alone."""

@@ -249,6 +249,4 @@ def test_an_option_that_vllm_does_not_have(options: list[str], model: Any) -> No
 
 def test_it_is_a_command_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "main", lambda arguments: len(arguments))
-    with pytest.raises(SystemExit) as ended:
-        commands.main(["doctor", "some/model", "--json"])
-    assert ended.value.code == 2
+    assert commands.main(["doctor", "some/model", "--json"]) == 2
