@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m segreuse_tools`: the command where it is not installed."""
 
-import sys
-
-from segreuse_tools.cli import main
+from segreuse_tools.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

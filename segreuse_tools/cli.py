@@ -8,7 +8,9 @@ that they do not know on to vLLM's own parser, and `serve` passes all.
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +39,26 @@ vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [options of vllm serve]
        vllm-segreuse --version"""
 _ENGINE = ("vllm", "torch")
 _CLIENTS = ("kb", "explain")
+_EXAMINE = ("doctor", "estimate")
+"""They load vLLM into this process, and start no other."""
+
+
+def run() -> None:
+    """`main` in a process of its own, which it ends."""
+    ended: list[int] = []
+    if sys.argv[1:2] and sys.argv[1] in _EXAMINE:
+        # Registered before all others, and so called after them.
+        atexit.register(_leave, ended)
+    ended.append(main())
+    sys.exit(ended[0])
+
+
+def _leave(ended: list[int]) -> None:
+    """Python would search all that vLLM has made for garbage, and free it, which takes seconds."""
+    if ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended[0])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

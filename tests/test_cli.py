@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-segreuse`: vLLM's own `serve` with the flag in its place, and the other commands."""
 
+import subprocess
 import sys
 from typing import Any
 
@@ -151,3 +152,20 @@ def test_what_serve_parses_turns_segment_reuse_on(served: list[Any]) -> None:
     resolve_flags(args)
     assert names_connector(args.kv_transfer_config)
     assert args.segreuse is False, "the flag is spent"
+
+
+def test_a_process_that_examined_a_model_ends_behind_what_others_do_at_its_end() -> None:
+    program = (
+        "import atexit, sys\n"
+        "from segreuse_tools import cli\n"
+        "from segreuse_tools.commands import doctor\n"
+        "def main(arguments):\n"
+        "    atexit.register(print, 'last words')\n"
+        "    print(*arguments)\n"
+        "    return 3\n"
+        "doctor.main = main\n"
+        "cli.run()\n"
+    )
+    command = [sys.executable, "-c", program, "doctor", "some/model"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "some/model\nlast words\n", "")

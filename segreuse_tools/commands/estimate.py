@@ -6,16 +6,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segreuse_tools.arguments import add_config, number
+from segreuse_tools.engine_loading import not_searched_for_garbage, quiet
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, read_log
 from segreuse_tools.model_folder import InputError
-from segreuse_tools.quiet import quiet
 from segreuse_tools.terminal import complain
 from vllm_segreuse.config import AUTO, RECOMMENDED, ConfigError, SegReuseConfig
 from vllm_segreuse.policies import POLICIES
@@ -81,17 +80,6 @@ def _estimated(
     policies = [RECOMMENDED if name == AUTO else name for name in given.policy] or [*POLICIES]
     found = estimate(model, asked, options, policies, cache, pace, left_out.reasons)
     return found, options.policy
-
-
-@contextmanager
-def not_searched_for_garbage() -> Iterator[None]:
-    """What is made meanwhile stays to the end, and is so much that each search takes long."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _ordered(log: list[Logged], timed: bool) -> list[Logged]:

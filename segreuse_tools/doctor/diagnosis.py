@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
 from segreuse_tools.doctor.memory_use import Memory, memory_of
 from segreuse_tools.doctor.trained_documents import Documents, documents_of
+from segreuse_tools.engine_loading import load_code
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from vllm_segreuse.config import ConfigError, SegReuseConfig
 from vllm_segreuse.isolated_options import POLICY as LINK
@@ -130,15 +131,12 @@ def _check_known(architectures: tuple[str, ...]) -> None:
 
 
 def _check_code(architectures: tuple[str, ...]) -> None:
-    """vLLM looks at a model's code in another process, and does not say what that lacked."""
-    from vllm import ModelRegistry
-
-    for name in architectures:
-        if name in ModelRegistry.models:
-            try:
-                ModelRegistry.models[name].load_model_cls()
-            except ImportError as error:
-                raise RefusedError(f"vLLM cannot load {name} here: {error}; install it") from error
+    """vLLM itself would not say what a model's code lacks."""
+    try:
+        load_code(architectures)
+    except ImportError as error:
+        named = ", ".join(architectures)
+        raise RefusedError(f"vLLM cannot load {named} here: {error}; install it") from error
 
 
 def _prepared(args: EngineArgs, folder: str, options: SegReuseConfig) -> EngineArgs:

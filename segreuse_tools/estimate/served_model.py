@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from segreuse_tools.doctor.diagnosis import of_one_rank, one_line
 from segreuse_tools.doctor.examination import UnexaminedError, examine
 from segreuse_tools.doctor.memory_use import memory_of
+from segreuse_tools.engine_loading import load_code
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from segreuse_tools.server_arguments import options_of, server_arguments
 from vllm_segreuse.config import SegReuseConfig
@@ -62,7 +64,9 @@ def load_model(
     args = server_arguments(command, model, arguments)
     options = options_of(args, of_file)
     folder = find_model(model, args.revision)
-    read_config(folder)
+    config = read_config(folder)
+    with suppress(ImportError):  # vLLM's configuration refuses it
+        load_code(config["architectures"])
     args.model = str(folder)
     engine_args = replace(
         AsyncEngineArgs.from_cli_args(args),

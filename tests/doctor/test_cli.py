@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
 
 from segreuse_tools import cli as commands
 from segreuse_tools.commands import doctor as cli
@@ -56,6 +57,15 @@ def test_a_model_that_works(model: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert "5.6 GiB per prompt of maximum length" in printed
     assert "a GiB holds 7 such documents (7,264 tokens)" in printed
     assert "policy    focus, the policy's own share" in printed
+
+
+def test_no_other_process_loads_vllm_to_look_at_the_model(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr(registry, "_run_in_subprocess", looked.append)
+    assert cli.main([model("qwen3-8b"), "--block-size", "32"]) == 0
+    assert looked == []
 
 
 def test_ranks_share_weights_and_kv(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
