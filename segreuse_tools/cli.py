@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import vllm_segreuse
-from segreuse_tools.arguments import chosen_command
+from segreuse_tools.command_line import chosen_command
 from vllm_segreuse.version import UnsupportedVersionError, installed_vllm
 
 COMMANDS = {

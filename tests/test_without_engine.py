@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ENGINE = ("vllm", "torch", "numba")
-OF_ENGINE = ("segreuse_tools.estimate.modelless_engine", "segreuse_tools.estimate.renderer")
+OF_ENGINE = ("segreuse_tools.estimate.modelless_engine", "segreuse_tools.estimate.prompt_rendering")
 """They are made of vLLM's scheduler, and of its renderer."""
 
 LISTED = f"""

@@ -10,7 +10,7 @@ from typing import Any
 
 from segreuse_tools.calibrate import drift_limits, loaded_model
 from segreuse_tools.calibrate.search import CANDIDATES, Found, Setting
-from segreuse_tools.calibrate.segmented_prompts import Prompt, Texts, read_texts, tokenised
+from segreuse_tools.calibrate.segmented_prompts import SegmentedPrompt, Texts, read_texts, tokenised
 from segreuse_tools.calibrate.trials import try_all
 from segreuse_tools.calibrate.verdict_table import about_drift
 
@@ -20,7 +20,7 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
 
     Raises:
         ConfigError: options of segment reuse are given.
-        PromptError: the file holds no prompts, or one that is too long.
+        PromptFileError: the file holds no prompts, or one that is too long.
     """
     texts = read_texts(given.prompts)  # before the engine starts, which takes long
     llm = _start(given.model, engine_arguments)
@@ -40,7 +40,7 @@ def _start(model: str, arguments: Sequence[str]) -> Any:
     return loaded_model.start(loaded_model.arguments_of(model, arguments))
 
 
-def _prompts(file: Path, texts: Sequence[Texts], llm: Any) -> list[Prompt]:
+def _prompts(file: Path, texts: Sequence[Texts], llm: Any) -> list[SegmentedPrompt]:
     tokenizer = llm.get_tokenizer()
     start = tokenizer("", add_special_tokens=True)["input_ids"][:1]
     return tokenised(

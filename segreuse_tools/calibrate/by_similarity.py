@@ -24,7 +24,7 @@ from vllm_segreuse.knowledge.scheduler_calls import call_scheduler_of
 from vllm_segreuse.policies import WITHOUT_CHOICE
 
 if TYPE_CHECKING:
-    from segreuse_tools.estimate.renderer import Asked
+    from segreuse_tools.estimate.prompt_rendering import Asked
 
 NAMESPACE = "calibration"
 """Of requests that name none."""
@@ -54,7 +54,7 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
     of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
     log = read_log(given.prompts)
     # Imported here: it loads vLLM, which takes seconds, and bad input is reported before.
-    from segreuse_tools.estimate.renderer import Renderer
+    from segreuse_tools.estimate.prompt_rendering import Renderer
     from segreuse_tools.estimate.served_model import load_model
 
     model = load_model("calibrate", given.model, engine_arguments, of_file)

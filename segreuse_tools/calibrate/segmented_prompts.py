@@ -15,7 +15,7 @@ SAME_TOKENS = 15
 """Of two texts that may begin alike: fewer than a block, which the prefix cache finds."""
 
 
-class PromptError(ValueError):
+class PromptFileError(ValueError):
     """A line of the file is no prompt; the text names the line and what is expected."""
 
 
@@ -25,7 +25,7 @@ class Texts:
 
     Attributes:
         where: file and number of the line, for messages.
-        prefix, segments, suffix: as of a `Prompt`.
+        prefix, segments, suffix: as of a `SegmentedPrompt`.
     """
 
     where: str
@@ -35,7 +35,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SegmentedPrompt:
     """Token ids of a prompt, in parts.
 
     Attributes:
@@ -60,9 +60,9 @@ def read_texts(file: Path) -> list[Texts]:
     Blank lines are skipped.
 
     Raises:
-        PromptError: the file cannot be read, holds fewer than two prompts, or a line is none.
+        PromptFileError: the file cannot be read, holds fewer than two prompts, or a line is none.
     """
-    found = [_texts(where, given) for where, given in json_lines(file, PromptError)]
+    found = [_texts(where, given) for where, given in json_lines(file, PromptFileError)]
     _check_count(file, len(found))
     return found
 
@@ -73,7 +73,7 @@ def tokenised(
     encode: Callable[[str], list[int]],
     bos: int | None,
     max_model_len: int,
-) -> list[Prompt]:
+) -> list[SegmentedPrompt]:
     """The prompts of a file. What is there twice counts once: else one half could choose and the
     other check by the same prompt.
 
@@ -85,17 +85,17 @@ def tokenised(
         max_model_len: of the engine: tokens of a prompt and an answer.
 
     Raises:
-        PromptError: a prompt is too long, or fewer than two differ.
+        PromptFileError: a prompt is too long, or fewer than two differ.
     """
-    distinct: dict[tuple[int, ...], Prompt] = {}
+    distinct: dict[tuple[int, ...], SegmentedPrompt] = {}
     for it in texts:
-        prompt = Prompt(
+        prompt = SegmentedPrompt(
             [*([] if bos is None else [bos]), *encode(it.prefix)],
             [encode(segment) for segment in it.segments],
             encode(it.suffix),
         )
         if len(prompt.token_ids) >= max_model_len:
-            raise PromptError(
+            raise PromptFileError(
                 f"{it.where} has {len(prompt.token_ids)} tokens: max_model_len {max_model_len} "
                 "leaves no room for an answer; make the prompt shorter or --max-model-len larger"
             )
@@ -106,7 +106,7 @@ def tokenised(
 
 def _check_count(file: Path, count: int) -> None:
     if count < 2:
-        raise PromptError(
+        raise PromptFileError(
             f"{file} holds {count} prompts: at least 2 are needed, one half to choose a "
             "setting by and one to check it; some hundred give a useful bound"
         )
@@ -115,12 +115,12 @@ def _check_count(file: Path, count: int) -> None:
 def _texts(where: str, given: Any) -> Texts:
     expected = '{"prefix": TEXT, "segments": [TEXT, ...], "suffix": TEXT}'
     if not isinstance(given, dict) or set(given) - {"prefix", "segments", "suffix"}:
-        raise PromptError(f"{where} must be {expected}")
+        raise PromptFileError(f"{where} must be {expected}")
     prefix: Any = given.get("prefix", "")
     segments: Any = given.get("segments")
     suffix: Any = given.get("suffix")
     if not isinstance(prefix, str) or not _is_text(suffix) or not _are_texts(segments):
-        raise PromptError(
+        raise PromptFileError(
             f"{where}: segments must be a list of non-empty texts, suffix a text that is not "
             f"empty, prefix a text if given; expected {expected}"
         )
@@ -135,7 +135,7 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_text, value))
 
 
-def contexts(prompts: Sequence[Prompt], index: int, max_model_len: int) -> list[list[int]]:
+def contexts(prompts: Sequence[SegmentedPrompt], index: int, max_model_len: int) -> list[list[int]]:
     """Prompts in which the segments of one prompt are computed before it is asked.
 
     Every other segment, in reverse, behind the beginning of another prompt: none of them is
@@ -156,7 +156,7 @@ def contexts(prompts: Sequence[Prompt], index: int, max_model_len: int) -> list[
 
 
 def _in_front(
-    prompts: Sequence[Prompt], index: int, start: int
+    prompts: Sequence[SegmentedPrompt], index: int, start: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Prefix and segment of other prompts, the nearest one's first (but for so many, which come
     last); then prefix and suffix."""
@@ -174,7 +174,7 @@ def _head(prefix: list[int], text: list[int], room: int) -> list[int]:
     return [*prefix[: room - len(text)], *text]
 
 
-def _begins(prompt: Prompt, tokens: list[int]) -> bool:
+def _begins(prompt: SegmentedPrompt, tokens: list[int]) -> bool:
     """Whether vLLM's prefix cache would find these tokens at the prompt's beginning."""
     enough = len(prompt.prefix) + SAME_TOKENS + 1
     return tokens[:enough] == prompt.token_ids[:enough]

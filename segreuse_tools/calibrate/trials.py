@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from segreuse_tools.calibrate.search import CANDIDATES, Trial, agreement, divergence
-from segreuse_tools.calibrate.segmented_prompts import Prompt, contexts
+from segreuse_tools.calibrate.segmented_prompts import SegmentedPrompt, contexts
 from vllm_segreuse.values import MAX_TOKENS
 
 LOGPROBS = 128
@@ -18,7 +18,7 @@ IN_FULL = {"segreuse_min_reused_tokens": MAX_TOKENS}
 """Options of a request that reuses nothing, and donates all of its KV."""
 
 
-class Answer(NamedTuple):
+class MeasuredAnswer(NamedTuple):
     """The beginning of an answer.
 
     Attributes:
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     report: Mapping[str, Any]
 
 
-def try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
+def try_all(llm: Any, prompts: Sequence[SegmentedPrompt]) -> list[list[Trial]]:
     """Trials of each candidate, in the order of the prompts."""
     from tqdm import tqdm
 
@@ -49,8 +49,8 @@ def try_all(llm: Any, prompts: Sequence[Prompt]) -> list[list[Trial]]:
 
 
 def _under_each(
-    llm: Any, prompt: Prompt, before: Sequence[list[int]], namespace: Mapping[str, Any]
-) -> Iterator[Answer]:
+    llm: Any, prompt: SegmentedPrompt, before: Sequence[list[int]], namespace: Mapping[str, Any]
+) -> Iterator[MeasuredAnswer]:
     """Answers under each candidate, with nothing cached but the contexts."""
     is_prepared = False
     for options in CANDIDATES:
@@ -65,7 +65,7 @@ def _under_each(
         yield given
 
 
-def trial(full: Answer, other: Answer) -> Trial:
+def trial(full: MeasuredAnswer, other: MeasuredAnswer) -> Trial:
     """An answer beside that of full prefill."""
     return Trial(
         divergence=divergence(full.first, other.first),
@@ -81,7 +81,7 @@ def answer(
     extra_args: Mapping[str, Any] | None,
     max_tokens: int = ANSWER_TOKENS,
     salt: str | None = None,
-) -> Answer:
+) -> MeasuredAnswer:
     """One request, alone.
 
     Args:
@@ -103,7 +103,7 @@ def answer(
     asked = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
     [output] = llm.generate([asked], sampling, use_tqdm=False)
     [said] = output.outputs
-    return Answer(
+    return MeasuredAnswer(
         first={token: entry.logprob for token, entry in said.logprobs[0].items()},
         tokens=said.token_ids,
         report=(output.kv_transfer_params or {}).get("segreuse", {}),

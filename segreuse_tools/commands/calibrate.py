@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from segreuse_tools.arguments import add_config, number
 from segreuse_tools.calibrate import by_policy, by_similarity
 from segreuse_tools.calibrate.search import Found, cheapest, halves, judge
-from segreuse_tools.calibrate.segmented_prompts import PromptError
+from segreuse_tools.calibrate.segmented_prompts import PromptFileError
 from segreuse_tools.calibrate.verdict_table import as_yaml, header, name_of, row, table
+from segreuse_tools.command_line import add_config, number
 from segreuse_tools.estimate.request_log import LogError
 from segreuse_tools.model_folder import InputError
 from segreuse_tools.terminal import complain
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         measure = by_similarity.measure if given.similarity else by_policy.measure
         found = measure(given, engine_arguments)
-    except (PromptError, LogError, ConfigError, InputError, RefusedError) as error:
+    except (PromptFileError, LogError, ConfigError, InputError, RefusedError) as error:
         complain("calibrate", error)
         return BAD_INPUT
     index = cheapest(found.settings, given.max_kl, given.min_agreement)

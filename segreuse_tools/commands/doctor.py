@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from segreuse_tools.arguments import add_config
+from segreuse_tools.command_line import add_config
 from segreuse_tools.engine_loading import not_searched_for_garbage, quiet
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from segreuse_tools.terminal import complain

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from segreuse_tools.arguments import add_config, number
+from segreuse_tools.command_line import add_config, number
 from segreuse_tools.engine_loading import not_searched_for_garbage, quiet
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, read_log
 from segreuse_tools.model_folder import InputError
@@ -61,7 +61,7 @@ def _estimated(
     # Imported here: they load vLLM, which takes seconds, and bad input is reported before.
     with not_searched_for_garbage():
         from segreuse_tools.estimate.comparison import cache_of, estimate
-        from segreuse_tools.estimate.renderer import Renderer
+        from segreuse_tools.estimate.prompt_rendering import Renderer
         from segreuse_tools.estimate.replay import Pace
         from segreuse_tools.estimate.served_model import load_model
 

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         headers = asking.authorized(args.api_key)
         with httpx.Client(base_url=args.url, headers=headers, timeout=asking.TIMEOUT_S) as server:
             found = asking.explain(server, body, args.reuse)
-    except (asking.InputError, httpx.InvalidURL) as error:
+    except (asking.RequestBodyError, httpx.InvalidURL) as error:
         complain("explain", error)
         return 2
     except asking.ExplainError as error:

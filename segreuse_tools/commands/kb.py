@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from segreuse_tools.arguments import chosen_command, number
+from segreuse_tools.command_line import chosen_command, number
 from segreuse_tools.knowledge import TOKEN_ENV, URL_ENV
 from segreuse_tools.knowledge.extract import Limits
 from vllm_segreuse.knowledge.schemas import Context, Scorer

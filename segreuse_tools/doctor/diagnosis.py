@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
 from segreuse_tools.doctor.memory_use import Memory, memory_of
-from segreuse_tools.doctor.trained_documents import Documents, documents_of
+from segreuse_tools.doctor.trained_documents import TrainedDocuments, documents_of
 from segreuse_tools.engine_loading import load_code
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from vllm_segreuse.config import ConfigError, SegReuseConfig
@@ -43,7 +43,7 @@ class Diagnosis:
         policy: name and settings that decide what is recomputed.
         backend, kernels: vLLM's attention backend, and what a pass runs; None as for `model`.
         memory: see `Memory`; None as for `model`.
-        documents: see `Documents`; None for an ordinary model.
+        documents: see `TrainedDocuments`; None for an ordinary model.
     """
 
     works: bool
@@ -57,7 +57,7 @@ class Diagnosis:
     backend: str | None
     kernels: str | None
     memory: Memory | None
-    documents: Documents | None = None
+    documents: TrainedDocuments | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Its fields, as JSON has them."""
@@ -83,7 +83,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
     notes: tuple[str, ...] = ()
     vllm_config: VllmConfig | None = None
     examined: Examined | None = None
-    documents: Documents | None = None
+    documents: TrainedDocuments | None = None
     try:
         _check_code(architectures)
         args = _prepared(args, str(folder), options)
@@ -223,7 +223,7 @@ def _model(vllm_config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def _policy(options: SegReuseConfig, documents: Documents | None) -> dict[str, Any]:
+def _policy(options: SegReuseConfig, documents: TrainedDocuments | None) -> dict[str, Any]:
     return {
         "name": options.policy if documents is None else LINK,
         "recompute_ratio": options.recompute_ratio,

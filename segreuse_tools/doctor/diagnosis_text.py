@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from segreuse_tools.doctor.diagnosis import Diagnosis
 from segreuse_tools.doctor.memory_use import Memory
-from segreuse_tools.doctor.trained_documents import Documents
+from segreuse_tools.doctor.trained_documents import TrainedDocuments
 
 
 def as_text(diagnosis: Diagnosis) -> str:
@@ -49,7 +49,7 @@ def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "note", note
 
 
-def _documents(documents: Documents) -> str:
+def _documents(documents: TrainedDocuments) -> str:
     start, end, *links = documents.tokens
     links = links[: documents.link_tokens * documents.max_documents]
     named = f", {links[0]} to {links[-1]}" if links else ""

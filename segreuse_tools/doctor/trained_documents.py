@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Documents:
+class TrainedDocuments:
     """Of a model that was trained on documents computed alone.
 
     Attributes:
@@ -38,7 +38,7 @@ class Documents:
 
 def documents_of(
     model_config: ModelConfig, folder: Path, options: SegReuseConfig
-) -> Documents | None:
+) -> TrainedDocuments | None:
     """What `config.json` says of documents; None: an ordinary model.
 
     Args:
@@ -58,7 +58,7 @@ def documents_of(
     except LayoutError as error:
         raise RefusedError(str(error)) from None
     anchors = None if names.anchors is None else names.anchors._asdict()
-    return Documents(names.link_tokens, names.max_documents, names.texts, anchors, unread)
+    return TrainedDocuments(names.link_tokens, names.max_documents, names.texts, anchors, unread)
 
 
 def _tokenizer(folder: Path) -> tuple[Any, str | None]:

@@ -18,7 +18,7 @@ from vllm_segreuse.config import EXTRA_KEYS, SegReuseConfig
 
 if TYPE_CHECKING:
     from segreuse_tools.estimate.modelless_engine import ModellessEngine
-    from segreuse_tools.estimate.renderer import Asked
+    from segreuse_tools.estimate.prompt_rendering import Asked
 
 MOST_BLOCKS = 1 << 19
 """Of a KV cache whose size was not given."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from segreuse_tools.estimate.modelless_engine import ModellessEngine
-    from segreuse_tools.estimate.renderer import Asked
+    from segreuse_tools.estimate.prompt_rendering import Asked
     from segreuse_tools.estimate.twins import Twin
     from vllm_segreuse.plan import ModelLayers, ReusePlan
 

@@ -24,7 +24,7 @@ from vllm_segreuse.cache.tracked import NOTHING_SAVED
 from vllm_segreuse.config import RequestOptions, SegReuseConfig, parse_request
 
 if TYPE_CHECKING:
-    from segreuse_tools.estimate.renderer import Asked
+    from segreuse_tools.estimate.prompt_rendering import Asked
     from vllm_segreuse.plan import BoolArray, ModelLayers, ReusePlan
     from vllm_segreuse.scheduler import SchedulerSide
 

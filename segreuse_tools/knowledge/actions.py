@@ -19,7 +19,7 @@ from segreuse_tools.knowledge import URL_ENV, extract, status_tables
 from segreuse_tools.knowledge.client import (
     ClientError,
     KnowledgeClient,
-    RefusedError,
+    RejectedError,
     UnreachableError,
     batches,
 )
@@ -196,7 +196,7 @@ def _send(
     """Adds documents, those that the server does not take left out; ids of those that it took."""
     try:
         return {document.id for document in client.add(name, batch)}
-    except RefusedError as error:
+    except RejectedError as error:
         if error.status not in (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
             raise
         if len(batch) == 1:

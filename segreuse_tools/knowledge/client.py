@@ -76,7 +76,7 @@ class UnreachableError(ClientError):
     """There was no answer from the server."""
 
 
-class RefusedError(ClientError):
+class RejectedError(ClientError):
     """The server answered with an error.
 
     Attributes:
@@ -99,7 +99,7 @@ class KnowledgeClient:
         timeout_s: for one answer, except where a call waits for documents.
         transport: instead of the network, for tests.
 
-    All methods raise `UnreachableError`, `RefusedError`, and for arguments that no server would
+    All methods raise `UnreachableError`, `RejectedError`, and for arguments that no server would
     take a `ValueError` (most are pydantic's `ValidationError`).
     """
 
@@ -279,7 +279,7 @@ class KnowledgeClient:
         try:
             return answer.model_validate_json(response.content)
         except ValidationError as error:
-            raise RefusedError(
+            raise RejectedError(
                 f"{self.url} answered {method} {path} with something else than expected: is it "
                 f"a vllm-segreuse server of this version? ({error.errors()[0]['msg']})",
                 response.status_code,
@@ -326,7 +326,7 @@ class KnowledgeClient:
             time.sleep(pause_s)
         raise AssertionError("the last attempt returns or raises")
 
-    def _refusal(self, response: httpx.Response) -> RefusedError:
+    def _refusal(self, response: httpx.Response) -> RejectedError:
         status = response.status_code
         try:
             error = ErrorAnswer.model_validate_json(response.content).error
@@ -338,8 +338,8 @@ class KnowledgeClient:
                 )
             else:
                 message = f"{self.url} answered {status} {response.reason_phrase}"
-            return RefusedError(message, status)
-        return RefusedError(error.message, status, error.type, error.param)
+            return RejectedError(message, status)
+        return RejectedError(error.message, status, error.type, error.param)
 
 
 def _checked(token: str) -> str:

@@ -14,7 +14,7 @@ import yaml
 from segreuse_tools.calibrate import by_similarity
 from segreuse_tools.calibrate.search import Trial
 from segreuse_tools.commands import calibrate as cli
-from segreuse_tools.estimate import renderer, served_model
+from segreuse_tools.estimate import prompt_rendering, served_model
 from segreuse_tools.estimate.request_log import Logged
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.values import MAX_TOKENS
@@ -100,7 +100,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
 
     monkeypatch.setattr(by_similarity, "_start", start)
     monkeypatch.setattr(served_model, "load_model", loading(enforce_eager=True))
-    monkeypatch.setattr(renderer, "Renderer", Renderer)
+    monkeypatch.setattr(prompt_rendering, "Renderer", Renderer)
     return model
 
 

@@ -30,7 +30,7 @@ class ExplainError(RuntimeError):
     """The request cannot be explained; the text is one sentence that says why."""
 
 
-class InputError(ExplainError):
+class RequestBodyError(ExplainError):
     """The file of the request is wrong."""
 
 
@@ -62,19 +62,19 @@ def read_request(text: str, source: str) -> dict[str, Any]:
         source: where it is from, for errors.
 
     Raises:
-        InputError: it is no body of a completion or chat completion.
+        RequestBodyError: it is no body of a completion or chat completion.
     """
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{source} is no JSON: {error}") from None
+        raise RequestBodyError(f"{source} is no JSON: {error}") from None
     if not isinstance(body, dict) or len(ROUTES.keys() & body) != 1:
-        raise InputError(
+        raise RequestBodyError(
             f"{source} must be the body of a request: an object with either messages (for "
             "/v1/chat/completions) or prompt (for /v1/completions)"
         )
     if not body.get("extra_keys") and not _xargs(body, source).get("extra_keys"):
-        raise InputError(
+        raise RequestBodyError(
             f"{source} has no extra_keys: a request without them reuses nothing; add "
             '"extra_keys": ["NAME"]'
         )
@@ -85,12 +85,12 @@ def read_file(file: Path) -> dict[str, Any]:
     """The body of a request in a file.
 
     Raises:
-        InputError: it cannot be read, or is no such body.
+        RequestBodyError: it cannot be read, or is no such body.
     """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {error}") from None
+        raise RequestBodyError(f"cannot read {file}: {error}") from None
     return read_request(text, str(file))
 
 
@@ -111,7 +111,7 @@ def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) 
         ExplainError: the server cannot be reached, refuses the request, or does not reuse segments.
     """
     if body.get("use_beam_search"):
-        raise InputError(
+        raise RequestBodyError(
             "the request has use_beam_search, and beam search passes no options on: it reuses "
             "nothing, and nothing explains it; leave it away to see what would be found"
         )
@@ -141,7 +141,7 @@ def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) 
 def _xargs(body: Mapping[str, Any], source: str) -> dict[str, Any]:
     xargs = body.get("vllm_xargs") or {}
     if not isinstance(xargs, dict):
-        raise InputError(f"{source}: vllm_xargs must be an object")
+        raise RequestBodyError(f"{source}: vllm_xargs must be an object")
     return dict(xargs)
 
 
@@ -184,7 +184,7 @@ def _post(server: httpx.Client, route: str, body: Mapping[str, Any]) -> dict[str
     try:
         content = json.dumps(body, allow_nan=False).encode()
     except ValueError as error:
-        raise InputError(f"the request cannot be sent as JSON: {error}") from None
+        raise RequestBodyError(f"the request cannot be sent as JSON: {error}") from None
     try:
         answer = server.post(route, content=content, headers={"Content-Type": "application/json"})
     except httpx.HTTPError as error:
