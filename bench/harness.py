@@ -39,6 +39,7 @@ INSTRUCTION_SETS = {
 
 _CODE = (
     "vllm_segreuse",
+    "segreuse_tools",
     "kernels",
     "csrc",
     "lab",

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-SEGREUSE_COMMAND = (sys.executable, "-m", "vllm_segreuse.cli", "serve")
+SEGREUSE_COMMAND = (sys.executable, "-m", "segreuse_tools", "serve")
 """`vllm-segreuse serve`, independent of the PATH; the model's directory follows."""
 
 VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")

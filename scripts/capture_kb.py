@@ -49,7 +49,7 @@ def run(command: str) -> str:
     """The terminal's content after one command."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
-    argv = [sys.executable, "-m", "vllm_segreuse.cli", *command.split()]
+    argv = [sys.executable, "-m", "segreuse_tools", *command.split()]
     process = subprocess.Popen(argv, stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
     os.close(theirs)
     output = b""
@@ -67,7 +67,7 @@ def run(command: str) -> str:
 
 def main(target: str) -> None:
     """Runs the commands and writes the picture."""
-    argv = [sys.executable, "-m", "vllm_segreuse.cli", "kb", "rm", "handbook", "--yes"]
+    argv = [sys.executable, "-m", "segreuse_tools", "kb", "rm", "handbook", "--yes"]
     subprocess.run(argv, capture_output=True)  # it need not be there
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     for command in COMMANDS:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-segreuse`: vLLM's own `serve` with the flag in its place, and the other commands."""
 
+import subprocess
 import sys
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import vllm
 from vllm.entrypoints.cli.serve import ServeSubcommand
 
-import vllm_segreuse.knowledge
-from vllm_segreuse import cli, version
+import vllm_segreuse
+from segreuse_tools import cli
+from segreuse_tools.commands import calibrate, kb
+from vllm_segreuse import version
 from vllm_segreuse.config import ConfigError
 from vllm_segreuse.launch import names_connector, resolve_flags
 
@@ -78,7 +81,7 @@ def test_31_other_versions_of_vllm_are_refused_in_one_sentence(
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     monkeypatch.setattr(
-        "vllm_segreuse.calibrate.cli.main", lambda rest: version.require_supported_vllm()
+        "segreuse_tools.commands.calibrate.main", lambda rest: version.require_supported_vllm()
     )
     for command in ("serve", "calibrate"):
         with pytest.raises(SystemExit, match=r"^vllm-segreuse: .*found 0\.99\.0"):
@@ -87,7 +90,9 @@ def test_31_other_versions_of_vllm_are_refused_in_one_sentence(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
     said = capsys.readouterr().out.strip()
     assert said == f"vllm-segreuse {vllm_segreuse.__version__} (vLLM {vllm.__version__})"
 
@@ -104,26 +109,41 @@ def test_usage_goes_to_who_asked_for_it(
     out, err = capsys.readouterr()
     asked, other = (err, out) if code else (out, err)
     assert other == ""
-    for command in ("serve MODEL", "calibrate MODEL", "kb create|add|ls|rm|warm|stats"):
+    for command in ("serve MODEL", "calibrate MODEL", "kb create|add|ls|show|rm|warm|stats"):
         assert command in asked
 
 
 def test_other_commands_get_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("vllm_segreuse.knowledge.cli.main", lambda rest: seen.append(rest))
-    monkeypatch.setattr("vllm_segreuse.calibrate.cli.main", lambda rest: seen.append(rest) or 3)
-    cli.main(["kb", "ls", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["calibrate", "m"])
-    assert ended.value.code == 3
+    monkeypatch.setattr(kb, "main", lambda rest: seen.append(rest) or 0)
+    monkeypatch.setattr(calibrate, "main", lambda rest: seen.append(rest) or 3)
+    assert cli.main(["kb", "ls", "--json"]) == 0
+    assert cli.main(["calibrate", "m"]) == 3
     assert seen == [["ls", "--json"], ["m"]]
 
 
-def test_kb_says_which_package_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(vllm_segreuse.knowledge, "cli", raising=False)
-    monkeypatch.setitem(sys.modules, "vllm_segreuse.knowledge.cli", None)
-    with pytest.raises(SystemExit, match=r"pip install 'vllm-segreuse\[kb\]'"):
-        cli.main(["kb", "ls"])
+@pytest.mark.parametrize(
+    ("command", "library", "extra"),
+    [("kb", "httpx", "kb"), ("explain", "rich", "kb"), ("doctor", "vllm", "cpu")],
+)
+def test_a_command_says_which_library_it_lacks(
+    command: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(rest: list[str]) -> int:
+        raise ModuleNotFoundError(name=f"{library}.part")
+
+    monkeypatch.setattr(f"segreuse_tools.commands.{command}.main", lacking)
+    why = rf"^vllm-segreuse {command} needs {library}: pip install 'vllm-segreuse\[{extra}\]'"
+    with pytest.raises(SystemExit, match=why):
+        cli.main([command])
+
+
+def test_a_module_of_ours_that_is_missing_is_no_missing_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "segreuse_tools.commands.doctor", None)
+    with pytest.raises(ModuleNotFoundError, match="segreuse_tools"):
+        cli.main(["doctor", "m"])
 
 
 def test_what_serve_parses_turns_segment_reuse_on(served: list[Any]) -> None:
@@ -132,3 +152,20 @@ def test_what_serve_parses_turns_segment_reuse_on(served: list[Any]) -> None:
     resolve_flags(args)
     assert names_connector(args.kv_transfer_config)
     assert args.segreuse is False, "the flag is spent"
+
+
+def test_a_process_that_examined_a_model_ends_behind_what_others_do_at_its_end() -> None:
+    program = (
+        "import atexit, sys\n"
+        "from segreuse_tools import cli\n"
+        "from segreuse_tools.commands import doctor\n"
+        "def main(arguments):\n"
+        "    atexit.register(print, 'last words')\n"
+        "    print(*arguments)\n"
+        "    return 3\n"
+        "doctor.main = main\n"
+        "cli.run()\n"
+    )
+    command = [sys.executable, "-c", program, "doctor", "some/model"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "some/model\nlast words\n", "")

@@ -24,7 +24,8 @@ from vllm_segreuse.tier_options import TierOptions
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
 BESIDE = ("csrc", "examples", "kernels", "models")
-OURS = ("bench", "examples", "lab", "recipes", "scripts", "tests", "vllm_segreuse")
+PACKAGES = ("segreuse_tools", "vllm_segreuse")
+OURS = ("bench", "examples", "lab", "recipes", "scripts", "tests", *PACKAGES)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
+PACKAGES = {"vllm_segreuse", "segreuse_tools"}
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 REQUIREMENTS = (REPOSITORY / "requirements" / "cpu.txt").read_text()
 
 
 def test_every_package_has_an_init() -> None:
-    folders = {path.parent for path in (REPOSITORY / "vllm_segreuse").rglob("*.py")}
+    folders = {path.parent for name in PACKAGES for path in (REPOSITORY / name).rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
@@ -37,16 +38,18 @@ def test_pages_are_installed_with_all_that_they_need(tmp_path: Path) -> None:
     for name in ("kernels", "csrc"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(REPOSITORY / "vllm_segreuse", tmp_path / "vllm_segreuse", ignore=ignored)
+    for name in PACKAGES:
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
     built = tmp_path / "built"
     command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(built)]
     subprocess.run(command, cwd=tmp_path, check=True)
     wanted = {
         path.relative_to(tmp_path)
+        for name in PACKAGES
         for folder in ("static", "templates")
-        for path in tmp_path.glob(f"vllm_segreuse/**/{folder}/*")
+        for path in tmp_path.glob(f"{name}/**/{folder}/*")
     }
-    assert len(wanted) >= 4
+    assert {path.parts[0] for path in wanted} == PACKAGES
     assert [path for path in wanted if not (built / path).is_file()] == []
 
 

@@ -5,18 +5,20 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "vllm_segreuse"
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "vllm_segreuse"
+TOOLS = REPOSITORY / "segreuse_tools"
 
 ORDER = (
-    *("compat", "version", "discovery", "keys", "routing", "values", "json_lines", "documents"),
-    *("supported", "kernels", "plan"),
+    *("compat", "version", "discovery", "keys", "routing", "values", "documents", "supported"),
+    *("kernels", "plan"),
     *("kv_group", "kv_slots", "policies", "audit_options", "tier_options", "config"),
     *("metrics", "memory", "launch", "cache", "audit"),
     *("knowledge", "explain", "viewer", "serve", "model", "tier", "prefill"),
     *("accounts", "arrival", "cold_documents", "compression"),
     *("isolated_options", "isolated"),
     *("similarity", "methods", "tracing", "scheduling", "features", "scheduler", "worker"),
-    *("connector", "plugin", "doctor", "estimate", "calibrate", "cli"),
+    *("connector", "plugin"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""
 
@@ -29,29 +31,35 @@ def room(module: str) -> str:
     return path[0] if path else ROOT
 
 
-def imports() -> Iterator[tuple[str, str, str]]:
-    """(where, importing room, imported room), those inside functions and for types included."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        here = path.relative_to(PACKAGE.parent)
-        importing = room(".".join(here.with_suffix("").parts).removesuffix(".__init__"))
+def imported(package: Path) -> Iterator[tuple[Path, int, str]]:
+    """(file, line, module) of every import, those inside functions and for types included."""
+    for path in sorted(package.rglob("*.py")):
+        here = path.relative_to(REPOSITORY)
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "vllm_segreuse":
-                found = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
+            if isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{here}:{node.lineno} imports relatively"
-                found = [node.module or ""]
+                module = node.module or ""
+                of_root = module == PACKAGE.name
+                names = [f"{module}.{alias.name}" for alias in node.names] if of_root else [module]
             elif isinstance(node, ast.Import):
-                found = [alias.name for alias in node.names]
+                names = [alias.name for alias in node.names]
             else:
                 continue
-            for module in found:
-                if module.split(".")[0] == "vllm_segreuse":
-                    target = room(module)
-                    # Names that `__init__` itself defines are no rooms.
-                    if target not in ORDER and target != ROOT:
-                        assert target in ("__version__", "kv_transfer_config"), (here, module)
-                        target = ROOT
-                    yield f"{here}:{node.lineno}", importing, target
+            yield from ((here, node.lineno, name) for name in names)
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    """(where, importing room, imported room)."""
+    for here, line, module in imported(PACKAGE):
+        if module.split(".")[0] != PACKAGE.name:
+            continue
+        target = room(module)
+        # Names that `__init__` itself defines are no rooms.
+        if target not in ORDER and target != ROOT:
+            assert target in ("__version__", "kv_transfer_config"), (here, module)
+            target = ROOT
+        importing = room(".".join(here.with_suffix("").parts).removesuffix(".__init__"))
+        yield f"{here}:{line}", importing, target
 
 
 def test_every_module_has_a_place_in_the_order() -> None:
@@ -82,3 +90,25 @@ def test_the_package_itself_imports_only_how_it_is_turned_on() -> None:
 def test_patches_of_vllm_import_nothing_of_ours() -> None:
     """They are given what they call; see `plugin.py`."""
     assert {imported for _, importing, imported in imports() if importing == "compat"} == {"compat"}
+
+
+def test_the_tools_import_the_package_and_it_never_imports_them() -> None:
+    used = {module.split(".")[0] for _, _, module in imported(TOOLS)}
+    assert PACKAGE.name in used
+    back = [
+        f"{here}:{line} imports {module}"
+        for here, line, module in imported(PACKAGE)
+        if module.split(".")[0] == TOOLS.name
+    ]
+    assert back == []
+
+
+def test_no_class_of_the_tools_has_a_name_that_another_class_has() -> None:
+    places: dict[str, list[str]] = {}
+    for package in (PACKAGE, TOOLS):
+        for path in sorted(package.rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(REPOSITORY)))
+    of_tools = {name: it for name, it in places.items() if any(TOOLS.name in at for at in it)}
+    assert {name: it for name, it in of_tools.items() if len(it) > 1} == {}

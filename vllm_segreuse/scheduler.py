@@ -241,7 +241,10 @@ class SchedulerSide:
             self._accounts.admitted(tracked, request, report)
         admitted = Admitted(request, tracked, report, block_ids, hit_blocks, is_first)
         for feature in self._allocated:
-            feature.allocated(admitted)
+            try:
+                feature.allocated(admitted)
+            except Exception:
+                self._give_up(request, feature.name)
 
     @_contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:

@@ -15,7 +15,7 @@ from bench.harness import Row
 from bench.quality import statistics
 from bench.quality.engine import FULL, Arm, Outcome
 from bench.quality.tasks import RULER, Example
-from vllm_segreuse.calibrate.search import divergence, most_likely
+from segreuse_tools.calibrate.search import divergence, most_likely
 
 Answers = Sequence[Mapping[str, Outcome]]
 Results = dict[str, list[tuple[Example, dict[str, Outcome]]]]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from bench import harness, shapes
 from bench.server import Server, ServerError
-from vllm_segreuse.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
+from segreuse_tools.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
 from vllm_segreuse.knowledge.schemas import NewDocument, Stats
 
 SHAPE = "qwen3"

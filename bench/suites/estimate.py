@@ -42,7 +42,7 @@ _TIMES = ("s", "cpu_s")
 
 def _timed(log: Path) -> harness.Row:
     """One run of the command."""
-    command = [sys.executable, "-m", "vllm_segreuse.cli", "estimate", str(log)]
+    command = [sys.executable, "-m", "segreuse_tools", "estimate", str(log)]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     ended = subprocess.run(
         [*command, "--model", str(MODEL), *OPTIONS],

@@ -26,7 +26,7 @@ from bench import harness, shapes
 from bench.server import Server, ServerError
 from examples.rag import library
 from examples.rag.chat import Answer, ask
-from vllm_segreuse.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
+from segreuse_tools.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
 from vllm_segreuse.knowledge.schemas import NewDocument
 
 CONFIG = harness.REPOSITORY / "configs" / "knowledge.yaml"

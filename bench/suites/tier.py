@@ -42,7 +42,7 @@ from bench.suites import overhead, rag
 from bench.suites.tier_soak import soak
 from examples.rag import library
 from examples.rag.chat import Answer, ask
-from vllm_segreuse.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
+from segreuse_tools.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
 
 BLOCK_TOKENS = 32
 PRESSURE = 5

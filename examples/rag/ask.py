@@ -23,8 +23,8 @@ from rich.table import Table
 
 from examples.rag import library
 from examples.rag.chat import Answer, ask
-from vllm_segreuse.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
-from vllm_segreuse.knowledge.extract import ExtractError
+from segreuse_tools.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
+from segreuse_tools.knowledge.extract import ExtractError
 from vllm_segreuse.knowledge.schemas import NewDocument
 
 

@@ -19,7 +19,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr, SkipValidation
 
 from examples.rag import ask, library
-from vllm_segreuse.knowledge.client import ClientError, KnowledgeClient
+from segreuse_tools.knowledge.client import ClientError, KnowledgeClient
 
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", library.SYSTEM), ("human", "{passages}\n\nQuestion: {question}")]

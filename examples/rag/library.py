@@ -34,7 +34,7 @@ def folder(path: Path) -> dict[str, str]:
     Raises:
         ExtractError: a file cannot be read; the message names it.
     """
-    from vllm_segreuse.knowledge import extract
+    from segreuse_tools.knowledge import extract
 
     with extract.Extractor() as extractor:
         return {

@@ -9,8 +9,8 @@ from fastapi import HTTPException, Request
 
 from bench.harness import BenchError
 from bench.suites import churn
+from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.knowledge.served import TOKEN, Served, served
-from vllm_segreuse.knowledge.client import KnowledgeClient
 
 LOAD = churn.Load(requests=60)
 

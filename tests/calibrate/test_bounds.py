@@ -6,7 +6,7 @@ import math
 import pytest
 from scipy import stats
 
-from vllm_segreuse.calibrate.bounds import mean_at_most, share_at_least, student_quantile
+from segreuse_tools.calibrate.bounds import mean_at_most, share_at_least, student_quantile
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 57, 500, 3000])

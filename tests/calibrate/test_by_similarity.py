@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-import vllm_segreuse.estimate.model
-import vllm_segreuse.estimate.prompts
-from vllm_segreuse.calibrate import by_similarity, cli
-from vllm_segreuse.calibrate.search import Trial
+from segreuse_tools.calibrate import by_similarity
+from segreuse_tools.calibrate.search import Trial
+from segreuse_tools.commands import calibrate as cli
+from segreuse_tools.estimate import prompt_rendering, served_model
+from segreuse_tools.estimate.request_log import Logged
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.estimate.log import Logged
 from vllm_segreuse.values import MAX_TOKENS
 
 COUNT = 40
@@ -99,8 +99,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
             ]
 
     monkeypatch.setattr(by_similarity, "_start", start)
-    monkeypatch.setattr(vllm_segreuse.estimate.model, "load_model", loading(enforce_eager=True))
-    monkeypatch.setattr(vllm_segreuse.estimate.prompts, "Renderer", Renderer)
+    monkeypatch.setattr(served_model, "load_model", loading(enforce_eager=True))
+    monkeypatch.setattr(prompt_rendering, "Renderer", Renderer)
     return model
 
 
@@ -231,7 +231,7 @@ def test_no_layers_are_tried_of_a_compiled_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(vllm_segreuse.estimate.model, "load_model", loading(enforce_eager=False))
+    monkeypatch.setattr(served_model, "load_model", loading(enforce_eager=False))
     assert run(tmp_path)[0] == 0
     assert "w_exact" not in model.started["similarity"]
     assert "without --enforce-eager no layers of `w_exact` were tried" in capsys.readouterr().out

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_segreuse.calibrate import by_policy, cli, engine, measure
-from vllm_segreuse.calibrate.bounds import share_at_least
-from vllm_segreuse.calibrate.report import header
-from vllm_segreuse.calibrate.search import CANDIDATES, Options
+from segreuse_tools.calibrate import by_policy, loaded_model, trials
+from segreuse_tools.calibrate.bounds import share_at_least
+from segreuse_tools.calibrate.search import CANDIDATES, Options
+from segreuse_tools.calibrate.verdict_table import header
+from segreuse_tools.commands import calibrate as cli
 from vllm_segreuse.config import ConfigError, SegReuseConfig
 from vllm_segreuse.values import MAX_TOKENS
 
@@ -54,7 +55,7 @@ class Model:
         self.asked.append((last, sampling.extra_args))
         policy = options.get("segreuse_policy")
         is_context = options and policy is None
-        most = 1 if is_context else measure.ANSWER_TOKENS
+        most = 1 if is_context else trials.ANSWER_TOKENS
         assert (sampling.max_tokens, sampling.temperature, sampling.logprobs) == (most, 0.0, 3)
         setting = {key.removeprefix("segreuse_"): value for key, value in options.items()}
         setting.pop("extra_keys", None)
@@ -241,13 +242,13 @@ def test_a_policy_that_measures_no_drift_is_written_without_max_drift(
 
 def test_options_of_the_server_are_taken(tmp_path: Path) -> None:
     given = ["--segreuse", "--port", "8000", "--max-model-len", "64"]
-    assert engine.arguments_of(str(tmp_path), given).max_model_len == 64
+    assert loaded_model.arguments_of(str(tmp_path), given).max_model_len == 64
 
 
 def test_a_policy_is_chosen_without_other_options_of_reuse() -> None:
     ours = {"kv_connector": "SegReuseConnector", "kv_role": "kv_producer"}
     with pytest.raises(ConfigError, match="--kv-transfer-config needs --similarity"):
-        engine.arguments_of("MODEL", ["--kv-transfer-config", json.dumps(ours)])
+        loaded_model.arguments_of("MODEL", ["--kv-transfer-config", json.dumps(ours)])
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from random import Random
 import pytest
 from scipy import stats
 
-from vllm_segreuse.calibrate.drift import (
+from segreuse_tools.calibrate.drift_limits import (
     largest_drift,
     limited,
     rank_correlation,
     with_max_drift,
 )
-from vllm_segreuse.calibrate.search import Setting, Trial, p90
+from segreuse_tools.calibrate.search import Setting, Trial, p90
 
 
 def trial(drift: float | None, divergence: float) -> Trial:

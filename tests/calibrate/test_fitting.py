@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.calibrate import fitting
-from vllm_segreuse.calibrate.search import Options, Setting, Trial
+from segreuse_tools.calibrate import coordinate_search
+from segreuse_tools.calibrate.search import Options, Setting, Trial
 from vllm_segreuse.config import SegReuseConfig, SimilarityOptions
 
 LAYERS = (6, 12, 18)
@@ -33,7 +33,7 @@ def fit(
     def best(settings: Sequence[Setting]) -> Setting:
         return min(settings, key=lambda it: it.trials[0].work)
 
-    found = fitting.fit(tried, best, layers, may_enter)
+    found = coordinate_search.fit(tried, best, layers, may_enter)
     return [it.options for it in found], rounds
 
 
@@ -72,7 +72,7 @@ def test_tables_are_of_the_best_cut_and_ask_for_more_higher_up() -> None:
 
 def test_without_a_halo_nothing_can_be_rejected() -> None:
     measured = Setting({"similarity": {"threshold": 0.5}}, [Trial(0.0, 1.0, 0.5)] * 4)
-    assert [*fitting._bounds(measured)] == []
+    assert [*coordinate_search._bounds(measured)] == []
 
 
 def test_a_policy_that_lets_tokens_enter_is_kept() -> None:
@@ -95,7 +95,7 @@ def test_nothing_is_tried_twice() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 24, 80])
 def test_cuts_are_layers_between_the_first_and_the_last(count: int) -> None:
-    cuts = fitting.cuts(count)
+    cuts = coordinate_search.cuts(count)
     assert all(0 < it < count for it in cuts)
     assert all(a < b for a, b in pairwise(cuts))
     assert len(cuts) == min(3, count - 1)
@@ -103,7 +103,7 @@ def test_cuts_are_layers_between_the_first_and_the_last(count: int) -> None:
 
 @pytest.mark.parametrize("layers", [(), LAYERS])
 def test_the_engine_has_room_for_all_that_is_tried(layers: tuple[int, ...]) -> None:
-    server = SimilarityOptions.model_validate(fitting.reserved(layers))
+    server = SimilarityOptions.model_validate(coordinate_search.reserved(layers))
     assert server.cuts == layers
     tried, _ = fit(halo_is_best, layers)
     for options in tried:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_segreuse.calibrate.prompts import Prompt, PromptError, contexts, read_texts, tokenised
+from segreuse_tools.calibrate.segmented_prompts import (
+    PromptFileError,
+    SegmentedPrompt,
+    contexts,
+    read_texts,
+    tokenised,
+)
 
 GOOD = {"prefix": "ab", "segments": ["cd", "ef", "gh"], "suffix": "ij"}
 LONG = 1000
@@ -19,7 +25,7 @@ def write(folder: Path, *lines: object) -> Path:
     return file
 
 
-def read(file: Path, bos: int | None = None) -> list[Prompt]:
+def read(file: Path, bos: int | None = None) -> list[SegmentedPrompt]:
     return tokenised(file, read_texts(file), lambda text: [ord(char) for char in text], bos, LONG)
 
 
@@ -71,8 +77,8 @@ def test_contexts_do_not_begin_as_the_prompt_does(tmp_path, others, own, told):
     [(9, "wxABC"), (5, "wxABC"), (4, "wxBC"), (3, "wxC"), (2, "wC"), (1, "C")],
 )
 def test_contexts_are_cut_to_what_the_model_takes(room, told):
-    own = Prompt([*b"yz"], [[*b"segment"]], [*b"?"])
-    prompts = [Prompt([*b"wx"], [[*b"ABC"]], [*b"?"]), own]
+    own = SegmentedPrompt([*b"yz"], [[*b"segment"]], [*b"?"])
+    prompts = [SegmentedPrompt([*b"wx"], [[*b"ABC"]], [*b"?"]), own]
     [found] = contexts(prompts, 1, len(b"segment") + room + 1)
     assert bytes(found) == told.encode() + b"segment"
 
@@ -90,24 +96,24 @@ def test_contexts_are_cut_to_what_the_model_takes(room, told):
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path, line, said):
-    with pytest.raises(PromptError, match=said):
+    with pytest.raises(PromptFileError, match=said):
         read(write(tmp_path, GOOD, line))
 
 
 def test_one_prompt_is_not_enough(tmp_path):
-    with pytest.raises(PromptError, match="holds 1 prompts: at least 2"):
+    with pytest.raises(PromptFileError, match="holds 1 prompts: at least 2"):
         read(write(tmp_path, GOOD))
-    with pytest.raises(PromptError, match="cannot read"):
+    with pytest.raises(PromptFileError, match="cannot read"):
         read(tmp_path / "missing.jsonl")
 
 
 def test_a_prompt_that_is_there_twice_counts_once(tmp_path):
     other = GOOD | {"suffix": "another"}
     assert len(read(write(tmp_path, GOOD, other, GOOD, other))) == 2
-    with pytest.raises(PromptError, match="holds 1 prompts"):
+    with pytest.raises(PromptFileError, match="holds 1 prompts"):
         read(write(tmp_path, GOOD, GOOD))
 
 
 def test_a_line_that_is_nested_too_deeply_is_named(tmp_path):
-    with pytest.raises(PromptError, match="line 2 is no JSON"):
+    with pytest.raises(PromptFileError, match="line 2 is no JSON"):
         read(write(tmp_path, GOOD, "[" * 100_000))

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from vllm_segreuse.calibrate import search
-from vllm_segreuse.calibrate.search import (
+from segreuse_tools.calibrate import search
+from segreuse_tools.calibrate.search import (
     Trial,
     Verdict,
     agreement,

@@ -5,18 +5,21 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from vllm import ModelRegistry
 from vllm.model_executor.models import registry
+
+
+def unknown(self: registry._LazyRegisteredModel, module_hash: str) -> None:
+    """Nothing of an earlier run is remembered."""
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM looks at a model's code in this process, which takes no seconds for each; what the
-    doctor sets for its own process is put back."""
-
-    def look(self: registry._LazyRegisteredModel) -> registry._ModelInfo:
-        return registry._ModelInfo.from_model_cls(self.load_model_cls())
-
-    monkeypatch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", look)
+    """What the doctor sets for its own process is put back. Where vLLM would look at code in
+    another process, which takes seconds for each, it does so in this one."""
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", unknown)
     before = dict(os.environ)
     registry._try_inspect_model_cls.cache_clear()
     yield

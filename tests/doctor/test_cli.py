@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
 
+from segreuse_tools import cli as commands
+from segreuse_tools.commands import doctor as cli
+from segreuse_tools.doctor.diagnosis import diagnose
 from tests.doctor import hub
 from tests.doctor.test_families import FAMILIES
-from vllm_segreuse import cli as commands
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.doctor import cli
-from vllm_segreuse.doctor.diagnosis import diagnose
 
 KEYS = [
     *("works", "architectures", "reasons", "notes", "versions", "machine", "model", "policy"),
@@ -58,6 +59,15 @@ def test_a_model_that_works(model: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert "policy    focus, the policy's own share" in printed
 
 
+def test_no_other_process_loads_vllm_to_look_at_the_model(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr(registry, "_run_in_subprocess", looked.append)
+    assert cli.main([model("qwen3-8b"), "--block-size", "32"]) == 0
+    assert looked == []
+
+
 def test_ranks_share_weights_and_kv(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def memory(*options: str) -> dict[str, int]:
         given = [model("llama-3.2-1b", num_key_value_heads=2), "--json", "--block-size", "32"]
@@ -82,7 +92,7 @@ def test_json_is_all_that_standard_output_gets(model: Any) -> None:
     command = [
         sys.executable,
         "-m",
-        "vllm_segreuse.cli",
+        "segreuse_tools",
         "doctor",
         model("deepseek-v3.2"),
         "--json",
@@ -249,6 +259,4 @@ def test_an_option_that_vllm_does_not_have(options: list[str], model: Any) -> No
 
 def test_it_is_a_command_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "main", lambda arguments: len(arguments))
-    with pytest.raises(SystemExit) as ended:
-        commands.main(["doctor", "some/model", "--json"])
-    assert ended.value.code == 2
+    assert commands.main(["doctor", "some/model", "--json"]) == 2

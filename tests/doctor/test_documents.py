@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bench.shapes import _write_tokenizer
+from segreuse_tools.commands import doctor as cli
 from tests.doctor.test_families import FAMILIES
 from tests.e2e.isolated_models import names
-from vllm_segreuse.doctor import cli
 from vllm_segreuse.documents.anchors import AnchorNames
 from vllm_segreuse.documents.layout import Names
 

@@ -17,10 +17,10 @@ from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 
+from segreuse_tools.doctor import diagnosis
+from segreuse_tools.doctor.examination import UnexaminedError
 from tests.latent import BLOCK_SIZE, prefix_cache_for_latents
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.doctor import diagnosis
-from vllm_segreuse.doctor.layers import UnexaminedError
 
 FAMILIES: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "families.json").read_text()

@@ -11,10 +11,10 @@ from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
+from segreuse_tools.doctor import diagnosis, examination
+from segreuse_tools.doctor.diagnosis import Diagnosis, diagnose
 from tests.doctor.test_families import FAMILIES
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.doctor import diagnosis, layers
-from vllm_segreuse.doctor.diagnosis import Diagnosis, diagnose
 
 
 def found(
@@ -30,7 +30,7 @@ def test_what_cannot_be_built_without_weights_is_left_to_start_up(
     def fails(vllm_config: Any) -> torch.nn.Module:
         raise TypeError("a meta tensor has no items\nin line 3")
 
-    monkeypatch.setattr(layers, "_without_weights", fails)
+    monkeypatch.setattr(examination, "_without_weights", fails)
     told = found(tmp_path)
     assert told.works
     assert told.notes == (

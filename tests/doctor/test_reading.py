@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from segreuse_tools.model_folder import InputError, find_model, read_config
 from tests.doctor import hub
 from tests.doctor.test_families import FAMILIES
-from vllm_segreuse.doctor.reading import InputError, find_model, read_config
 
 LLAMA: dict[str, Any] = FAMILIES["llama-3.1-8b"]["config"]
 

@@ -16,7 +16,7 @@ from bench.shapes import SHAPES, make_model
 from tests.parts import parts_of
 
 if TYPE_CHECKING:
-    from vllm_segreuse.doctor.diagnosis import Diagnosis
+    from segreuse_tools.doctor.diagnosis import Diagnosis
 
 NAMESPACE = {"extra_keys": ["tests"]}
 BF16_NOISE = 0.0625 + 0.004
@@ -41,8 +41,8 @@ def diagnosed(shape: str, dtype: str = "bfloat16") -> Diagnosis:
     """The doctor's verdict on a test model, with the engine's arguments."""
     from vllm.engine.arg_utils import EngineArgs
 
+    from segreuse_tools.doctor.diagnosis import diagnose
     from vllm_segreuse.config import SegReuseConfig
-    from vllm_segreuse.doctor.diagnosis import diagnose
 
     args = EngineArgs(
         model=str(make_model(shape)), dtype=dtype, block_size=BLOCK_SIZE, max_model_len=4096

@@ -34,7 +34,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The file that was written, and what was printed."""
     folder = tmp_path_factory.mktemp("calibrate")
     out = folder / "segreuse.yaml"
-    command = [sys.executable, "-m", "vllm_segreuse.cli", "calibrate", str(make_model("llama"))]
+    command = [sys.executable, "-m", "segreuse_tools", "calibrate", str(make_model("llama"))]
     command += ["--similarity", "--prompts", str(log(folder / "log.jsonl")), "--out", str(out)]
     # Weights are random: any divergence will do.
     command += ["--max-kl", "100", "--min-agreement", "0"]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from bench.shapes import make_model
+from segreuse_tools.commands import estimate as cli
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Engine, engine
 from tests.estimate import logs
-from vllm_segreuse.estimate import cli
 
 POLICIES = ("focus", "exact")
 BODIES = logs.bodies(48)

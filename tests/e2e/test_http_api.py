@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from bench.shapes import passages
+from segreuse_tools.commands import explain as explain_cli
 from tests.e2e.http_malformed import deep_bodies
 from tests.e2e.server import ADMIN_TOKEN, Server
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.explain import cli as explain_cli
 from vllm_segreuse.serve.requests import ENDPOINTS
 
 pytestmark = pytest.mark.patches(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench.shapes import make_model
+from segreuse_tools.knowledge.client import ClientError, KnowledgeClient
 from tests.e2e.server import Server
-from vllm_segreuse.knowledge.client import ClientError, KnowledgeClient
 from vllm_segreuse.knowledge.schemas import Document, NewDocument, Stats
 from vllm_segreuse.knowledge.warming import AT_ONCE
 

@@ -18,8 +18,8 @@ from bench.quality.engine import FULL, MODEL, Arm, Lab, lab_engine
 from bench.quality.tasks import example
 from bench.quality.workers import Alone, Workers
 from bench.suites import link, quality
+from segreuse_tools.calibrate.search import divergence
 from tests.e2e.engine import quick_start
-from vllm_segreuse.calibrate.search import divergence
 
 pytestmark = pytest.mark.e2e
 
@@ -109,7 +109,7 @@ def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path) -> None:
         lines.append(json.dumps(parts))
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "segreuse.yaml"
     prompts.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "vllm_segreuse.cli", "calibrate", str(MODEL)]
+    command = [sys.executable, "-m", "segreuse_tools", "calibrate", str(MODEL)]
     command += ["--prompts", str(prompts), "--out", str(out), "--max-kl", "1.5"]
     command += ["--min-agreement", "0.6", "--enforce-eager", "--block-size", "32"]
     done = subprocess.run(

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from bench.shapes import make_model
 from bench.suites.tier import prompt_tokens
+from segreuse_tools.commands import kb
+from segreuse_tools.knowledge import TOKEN_ENV, URL_ENV
+from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.e2e.server import ADMIN_TOKEN, Server
-from vllm_segreuse.knowledge import cli
-from vllm_segreuse.knowledge.client import KnowledgeClient
 from vllm_segreuse.knowledge.schemas import Document, NewDocument
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -68,7 +68,7 @@ def listed(bases: KnowledgeClient) -> dict[str, Document]:
 
 
 def test_the_first_answer_after_a_restart_computes_nothing_of_the_documents(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with KnowledgeClient(server.url, ADMIN_TOKEN) as bases:
         bases.create("base")
@@ -85,11 +85,13 @@ def test_the_first_answer_after_a_restart_computes_nothing_of_the_documents(
                 break
         places = {name: (found.status, found.tier) for name, found in listed(bases).items()}
     assert places == dict.fromkeys(TOKENS, ("stored", "disk"))
-    monkeypatch.setenv(cli.URL_ENV, server.url)
-    monkeypatch.setenv(cli.TOKEN_ENV, ADMIN_TOKEN)
-    shown = CliRunner().invoke(cli.app, ["ls", "base", "--json"])
-    assert {row["tier"] for row in json.loads(shown.output)} == {"disk"}
-    assert "stored (disk)" in CliRunner().invoke(cli.app, ["ls", "base"]).output
+    monkeypatch.setenv(URL_ENV, server.url)
+    monkeypatch.setenv(TOKEN_ENV, ADMIN_TOKEN)
+    capsys.readouterr()
+    assert kb.main(["ls", "base", "--json"]) == 0
+    assert {row["tier"] for row in json.loads(capsys.readouterr().out)} == {"disk"}
+    assert kb.main(["ls", "base"]) == 0
+    assert "stored (disk)" in capsys.readouterr().out
     assert prompt_tokens(server.get("/metrics").text) == 0, "the start has computed something"
     after = ask(server)
     assert after["tiered_tokens"] == after["reused_tokens"] == before["reused_tokens"]

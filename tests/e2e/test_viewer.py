@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bench.shapes import passages
+from segreuse_tools.commands import explain as explain_cli
 from tests.browser import chromium, opened
 from tests.e2e.server import ADMIN_TOKEN, Server
-from vllm_segreuse.explain import cli as explain_cli
 
 pytestmark = pytest.mark.e2e
 

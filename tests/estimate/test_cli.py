@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from bench.shapes import make_model
+from segreuse_tools import cli as commands
+from segreuse_tools.commands import estimate as cli
+from segreuse_tools.estimate import comparison
+from segreuse_tools.estimate.comparison import Estimate, Row
+from segreuse_tools.estimate.replay import replay
+from segreuse_tools.estimate.served_model import load_model
+from segreuse_tools.estimate.twins import Twin
 from tests.doctor import hub
 from tests.estimate import logs
-from vllm_segreuse import cli as commands
-from vllm_segreuse.estimate import cli, estimate
-from vllm_segreuse.estimate.estimate import Estimate, Row
-from vllm_segreuse.estimate.model import load_model
-from vllm_segreuse.estimate.replay import replay
-from vllm_segreuse.estimate.twins import Twin
 from vllm_segreuse.policies import POLICIES
 
 KEYS = ["--extra-keys", "docs"]
@@ -100,7 +101,7 @@ def test_policies_that_share_a_replay_have_the_rows_of_their_own(
         replays.append(args)
         return replay(*args)
 
-    monkeypatch.setattr(estimate, "replay", counted)
+    monkeypatch.setattr(comparison, "replay", counted)
     shared = rows(bodies, *options)
     num_shared = len(replays)
     monkeypatch.setattr(Twin, "arrived", lambda twin, one: setattr(twin, "agrees", False))
@@ -155,7 +156,7 @@ def test_a_log_that_may_need_more_than_is_tried(
     assert needed["cache"]["is_capped"] is False
     at_most = needed["cache"]["num_blocks"] - 2
     for most, is_capped in ((at_most, False), (at_most - 1, True)):
-        monkeypatch.setattr(estimate, "MOST_BLOCKS", most)
+        monkeypatch.setattr(comparison, "MOST_BLOCKS", most)
         found, _ = rows(bodies, *options)
         assert found["cache"]["is_capped"] is is_capped
     _, out, _ = run(bodies, *options)
@@ -460,7 +461,7 @@ def test_bad_options(options: list[str]) -> None:
 
 def test_json_is_all_that_standard_output_gets(tmp_path: Path) -> None:
     file = logs.write(tmp_path / "log.jsonl", [BODY])
-    command = [sys.executable, "-m", "vllm_segreuse.cli", "estimate", str(file), "--json"]
+    command = [sys.executable, "-m", "segreuse_tools", "estimate", str(file), "--json"]
     ended = subprocess.run(
         [*command, "--model", str(make_model("llama"))], capture_output=True, text=True
     )

@@ -20,7 +20,7 @@ def test_the_example_is_what_is_printed(tmp_path: Path) -> None:
         subprocess.run([sys.executable, script], stdout=file, check=True)
     arguments = command.removeprefix("$ vllm-segreuse ").replace("requests.jsonl", str(log)).split()
     ended = subprocess.run(
-        [sys.executable, "-m", "vllm_segreuse.cli", *arguments],
+        [sys.executable, "-m", "segreuse_tools", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, read_log
 from tests.estimate import logs
-from vllm_segreuse.estimate.log import LeftOut, LogError, Logged, read_log
 
 CHAT = {"messages": [{"role": "user", "content": "Who?"}]}
 

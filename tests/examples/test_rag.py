@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.rag import ask, library
+from segreuse_tools.knowledge.client import TOKEN_ENV
 from tests.knowledge.served import TOKEN, Served, served
-from vllm_segreuse.knowledge.client import TOKEN_ENV
 
 PARAGRAPHS = st.lists(st.sampled_from(["a", "bb bb", "ccc\nccc", "d" * 40, ""]), max_size=12)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from segreuse_tools.explain import page as pages
 from tests.browser import PHONE, chromium, fits, opened
 from tests.explain.reports import EXPLANATION, NASTY
-from vllm_segreuse.explain import page as pages
 
 
 @pytest.fixture(scope="module")

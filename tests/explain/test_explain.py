@@ -12,11 +12,13 @@ import httpx
 import pytest
 from rich.console import Console
 
-from vllm_segreuse.explain import cli, show, words
-from vllm_segreuse.explain.client import (
+from segreuse_tools.commands import explain as cli
+from segreuse_tools.explain import stretch_table
+from vllm_segreuse.explain import words
+from vllm_segreuse.explain.asking import (
     EXCERPT_TOKENS,
     ExplainError,
-    InputError,
+    RequestBodyError,
     authorized,
     explain,
     read_file,
@@ -79,7 +81,7 @@ def server() -> Server:
 def printed(server: Server) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(show.table(explain(server.client(), BODY)))
+        console.print(stretch_table.table(explain(server.client(), BODY)))
     return capture.get()
 
 
@@ -123,7 +125,7 @@ def test_messages_go_to_the_chat_route(server: Server) -> None:
 
 
 def test_beam_search_is_named(server: Server) -> None:
-    with pytest.raises(InputError, match="beam search passes no options on"):
+    with pytest.raises(RequestBodyError, match="beam search passes no options on"):
         explain(server.client(), BODY | {"use_beam_search": True, "n": 2})
     assert server.sent == []
     assert explain(server.client(), BODY | {"use_beam_search": False}).texts
@@ -196,15 +198,15 @@ def test_without_the_servers_tokenizer_there_is_no_text(server: Server, why: str
     ],
 )
 def test_a_file_that_is_no_request(text: str, complaint: str) -> None:
-    with pytest.raises(InputError, match=complaint):
+    with pytest.raises(RequestBodyError, match=complaint):
         read_request(text, "request.json")
 
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot read .*none\.json"):
+    with pytest.raises(RequestBodyError, match=r"cannot read .*none\.json"):
         read_file(tmp_path / "none.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"cannot read .*binary\.json"):
+    with pytest.raises(RequestBodyError, match=r"cannot read .*binary\.json"):
         read_file(tmp_path / "binary.json")
 
 
@@ -233,7 +235,7 @@ def test_half_a_surrogate_is_the_servers_to_refuse(server: Server) -> None:
 
 
 def test_what_is_no_json_is_not_sent(server: Server) -> None:
-    with pytest.raises(InputError, match="cannot be sent as JSON"):
+    with pytest.raises(RequestBodyError, match="cannot be sent as JSON"):
         explain(server.client(), BODY | {"temperature": float("nan")})
     assert server.sent == []
 
@@ -307,7 +309,7 @@ def test_a_reader_that_has_enough_is_no_error(request_file: Path, form: list[str
     code = (
         "import sys, httpx\n"
         "from tests.explain.test_explain import Server\n"
-        "from vllm_segreuse.explain import cli\n"
+        "from segreuse_tools.commands import explain as cli\n"
         "client = Server().client()\n"
         "httpx.Client = lambda **options: client\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from segreuse_tools.explain import page, stretch_table
 from tests.explain.reports import EXPLANATION, NASTY, REPORT, STRETCHES, TEXTS
-from vllm_segreuse.explain import page, show
 from vllm_segreuse.explain.strip import LEAST_WIDTH, WIDTH, strip
 
 
@@ -47,7 +47,7 @@ def test_similar_text_is_told_from_segments() -> None:
     assert legend in page.render(explained, "x")
     assert legend not in page.render(EXPLANATION, "x")
     with (console := Console()).capture() as capture:
-        console.print(show.table(explained))
+        console.print(stretch_table.table(explained))
     assert "similar text" in capture.get()
 
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vllm_segreuse.knowledge import client as client_module
-from vllm_segreuse.knowledge.client import KnowledgeClient
+from segreuse_tools.knowledge import client as client_module
+from segreuse_tools.knowledge.client import KnowledgeClient
 
 if TYPE_CHECKING:
     from tests.knowledge.served import Served

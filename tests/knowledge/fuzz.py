@@ -26,10 +26,10 @@ from hypothesis.errors import Unsatisfiable
 
 from bench import harness
 from bench.shapes import make_model
+from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.e2e.server import Server
 from tests.knowledge.admin_app import TOKEN, send_case
 from tests.knowledge.served import served
-from vllm_segreuse.knowledge.client import KnowledgeClient
 from vllm_segreuse.knowledge.schemas import PREFIX
 
 NO_ROOM = 507

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-segreuse kb` as people and scripts meet it: output, exit codes, texts of errors."""
 
+import contextlib
 import io
 import json
 import os
@@ -8,29 +9,57 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
 
+import vllm_segreuse
+from segreuse_tools.cli import main
+from segreuse_tools.commands import kb
+from segreuse_tools.knowledge import TOKEN_ENV, URL_ENV, actions, extract, status_tables
+from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.cli import main as vllm_segreuse
-from vllm_segreuse.knowledge import cli, extract, show
-from vllm_segreuse.knowledge.client import KnowledgeClient
 from vllm_segreuse.knowledge.schemas import NewDocument
+
+
+class Result(NamedTuple):
+    """What a command has left behind."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
 
 Run = Callable[..., Result]
 
 
 @pytest.fixture
 def run(server: Served, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv(cli.URL_ENV, server.url)
-    monkeypatch.setenv(cli.TOKEN_ENV, TOKEN)
-    monkeypatch.setattr(cli, "POLL_S", 0)
-    return lambda *arguments, **options: CliRunner().invoke(
-        cli.app, [str(a) for a in arguments], **options
-    )
+    """Runs a command below `kb`; `input` is what a person types."""
+    monkeypatch.setenv(URL_ENV, server.url)
+    monkeypatch.setenv(TOKEN_ENV, TOKEN)
+    monkeypatch.setattr(actions, "POLL_S", 0)
+
+    def running(*arguments: object, input: str = "") -> Result:
+        out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in "oe")
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr(sys, "stdin", io.StringIO(input))
+            try:
+                status = kb.main([str(argument) for argument in arguments])
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+        return Result(status, *(it.buffer.getvalue().decode() for it in (out, err)))
+
+    return running
 
 
 @pytest.fixture
@@ -270,8 +299,8 @@ def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
         (["create", "a b"], 2, "must be 1 to 128 letters"),
         (["rm", "py", ".."], 2, "must have no"),
         (["rm", "py"], 2, "needs --yes"),
-        (["lss"], 2, "No such command"),
-        (["add", "py", "x.md", "--keep", "nan"], 2, "less than or equal to 1"),
+        (["lss"], 2, "invalid choice: 'lss'"),
+        (["add", "py", "x.md", "--keep", "nan"], 2, "nan is not between 0 and 1"),
         (["add", "py", "x.md", "--max-seconds", "inf"], 2, "max-seconds"),
         (["add", "py", "x.md", "--max-bytes", "99999999999999999999"], 2, "max-bytes"),
     ],
@@ -282,8 +311,7 @@ def test_what_goes_wrong_is_said_in_one_sentence(
     run("create", "py")
     result = run(*arguments)
     assert result.exit_code == status
-    # The boxes of usage errors break lines.
-    assert complaint in " ".join(result.stderr.replace("│", " ").split())
+    assert complaint in result.stderr
     assert "Traceback" not in result.output
     assert result.stdout == ""
 
@@ -299,7 +327,7 @@ def test_a_full_pool_says_so_and_keeps_what_was_stored(
     file = tmp_path / "many.jsonl"
     file.write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(150)))
     with served(limit_blocks=400) as server:
-        monkeypatch.setenv(cli.URL_ENV, server.url)
+        monkeypatch.setenv(URL_ENV, server.url)
         run("create", "py")
         added = run("add", "py", file)
         assert added.exit_code == 1
@@ -309,22 +337,23 @@ def test_a_full_pool_says_so_and_keeps_what_was_stored(
 
 
 def test_without_a_token_the_option_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cli.TOKEN_ENV)
+    monkeypatch.delenv(TOKEN_ENV)
     result = run("ls")
     assert result.exit_code == 2
     assert "Missing option '--token'" in result.stderr
 
 
-def test_a_token_is_never_shown(run: Run) -> None:
-    assert TOKEN not in run("ls", "--help").output
-    assert TOKEN not in run("ls", "nothing").output
+def test_a_token_is_never_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV, "a-secret")
+    for arguments in (["--help"], ["nothing"], ["--no-such-option"]):
+        assert "a-secret" not in run("ls", *arguments).output
 
 
 def test_removing_a_base_asks_a_person(
     run: Run, client: KnowledgeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.create("py")
-    monkeypatch.setattr(cli, "_is_terminal", lambda: True)
+    monkeypatch.setattr(actions, "_is_terminal", lambda: True)
     assert run("rm", "py", input="n\n").exit_code == 1
     assert client.base("py").name == "py"
     assert run("rm", "py", input="y\n").exit_code == 0
@@ -333,26 +362,24 @@ def test_removing_a_base_asks_a_person(
 
 def test_the_environment_names_what_the_server_reads() -> None:
     # Read, not imported: that takes seconds, since vLLM comes with it.
-    admin = Path(cli.__file__).parents[1] / "serve" / "admin.py"
-    assert f'ADMIN_TOKEN_ENV = "{cli.TOKEN_ENV}"' in admin.read_text()
+    admin = Path(vllm_segreuse.__file__).parent / "serve" / "admin.py"
+    assert f'ADMIN_TOKEN_ENV = "{TOKEN_ENV}"' in admin.read_text()
 
 
 def test_it_is_part_of_the_command(
     run: Run, client: KnowledgeClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client.create("py")
-    with pytest.raises(SystemExit) as ended:
-        vllm_segreuse(["kb", "ls", "--json"])
-    assert ended.value.code == 0
+    assert main(["kb", "ls", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["name"] == "py"
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "vllm_segreuse.knowledge.cli")
-    monkeypatch.delattr("vllm_segreuse.knowledge.cli")
-    monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match=r"needs typer: pip install 'vllm-segreuse\[kb\]'"):
-        vllm_segreuse(["kb", "ls"])
+    monkeypatch.delitem(sys.modules, "segreuse_tools.knowledge.actions")
+    monkeypatch.delitem(sys.modules, "segreuse_tools.knowledge.client")
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(SystemExit, match=r"needs httpx: pip install 'vllm-segreuse\[kb\]'"):
+        main(["kb", "ls", "--token", TOKEN])
 
 
 def test_times_are_told_in_the_largest_unit(client: KnowledgeClient, run: Run, docs: Path) -> None:
@@ -365,6 +392,6 @@ def test_times_are_told_in_the_largest_unit(client: KnowledgeClient, run: Run, d
         for document, age in zip(client.documents("py"), ages, strict=True)
     ]
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(show.documents(rows, now))
+    console.print(status_tables.documents(rows, now))
     text = console.export_text()
     assert all(age in text for age in ("never", "5 s ago", "1 h ago", "3 d ago"))

@@ -7,15 +7,15 @@ import sys
 import httpx
 import pytest
 
-from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.knowledge import client as module
-from vllm_segreuse.knowledge.client import (
+from segreuse_tools.knowledge import client as module
+from segreuse_tools.knowledge.client import (
     ClientError,
     KnowledgeClient,
-    RefusedError,
+    RejectedError,
     UnreachableError,
     batches,
 )
+from tests.knowledge.served import FAULT, TOKEN, Served, served
 from vllm_segreuse.knowledge.schemas import Counts, NewDocument
 
 ODD_IDS = ["a/b.md", "50%", "ü ß?x=1&y#7", "a%2Fb", "+", "a;b"]
@@ -136,11 +136,11 @@ def test_watch_ends_when_nothing_is_warming(client: KnowledgeClient) -> None:
 
 
 def test_refusals_carry_the_servers_words(client: KnowledgeClient, server: Served) -> None:
-    with pytest.raises(RefusedError, match="no knowledge base") as missing:
+    with pytest.raises(RejectedError, match="no knowledge base") as missing:
         client.base("py")
     assert (missing.value.status, missing.value.type) == (404, "not_found")
     client.create("py")
-    with pytest.raises(RefusedError) as different:
+    with pytest.raises(RejectedError) as different:
         client.create("py", extra_key="other")
     assert different.value.status == 409
 
@@ -148,7 +148,7 @@ def test_refusals_carry_the_servers_words(client: KnowledgeClient, server: Serve
 def test_more_than_there_is_room_for_is_refused() -> None:
     with served(limit_blocks=8) as server, KnowledgeClient(server.url, TOKEN) as client:
         client.create("py")
-        with pytest.raises(RefusedError, match="blocks") as full:
+        with pytest.raises(RejectedError, match="blocks") as full:
             client.add("py", new("a", "b", text="long text " * 10))
         assert (full.value.status, full.value.type) == (507, "insufficient_storage")
         assert list(client.documents("py")) == []
@@ -178,13 +178,13 @@ def test_a_token_that_no_header_carries_is_refused_at_once(token: str, complaint
 
 @pytest.mark.parametrize("token", ["se cret", "se\tcret", "geheim-ß"])
 def test_other_tokens_reach_the_server(server: Served, token: str) -> None:
-    with KnowledgeClient(server.url, token) as client, pytest.raises(RefusedError) as refused:
+    with KnowledgeClient(server.url, token) as client, pytest.raises(RejectedError) as refused:
         client.stats()
     assert refused.value.status == 403
 
 
 def test_a_wrong_token_is_refused(server: Served) -> None:
-    with KnowledgeClient(server.url, "wrong") as client, pytest.raises(RefusedError) as refused:
+    with KnowledgeClient(server.url, "wrong") as client, pytest.raises(RejectedError) as refused:
         client.stats()
     assert refused.value.status == 403
 
@@ -192,7 +192,7 @@ def test_a_wrong_token_is_refused(server: Served) -> None:
 def test_a_server_without_the_routes_is_recognised(server: Served) -> None:
     with (
         KnowledgeClient(f"{server.url}/elsewhere", TOKEN) as client,
-        pytest.raises(RefusedError, match=r"has no knowledge bases: is it vllm-segreuse"),
+        pytest.raises(RejectedError, match=r"has no knowledge bases: is it vllm-segreuse"),
     ):
         client.stats()
 
@@ -214,14 +214,14 @@ def test_a_busy_server_is_asked_again(client: KnowledgeClient, server: Served, s
     assert client.create("py").name == "py"
     assert len(server.requests) == 3
     server.failures = [status] * 3
-    with pytest.raises(RefusedError, match=f"answered {status}"):
+    with pytest.raises(RejectedError, match=f"answered {status}"):
         client.base("py")
 
 
 @pytest.mark.parametrize("status", [400, 409, 500, 507])
 def test_other_errors_are_final(client: KnowledgeClient, server: Served, status: int) -> None:
     server.failures = [status]
-    with pytest.raises(RefusedError):
+    with pytest.raises(RejectedError):
         client.create("py")
     assert len(server.requests) == 1
 
@@ -281,13 +281,13 @@ def test_waiting_has_no_end_but_connecting_has() -> None:
 
 def test_an_answer_of_another_program_is_recognised() -> None:
     transport, _ = _transport(httpx.Response(200, text="<html>hello</html>"))
-    with pytest.raises(RefusedError, match="something else than expected"):
+    with pytest.raises(RejectedError, match="something else than expected"):
         KnowledgeClient("http://x", TOKEN, transport=transport).stats()
 
 
 def test_the_client_loads_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, vllm_segreuse.knowledge.client, vllm_segreuse.knowledge.cli\n"
+        "import sys, segreuse_tools.knowledge.client, segreuse_tools.commands.kb\n"
         "print([name for name in ('torch', 'vllm', 'pypdf') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

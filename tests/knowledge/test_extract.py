@@ -12,7 +12,7 @@ import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from vllm_segreuse.knowledge.extract import (
+from segreuse_tools.knowledge.extract import (
     ExtractError,
     Extractor,
     Source,

@@ -13,9 +13,9 @@ import pytest
 from pypdf import PdfReader, PdfWriter
 from pypdf.generic import EncodedStreamObject, NameObject
 
+from segreuse_tools.knowledge import extract, parsing
+from segreuse_tools.knowledge.extract import ExtractError, Extractor, Limits, Source, find_sources
 from tests.knowledge.test_extract import pdf
-from vllm_segreuse.knowledge import extract, parsing
-from vllm_segreuse.knowledge.extract import ExtractError, Extractor, Limits, Source, find_sources
 
 LOOPS = b"BT /F1 12 Tf " + b"(x) Tj " * 1_000_000 + b"ET"
 """7 MB of a PDF's content, which take seconds, in a file of 10 kB."""

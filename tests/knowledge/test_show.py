@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vllm_segreuse.knowledge import show
+from segreuse_tools.knowledge import status_tables
 from vllm_segreuse.knowledge.schemas import BlockCounts, Counts, Document, KnowledgeBase, Stats
 
 NOW = datetime(2020, 1, 1, tzinfo=UTC)
@@ -26,7 +26,7 @@ def test_a_base_has_its_counts_and_sizes() -> None:
         name="n", extra_key="k", preamble=None, context="none", metadata={}, created_at=NOW,
         documents=COUNTS, tokens=1500, blocks=16, hits=17,
     )  # fmt: skip
-    head, row = lines(show.bases([base]))
+    head, row = lines(status_tables.bases([base]))
     assert " ".join(head) == "name extra key context warm warming cold failed tokens blocks hits"
     assert row == ["n", "k", "none", "11", "13", "12", "14", "1,500", "16", "17"]
 
@@ -42,7 +42,7 @@ def document(**values: Any) -> Document:
 
 
 def test_a_document_has_its_sizes_and_what_is_wrong() -> None:
-    head, row = lines(show.documents([document()], NOW))
+    head, row = lines(status_tables.documents([document()], NOW))
     assert " ".join(head) == "id status tokens blocks hits last used"
     assert row == ["d", "failed:", "why", "21", "22", "23", "never"]
 
@@ -53,16 +53,18 @@ def test_what_is_stored_is_shown_where_there_is_any() -> None:
         name="n", extra_key="k", preamble=None, context="none", metadata={}, created_at=NOW,
         documents=COUNTS, tokens=1500, blocks=16, hits=17,
     )  # fmt: skip
-    head, _, row = lines(show.bases([base, base.model_copy(update={"documents": stored})]))
+    head, _, row = lines(status_tables.bases([base, base.model_copy(update={"documents": stored})]))
     assert " ".join(head[4:9]) == "warm warming stored cold failed"
     assert row[3:8] == ["11", "13", "15", "12", "14"]
     blocks = BlockCounts(total=200, frozen=31, promised=32, limit=33, free=34, block_size=16)
     rows = lines(
-        show.stats(Stats(blocks=blocks, bases=35, documents=stored, hits=36, given_back=37))
+        status_tables.stats(
+            Stats(blocks=blocks, bases=35, documents=stored, hits=36, given_back=37)
+        )
     )
     assert ["stored", "15", "documents"] in rows
     _, row = lines(
-        show.documents([document(status="stored", tier="disk", error=None, blocks=0)], NOW)
+        status_tables.documents([document(status="stored", tier="disk", error=None, blocks=0)], NOW)
     )
     assert row[:3] == ["d", "stored", "(disk)"]
 
@@ -76,19 +78,21 @@ def test_what_is_stored_is_shown_where_there_is_any() -> None:
 )  # fmt: skip
 def test_ages_are_told_in_the_largest_whole_unit(seconds: int, shown: str) -> None:
     used = NOW - timedelta(seconds=seconds)
-    _, row = lines(show.documents([document(last_used=used)], NOW))
+    _, row = lines(status_tables.documents([document(last_used=used)], NOW))
     assert " ".join(row).endswith(f" 23 {shown} ago")
 
 
 def test_names_are_shown_as_they_are() -> None:
-    _, row = lines(show.documents([document(id="[bold]x[/bold]", error=None)], NOW))
+    _, row = lines(status_tables.documents([document(id="[bold]x[/bold]", error=None)], NOW))
     assert row[:2] == ["[bold]x[/bold]", "failed"]
 
 
 def test_stats_have_every_figure() -> None:
     blocks = BlockCounts(total=200, frozen=31, promised=32, limit=33, free=34, block_size=16)
     rows = lines(
-        show.stats(Stats(blocks=blocks, bases=35, documents=COUNTS, hits=36, given_back=37))
+        status_tables.stats(
+            Stats(blocks=blocks, bases=35, documents=COUNTS, hits=36, given_back=37)
+        )
     )
     assert [" ".join(row) for row in rows] == [
         "KV blocks 31 of 200 (15.5%) are frozen; 16 tokens each",
@@ -103,4 +107,4 @@ def test_stats_have_every_figure() -> None:
         "given back 37 times, under memory pressure",
     ]
     none = BlockCounts(total=0, frozen=0, promised=0, limit=0, free=0, block_size=16)
-    show.stats(Stats(blocks=none, bases=0, documents=Counts(), hits=0, given_back=0))
+    status_tables.stats(Stats(blocks=none, bases=0, documents=Counts(), hits=0, given_back=0))

@@ -9,11 +9,10 @@ import pytest
 import yaml
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from segreuse_tools.knowledge.client import TOKEN_ENV
+from segreuse_tools.server_arguments import server_parser
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.doctor.arguments import make_arg_parser
-from vllm_segreuse.knowledge.client import TOKEN_ENV
 from vllm_segreuse.launch import check_config, names_connector, resolve_flags
 from vllm_segreuse.plugin import register
 from vllm_segreuse.routing import HEADER
@@ -60,7 +59,7 @@ def test_the_flags_of_the_stack_turn_reuse_on(stack: dict[str, Any], tmp_path: P
         *(flag.replace(mount, str(tmp_path)) for flag in given["extraArgs"]),
     ]
     register()
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = server_parser("vllm-segreuse serve")
     args = parser.parse_args(["--model", model["modelURL"], *flags])
     resolve_flags(args)
     assert args.enable_prefix_caching

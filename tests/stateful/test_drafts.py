@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 import vllm_segreuse
 from bench.shapes import SUPPORTED
-from vllm_segreuse.estimate.engine import ModellessEngine, step_output
+from segreuse_tools.estimate.modelless_engine import ModellessEngine, step_output
 
 SIZE = 4
 DOCUMENT = [*range(100, 100 + 8 * SIZE)]

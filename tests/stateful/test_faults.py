@@ -13,6 +13,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.stateful import test_world
@@ -277,6 +278,7 @@ def what_is_frozen_was_computed_with_the_kv_of_others(patch: Patch) -> None:
         add(self, tracked)
 
     patch.setattr(Planner, "add", reusing)
+    patch.setattr(Donors, "depths", lambda self, tracked, first, count: np.zeros(count, np.int32))
     _pretending(patch, Freezing, "part", _is_exact=lambda _: True)
 
 

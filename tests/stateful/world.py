@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import vllm_segreuse
 from bench.shapes import SUPPORTED
+from segreuse_tools.estimate.modelless_engine import ModellessEngine
 from tests.parts import parts_of
 from tests.stateful import invariants, isolated, reports
 from tests.stateful.drafting import DraftingWorker
@@ -40,7 +41,6 @@ from tests.tier.fakes import Region
 from vllm_segreuse import connector
 from vllm_segreuse.config import SegReuseConfig, Switch
 from vllm_segreuse.connector import SegReuseConnector
-from vllm_segreuse.estimate.engine import ModellessEngine
 from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from vllm_segreuse.explain.client import TIMEOUT_S, Explanation, authorized, explain
+from vllm_segreuse.explain.asking import TIMEOUT_S, Explanation, authorized, explain
 
 
 class Inside(httpx.BaseTransport):

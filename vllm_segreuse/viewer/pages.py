@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
-from vllm_segreuse.explain import page
+from vllm_segreuse.explain import templating
 
 FOLDER = "/ui"
 """Path of all pages, below that of the administrator's routes."""
@@ -35,7 +35,7 @@ _TYPES = {".css": "text/css", ".js": "text/javascript"}
 
 FILES = {
     file.name: (file.read_bytes(), _TYPES[file.suffix])
-    for folder in (page.STATIC, _HERE / "static")
+    for folder in (templating.STATIC, _HERE / "static")
     for file in folder.iterdir()
     if file.suffix in _TYPES
 }
@@ -43,7 +43,9 @@ FILES = {
 
 
 _LOGIN_STYLE = "".join(FILES[name][0].decode() for name in ("viewer.css", "pages.css"))
-_LOGIN_POLICY = POLICY.replace("style-src 'self'", f"style-src '{page.source_hash(_LOGIN_STYLE)}'")
+_LOGIN_POLICY = POLICY.replace(
+    "style-src 'self'", f"style-src '{templating.source_hash(_LOGIN_STYLE)}'"
+)
 
 
 def login_form(base: str, status: int) -> HTMLResponse:
@@ -60,4 +62,4 @@ def login_form(base: str, status: int) -> HTMLResponse:
 
 def render(template: str, **values: Any) -> str:
     """A page; every value is escaped."""
-    return page.environment(_HERE / "templates").get_template(template).render(**values)
+    return templating.environment(_HERE / "templates").get_template(template).render(**values)

@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 import vllm_segreuse
 from vllm_segreuse.config import OBSERVE
-from vllm_segreuse.explain.client import EXCERPT_TOKENS, ExplainError, read_request
+from vllm_segreuse.explain.asking import EXCERPT_TOKENS, ExplainError, read_request
 from vllm_segreuse.explain.strip import strip
 from vllm_segreuse.explain.words import verdict
 from vllm_segreuse.knowledge.scheduler_calls import call_scheduler

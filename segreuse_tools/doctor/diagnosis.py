@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict on a model and its engine options, with what it rests on."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
+from segreuse_tools.doctor.memory_use import Memory, memory_of
+from segreuse_tools.doctor.trained_documents import TrainedDocuments, documents_of
+from segreuse_tools.engine_loading import load_code
+from segreuse_tools.model_folder import InputError, find_model, read_config
+from vllm_segreuse.config import ConfigError, SegReuseConfig
+from vllm_segreuse.isolated_options import POLICY as LINK
+from vllm_segreuse.launch import kv_transfer_config
+from vllm_segreuse.plugin import register
+from vllm_segreuse.supported import NO_KV, RefusedError
+from vllm_segreuse.version import UnsupportedVersionError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+_LINE_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `vllm-segreuse doctor` reports; its fields are the keys of `--json`.
+
+    Attributes:
+        works: whether nothing is known that start-up would refuse.
+        architectures: as `config.json` names them.
+        reasons: why not, one sentence each, with what to do instead; none if it works.
+        notes: what could not be checked, or is worth knowing.
+        versions: of vLLM and of this plugin.
+        machine: the device that vLLM runs on here.
+        model: sizes of the model; None if vLLM did not get as far.
+        policy: name and settings that decide what is recomputed.
+        backend, kernels: vLLM's attention backend, and what a pass runs; None as for `model`.
+        memory: see `Memory`; None as for `model`.
+        documents: see `TrainedDocuments`; None for an ordinary model.
+    """
+
+    works: bool
+    architectures: tuple[str, ...]
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    model: dict[str, Any] | None
+    policy: dict[str, Any]
+    backend: str | None
+    kernels: str | None
+    memory: Memory | None
+    documents: TrainedDocuments | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields, as JSON has them."""
+        return asdict(self)
+
+
+def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
+    """Examine a model as `serve` would start it, without weights and tokenizer.
+
+    Args:
+        args: of the engine; `model` is a folder, or a name in the local cache.
+        options: of segment reuse.
+
+    Raises:
+        InputError: there is no such model, or its configuration makes no sense.
+    """
+    folder = find_model(args.model, args.revision)
+    architectures = tuple(read_config(folder)["architectures"])
+    _check_known(architectures)
+    register()  # start-up refuses through the patches, also where the plugin is not installed
+    machine, memory = _machine(), None
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    vllm_config: VllmConfig | None = None
+    examined: Examined | None = None
+    documents: TrainedDocuments | None = None
+    try:
+        _check_code(architectures)
+        args = _prepared(args, str(folder), options)
+        vllm_config = args.create_engine_config()
+        documents = documents_of(vllm_config.model_config, folder, options)
+        examined = examine(of_one_rank(args, vllm_config))
+        memory = memory_of(vllm_config, examined)
+        notes = _tight(memory.weight_bytes, machine, vllm_config) + _drafted(vllm_config)
+    except RefusedError as error:
+        reasons = error.reasons
+    except UnexaminedError as error:
+        notes = (f"the layers are checked at start-up only: {error}",)
+    except (UnsupportedVersionError, ConfigError) as error:
+        reasons = (str(error),)
+    except Exception as error:
+        reasons = (f"vLLM itself refuses: {one_line(error)}",)
+    return Diagnosis(
+        works=not reasons,
+        architectures=architectures,
+        reasons=reasons,
+        notes=notes,
+        versions=_versions(),
+        machine=machine,
+        model=None if vllm_config is None else _model(vllm_config),
+        policy=_policy(options, documents),
+        backend=None if examined is None else examined.backend,
+        kernels=None if examined is None else examined.kernels,
+        memory=memory,
+        documents=documents,
+    )
+
+
+def _check_known(architectures: tuple[str, ...]) -> None:
+    """Neither vLLM nor transformers has an architecture of this name: the file is wrong."""
+    import transformers
+    import vllm
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    if not any(name in known or hasattr(transformers, name) for name in architectures):
+        raise InputError(
+            f"vLLM {vllm.__version__} has no architecture {', '.join(architectures)}: serve one of "
+            "its models, or register yours with a plugin"
+        )
+
+
+def _check_code(architectures: tuple[str, ...]) -> None:
+    """vLLM itself would not say what a model's code lacks."""
+    try:
+        load_code(architectures)
+    except ImportError as error:
+        named = ", ".join(architectures)
+        raise RefusedError(f"vLLM cannot load {named} here: {error}; install it") from error
+
+
+def _prepared(args: EngineArgs, folder: str, options: SegReuseConfig) -> EngineArgs:
+    return replace(
+        args,
+        model=folder,
+        tokenizer=None,
+        skip_tokenizer_init=True,
+        kv_transfer_config=kv_transfer_config(options.model_dump(exclude_unset=True)),
+    )
+
+
+def of_one_rank(args: EngineArgs, vllm_config: VllmConfig) -> VllmConfig:
+    """The same engine on one device: what layers are like does not depend on the others."""
+    if vllm_config.parallel_config.world_size_across_dp == 1:
+        return vllm_config
+    alone = replace(
+        args, tensor_parallel_size=1, data_parallel_size=1, enable_expert_parallel=False
+    )
+    return alone.create_engine_config()
+
+
+def one_line(error: Exception) -> str:
+    """vLLM's error in one line: pydantic puts lines around it, vLLM long lists behind it."""
+    errors: Any = getattr(error, "errors", None)
+    text = errors()[0]["msg"] if callable(errors) else str(error) or type(error).__name__
+    text = text.removeprefix("Value error, ").partition(" Supported architectures:")[0]
+    return textwrap.shorten(text, _LINE_CHARACTERS, placeholder=" ...").rstrip(".: ")
+
+
+def _versions() -> dict[str, str]:
+    import vllm
+
+    import vllm_segreuse
+
+    return {"vllm": vllm.__version__, "vllm_segreuse": vllm_segreuse.__version__}
+
+
+def _machine() -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    if device == "cpu":
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        name, memory = f"{len(os.sched_getaffinity(0))} cores", pages * size
+    else:
+        name = current_platform.get_device_name()
+        memory = current_platform.get_device_total_memory()
+    return {"device": device, "name": name, "memory_bytes": memory}
+
+
+def _tight(weight_bytes: int, machine: dict[str, Any], vllm_config: VllmConfig) -> tuple[str, ...]:
+    """A note if the weights alone do not fit; ranks on a CPU share its memory."""
+    sharing = vllm_config.parallel_config.world_size if machine["device"] == "cpu" else 1
+    needed, there = weight_bytes * sharing / 2**30, machine["memory_bytes"] / 2**30
+    if needed < there:
+        return ()
+    return (f"weights of {needed:,.1f} GiB do not fit into the {there:,.1f} GiB that are here",)
+
+
+def _drafted(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """A note if a draft has layers of its own: only the model's were built."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in NO_KV:
+        return ()
+    return (
+        f"layers of the draft ({speculative.method}) are checked at start-up only, and their "
+        "weights and KV are not counted here",
+    )
+
+
+def _model(vllm_config: VllmConfig) -> dict[str, Any]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return {
+        "layers": model.get_total_num_hidden_layers(),
+        "attention_heads": model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+        "max_model_len": model.max_model_len,
+        "block_size": vllm_config.cache_config.block_size,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+    }
+
+
+def _policy(options: SegReuseConfig, documents: TrainedDocuments | None) -> dict[str, Any]:
+    return {
+        "name": options.policy if documents is None else LINK,
+        "recompute_ratio": options.recompute_ratio,
+        "max_drift": options.max_drift,
+        "enabled": options.starts_enabled,
+    }

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's layers without its weights: what start-up checks before it proves anything on them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_segreuse.plan import ModelLayers
+from vllm_segreuse.supported import RefusedError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class UnexaminedError(Exception):
+    """The model cannot be built without its weights here; the text is the reason."""
+
+
+_BLOCKS = 2  # vLLM's null block, and one to write to
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What the layers are like on this machine.
+
+    Attributes:
+        kv_bytes: of one token's KV at all layers, all ranks together.
+        weight_bytes: of all parameters, all ranks together.
+        backend: vLLM's name of the first layer's attention backend.
+        kernels: which kernels a pass will run, as start-up logs it.
+        layers: as programs see them.
+    """
+
+    kv_bytes: int
+    weight_bytes: int
+    backend: str
+    kernels: str
+    layers: ModelLayers
+
+
+def examine(vllm_config: VllmConfig) -> Examined:
+    """Build the model on the `meta` device and check its layers as start-up does.
+
+    Args:
+        vllm_config: of one rank. Its KV cache is made smaller.
+
+    Raises:
+        RefusedError: as start-up does.
+        ValueError: as vLLM does, for quantisation or block sizes that it has no kernels for.
+        UnexaminedError: the model cannot be built without weights.
+    """
+    from vllm.config import set_current_vllm_config
+
+    try:
+        with set_current_vllm_config(vllm_config), _one_rank():
+            return _examined(_without_weights(vllm_config), vllm_config)
+    except (RefusedError, ValueError):
+        raise
+    except Exception as error:
+        raise UnexaminedError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+
+
+def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
+    from vllm_segreuse.model.attention_kind import kind_of
+    from vllm_segreuse.prefill.checks import read_structure
+    from vllm_segreuse.prefill.layer_runner import model_layers
+
+    specs = _specs(vllm_config)
+    kv_cache_config = _kv_cache_config(vllm_config, specs)
+    if len(kv_cache_config.kv_cache_groups) == 1:  # else start-up refuses, and so does what follows
+        _bind(kv_cache_config, specs, vllm_config)
+    structure = read_structure(model, vllm_config, kv_cache_config)
+    first: Any = structure.stack.attention[0]
+    max_model_len = vllm_config.model_config.max_model_len
+    kinds = [kind_of(layer, max_model_len) for layer in structure.stack.attention]
+    return Examined(
+        kv_bytes=sum(spec.page_size_bytes // spec.block_size for spec in specs.values()),
+        weight_bytes=sum(it.numel() * it.element_size() for it in model.parameters()),
+        backend=first.get_attn_backend().get_name(),
+        kernels=structure.description,
+        layers=model_layers(kinds),
+    )
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Parallel groups of one rank: layers ask how many there are."""
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    with tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, f"file://{folder}/ranks", 0, "gloo")
+        try:
+            initialize_model_parallel()
+            yield
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
+    import torch
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    shared = dict(_ROPE_DICT)
+    try:
+        with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+            return initialize_model(vllm_config=vllm_config)
+    finally:  # vLLM gives equal rotary modules to later models, too
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(shared)
+
+
+def _specs(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What each attention layer keeps of a token (`GPUModelRunner.get_kv_cache_spec`)."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers: Any = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def _kv_cache_config(vllm_config: VllmConfig, specs: dict[str, Any]) -> KVCacheConfig:
+    """How vLLM lays the KV cache out: groups as at start-up, of two blocks only."""
+    try:
+        from vllm.v1.core.kv_cache_utils import (
+            get_kv_cache_config_from_groups,
+            get_kv_cache_groups,
+        )
+    except ImportError:  # vLLM 0.33
+        from vllm.v1.core.kv_cache_planning import (
+            get_kv_cache_config_from_groups,
+            get_kv_cache_groups,
+        )
+
+    groups = get_kv_cache_groups(vllm_config, specs)  # may change the specs
+    _resolve_layout(vllm_config)
+    memory = _BLOCKS * sum(spec.page_size_bytes for spec in specs.values())
+    return get_kv_cache_config_from_groups(vllm_config, groups, memory)
+
+
+def _resolve_layout(vllm_config: VllmConfig) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+    from vllm.v1.attention.backends.utils import (
+        get_supported_kv_cache_layouts,
+        resolve_kv_cache_layout,
+    )
+
+    backends = get_current_attn_backends(vllm_config)
+    names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+    resolve_kv_cache_layout(vllm_config, [names])
+
+
+def _bind(config: KVCacheConfig, specs: dict[str, Any], vllm_config: VllmConfig) -> None:
+    """Allocate it on the device, and bind it to the layers as a worker does.
+
+    Raises:
+        ValueError: a backend has no kernel for blocks of this size.
+    """
+    from vllm.v1.worker.utils import (
+        allocate_kv_cache,
+        bind_kv_cache,
+        select_common_block_size,
+    )
+
+    by_name = vllm_config.compilation_config.static_forward_context
+    device = vllm_config.device_config.device
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    bind_kv_cache(allocate_kv_cache(config, device, layout), by_name, [])
+    alike: dict[tuple[Any, Any], list[str]] = {}
+    for name, spec in specs.items():
+        _default_scales(by_name[name])
+        alike.setdefault((by_name[name].get_attn_backend(), spec), []).append(name)
+    for (backend, spec), names in alike.items():
+        select_common_block_size(spec.block_size, [backend])
+        # On CPUs builders tell layers which kernels to use.
+        backend.get_builder_cls()(spec, names, vllm_config, device)
+
+
+def _default_scales(layer: Any) -> None:
+    """What loading gives a layer whose checkpoint has no scales of its KV."""
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    layer.to_empty(device=layer.kv_cache.device)
+    set_default_quant_scales(layer)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading vLLM into a command: its log, the time that it takes, and the code of a model."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+def quiet() -> None:
+    """Call before vLLM is imported, which reads these variables once: it logs errors only, to
+    standard error, and looks no name up elsewhere."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@contextmanager
+def not_searched_for_garbage() -> Iterator[None]:
+    """What is made meanwhile stays to the end, and is so much that each search takes long."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def load_code(architectures: Sequence[str]) -> None:
+    """Load the code of a model in this process.
+
+    vLLM looks at it before it makes a configuration. It would do so in another process, which loads
+    all of vLLM anew, to keep CUDA out of a process that forks workers; commands start no workers.
+
+    Raises:
+        ImportError: it needs a library that is not here.
+    """
+    from vllm import ModelRegistry
+
+    for name in architectures:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())

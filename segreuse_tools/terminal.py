@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines to the terminal, and to whoever reads the output through a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def complain(command: str, message: object) -> None:
+    """One line on the standard error that names the command."""
+    print(f"vllm-segreuse {command}: {message}", file=sys.stderr)
+
+
+def print_all(text: str) -> None:
+    """Print a text at once; ends the process with status 1 where its reader wants no more."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is still buffered would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks a running server to explain one request; neither vLLM nor torch is imported.
+
+The request is sent as it is, for one token of an answer, with two options more: `segreuse_explain`,
+and `segreuse_observe`, so that nothing approximate is computed for it. The answer has the prompt's
+own tokens, and the server's tokenizer gives the text of each stretch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+EXCERPT_TOKENS = 24
+"""Tokens of a stretch whose text is shown."""
+
+TIMEOUT_S = 600
+"""For a long prompt on a busy server."""
+
+ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+"""Where a body goes, by what it has."""
+
+
+class ExplainError(RuntimeError):
+    """The request cannot be explained; the text is one sentence that says why."""
+
+
+class RequestBodyError(ExplainError):
+    """The file of the request is wrong."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a server says of a request.
+
+    Attributes:
+        report: of the request.
+        texts: the beginning of each stretch's text; empty where the server does not tell.
+        no_texts: why it does not.
+    """
+
+    report: Mapping[str, Any]
+    texts: list[str]
+    no_texts: str = ""
+
+    @property
+    def stretches(self) -> list[dict[str, Any]]:
+        """Of the prompt, in order."""
+        return list(self.report["explain"])
+
+
+def read_request(text: str, source: str) -> dict[str, Any]:
+    """The body of a request.
+
+    Args:
+        text: JSON.
+        source: where it is from, for errors.
+
+    Raises:
+        RequestBodyError: it is no body of a completion or chat completion.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestBodyError(f"{source} is no JSON: {error}") from None
+    if not isinstance(body, dict) or len(ROUTES.keys() & body) != 1:
+        raise RequestBodyError(
+            f"{source} must be the body of a request: an object with either messages (for "
+            "/v1/chat/completions) or prompt (for /v1/completions)"
+        )
+    if not body.get("extra_keys") and not _xargs(body, source).get("extra_keys"):
+        raise RequestBodyError(
+            f"{source} has no extra_keys: a request without them reuses nothing; add "
+            '"extra_keys": ["NAME"]'
+        )
+    return body
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """The body of a request in a file.
+
+    Raises:
+        RequestBodyError: it cannot be read, or is no such body.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestBodyError(f"cannot read {file}: {error}") from None
+    return read_request(text, str(file))
+
+
+def authorized(api_key: str | None) -> dict[bytes, bytes]:
+    """Headers that name a key or token, as bytes, since it need not be ASCII; none without one."""
+    return {b"Authorization": b"Bearer " + api_key.encode()} if api_key else {}
+
+
+def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) -> Explanation:
+    """Ask a server.
+
+    Args:
+        server: with the server's address and headers.
+        body: of the request (`read_request`).
+        reuse: let it reuse what is found, instead of computing all of it.
+
+    Raises:
+        ExplainError: the server cannot be reached, refuses the request, or does not reuse segments.
+    """
+    if body.get("use_beam_search"):
+        raise RequestBodyError(
+            "the request has use_beam_search, and beam search passes no options on: it reuses "
+            "nothing, and nothing explains it; leave it away to see what would be found"
+        )
+    left_out = ("stream", "stream_options", "max_completion_tokens", "min_tokens")
+    options = {"segreuse_explain": True} | ({} if reuse else {"segreuse_observe": True})
+    asked = {
+        **{key: value for key, value in body.items() if key not in left_out},
+        "max_tokens": 1,
+        "n": 1,
+        "return_token_ids": True,
+        "vllm_xargs": _xargs(body, "the request") | options,
+    }
+    route = next(path for key, path in ROUTES.items() if key in body)
+    answer = _post(server, route, asked)
+    report = (answer.get("kv_transfer_params") or {}).get("segreuse")
+    if not isinstance(report, dict) or "explain" not in report:
+        raise ExplainError(
+            f"{server.base_url} answered without an explanation: it runs without segment reuse, or "
+            "with a version of it that does not explain"
+        )
+    try:
+        return Explanation(report, _texts(server, body, answer, report))
+    except ExplainError as error:
+        return Explanation(report, [], str(error))
+
+
+def _xargs(body: Mapping[str, Any], source: str) -> dict[str, Any]:
+    xargs = body.get("vllm_xargs") or {}
+    if not isinstance(xargs, dict):
+        raise RequestBodyError(f"{source}: vllm_xargs must be an object")
+    return dict(xargs)
+
+
+def _texts(
+    server: httpx.Client,
+    body: Mapping[str, Any],
+    answer: Mapping[str, Any],
+    report: Mapping[str, Any],
+) -> list[str]:
+    """Beginnings of the stretches' texts.
+
+    Raises:
+        ExplainError: the server's tokenizer is not to be had, or the prompt has no tokens.
+    """
+    tokens = _prompt_tokens(answer)
+    if tokens is None or len(tokens) != report["prompt_tokens"]:
+        raise ExplainError(f"{server.base_url} answered without the tokens of the prompt")
+    named = {"model": body["model"]} if "model" in body else {}
+    asked = [tokens[each["start"] :][: _shown(each)] for each in report["explain"]]
+    answers = [_post(server, "/detokenize", named | {"tokens": part}) for part in asked]
+    if not all("prompt" in each for each in answers):
+        raise ExplainError(f"{server.base_url} answered /detokenize without a text")
+    return [each["prompt"] for each in answers]
+
+
+def _prompt_tokens(answer: Mapping[str, Any]) -> list[int] | None:
+    """Of a chat's answer, or of the first prompt's."""
+    for each in (answer, *(answer.get("choices") or ())):
+        tokens = each.get("prompt_token_ids") if isinstance(each, Mapping) else None
+        if isinstance(tokens, list):
+            return tokens
+    return None
+
+
+def _shown(stretch: Mapping[str, Any]) -> int:
+    return min(int(stretch["tokens"]), EXCERPT_TOKENS)
+
+
+def _post(server: httpx.Client, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        content = json.dumps(body, allow_nan=False).encode()
+    except ValueError as error:
+        raise RequestBodyError(f"the request cannot be sent as JSON: {error}") from None
+    try:
+        answer = server.post(route, content=content, headers={"Content-Type": "application/json"})
+    except httpx.HTTPError as error:
+        raise ExplainError(f"cannot reach {server.base_url}: {error}") from None
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    if answer.is_error or not isinstance(found, dict):
+        raise ExplainError(
+            f"{server.base_url} refused the request with status {answer.status_code}: "
+            f"{_reason(found) or answer.text[:200]}"
+        )
+    return found
+
+
+def _reason(answer: Any) -> str:
+    error = answer.get("error", answer) if isinstance(answer, dict) else {}
+    return str(error.get("message", "")) if isinstance(error, dict) else str(error)
