@@ -5,24 +5,25 @@ planner on the other, and features (`features/`) around both."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from vllm_segreuse.arrival import NEVER_DONATES, all_tokens, bypass_reason, lora_id_of, namespace_of
-from vllm_segreuse.cache.contexts import contexts_of
-from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import Bypass, Method, Tags, TrackedRequest
+from vllm_segreuse.arrival import all_tokens
+from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.compat import kv_cache_manager, triton_dispatcher
-from vllm_segreuse.config import OBSERVE, RequestOptions, SegReuseConfig, Switch, parse_request
+from vllm_segreuse.config import OBSERVE, SegReuseConfig, Switch
 from vllm_segreuse.documents.layout import Layout
+from vllm_segreuse.features.admission import Admission
 from vllm_segreuse.features.build import build
+from vllm_segreuse.features.outcomes import Outcomes
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
-from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
+from vllm_segreuse.scheduling.feature import Admitted, Ending, Feature, OwnRequests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,15 +100,16 @@ class SchedulerSide:
         triton_dispatcher.install()  # numba is loaded from here on
         kv_cache_manager.install()
         self.parts = build(vllm_config, config, manager, stats, group, region, layout)
-        self._config = config
         self._core, self._planner = self.parts.core, self.parts.planner
-        self._methods, self._accounts = self.parts.methods, self.parts.accounts
+        self._accounts = self.parts.accounts
         self._features = self.parts.features.ordered
         self._waits = self._having("waits")
         self._decided = self._having("decided")[::-1]
         self._allocated = self._having("allocated")
         self._end_step = self._having("end_step")
         self._own = [it for it in self._features if isinstance(it, OwnRequests)]
+        self._admission = Admission(self.parts)
+        self._outcomes = Outcomes(self.parts)
         self._called_back: list[str] = []
         self.set_enabled(config.starts_enabled)
 
@@ -121,6 +123,14 @@ class SchedulerSide:
             "segment reuse failed in %s; request %s runs without it", where, request.request_id
         )
         self._planner.give_up(request.request_id)
+
+    @contextmanager
+    def _costing(self, request: Request, where: str) -> Iterator[None]:
+        """An error inside costs the request its reuse, and goes no further."""
+        try:
+            yield
+        except Exception:
+            self._give_up(request, where)
 
     # The administrator.
 
@@ -149,46 +159,7 @@ class SchedulerSide:
     @_contained(otherwise=None)
     def add(self, request: Request) -> None:
         """A request arrived; one without extra keys is ignored."""
-        params = request.sampling_params
-        parsed = parse_request(params.extra_args if params else None, self._config, trusted=True)
-        arriving = Arriving(request, parsed, parsed.extra_keys, parsed.options, self._method)
-        for feature in self._features:
-            feature.identify(arriving)
-        if arriving.extra_keys is None:
-            return
-        reason = bypass_reason(request, arriving.images)
-        arriving.key = namespace_of(request, arriving.extra_keys, arriving.images)
-        tracked = arriving.tracked = TrackedRequest(
-            request.request_id,
-            self._prompt(arriving),
-            self._method(arriving, parsed.options),
-            tags=Tags(lora_id_of(request)),
-        )
-        arriving.use(parsed.options)
-        if reason in NEVER_DONATES:
-            tracked.donates_nothing()
-        bypass = arriving.lacks if reason is None else Bypass(reason)
-        if bypass is not None:
-            arriving.bypass(*bypass)
-        for feature in self._features:
-            feature.admit(arriving)
-        self._planner.add(tracked)
-        self.parts.features.frozen.searched(tracked, parsed)
-
-    def _prompt(self, arriving: Arriving) -> Prompt:
-        request, images = arriving.request, arriving.images
-        tokens = all_tokens(request)
-        return Prompt(
-            self._core.namespaces.intern(arriving.key),
-            tokens if images is None else images.keyed(tokens),
-            functools.partial(self._core.pool.resident_blocks, request),
-            lambda first, last: request.block_hashes[first:last],
-            lambda blocks: contexts_of(request.block_hashes, blocks),
-            images,
-        )
-
-    def _method(self, arriving: Arriving, options: RequestOptions) -> Method:
-        return self._methods.method(options, arriving.images, arriving.is_text)
+        self._admission.arrive(request)
 
     def match(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
         """Tokens to supply behind vLLM's prefix hit, None to decide in a later step; and whether
@@ -238,13 +209,12 @@ class SchedulerSide:
         self.parts.donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         is_first = not request.num_preemptions
         if is_first:  # counted when it was first admitted, like vLLM's own figures
-            self._accounts.admitted(tracked, request, report)
+            with self._costing(request, "accounts"):
+                self._accounts.admitted(tracked, request, report)
         admitted = Admitted(request, tracked, report, block_ids, hit_blocks, is_first)
         for feature in self._allocated:
-            try:
+            with self._costing(request, feature.name):
                 feature.allocated(admitted)
-            except Exception:
-                self._give_up(request, feature.name)
 
     @_contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:
@@ -284,10 +254,8 @@ class SchedulerSide:
                 **tracked.report._asdict(),
             }
         for feature in self._features:  # whatever happens: what is held for it ends with it
-            try:
+            with self._costing(request, feature.name):
                 feature.finished(ending)
-            except Exception:
-                self._give_up(request, feature.name)
         if tracked is not None:
             self._core.namespaces.release(tracked.prompt.namespace)
         return ending.report
@@ -335,28 +303,10 @@ class SchedulerSide:
                 feature.reported(messages[feature.name])
         for request_id, outcome in outcomes.items():
             if outcome.restoration:
-                self._note_restored(request_id, outcome)
+                self._outcomes.restored(request_id, outcome)
             if request_id in requests:
-                self._note_outcome(requests[request_id], outcome)
-
-    def _note_restored(self, request_id: str, outcome: PlanOutcome) -> None:
-        """The workers report a restoration; the request may have another plan by now, or none."""
-        with self._core.health.contained("a restoration"):
-            tracked, number = self._planner.get(request_id), outcome.restoration
-            plan = None if tracked is None else tracked.plan
-            still_planned = plan is not None and plan.restores(number)
-            if plan is not None and still_planned:
-                plan.is_restored = outcome.is_restored
-            self._core.pool.restored(number, outcome.is_restored, still_planned)
-
-    @_contained(otherwise=None)
-    def _note_outcome(self, request: Request, outcome: PlanOutcome) -> None:
-        tracked = self._planner.get(request.request_id)
-        if any(it.outcome(request, tracked, outcome) for it in self._features) or tracked is None:
-            return
-        plan = self._accounts.carried_out(tracked, request, outcome)
-        if plan is not None:
-            self.parts.features.explain.carried_out(request.request_id, plan, outcome)
+                with self._costing(requests[request_id], "the outcome of its plan"):
+                    self._outcomes.carried_out(requests[request_id], outcome)
 
     # Requests of our own.
 
@@ -382,7 +332,7 @@ class SchedulerSide:
 
     def take_layers(self, layers: ModelLayers) -> None:
         """What the workers have found the model's layers to be, before the first request."""
-        self._accounts.layers = self._methods.layers = layers
+        self._accounts.layers = self.parts.methods.layers = layers
 
     def take_merge_size(self, merge_size: int | None) -> None:
         """What the workers have proven of images; see `Images`."""

@@ -15,7 +15,7 @@ from vllm_segreuse.features.images.scheduler import Images
 from vllm_segreuse.features.similar.scheduler import SimilarSegments
 from vllm_segreuse.features.tier.scheduler import Tiering
 from vllm_segreuse.features.tracing.scheduler import Tracing
-from vllm_segreuse.features.trained.scheduler import CompressedDocuments, TrainedDocuments
+from vllm_segreuse.features.trained.scheduler import BlockAttention, CompressedDocuments
 from vllm_segreuse.methods import Methods
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Feature
@@ -36,7 +36,7 @@ class SchedulerFeatures(NamedTuple):
     ordered: tuple[Feature, ...]
     frozen: FrozenDocuments
     audit: Auditing
-    trained: TrainedDocuments | None
+    trained: BlockAttention | None
     compressed: CompressedDocuments
     images: Images
     conversations: Continued
@@ -64,7 +64,7 @@ def scheduler_features(
     frozen = FrozenDocuments(core, None if store is None else store.documents)
     compressed = CompressedDocuments(core, frozen.entries, methods)
     frozen.compressed = compressed.part
-    trained = None if layout is None else TrainedDocuments(core, layout, frozen.entries)
+    trained = None if layout is None else BlockAttention(core, layout, frozen.entries)
     audit, images, explain = Auditing(core), Images(core), Explaining(core, forgotten)
     conversations = Continued(core, methods)
     # Whose documents are found by their tokens keeps images apart by namespace.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class TrainedDocuments(Feature, OwnRequests):
+class BlockAttention(Feature, OwnRequests):
     """Of an engine whose model was trained on documents computed alone.
 
     Args:

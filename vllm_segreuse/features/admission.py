@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request of vLLM to one that is searched for."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from vllm_segreuse.arrival import NEVER_DONATES, all_tokens, bypass_reason, lora_id_of, namespace_of
+from vllm_segreuse.cache.contexts import contexts_of
+from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.cache.tracked import Bypass, Method, Tags, TrackedRequest
+from vllm_segreuse.config import RequestOptions, parse_request
+from vllm_segreuse.features.build import Parts
+from vllm_segreuse.scheduling.feature import Arriving
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Admission:
+    """One per engine."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._core, self._methods, self._planner = parts.core, parts.methods, parts.planner
+        self._features, self._frozen = parts.features.ordered, parts.features.frozen
+
+    def arrive(self, request: Request) -> None:
+        """A request arrived; one without extra keys is ignored."""
+        params, config = request.sampling_params, self._core.config
+        parsed = parse_request(params.extra_args if params else None, config, trusted=True)
+        arriving = Arriving(request, parsed, parsed.extra_keys, parsed.options, self._method)
+        for feature in self._features:
+            feature.identify(arriving)
+        if arriving.extra_keys is None:
+            return
+        reason = bypass_reason(request, arriving.images)
+        arriving.key = namespace_of(request, arriving.extra_keys, arriving.images)
+        tracked = arriving.tracked = TrackedRequest(
+            request.request_id,
+            self._prompt(arriving),
+            self._method(arriving, parsed.options),
+            tags=Tags(lora_id_of(request)),
+        )
+        arriving.use(parsed.options)
+        if reason in NEVER_DONATES:
+            tracked.donates_nothing()
+        bypass = arriving.lacks if reason is None else Bypass(reason)
+        if bypass is not None:
+            arriving.bypass(*bypass)
+        for feature in self._features:
+            feature.admit(arriving)
+        self._planner.add(tracked)
+        self._frozen.searched(tracked, parsed)
+
+    def _prompt(self, arriving: Arriving) -> Prompt:
+        request, images = arriving.request, arriving.images
+        tokens = all_tokens(request)
+        return Prompt(
+            self._core.namespaces.intern(arriving.key),
+            tokens if images is None else images.keyed(tokens),
+            functools.partial(self._core.pool.resident_blocks, request),
+            lambda first, last: request.block_hashes[first:last],
+            lambda blocks: contexts_of(request.block_hashes, blocks),
+            images,
+        )
+
+    def _method(self, arriving: Arriving, options: RequestOptions) -> Method:
+        return self._methods.method(options, arriving.images, arriving.is_text)
