@@ -233,7 +233,7 @@ class SchedulerSide:
             group.block_size,
             is_spread=self._is_spread,
             clock=time.perf_counter,
-            on_match=functools.partial(stats.observe, "match"),
+            on_match=functools.partial(stats.observe, "match_seconds"),
             tier=self._tier,
         )
         self.set_enabled(config.starts_enabled)
