@@ -17,7 +17,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -253,19 +253,15 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def metrics() -> str:
     """The names and help texts that the server gives to Prometheus."""
     module = _imported_alone(PACKAGE / "metrics.py")
-    rows: list[tuple[str, ...]] = []
-
-    def record(kind: str) -> Callable[..., None]:
-        def make(**told: Any) -> None:
-            labels = ", ".join(f"`{label}`" for label in told["labelnames"])
-            rows.append((f"`{told['name']}`", kind, labels, sources.escaped(told["documentation"])))
-
-        return make
-
-    kinds = {
-        getattr(module, kind): record(kind.lower()) for kind in ("Counter", "Gauge", "Histogram")
-    }
-    module.SegReusePromMetrics(None, kinds, [], {})
+    rows = [
+        (
+            f"`{module.PREFIX}{row.name}`",
+            row.kind.__name__.lower(),
+            ", ".join(f"`{label}`" for label in row.labels),
+            sources.escaped(row.help),
+        )
+        for row in module.METRICS
+    ]
     return _table(("metric", "kind", "own labels", "meaning"), rows)
 
 

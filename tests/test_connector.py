@@ -266,10 +266,10 @@ def test_workers_report_what_the_layers_are(
 
 def test_statistics_are_reported_once(subject: SegReuseConnector) -> None:
     assert subject.get_kv_connector_stats() is None
-    subject._stats.count_tokens("reused", 7)
+    subject._stats.inc("tokens_total", 7, kind="reused")
     reported = subject.get_kv_connector_stats()
     assert reported is not None
-    assert reported.data["tokens"] == {"reused": 7}
+    assert reported.data["tokens_total"] == {"reused": 7}
     assert subject.get_kv_connector_stats() is None
     again = SegReuseConnector.build_kv_connector_stats(reported.data)
     assert again == reported
@@ -364,7 +364,8 @@ def test_a_steps_metadata_reach_the_workers_half(
     assert SegReuseWorkerMetadata().aggregate(reported) == reported, "a rank has nothing to report"
     stats = worker.get_kv_connector_stats()
     assert stats is not None
-    assert stats.data["seconds"] == {"align": [0.25, 0.25], "sparse_pass": [0.5, 0.5]}
+    assert stats.data["align_seconds"] == [0.25, 0.25]
+    assert stats.data["sparse_pass_seconds"] == [0.5, 0.5]
 
 
 def test_step_without_reuse_does_next_to_nothing(
@@ -505,5 +506,5 @@ def test_both_runners_carry_a_step_through(
     assert told.finished_recving == {"spread"}
     assert not told.finished_sending
     assert told.kv_connector_worker_meta == SegReuseWorkerMetadata({"now": 2, "spread": 4})
-    assert told.kv_connector_stats.data["seconds"]["sparse_pass"] == [0.5, 0.5]
+    assert told.kv_connector_stats.data["sparse_pass_seconds"] == [0.5, 0.5]
     assert not worker.has_connector_metadata()

@@ -8,42 +8,63 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
+from vllm_segreuse.metrics import Metric, SegReusePromMetrics, SegReuseStats
+
+AUDITED = {"policy": "shift", "namespace_class": "docs"}
 
 
 def filled() -> SegReuseStats:
     stats = SegReuseStats()
-    stats.count_tokens("prefix", 32)
-    stats.count_tokens("reused", 900)
-    stats.count_tokens("reused", 100)
-    stats.count_tokens("recomputed", 100)
-    stats.count_tokens("exact", 64)
-    stats.count_tokens("new", 7)
-    stats.count_observed("reused", 300)
-    stats.count_observed("recomputed", 50)
-    stats.count_request("reused")
-    stats.count_request("bypassed", "too_few_reused_tokens")
-    stats.count_request("bypassed", "too_few_reused_tokens")
-    stats.observe("match", 0.001)
-    stats.observe("match", 0.003)
-    stats.note_frozen(0.5)
-    stats.note_frozen(0.25)
-    stats.note_states(4096)
+    stats.inc("tokens_total", 32, kind="prefix")
+    stats.inc("tokens_total", 900, kind="reused")
+    stats.inc("tokens_total", 100, kind="reused")
+    stats.inc("tokens_total", 100, kind="recomputed")
+    stats.inc("tokens_total", 64, kind="exact")
+    stats.inc("tokens_total", 7, kind="new")
+    stats.inc("observed_tokens_total", 300, kind="reused")
+    stats.inc("observed_tokens_total", 50, kind="recomputed")
+    stats.inc("requests_total", outcome="reused", reason="")
+    stats.inc("requests_total", outcome="bypassed", reason="too_few_reused_tokens")
+    stats.inc("requests_total", outcome="bypassed", reason="too_few_reused_tokens")
+    stats.observe("match_seconds", 0.001)
+    stats.observe("match_seconds", 0.003)
+    stats.set("frozen_share", 0.5)
+    stats.set("frozen_share", 0.25)
+    stats.set("state_bytes", 4096)
     for _ in range(3):
-        stats.count_repeated()
-    stats.observe_drift(2.5, in_full=False)
-    stats.observe_drift(7.0, in_full=True)
-    stats.observe_acceptance((0.25, 0.75, float("nan"), float("inf")), rejected=3)
-    stats.count_audit("shift", "docs", "compared")
-    stats.count_audit("shift", "docs", "busy")
-    stats.observe_compared("shift", "docs", 0.25, 5, 8)
-    stats.count_drifted("docs", "drifted")
-    stats.count_audit_log_error()
+        stats.inc("not_finite_total")
+    for drift in (2.5, 7.0):
+        stats.observe("drift", drift)
+    stats.inc("in_full_total")
+    for drift in (0.25, 0.75):
+        stats.observe("boundary_drift", drift)
+    stats.inc("similar_segments_total", 1, outcome="accepted")
+    stats.inc("similar_segments_total", 3, outcome="rejected")
+    stats.inc("audits_total", **AUDITED, outcome="compared")
+    stats.inc("audits_total", **AUDITED, outcome="busy")
+    stats.observe("audit_kl", 0.25, **AUDITED)
+    stats.inc("audit_tokens_total", 5, **AUDITED, agreement="same")
+    stats.inc("audit_tokens_total", 3, **AUDITED, agreement="other")
+    stats.inc("audit_drifted_total", namespace_class="docs", change="drifted")
+    stats.inc("audit_log_errors_total")
     return stats
 
 
 def over_the_wire(stats: SegReuseStats) -> dict[str, Any]:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+
+
+def prom_metrics(registry: CollectorRegistry, **rows: Any) -> SegReusePromMetrics:
+    def bound(kind: type) -> Any:
+        return lambda **kwargs: kind(**kwargs, registry=registry)
+
+    return SegReusePromMetrics(
+        SimpleNamespace(kv_transfer_config=None),  # type: ignore[arg-type]
+        {kind: bound(kind) for kind in (Gauge, Counter, Histogram)},
+        ["model_name", "engine"],
+        {0: ["m", "0"], 1: ["m", "1"]},
+        **rows,
+    )
 
 
 @pytest.fixture
@@ -53,15 +74,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> SegReusePromMetrics:
-    def bound(kind: type) -> Any:
-        return lambda **kwargs: kind(**kwargs, registry=registry)
-
-    return SegReusePromMetrics(
-        SimpleNamespace(kv_transfer_config=None),  # type: ignore[arg-type]
-        {kind: bound(kind) for kind in (Gauge, Counter, Histogram)},
-        ["model_name", "engine"],
-        {0: ["m", "0"], 1: ["m", "1"]},
-    )
+    return prom_metrics(registry)
 
 
 def test_survives_the_trip_between_processes() -> None:
@@ -72,9 +85,9 @@ def test_survives_the_trip_between_processes() -> None:
 def test_empty_until_something_is_counted() -> None:
     stats = SegReuseStats()
     assert stats.is_empty()
-    stats.count_tokens("new", 0)
+    stats.inc("tokens_total", 0, kind="new")
     assert stats.is_empty()
-    stats.count_request("bypassed", "disabled")
+    stats.inc("requests_total", outcome="bypassed", reason="disabled")
     assert not stats.is_empty()
     stats.reset()
     assert stats.is_empty()
@@ -83,24 +96,19 @@ def test_empty_until_something_is_counted() -> None:
 @pytest.mark.parametrize(
     "count",
     [
-        lambda stats: stats.count_tokens("exact", 1),
-        lambda stats: stats.count_tokens("similar", 1),
-        lambda stats: stats.count_request("reused"),
-        lambda stats: stats.observe("align", 0.5),
-        lambda stats: stats.note_frozen(0.0),
-        lambda stats: stats.note_states(0),
-        lambda stats: stats.count_repeated(),
-        lambda stats: stats.observe_drift(0.0, in_full=False),
-        lambda stats: stats.observe_acceptance((0.0,), rejected=0),
-        lambda stats: stats.observe_acceptance((float("nan"),), rejected=1),
-        lambda stats: stats.count_audit("shift", "docs", "busy"),
-        lambda stats: stats.observe_compared("shift", "docs", 0.0, 0, 0),
-        lambda stats: stats.count_drifted("docs", "recovered"),
-        lambda stats: stats.count_audit_log_error(),
-        lambda stats: stats.note_tier("host", 0, 0),
-        lambda stats: stats.count_tier_tokens("stored", 1),
-        lambda stats: stats.count_tier_dropped("full", 1),
-        lambda stats: stats.count_tier_files("found", 1),
+        lambda stats: stats.inc("tokens_total", 1, kind="exact"),
+        lambda stats: stats.inc("tokens_total", 1, kind="similar"),
+        lambda stats: stats.inc("requests_total", outcome="reused", reason=""),
+        lambda stats: stats.observe("align_seconds", 0.5),
+        lambda stats: stats.set("frozen_share", 0.0),
+        lambda stats: stats.set("state_bytes", 0),
+        lambda stats: stats.inc("not_finite_total"),
+        lambda stats: stats.observe("drift", 0.0),
+        lambda stats: stats.observe("audit_kl", 0.0, **AUDITED),
+        lambda stats: stats.inc("audits_total", **AUDITED, outcome="busy"),
+        lambda stats: stats.inc("audit_log_errors_total"),
+        lambda stats: stats.set("tier_records", 0, tier="host"),
+        lambda stats: stats.inc("tier_files_total", 1, event="found"),
     ],
 )
 def test_whatever_is_counted_is_something_to_send(count: Any) -> None:
@@ -117,33 +125,29 @@ def test_take_hands_over_and_starts_anew() -> None:
     taken = stats.take()
     assert taken == filled()
     assert stats.is_empty()
-    stats.count_tokens("new", 1)
+    stats.inc("tokens_total", 1, kind="new")
     assert taken == filled()
 
 
 def test_aggregate_adds() -> None:
     total = filled().aggregate(SegReuseStats(data=over_the_wire(filled())))
     assert total.data == {
-        "tokens": {"prefix": 64, "reused": 2000, "recomputed": 200, "exact": 128, "new": 14},
-        "observed": {"reused": 600, "recomputed": 100},
-        "requests": {"reused": {"": 2}, "bypassed": {"too_few_reused_tokens": 4}},
-        "seconds": {"match": [0.001, 0.003, 0.001, 0.003]},
-        "frozen": [0.5, 0.25, 0.5, 0.25],
-        "states": [4096] * 2,
-        "repeated": 6,
+        "tokens_total": {"prefix": 64, "reused": 2000, "recomputed": 200, "exact": 128, "new": 14},
+        "observed_tokens_total": {"reused": 600, "recomputed": 100},
+        "requests_total": {"reused": {"": 2}, "bypassed": {"too_few_reused_tokens": 4}},
+        "match_seconds": [0.001, 0.003, 0.001, 0.003],
+        "frozen_share": [0.5, 0.25, 0.5, 0.25],
+        "state_bytes": [4096] * 2,
+        "not_finite_total": 6,
         "drift": [2.5, 7.0, 2.5, 7.0],
-        "in_full": 2,
+        "in_full_total": 2,
         "boundary_drift": [0.25, 0.75, 0.25, 0.75],
-        "accepted": 2,
-        "rejected": 6,
-        "audits": [["shift", "docs", "compared"], ["shift", "docs", "busy"]] * 2,
-        "compared": [["shift", "docs", 0.25, 5, 8]] * 2,
-        "drifted": [["docs", "drifted"]] * 2,
-        "audit_log_errors": 2,
-        "tier": [],
-        "tier_tokens": {},
-        "tier_dropped": {},
-        "tier_files": {},
+        "similar_segments_total": {"accepted": 2, "rejected": 6},
+        "audits_total": {"shift": {"docs": {"compared": 2, "busy": 2}}},
+        "audit_kl": {"shift": {"docs": [0.25, 0.25]}},
+        "audit_tokens_total": {"shift": {"docs": {"same": 10, "other": 6}}},
+        "audit_drifted_total": {"docs": {"drifted": 2}},
+        "audit_log_errors_total": 2,
     }
 
 
@@ -161,11 +165,40 @@ def test_reduce_is_flat_and_speaks_milliseconds() -> None:
     assert SegReuseStats().reduce() == {}
 
 
-def test_unknown_names_are_refused_where_they_are_counted() -> None:
-    with pytest.raises(ValueError, match="'shifted'"):
-        SegReuseStats().count_tokens("shifted", 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'hash'"):
-        SegReuseStats().observe("hash", 1.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (lambda stats: stats.inc("token_total"), "unknown counter 'token_total'; known: tokens_t"),
+        (lambda stats: stats.inc("drift"), "unknown counter 'drift'"),
+        (lambda stats: stats.set("drift", 1.0), "unknown gauge 'drift'"),
+        (lambda stats: stats.observe("hash", 1.0), "unknown histogram 'hash'"),
+        (lambda stats: stats.inc("tokens_total", kind="shifted"), "unknown kind 'shifted'"),
+        (lambda stats: stats.inc("tokens_total"), "the labels of tokens_total are kind, not none"),
+        (lambda stats: stats.inc("in_full_total", kind="x"), "in_full_total are none, not kind"),
+    ],
+)
+def test_unknown_names_are_refused_where_they_are_counted(count: Any, message: str) -> None:
+    stats = SegReuseStats()
+    with pytest.raises(ValueError, match=message):
+        count(stats)
+    assert stats.data == {}
+
+
+def test_a_row_is_all_that_a_metric_needs() -> None:
+    row = Metric("probes_total", Counter, "Probes.", {"side": ("left", "right")})
+    stats, registry = SegReuseStats(metrics=[row]), CollectorRegistry()
+    metrics = prom_metrics(registry, metrics=[row])
+    stats.inc("probes_total", 3, side="left")
+    metrics.observe(over_the_wire(stats.take()))
+    stats.inc("probes_total", 4, side="left")
+    metrics.observe(over_the_wire(stats))
+    shown = {
+        (sample.labels["engine"], sample.labels["side"]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "vllm:segreuse_probes_total"
+    }
+    assert shown == {("0", "left"): 7, ("0", "right"): 0, ("1", "left"): 0, ("1", "right"): 0}
 
 
 def test_prometheus_shows_what_was_counted(
@@ -185,7 +218,7 @@ def test_prometheus_shows_what_was_counted(
     assert value("drift_count") == 4
     assert value("drift_sum") == 19
     assert value("in_full_total") == 2
-    assert value("boundary_drift_count") == 4, "what is not a number is not counted"
+    assert value("boundary_drift_count") == 4
     assert value("boundary_drift_sum") == 2
     assert value("similar_segments_total", outcome="accepted") == 2
     assert value("similar_segments_total", outcome="rejected") == 6
@@ -198,13 +231,12 @@ def test_prometheus_shows_what_was_counted(
     assert value("match_seconds_count") == 4
     assert value("match_seconds_sum") == pytest.approx(0.008)
     assert value("align_seconds_count") == 0
-    audited = {"policy": "shift", "namespace_class": "docs"}
-    assert value("audits_total", **audited, outcome="compared") == 2
-    assert value("audits_total", **audited, outcome="busy") == 2
-    assert value("audit_kl_count", **audited) == 2
-    assert value("audit_kl_sum", **audited) == 0.5
-    assert value("audit_tokens_total", **audited, agreement="same") == 10
-    assert value("audit_tokens_total", **audited, agreement="other") == 6
+    assert value("audits_total", **AUDITED, outcome="compared") == 2
+    assert value("audits_total", **AUDITED, outcome="busy") == 2
+    assert value("audit_kl_count", **AUDITED) == 2
+    assert value("audit_kl_sum", **AUDITED) == 0.5
+    assert value("audit_tokens_total", **AUDITED, agreement="same") == 10
+    assert value("audit_tokens_total", **AUDITED, agreement="other") == 6
     assert value("audit_drifted_total", namespace_class="docs", change="drifted") == 2
     assert value("audit_log_errors_total") == 2
 
@@ -262,7 +294,7 @@ def test_times_fall_into_the_histogram_of_their_name(
 ) -> None:
     stats = SegReuseStats()
     for timing, seconds in (("match", 0.25), ("align", 0.5), ("sparse_pass", 1.5)):
-        stats.observe(timing, seconds)  # type: ignore[arg-type]
+        stats.observe(f"{timing}_seconds", seconds)
     metrics.observe(over_the_wire(stats))
     labels = {"model_name": "m", "engine": "0"}
     for timing, seconds in (("match", 0.25), ("align", 0.5), ("sparse_pass", 1.5)):
@@ -274,11 +306,12 @@ def test_the_second_tier_is_counted_by_what_was_done(
     registry: CollectorRegistry, metrics: SegReusePromMetrics
 ) -> None:
     stats = SegReuseStats()
-    stats.note_tier("host", 5, 500)
-    stats.note_tier("host", 3, 300)
-    stats.count_tier_tokens("stored", 48)
-    stats.count_tier_dropped("full", 2)
-    stats.count_tier_files("shared", 7)
+    for records in (5, 3):
+        stats.set("tier_records", records, tier="host")
+        stats.set("tier_bytes", records * 100, tier="host")
+    stats.inc("tier_tokens_total", 48, move="stored")
+    stats.inc("tier_dropped_total", 2, reason="full")
+    stats.inc("tier_files_total", 7, event="shared")
     metrics.observe(over_the_wire(stats))
     metrics.observe(over_the_wire(stats))
     labels = {"model_name": "m", "engine": "0"}

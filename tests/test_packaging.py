@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is installed is what lies in the repository."""
 
+import ast
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +76,23 @@ def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
 
 def test_vllm_is_no_hard_dependency() -> None:
     assert not [name for name in PROJECT["project"]["dependencies"] if "vllm" in name]
+
+
+def test_every_dependency_is_imported() -> None:
+    """What only vLLM or the tests need is none of ours."""
+    imported: set[str] = set()
+    ours = ("vllm_segreuse", "segreuse_tools")
+    for file in (it for name in ours for it in (REPOSITORY / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+    extras = PROJECT["project"]["optional-dependencies"]
+    packages = [*PROJECT["project"]["dependencies"], *extras["tier"], *extras["kb"]]
+    modules = {"beautifulsoup4": "bs4", "pyyaml": "yaml"}
+    names = [re.split(r"[<>=\[]", package)[0] for package in packages]
+    assert [name for name in names if modules.get(name, name) not in imported] == []
 
 
 def test_every_requirement_is_pinned() -> None:

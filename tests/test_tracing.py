@@ -66,7 +66,7 @@ def test_a_search_is_a_child_of_the_requests_context(spans: Any) -> None:
         PARENT,
     )
     assert before_ns - 1_000_000 < span.start_time < span.end_time < time.time_ns() + 1_000_000
-    [search_s] = world.stats.data["seconds"]["match"][1:]
+    [search_s] = world.stats.data["match_seconds"][1:]
     assert span.end_time - span.start_time == pytest.approx(search_s * 1e9, abs=2_000)
     assert attributes(span) == {
         "gen_ai.request.id": request.request_id,

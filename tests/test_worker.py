@@ -107,7 +107,7 @@ def test_plans_are_carried_out_before_the_forward(
     backlog.report = report(outcomes={"a": 3})
     side.before_forward(PLANS)
     assert backlog.log == [("take", PLANS)]
-    assert stats.data["seconds"] == {"align": [0.25], "sparse_pass": [0.5]}
+    assert stats.data == {"align_seconds": [0.25], "sparse_pass_seconds": [0.5]}
 
 
 def test_after_the_forward_who_ended_is_dropped_and_others_go_on(
@@ -146,7 +146,7 @@ def test_what_was_not_finite_is_counted_and_logged(
     backlog.report = report(not_finite=["a", "b"])
     with caplog.at_level(logging.WARNING, logger=module.logger.name):
         side.before_forward(PLANS)
-    assert stats.data["repeated"] == 1, "passes, not requests"
+    assert stats.data["not_finite_total"] == 1, "passes, not requests"
     assert "NaN or infinity; computed in full: ['a', 'b']" in caplog.text
 
 
@@ -158,7 +158,7 @@ def test_of_several_ranks_the_first_counts_what_was_not_finite(backlog: Backlog)
         of_rank = SegReuseStats()
         worker_side(of_rank, rank).before_forward(PLANS)
         added.aggregate(of_rank)
-    assert added.data["repeated"] == 1
+    assert added.data["not_finite_total"] == 1
 
 
 # The second tier.
@@ -294,7 +294,7 @@ def test_boundary_states_are_logged_and_counted(
     with caplog.at_level(logging.INFO):
         side, *_ = started(llama, similarity={"w_exact": {"2": 9, "1": 4}})
     assert proven == [(1, 2)]
-    assert side._stats.data["states"] == [3 << 29]
+    assert side._stats.data["state_bytes"] == [3 << 29]
     assert "boundary states at layers 1, 2 take 1.50 GiB beside the KV cache" in caplog.text
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from vllm_segreuse.cache.tracked import Report, TrackedRequest
@@ -79,9 +80,10 @@ class Accounts:
             in_full=outcome.in_full,
         )
         _note_saved(request, tracked.report)
-        self._stats.count_tokens("recomputed", recomputed - counted)
+        self._stats.inc("tokens_total", recomputed - counted, kind="recomputed")
         if outcome.drift is not None:
-            self._stats.observe_drift(outcome.drift, outcome.in_full)
+            self._stats.observe("drift", outcome.drift)
+            self._stats.inc("in_full_total", int(outcome.in_full))
         if plan.check is not None and outcome.acceptance is not None:
             self._tested(tracked, plan.check, outcome.acceptance)
         return plan
@@ -101,7 +103,10 @@ class Accounts:
             rejected_segments=rejected,
             rejected_tokens=outcome.added,
         )
-        self._stats.observe_acceptance(outcome.drifts, rejected)
+        for drift in filter(math.isfinite, outcome.drifts):
+            self._stats.observe("boundary_drift", drift)
+        self._stats.inc("similar_segments_total", is_rejected.size - rejected, outcome="accepted")
+        self._stats.inc("similar_segments_total", rejected, outcome="rejected")
 
     def _observed(self, tracked: TrackedRequest, num_tokens: int) -> dict[str, int | float]:
         """What the plan that is not carried out would have come to."""
@@ -115,24 +120,24 @@ class Accounts:
             "matches": tracked.decision.num_segments,
             "similar_tokens": plan.pieces.num_similar,
         }
-        self._stats.count_observed("reused", reused)
-        self._stats.count_observed("recomputed", plan.num_recomputed)
+        self._stats.inc("observed_tokens_total", reused, kind="reused")
+        self._stats.inc("observed_tokens_total", plan.num_recomputed, kind="recomputed")
         return observed
 
     def _count(self, report: Report, recomputed: bool) -> None:
-        self._stats.count_tokens("prefix", report.prefix_tokens)
-        self._stats.count_tokens("reused", report.reused_tokens)
-        self._stats.count_tokens("exact", report.exact_tokens)
-        self._stats.count_tokens("similar", report.similar_tokens)
-        self._stats.count_tokens("entering", report.entering_tokens)
-        self._stats.count_tokens("tiered", report.tiered_tokens)
+        self._stats.inc("tokens_total", report.prefix_tokens, kind="prefix")
+        self._stats.inc("tokens_total", report.reused_tokens, kind="reused")
+        self._stats.inc("tokens_total", report.exact_tokens, kind="exact")
+        self._stats.inc("tokens_total", report.similar_tokens, kind="similar")
+        self._stats.inc("tokens_total", report.entering_tokens, kind="entering")
+        self._stats.inc("tokens_total", report.tiered_tokens, kind="tiered")
         if recomputed:
-            self._stats.count_tokens("recomputed", report.recomputed_tokens)
-        self._stats.count_tokens("new", report.new_tokens)
+            self._stats.inc("tokens_total", report.recomputed_tokens, kind="recomputed")
+        self._stats.inc("tokens_total", report.new_tokens, kind="new")
         if report.bypass_reason is None:
-            self._stats.count_request("reused")
+            self._stats.inc("requests_total", outcome="reused", reason="")
         else:
-            self._stats.count_request("bypassed", report.bypass_reason)
+            self._stats.inc("requests_total", outcome="bypassed", reason=report.bypass_reason)
 
 
 def _note_saved(request: Request, report: Report) -> None:

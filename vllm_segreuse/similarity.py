@@ -61,7 +61,7 @@ def similar_segments(
         index,
         config.max_provenance_depth,
         clock=time.perf_counter,
-        on_search=partial(stats.observe, "similar"),
+        on_search=partial(stats.observe, "similar_seconds"),
     )
 
 

@@ -139,12 +139,12 @@ class WorkerSide:
         return taken
 
     def _note(self, report: PassReport) -> None:
-        self._stats.observe("align", report.align_s)
-        self._stats.observe("sparse_pass", report.sparse_s)
+        self._stats.observe("align_seconds", report.align_s)
+        self._stats.observe("sparse_pass_seconds", report.sparse_s)
         self._outcomes |= report.outcomes
         if report.not_finite:
             if self._is_first:  # ranks agree on it, and vLLM adds up what they count
-                self._stats.count_repeated()
+                self._stats.inc("not_finite_total")
             logger.warning(
                 "segment reuse met NaN or infinity; computed in full: %s", report.not_finite
             )
@@ -175,7 +175,7 @@ def _proven(
         once_captured(partial(_prove_graphs, runtime.graphs))
     states = runtime.prefill.states
     if states is not None:
-        stats.note_states(states.num_bytes)
+        stats.set("state_bytes", states.num_bytes)
         logger.info(
             "segment reuse: boundary states at layers %s take %.2f GiB beside the KV cache",
             ", ".join(map(str, states.cuts)),

@@ -2,12 +2,13 @@
 """Models trained on documents computed alone, against full prefill and against policies.
 
 The lab's model is asked in full and under policies, on documents that were computed in other
-prompts. The models trained from it (`models/link0`, `link1`, `link5`) are asked the same examples,
-documents computed alone; so is the lab's model itself, as `untrained`. Of `anchors50` and
-`anchors75`, anchors stand for documents, half or a quarter as long; `keep50` and `keep25` are the
-lab's model with that share of each document's tokens. `NAME_kv` is what is held of their KV. All
-through the engine, in float32, on seeds that no training has seen. `max_logprob_difference` is how
-far 32 served words are from the same model in plain torch with the mask written out, at most.
+prompts. The models trained from it that are in `models/` are asked the same examples, documents
+computed alone; so is the lab's model itself, as `untrained`. `link5` and `anchors50` are part of
+the repository; their READMEs say how `link0`, `link1` and `anchors75` are trained. Of `anchors50`
+and `anchors75`, anchors stand for documents, half or a quarter as long; `keep50` and `keep25` are
+the lab's model with that share of each document's tokens. `NAME_kv` is what is held of their KV.
+All through the engine, in float32, on seeds that no training has seen. `max_logprob_difference` is
+how far 32 served words are from the same model in plain torch with the mask written out, at most.
 
 `ttft_saving_5k`: a prompt with ten documents of 500 tokens, known and in a new order, on the
 8-layer shape with random weights; 1 less the ratio of medians, standard decoding in the same
@@ -105,7 +106,7 @@ def run(quick: bool) -> harness.SuiteResult:
     answers = _of_policies(drawn, load.timed)
     with tempfile.TemporaryDirectory() as folder:
         models = {"untrained": untrained(Path(folder))}
-        models |= {name: MODELS / name for name in (*TRAINED, *CONDENSED)}
+        models |= bundled()
         worst, held = 0.0, {}
         for name, model in models.items():
             asks = Condensed if name in CONDENSED else Isolated
@@ -128,6 +129,12 @@ def run(quick: bool) -> harness.SuiteResult:
     rows += saving["rows"]
     summary |= {**saving["summary"], **held, "max_logprob_difference": worst, "seeds": which}
     return {"rows": rows, "summary": summary}
+
+
+def bundled() -> dict[str, Path]:
+    """Folders of the trained models that there are, by name."""
+    folders = {name: MODELS / name for name in (*TRAINED, *CONDENSED)}
+    return {name: path for name, path in folders.items() if path.is_dir()}
 
 
 def draw_all(which: str, samples: int) -> list[Example]:

@@ -121,4 +121,4 @@ def test_lines_that_are_not_written_are_counted(tmp_path: Path) -> None:
     path.symlink_to("/dev/full")
     audits = start_audits(config(), AuditOptions(share=1, log=str(path)), stats)
     audits._write(audit(), {"kl": 0.5})
-    assert stats.data["audit_log_errors"] == 1
+    assert stats.data["audit_log_errors_total"] == 1

@@ -19,6 +19,14 @@ HALF = [Asked(float(number % 2), 0.1, None) for number in range(300)]
 ANSWERS = {"full": FULL, "untrained": HALF, "link0": HALF, "link1": FULL, "link5": FULL}
 
 
+def test_models_are_asked_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert link.bundled().keys() >= {"link5", "anchors50"}
+    monkeypatch.setattr(link, "MODELS", tmp_path)
+    assert link.bundled() == {}
+    (tmp_path / "link0").mkdir()
+    assert link.bundled() == {"link0": tmp_path / "link0"}
+
+
 def test_arms_are_compared_with_full_prefill_and_in_their_order() -> None:
     rows, summary = figures(KINDS, ANSWERS)
     by_name = {(row["task"], row["policy"]): row for row in rows}

@@ -199,16 +199,16 @@ def test_27_an_error_over_what_the_workers_chose_leaves_answer_and_engine_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = ask_named(reusing, "lucky", prompt, FOCUS)
-    count = SegReuseStats.count_tokens
+    inc = SegReuseStats.inc
 
-    def count_tokens(self: SegReuseStats, kind: str, tokens: int) -> None:
-        if kind == "recomputed":  # counted for `focus` once its workers have told
-            raise OnPurposeError(kind)
-        count(self, kind, tokens)
+    def count(self: SegReuseStats, name: str, n: int = 1, **labels: str) -> None:
+        if labels.get("kind") == "recomputed":  # counted for `focus` once its workers have told
+            raise OnPurposeError(name)
+        inc(self, name, n, **labels)
 
     reusing.reset()
     reusing.ask(*documents_and_prompt(reusing)[0], options=NAMESPACE, max_tokens=1)
-    monkeypatch.setattr(SegReuseStats, "count_tokens", count_tokens)
+    monkeypatch.setattr(SegReuseStats, "inc", count)
     assert_same(ask_named(reusing, "unlucky", prompt, FOCUS), expected, NOISE)
     (logged,) = errors()
     assert "unlucky" in logged

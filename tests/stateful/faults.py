@@ -54,7 +54,8 @@ class Faults:
         self._wrap(pool, "pin", "pin")
         self._wrap(world.index, "insert", "insert")
         self._wrap(world.index, "missing", "missing")
-        self._wrap(world.scheduler.connector._stats, "count_tokens", "count")
+        self._wrap(side.parts.accounts, "_count", "count")
+        self._wrap(side.parts.accounts, "carried_out", "count", before=False)
         self._wrap(parts_of(side).namespaces, "release", "release", before=False)
         if parts_of(side).methods.by_similarity is not None:
             self._wrap(parts_of(side).methods.by_similarity.store, "slots", "search")

@@ -93,9 +93,10 @@ def test_an_evicted_document_is_reused_from_host_memory(world: Tiered) -> None:
     world.report(orders)
     assert world.side.status()["tier"] == {"host": 8, "disk": 0, "holds": 0, "steps": 0, "jobs": 0}
     data = world.stats.data
-    assert data["tokens"]["tiered"] == len(DOCUMENT)
-    assert data["tier_tokens"] == {"stored": len(DOCUMENT), "loaded": len(DOCUMENT)}
-    assert data["tier"][-2:] == [["host", 8, 8 * ROW_BYTES], ["disk", 0, 0]]
+    assert data["tokens_total"]["tiered"] == len(DOCUMENT)
+    assert data["tier_tokens_total"] == {"stored": len(DOCUMENT), "loaded": len(DOCUMENT)}
+    assert [data["tier_records"][tier][-1] for tier in ("host", "disk")] == [8, 0]
+    assert [data["tier_bytes"][tier][-1] for tier in ("host", "disk")] == [8 * ROW_BYTES, 0]
 
 
 def test_records_in_short_runs_are_found_and_computed() -> None:

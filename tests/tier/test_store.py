@@ -60,7 +60,7 @@ def test_rows_are_held_until_all_ranks_have_read_them() -> None:
     world.evict(blocks)
     orders = world.end_step()
     assert orders is None, "no row is free, so nothing is stored"
-    assert world.stats.data["tier_dropped"] == {"full": 3}
+    assert world.stats.data["tier_dropped_total"] == {"full": 3}
     for rank in world.ranks:
         assert world.tier.counts().holds == 1
         rank.run()
@@ -99,7 +99,7 @@ def test_what_could_not_be_copied_is_not_found() -> None:
     world.evict(blocks)
     world.step(fails=True)
     assert not len(world.match(DOCUMENT).pieces)
-    assert world.stats.data["tier_dropped"] == {"failed": 3}
+    assert world.stats.data["tier_dropped_total"] == {"failed": 3}
     assert not world.chunks
     world.check_idle()
     stored(world)
@@ -327,7 +327,7 @@ def test_what_leaves_host_memory_is_read_from_files() -> None:
     world.send("a", DOCUMENT, pieces)
     world.step()
     assert world.ranks[0].read == 3
-    assert world.stats.data["seconds"]["tier_wait"] == [1]
+    assert world.stats.data["tier_wait_seconds"] == [1]
     world.check_idle()
 
 
@@ -343,13 +343,13 @@ def test_nobody_waits_longer_for_files_than_allowed() -> None:
     pieces = world.hold("a", DOCUMENT)
     assert pieces is not None
     assert not len(pieces)
-    assert world.stats.data["seconds"]["tier_wait"] == [0.05], "its wait is over"
+    assert world.stats.data["tier_wait_seconds"] == [0.05], "its wait is over"
     assert world.tier.counts().jobs == 0
     world.tier.let_go("a")
     world.now_s += 300  # it is computed, and decodes
     assert world.hold("a", DOCUMENT) is not None, "it has waited"
     world.tier.left("a")
-    assert world.stats.data["seconds"]["tier_wait"] == [0.05]
+    assert world.stats.data["tier_wait_seconds"] == [0.05]
     assert world.hold("a", DOCUMENT) is None, "another request of this name"
     world.tier.left("a")
     on_disk(world)
@@ -443,7 +443,7 @@ def test_what_the_codec_cannot_store_on_any_rank_is_never_read() -> None:
         if rank.number == 1:
             done.without_code = {(orders.sequence, place)}
         world.tier.note(done)
-    assert world.stats.data["tier_dropped"] == {"codec": 1}
+    assert world.stats.data["tier_dropped_total"] == {"codec": 1}
     found = world.match(DOCUMENT)
     assert found.num_tokens == 2 * SIZE
     assert SIZE not in found.pieces.destination

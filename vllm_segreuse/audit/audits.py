@@ -231,9 +231,11 @@ class Audits:
         if not math.isfinite(result.kl):
             self._drop(audit, "failed")
             return
-        self._stats.observe_compared(
-            audit.policy, audit.namespace_class, result.kl, result.agreed, result.compared
-        )
+        audited = {"policy": audit.policy, "namespace_class": audit.namespace_class}
+        self._stats.observe("audit_kl", result.kl, **audited)
+        others = result.compared - result.agreed
+        self._stats.inc("audit_tokens_total", result.agreed, **audited, agreement="same")
+        self._stats.inc("audit_tokens_total", others, **audited, agreement="other")
         self._end(audit, "compared", result)
         if not audit.fell_back:
             drifted = self._drifting.note(audit.namespace, audit.namespace_class, result.kl)
@@ -296,7 +298,9 @@ class Audits:
 
     def _count(self, policy: str, namespace_class: str, outcome: AuditOutcome) -> None:
         self._outcomes[outcome] += 1
-        self._stats.count_audit(policy, namespace_class, outcome)
+        self._stats.inc(
+            "audits_total", policy=policy, namespace_class=namespace_class, outcome=outcome
+        )
 
     def _end(self, audit: Audit, outcome: AuditOutcome, result: AuditResult | None = None) -> None:
         self._count(audit.policy, audit.namespace_class, outcome)
@@ -320,7 +324,9 @@ class Audits:
         self._write(audit, line)
 
     def _note_drifted(self, drifted: Drifted) -> None:
-        self._stats.count_drifted(drifted.namespace_class, "drifted")
+        self._stats.inc(
+            "audit_drifted_total", namespace_class=drifted.namespace_class, change="drifted"
+        )
         logger.warning(
             "segment reuse: %d of the last %d audits of namespace %s (class %s) were above "
             "max_kl=%g; %s",
@@ -336,7 +342,9 @@ class Audits:
 
     def _note_recovered(self) -> None:
         for each in self._drifting.recovered():
-            self._stats.count_drifted(each.namespace_class, "recovered")
+            self._stats.inc(
+                "audit_drifted_total", namespace_class=each.namespace_class, change="recovered"
+            )
             logger.info(
                 "segment reuse: namespace %s (class %s) is audited anew, with its own options",
                 shown(each.namespace),

@@ -77,7 +77,8 @@ def _log(vllm_config: VllmConfig, options: AuditOptions, stats: SegReuseStats) -
         return lambda audit, line: None
     path = path_of(options.log, vllm_config.parallel_config.data_parallel_index)
     try:
-        log = AuditLog(path, options.log_bytes, options.log_files, stats.count_audit_log_error)
+        on_error = functools.partial(stats.inc, "audit_log_errors_total")
+        log = AuditLog(path, options.log_bytes, options.log_files, on_error)
     except OSError as error:
         raise ConfigError(f"audit.log: cannot open {str(path)!r}: {error}") from None
     if not options.log_text:

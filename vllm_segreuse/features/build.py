@@ -108,7 +108,7 @@ def build(
         group.block_size,
         is_spread=functools.partial(_is_spread, core, methods),
         clock=time.perf_counter,
-        on_match=functools.partial(stats.observe, "match"),
+        on_match=functools.partial(stats.observe, "match_seconds"),
         tier=store,
     )
     core.pool.attach(

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.compat.block_events import BlockListener
-from vllm_segreuse.metrics import TIER_NAMES, SegReuseStats
+from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen, StoredRecord
 from vllm_segreuse.tier.contexts import Contexts
@@ -150,8 +150,10 @@ class TierStore(BlockListener):
         self._contexts = Contexts(manager)
         self._loads = Loads(
             *(manager, self._contexts, catalogue, self._follow, options.wait_ms / 1e3, clock),
-            functools.partial(stats.observe, "tier_wait"),
-            lambda records: stats.count_tier_tokens("loaded", records * catalogue.block_size),
+            functools.partial(stats.observe, "tier_wait_seconds"),
+            lambda records: stats.inc(
+                "tier_tokens_total", records * catalogue.block_size, move="loaded"
+            ),
         )
         self._evicted: list[Seen] = []
         self._deleted = Deleted(catalogue.first_entry, catalogue.key_at)
@@ -192,7 +194,7 @@ class TierStore(BlockListener):
                 for found in (*decoded, *deleted):
                     self._catalogue.done_with(found)
                 if decoded:
-                    self._stats.count_tier_dropped("decoded", len(decoded))
+                    self._stats.inc("tier_dropped_total", len(decoded), reason="decoded")
 
     def write_through(self, block_ids: Sequence[int]) -> list[bytes]:
         """See `WritingStore`."""
@@ -390,12 +392,13 @@ class TierStore(BlockListener):
     def _note_sizes(self) -> None:
         counts = {} if self._files is None else self._files.take_counts()
         for event, records in counts.items():
-            self._stats.count_tier_files(event, records)
+            self._stats.inc("tier_files_total", records, event=event)
         sizes = self._catalogue.num_in_host, self._catalogue.num_on_disk
         if sizes != self._noted:
             self._noted = sizes
-            for tier, records in zip(TIER_NAMES, sizes, strict=True):
-                self._stats.note_tier(tier, records, records * self._row_bytes)
+            for tier, records in zip(("host", "disk"), sizes, strict=True):
+                self._stats.set("tier_records", records, tier=tier)
+                self._stats.set("tier_bytes", records * self._row_bytes, tier=tier)
 
     def _finish(self, step: _Step) -> None:
         for held in step.reads:
@@ -408,13 +411,14 @@ class TierStore(BlockListener):
         stored = [record for i, record in enumerate(step.records) if i not in lost]
         keys = [OffloadKey(step.records[place].key) for place in sorted(lost)]
         if keys:
-            self._stats.count_tier_dropped("failed" if step.failed else "codec", len(keys))
+            reason = "failed" if step.failed else "codec"
+            self._stats.inc("tier_dropped_total", len(keys), reason=reason)
             self.documents.dropped(keys)
         if stored:
             # The manager takes one report of a job; what it never got is the host tier's affair.
             self._rows.complete_store(keys, step.context, success=False)
             keys = [OffloadKey(record.key) for record in stored]
-            self._stats.count_tier_tokens("stored", len(keys) * self._block_size)
+            self._stats.inc("tier_tokens_total", len(keys) * self._block_size, move="stored")
             self._catalogue.show([record for record in stored if not record.shown])
         self._manager.complete_store(keys, step.context, success=bool(stored))
         self._contexts.end(step.context)
@@ -501,7 +505,7 @@ class TierStore(BlockListener):
             if output is not None:
                 return output
             half = len(keys) // 2
-            self._stats.count_tier_dropped("full", len(keys) - half)
+            self._stats.inc("tier_dropped_total", len(keys) - half, reason="full")
             self.documents.dropped(keys[half:])
             keys = keys[:half]
         return None

@@ -3,6 +3,10 @@
 "On the resemblance and containment of documents", SEQUENCES 1997).
 
 The permutations are the same in every process, so that the same prompts find the same donors.
+
+datasketch chooses the bands. Its `MinHash` is not used: it is one Python object per window, and at
+128 permutations took 21 to 39 times as long as the loop below (prompts of 2,048 and 8,192 tokens,
+windows of 64 and 512; one core, measured in turns). A request waits for its signatures.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class FrozenDocuments(Feature):
         self.freezing.begin_step()
         if self.entries.num_frozen != self._noted:
             self._noted = self.entries.num_frozen
-            self._stats.note_frozen(self._noted / self.entries.num_blocks)
+            self._stats.set("frozen_share", self._noted / self.entries.num_blocks)
 
     def evicted(self, block_ids: Sequence[int]) -> None:
         """vLLM removed blocks' names, frozen or not."""
