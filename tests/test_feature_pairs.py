@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds where two features meet in one request; the table is in docs/architecture.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parts import parts_of
+from tests.test_isolated_requests import LAYOUT
+from tests.test_isolated_requests import PROMPT as WITH_DOCUMENT
+from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SIZE, World
+from tests.test_scheduler_images import BEHIND, FRONT, A, Pictured
+from tests.tier.fakes import Region
+from vllm_segreuse.cache.conversations import ContinuingFinder
+from vllm_segreuse.cache.tracked import Bypass, TrackedRequest, Use
+from vllm_segreuse.config import FREEZE, SCORE
+from vllm_segreuse.plan import FreezeOrder, ScoreOrder
+
+ONCE = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_once": True}
+TIER: dict[str, Any] = {"tier": {"host_gib": 1, "min_run_tokens": SIZE}}
+
+
+def arrived(world: World, tokens: list[int], options: Any = OPTIONS, **fields: Any) -> Any:
+    """What is known of a request that has arrived."""
+    tracked = parts_of(world.side).planner.get(world.add(tokens, options, **fields).request_id)
+    assert tracked is not None
+    return tracked
+
+
+def continues(tracked: TrackedRequest) -> bool:
+    """Whether it takes what an earlier turn has moved."""
+    return isinstance(tracked.method.finder, ContinuingFinder)
+
+
+def test_documents_of_a_trained_model_and_a_bypass_end_the_request() -> None:
+    world = World(layout=LAYOUT)
+    request = world.add(WITH_DOCUMENT, OPTIONS, sampling={"prompt_logprobs": 1})
+    assert world.side.match(request, 0) == (None, False), "it does not run as it is"
+    assert world.side.take_failed() == [request.request_id]
+
+
+def test_documents_without_extra_keys_are_in_a_private_namespace() -> None:
+    world = World(layout=LAYOUT, region=Region(16), **TIER)
+    mine, other = arrived(world, WITH_DOCUMENT, None), arrived(world, WITH_DOCUMENT, None)
+    assert mine.mode is Use.REQUIRE
+    assert not mine.donates
+    assert not mine.restores
+    assert mine.prompt.namespace != other.prompt.namespace
+    named = arrived(world, WITH_DOCUMENT)
+    assert named.donates, "others of its namespace may know its text"
+    assert not named.restores
+
+
+def test_an_order_to_compress_overrides_a_bypass() -> None:
+    order = {SCORE: ScoreOrder(2, 3 * SIZE, 4).encode()}
+    freeze = {FREEZE: FreezeOrder("doc", 0, 1, 0).encode()}
+    tracked = arrived(World(), [*DOCUMENT, 1], OPTIONS | order | freeze)
+    assert tracked.mode is Use.REQUIRE
+    assert arrived(World(), [*DOCUMENT, 1], OPTIONS | freeze).bypass == "knowledge_base"
+
+
+def test_prompts_with_images_restore_nothing() -> None:
+    world = Pictured(region=Region(16), **TIER)
+    planner = parts_of(world.side).planner
+    pictured, plain = (
+        planner.get(world.arrive(*parts).request_id) for parts in ((FRONT, A, BEHIND), (FRONT,))
+    )
+    assert pictured is not None
+    assert plain is not None
+    assert (pictured.restores, plain.restores) == (False, True)
+    assert pictured.method.work is None, "nothing of what was found is left out"
+
+
+@pytest.mark.parametrize("other", [{"segreuse_policy": "exact"}, {"segreuse_documents": ["a/b"]}])
+def test_what_reuses_no_moved_text_takes_no_earlier_turn(other: dict[str, Any]) -> None:
+    world = World()
+    assert continues(arrived(world, PROMPT, ONCE))
+    assert not continues(arrived(world, PROMPT, ONCE | other))
+
+
+@pytest.mark.parametrize("fallback", [{"policy": "focus"}, "bypass"])
+def test_a_namespace_that_has_drifted_takes_no_earlier_turn(
+    fallback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(audit={"fallback": fallback} if fallback != "bypass" else {})
+    monkeypatch.setattr(parts_of(world.side).audits, "falls_back", lambda _: True)
+    tracked = arrived(world, PROMPT, ONCE)
+    assert not continues(tracked)
+    assert (tracked.bypass == "fallback") is (fallback == "bypass")
+
+
+def test_a_documents_context_does_not_donate() -> None:
+    freeze = {FREEZE: FreezeOrder("doc", 0, 1, 2 * SIZE).encode()}
+    world = World()
+    tracked = arrived(world, DOCUMENT, OPTIONS | freeze)
+    depths = parts_of(world.side).donors.depths(tracked, 0, len(DOCUMENT) // SIZE)
+    assert np.flatnonzero(depths < 0).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "restores"),
+    [
+        ({FREEZE: FreezeOrder("doc", 0, 1, 0).encode()}, True),
+        ({FREEZE: FreezeOrder("doc", 0, 1, 0).encode(), "segreuse_observe": True}, False),
+        ({}, True),
+    ],
+)
+def test_who_computes_in_full_may_still_be_restored(
+    options: dict[str, Any], restores: bool
+) -> None:
+    world = World(region=Region(16), **TIER)
+    assert arrived(world, DOCUMENT, OPTIONS | options).restores is restores
+    plain = arrived(world, DOCUMENT, sampling={"prompt_logprobs": 1})
+    assert plain.mode == Bypass("prompt_logprobs")
+    assert not plain.restores
