@@ -359,7 +359,7 @@ def patches() -> str:
     """Each file of `compat/`: what it is about, and what would make it unnecessary."""
     rows = []
     for file in sorted((PACKAGE / "compat").glob("*.py")):
-        if file.stem in ("__init__", "patching"):
+        if file.stem in ("__init__", "block_events", "patching"):
             continue
         first, *rest = sources.paragraphs(file)
         ends = " ".join(it[it.index("Obsolete") :] for it in rest if "Obsolete" in it)

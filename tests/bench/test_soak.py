@@ -35,7 +35,11 @@ class Engine:
         self.let_go: list[str] = []
         self.scheduler = SimpleNamespace(
             kv_cache_manager=SimpleNamespace(block_pool=pool),
-            connector=SimpleNamespace(scheduler_side=SimpleNamespace(_index=index)),
+            connector=SimpleNamespace(
+                scheduler_side=SimpleNamespace(
+                    parts=SimpleNamespace(core=SimpleNamespace(index=index))
+                )
+            ),
             schedule=lambda: SimpleNamespace(
                 preempted_req_ids={"somebody"}, kv_connector_metadata=PLANS
             ),

@@ -30,6 +30,7 @@ from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocume
 from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.knowledge.store import Store
 from vllm_segreuse.knowledge.warming import Urgency, Warming
+from vllm_segreuse.plan import FreezeOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 
@@ -242,10 +243,10 @@ def test_26_evicted_between_two_of_its_parts_it_is_computed_once_more(
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         finish, evicted = engine.freezing.finish, 0
 
-        def finish_and_evict(tracked: Any, block_ids: list[int]) -> bool:
+        def finish_and_evict(prompt: Any, order: FreezeOrder, *more: Any) -> bool:
             nonlocal evicted
-            frozen = finish(tracked, block_ids)
-            if tracked.freeze.part == 0 and evicted < times:
+            frozen = finish(prompt, order, *more)
+            if order.part == 0 and evicted < times:
                 evicted += 1
                 engine.pool.make_free(1)
             return frozen
