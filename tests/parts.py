@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_segreuse.cache.conversations import Conversations
-from vllm_segreuse.cache.donors import Donors
-from vllm_segreuse.cache.freezing import Freezing
-from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.cache.planner import Planner
-from vllm_segreuse.methods import Methods
+if TYPE_CHECKING:  # or every process that tests start would load numba
+    from vllm_segreuse.cache.conversations import Conversations
+    from vllm_segreuse.cache.donors import Donors
+    from vllm_segreuse.cache.freezing import Freezing
+    from vllm_segreuse.cache.health import Health
+    from vllm_segreuse.cache.index import SegmentIndex
+    from vllm_segreuse.cache.namespace import NamespaceTable
+    from vllm_segreuse.cache.planner import Planner
+    from vllm_segreuse.methods import Methods
 
 
 class Parts:

@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from bench.english.recorder import Recorder
 from bench.english.tape import Tape, divergences
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
+from tests.parts import parts_of
 
 pytestmark = pytest.mark.patches("sampler")
 
@@ -141,16 +142,16 @@ def test_no_answer_and_no_later_one_is_changed(
     audited: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_over(audited)
-    before = side(audited).audits()["outcomes"].get("compared", 0)
+    before = side(audited).call("audits")["outcomes"].get("compared", 0)
     with_audits = workload(audited)
     reusing = sum(answer.report.get("reused_tokens", 0) > 0 for answer in with_audits)
-    after = side(audited).audits()["outcomes"]["compared"]
+    after = side(audited).call("audits")["outcomes"]["compared"]
     assert after - before == reusing >= 2 * len(BIT_IDENTICAL)
-    monkeypatch.setattr(side(audited)._audits._draw, "_chance", lambda: 1.0)
+    monkeypatch.setattr(parts_of(side(audited)).audits._draw, "_chance", lambda: 1.0)
     start_over(audited)
     for without, answer in zip(workload(audited), with_audits, strict=True):
         assert without == answer
-    assert side(audited).audits()["outcomes"]["compared"] == after
+    assert side(audited).call("audits")["outcomes"]["compared"] == after
 
 
 def test_a_reference_runs_beside_others(audited: Engine) -> None:
@@ -167,9 +168,9 @@ def test_a_reference_runs_beside_others(audited: Engine) -> None:
     audited.ask(text.around(document), options=options("shift"), max_tokens=TOKENS)
     (beside,) = audited.ask(tokens, max_tokens=12)  # with the reference
     assert beside.token_ids[:1] == alone.token_ids[:1]
-    outcomes = side(audited).audits()["outcomes"]
+    outcomes = side(audited).call("audits")["outcomes"]
     drain(audited)
-    assert side(audited).audits()["under_way"] == 0
+    assert side(audited).call("audits")["under_way"] == 0
     assert outcomes["compared"] > 0
 
 
@@ -177,13 +178,13 @@ def test_several_choices_are_audited_each(audited: Engine) -> None:
     text = Prompts(audited.vocab_size, seed=111)
     document = text.tokens(200)
     ask(audited, text.around(document), NAMESPACE)
-    before = side(audited).audits()["outcomes"]["compared"]
+    before = side(audited).call("audits")["outcomes"]["compared"]
     children = audited.children(
         text.around(document), options("shift"), n=2, temperature=1.0, seed=1, max_tokens=4
     )
     drain(audited)
     assert len(children) == 2
-    assert side(audited).audits()["outcomes"]["compared"] - before in (1, 2)
+    assert side(audited).call("audits")["outcomes"]["compared"] - before in (1, 2)
 
 
 def test_a_reset_is_not_kept_from_happening_by_a_reference(audited: Engine) -> None:
@@ -191,8 +192,8 @@ def test_a_reset_is_not_kept_from_happening_by_a_reference(audited: Engine) -> N
     document = text.tokens(200)
     ask(audited, text.around(document), NAMESPACE)
     audited.ask(text.around(document), options=options("shift"), max_tokens=2)
-    assert side(audited).audits()["under_way"] == 1
+    assert side(audited).call("audits")["under_way"] == 1
     audited.llm.llm_engine.step()  # the reference holds blocks from here on
     audited.reset()
     drain(audited)
-    assert side(audited).audits()["under_way"] == 0
+    assert side(audited).call("audits")["under_way"] == 0

@@ -37,9 +37,9 @@ DECIDING = {
 }
 # What runs when a request arrives, has got its blocks, or ends.
 ELSEWHERE = [
-    "scheduler.parse_request",
-    "scheduler.namespace_of",
-    "scheduler.bypass_reason",
+    "features.admission.parse_request",
+    "features.admission.namespace_of",
+    "features.admission.bypass_reason",
     "cache.planner.Planner.add",
     "cache.donors.Donors.index_prefix",
     "accounts.Accounts._count",
