@@ -116,3 +116,29 @@ def test_who_computes_in_full_may_still_be_restored(
     plain = arrived(world, DOCUMENT, sampling={"prompt_logprobs": 1})
     assert plain.mode == Bypass("prompt_logprobs")
     assert not plain.restores
+
+
+def test_an_error_of_a_feature_never_lets_a_request_run_without_its_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(layout=LAYOUT)
+    request = world.add(WITH_DOCUMENT, OPTIONS)
+    assert world.side.match(request, 0) == (None, False), "its document is computed first"
+    trained: Any = world.side.parts.features.trained
+    monkeypatch.setattr(trained.requests, "waits", lambda *_: False)
+    monkeypatch.setattr(trained, "decided", lambda *_: 1 / 0)
+    assert world.side.match(request, 0) == (None, False)
+    monkeypatch.undo()
+    assert world.side.match(request, 0) == (None, False)
+    assert world.side.take_failed() == [request.request_id]
+
+
+def test_what_features_hold_for_a_request_ends_with_it_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(layout=LAYOUT)
+    request = world.add(WITH_DOCUMENT, OPTIONS)
+    assert parts_of(world.side).isolated.has_documents(request.request_id)
+    monkeypatch.setattr(world.side.parts.planner, "remove", lambda _: 1 / 0)
+    assert world.side.finished(request, []) is None
+    assert not parts_of(world.side).isolated.has_documents(request.request_id)

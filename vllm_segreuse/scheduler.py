@@ -179,7 +179,7 @@ class SchedulerSide:
                     supplied = feature.decided(request, tracked, supplied)
                 except Exception:
                     self._give_up(request, feature.name)
-                    supplied = 0
+                    supplied = None  # one that needs its documents must not run: it ends next
         return supplied, tracked.plan is not None and tracked.plan.spread
 
     @_contained(otherwise=0)
@@ -245,7 +245,9 @@ class SchedulerSide:
             block_ids: its blocks, which it still holds.
         """
         self._accounts.forget(request.request_id)
-        tracked = self._planner.remove(request.request_id)
+        tracked = None
+        with self._costing(request, "the planner"):
+            tracked = self._planner.remove(request.request_id)
         ending = Ending(request, tracked, block_ids, request.status in _COMPLETED)
         if tracked is not None and tracked.report is not None:
             ending.report = {

@@ -6,7 +6,9 @@
 
 A feature overrides what it needs. `SchedulerSide` calls a hook of those features only that have it,
 in the order of their list; `decided` in the reverse order, so that the first feature has the last
-word. An error in a hook costs its request the reuse, and never ends the engine.
+word. An error in a hook that is about one request costs that request the reuse, and never ends the
+engine. `waits`, and what a feature does at the end of a step or with a message, are not contained:
+a feature contains what may fail there itself.
 """
 
 from __future__ import annotations
