@@ -15,6 +15,8 @@ from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SIZE, World
 from tests.test_scheduler_images import BEHIND, FRONT, A, Pictured
 from tests.tier.fakes import Region
 from vllm_segreuse.cache.conversations import ContinuingFinder
+from vllm_segreuse.cache.frozen import FrozenPart
+from vllm_segreuse.cache.isolated import IsolatedDocument
 from vllm_segreuse.cache.tracked import Bypass, TrackedRequest, Use
 from vllm_segreuse.config import FREEZE, SCORE
 from vllm_segreuse.plan import FreezeOrder, ScoreOrder
@@ -142,3 +144,21 @@ def test_what_features_hold_for_a_request_ends_with_it_whatever_happens(
     monkeypatch.setattr(world.side.parts.planner, "remove", lambda _: 1 / 0)
     assert world.side.finished(request, []) is None
     assert not parts_of(world.side).isolated.has_documents(request.request_id)
+
+
+def test_a_reset_releases_frozen_documents_that_are_held_for_a_waiting_request() -> None:
+    world = World(layout=LAYOUT)
+    request = world.add(DOCUMENT)
+    (block,) = world.pool.get_new_blocks(1)
+    world.pool.cache_full_blocks(request, [block], 0, 1, SIZE, 0)
+    world.side.take_step(True)
+    found = np.array([block.block_id], np.int32)
+    document = IsolatedDocument(0, SIZE, tuple(DOCUMENT[:SIZE]), lambda: found)
+    assert parts_of(world.side).isolated.cold.wait_for("waits", request, b"mine", [document], 2)
+    namespace = parts_of(world.side).namespaces.intern(b"mine")
+    part = FrozenPart(namespace, [block.block_id], None)
+    assert parts_of(world.side).entries.add(FreezeOrder("doc", 0, 1, 0), part)
+    world.side.finished(request, [])
+    world.pool.free_blocks([block])
+    assert world.pool.reset_prefix_cache()
+    assert parts_of(world.side).entries.warm() == {}

@@ -23,7 +23,7 @@ from vllm_segreuse.features.outcomes import Outcomes
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
-from vllm_segreuse.scheduling.feature import Admitted, Ending, Feature, OwnRequests
+from vllm_segreuse.scheduling.feature import Admitted, Ending, OwnRequests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,21 +102,15 @@ class SchedulerSide:
         self.parts = build(vllm_config, config, manager, stats, group, region, layout)
         self._core, self._planner = self.parts.core, self.parts.planner
         self._accounts = self.parts.accounts
-        self._features = self.parts.features.ordered
-        self._waits = self._having("waits")
-        self._decided = self._having("decided")[::-1]
-        self._allocated = self._having("allocated")
-        self._end_step = self._having("end_step")
+        features = self.parts.features
+        self._features = features.ordered
+        self._waits, self._decided = features.having("waits"), features.having("decided")[::-1]
+        self._allocated, self._end_step = features.having("allocated"), features.having("end_step")
         self._own = [it for it in self._features if isinstance(it, OwnRequests)]
         self._admission = Admission(self.parts)
         self._outcomes = Outcomes(self.parts)
         self._called_back: list[str] = []
         self.set_enabled(config.starts_enabled)
-
-    def _having(self, hook: str) -> tuple[Feature, ...]:
-        """The features that have a hook of this name, in order."""
-        default = getattr(Feature, hook)
-        return tuple(it for it in self._features if getattr(type(it), hook) is not default)
 
     def _give_up(self, request: Request, where: str) -> None:
         logger.exception(

@@ -12,7 +12,7 @@ from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import Bypass, Method, Tags, TrackedRequest
 from vllm_segreuse.config import RequestOptions, parse_request
 from vllm_segreuse.features.build import Parts
-from vllm_segreuse.scheduling.feature import Arriving
+from vllm_segreuse.scheduling.feature import Arriving, use_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -23,14 +23,15 @@ class Admission:
 
     def __init__(self, parts: Parts) -> None:
         self._core, self._methods, self._planner = parts.core, parts.methods, parts.planner
-        self._features, self._frozen = parts.features.ordered, parts.features.frozen
+        self._identify = parts.features.having("identify")
+        self._admit, self._frozen = parts.features.having("admit"), parts.features.frozen
 
     def arrive(self, request: Request) -> None:
         """A request arrived; one without extra keys is ignored."""
         params, config = request.sampling_params, self._core.config
         parsed = parse_request(params.extra_args if params else None, config, trusted=True)
         arriving = Arriving(request, parsed, parsed.extra_keys, parsed.options, self._method)
-        for feature in self._features:
+        for feature in self._identify:
             feature.identify(arriving)
         if arriving.extra_keys is None:
             return
@@ -40,15 +41,15 @@ class Admission:
             request.request_id,
             self._prompt(arriving),
             self._method(arriving, parsed.options),
+            use_of(parsed.options),
             tags=Tags(lora_id_of(request)),
         )
-        arriving.use(parsed.options)
         if reason in NEVER_DONATES:
             tracked.donates_nothing()
         bypass = arriving.lacks if reason is None else Bypass(reason)
         if bypass is not None:
             arriving.bypass(*bypass)
-        for feature in self._features:
+        for feature in self._admit:
             feature.admit(arriving)
         self._planner.add(tracked)
         self._frozen.searched(tracked, parsed)

@@ -102,7 +102,7 @@ def build(
     planner = Planner(
         core.requests,
         core.pool,
-        features.frozen.make_room,
+        features.frozen.freezing.make_room,
         budget,
         core.health,
         group.block_size,
@@ -114,8 +114,8 @@ def build(
     core.pool.attach(
         ExactNames(core.requests),
         budget,
-        features.frozen.make_room,
-        [donors, *(it for it in features.ordered if it.listens)],
+        features.frozen.freezing.make_room,
+        features.listeners(donors),
         keeps_evicted=store is not None,
     )
     return Parts(core, methods, Accounts(stats, layers), features, donors, planner)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_segreuse.cache.forgotten import Forgotten
+from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.features.audit.scheduler import Auditing
 from vllm_segreuse.features.conversations.scheduler import Continued
 from vllm_segreuse.features.explain.scheduler import Explaining
-from vllm_segreuse.features.frozen.scheduler import FrozenDocuments
+from vllm_segreuse.features.frozen.scheduler import FrozenDocuments, frozen_pool
 from vllm_segreuse.features.images.scheduler import Images
 from vllm_segreuse.features.similar.scheduler import SimilarSegments
 from vllm_segreuse.features.tier.scheduler import Tiering
@@ -43,6 +44,21 @@ class SchedulerFeatures(NamedTuple):
     tier: Tiering | None
     explain: Explaining
 
+    def listeners(self, donors: BlockListener) -> list[BlockListener]:
+        """Who is told what becomes of blocks, in this order.
+
+        Documents that are held for waiting requests may be frozen, too: before a reset they are
+        released first, or the frozen pool would not be the only one to hold its blocks.
+        """
+        first = () if self.trained is None else self.trained.listeners
+        others = (it for it in self.ordered if it is not self.trained)
+        return [*first, donors, *(listener for it in others for listener in it.listeners)]
+
+    def having(self, hook: str) -> tuple[Feature, ...]:
+        """The features that have a hook of this name, in order."""
+        default = getattr(Feature, hook)
+        return tuple(it for it in self.ordered if getattr(type(it), hook) is not default)
+
 
 def scheduler_features(
     core: Core,
@@ -61,10 +77,11 @@ def scheduler_features(
         layout: of prompts, where the model was trained on documents computed alone.
     """
     tier = None if store is None else Tiering(core, store)
-    frozen = FrozenDocuments(core, None if store is None else store.documents)
-    compressed = CompressedDocuments(core, frozen.entries, methods)
-    frozen.compressed = compressed.part
-    trained = None if layout is None else BlockAttention(core, layout, frozen.entries)
+    entries = frozen_pool(core)
+    compressed = CompressedDocuments(core, entries, methods)
+    kept = None if store is None else store.documents
+    frozen = FrozenDocuments(core, entries, kept, compressed.compression.part)
+    trained = None if layout is None else BlockAttention(core, layout, entries)
     audit, images, explain = Auditing(core), Images(core), Explaining(core, forgotten)
     conversations = Continued(core, methods)
     # Whose documents are found by their tokens keeps images apart by namespace.

@@ -17,7 +17,7 @@ class Outcomes:
 
     def __init__(self, parts: Parts) -> None:
         self._core, self._planner, self._accounts = parts.core, parts.planner, parts.accounts
-        self._features, self._explain = parts.features.ordered, parts.features.explain
+        self._hooks, self._explain = parts.features.having("outcome"), parts.features.explain
 
     def restored(self, request_id: str, outcome: PlanOutcome) -> None:
         """The workers report a restoration; the request may have another plan by now, or none."""
@@ -32,7 +32,7 @@ class Outcomes:
     def carried_out(self, request: Request, outcome: PlanOutcome) -> None:
         """The plan of a request that has not ended was carried out."""
         tracked = self._planner.get(request.request_id)
-        if any(it.outcome(request, tracked, outcome) for it in self._features) or tracked is None:
+        if any(it.outcome(request, tracked, outcome) for it in self._hooks) or tracked is None:
             return
         plan = self._accounts.carried_out(tracked, request, outcome)
         if plan is not None:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+def use_of(options: RequestOptions) -> Use:
+    """What options say of a request that is not bypassed."""
+    return Use.OBSERVE if options.observe else Use.REUSE
+
+
 @dataclass
 class Arriving:
     """A request that arrives.
@@ -65,7 +70,7 @@ class Arriving:
         self.options, tracked = options, self.tracked
         tracked.method = self.method_of(self, options)
         if not isinstance(tracked.mode, Bypass):
-            tracked.mode = Use.OBSERVE if options.observe else Use.REUSE
+            tracked.mode = use_of(options)
 
     def bypass(self, reason: str, restores: bool = False) -> None:
         """The request reuses nothing; a reason that was given before stays. One that is observed
@@ -119,17 +124,17 @@ class Ending:
             self.report |= fields
 
 
-class Feature(BlockListener):
+class Feature:
     """Nothing of what may be overridden.
 
     Attributes:
         name: of its messages.
-        listens: whether it is told what becomes of blocks.
+        listeners: of it, that are told what becomes of blocks.
         calls: what API servers may call, by name.
     """
 
     name = ""
-    listens = False
+    listeners: Sequence[BlockListener] = ()
     calls: Mapping[str, Callable[..., Any]] = {}
 
     def identify(self, arriving: Arriving) -> None:

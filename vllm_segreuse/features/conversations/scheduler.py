@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
-from vllm_segreuse.compat.block_events import NamedBlocks
 from vllm_segreuse.methods import Methods
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.scheduling.core import Core
@@ -23,12 +22,12 @@ class Continued(Feature):
     """
 
     name = "conversations"
-    listens = True
 
     def __init__(self, core: Core, methods: Methods) -> None:
         self.conversations = Conversations(
             core.requests, core.namespaces, core.health, core.block_size
         )
+        self.listeners = (self.conversations,)
         self._methods = methods
         self._block_size = core.block_size
 
@@ -59,15 +58,3 @@ class Continued(Feature):
     def end_step(self, plans: Sequence[ReusePlan], runs_model: bool) -> None:
         """What the step named may be found from the next on."""
         self.conversations.begin_step()
-
-    def named(self, blocks: NamedBlocks) -> None:
-        """Keep those that stand behind moved text."""
-        self.conversations.named(blocks)
-
-    def evicted(self, block_ids: Sequence[int]) -> None:
-        """Forget blocks."""
-        self.conversations.evicted(block_ids)
-
-    def reset(self) -> None:
-        """Forget all of them."""
-        self.conversations.reset()

@@ -6,10 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from vllm.v1.request import RequestStatus
-
-from vllm_segreuse.cache.freezing import Freezing
-from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.cache.freezing import Freezing, MakePart
+from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.kept import KeepingTier
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.config import ParsedRequest
@@ -17,7 +15,7 @@ from vllm_segreuse.plan import FreezeOrder, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
 
-Compressed = Callable[[TrackedRequest], Callable[[FreezeOrder, list[int]], FrozenPart] | None]
+Compressed = Callable[[TrackedRequest], MakePart | None]
 """For a request that makes a part of a compressed document: what makes the part of its blocks."""
 
 
@@ -26,37 +24,31 @@ class FrozenDocuments(Feature):
 
     Args:
         core: of the engine.
+        entries: what is frozen.
         tier: keeps documents beyond GPU memory; None where there is none.
+        compressed: see `Compressed`.
 
     Attributes:
-        entries: what is frozen.
-        freezing: puts blocks there.
-        compressed: see `Compressed`.
+        freezing: puts blocks among the entries.
     """
 
     name = "frozen"
-    listens = True
 
-    def __init__(self, core: Core, tier: KeepingTier | None) -> None:
-        self.entries = FrozenPool(
-            core.pool,
-            core.namespaces,
-            core.num_blocks,
-            _frozen_limit(core),
-            core.config.frozen_pressure,
-            core.config.frozen_returns,
-            clock=time.time,
-        )
-        self.freezing = Freezing(self.entries, core.index, core.pool.is_exact, core.health, tier)
-        self.compressed: Compressed = lambda tracked: None
+    def __init__(
+        self,
+        core: Core,
+        entries: FrozenPool,
+        tier: KeepingTier | None,
+        compressed: Compressed,
+    ) -> None:
+        self.entries = entries
+        self.freezing = Freezing(entries, core.index, core.pool.is_exact, core.health, tier)
+        self.listeners = (self.freezing,)
+        self._compressed = compressed
         self._orders: dict[str, FreezeOrder] = {}
         self._stats = core.stats
         self._noted = 0
         self.calls = {"frozen": self.freezing.state, "unfreeze": self.freezing.forget}
-
-    def make_room(self, missing: int) -> bool:
-        """See `Freezing.make_room`."""
-        return self.freezing.make_room(missing)
 
     def admit(self, arriving: Arriving) -> None:
         """What is shared between users must hold nothing of anybody's prompt, and its own context
@@ -89,10 +81,10 @@ class FrozenDocuments(Feature):
             return
         is_frozen = False
         if ending.is_complete:
-            make = self.compressed(tracked)
+            make = self._compressed(tracked)
             is_frozen = self.freezing.finish(tracked.prompt, order, ending.block_ids, make)
         else:
-            status = RequestStatus(ending.request.status).name.lower().replace("_", " ")
+            status = ending.request.status.name.lower().replace("_", " ")
             self.freezing.refuse(order.entry, f"its request is {status}: warm it again")
         ending.add(frozen=is_frozen)
         if not is_frozen:
@@ -105,13 +97,18 @@ class FrozenDocuments(Feature):
             self._noted = self.entries.num_frozen
             self._stats.set("frozen_share", self._noted / self.entries.num_blocks)
 
-    def evicted(self, block_ids: Sequence[int]) -> None:
-        """vLLM removed blocks' names, frozen or not."""
-        self.freezing.evicted(block_ids)
 
-    def resetting(self) -> None:
-        """Release everything that nobody else holds."""
-        self.freezing.resetting()
+def frozen_pool(core: Core) -> FrozenPool:
+    """An empty one."""
+    return FrozenPool(
+        core.pool,
+        core.namespaces,
+        core.num_blocks,
+        _frozen_limit(core),
+        core.config.frozen_pressure,
+        core.config.frozen_returns,
+        clock=time.time,
+    )
 
 
 def _frozen_limit(core: Core) -> int:

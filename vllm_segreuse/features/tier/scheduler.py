@@ -23,10 +23,10 @@ class Tiering(Feature):
     """
 
     name = "tier"
-    listens = True
 
     def __init__(self, core: Core, store: TierStore) -> None:
         self.store = store
+        self.listeners = (store,)
         self._pool = core.pool
 
     def admit(self, arriving: Arriving) -> None:
@@ -59,11 +59,3 @@ class Tiering(Feature):
     def close(self) -> None:
         """The engine ends."""
         self.store.close()
-
-    def evicting(self, block_ids: Sequence[int]) -> None:
-        """Store what donates."""
-        self.store.evicting(block_ids)
-
-    def reset(self) -> None:
-        """Forget all records in host memory."""
-        self.store.reset()

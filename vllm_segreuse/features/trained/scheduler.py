@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_segreuse import isolated
-from vllm_segreuse.cache.freezing import MakePart
 from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.tracked import Bypass, TrackedRequest, Use
 from vllm_segreuse.compat import kv_cache_manager
@@ -37,13 +36,13 @@ class BlockAttention(Feature, OwnRequests):
     """
 
     name = "trained"
-    listens = True
 
     def __init__(self, core: Core, layout: Layout, entries: FrozenPool) -> None:
         self._core = core
         capacity = core.num_blocks - core.manager.watermark_blocks
         known = layout, core.pool, core.index, entries, core.slots, capacity
         self.requests = isolated.IsolatedRequests(*known)
+        self.listeners = (self.requests.cold,)
         self._unreported: dict[str, deque[ReusePlan]] = {}  # plans that have left, oldest first
 
     def identify(self, arriving: Arriving) -> None:
@@ -138,14 +137,6 @@ class BlockAttention(Feature, OwnRequests):
         """Requests that are to be ended with an error."""
         return self.requests.take_failed()
 
-    def starving(self, request_id: str) -> None:
-        """See `ColdDocuments.starving`."""
-        self.requests.cold.starving(request_id)
-
-    def resetting(self) -> None:
-        """See `ColdDocuments.resetting`."""
-        self.requests.cold.resetting()
-
 
 class CompressedDocuments(Feature):
     """Requests that make compressed documents, and that name them.
@@ -177,10 +168,6 @@ class CompressedDocuments(Feature):
             make_recipe = functools.partial(self._methods.recipe, arriving.options, None)
             tracked.method = replace(tracked.method, make_recipe=make_recipe)
             self.compression.name(tracked, parsed.documents)
-
-    def part(self, tracked: TrackedRequest) -> MakePart | None:
-        """See `Compression.part`."""
-        return self.compression.part(tracked)
 
     def outcome(
         self, request: Request, tracked: TrackedRequest | None, outcome: PlanOutcome
