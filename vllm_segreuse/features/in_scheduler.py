@@ -11,7 +11,7 @@ from vllm_segreuse.features.audit.scheduler import Auditing
 from vllm_segreuse.features.conversations.scheduler import Continued
 from vllm_segreuse.features.explain.scheduler import Explaining
 from vllm_segreuse.features.frozen.scheduler import FrozenDocuments
-from vllm_segreuse.features.images.scheduler import Images
+from vllm_segreuse.features.images.scheduler import ImageReuse
 from vllm_segreuse.features.similar.scheduler import SimilarSegments
 from vllm_segreuse.features.tier.scheduler import Tiering
 from vllm_segreuse.features.tracing.scheduler import Tracing
@@ -38,7 +38,7 @@ class SchedulerFeatures(NamedTuple):
     audit: Auditing
     trained: BlockAttention | None
     compressed: CompressedDocuments
-    images: Images
+    images: ImageReuse
     conversations: Continued
     tier: Tiering | None
     explain: Explaining
@@ -65,7 +65,7 @@ def scheduler_features(
     compressed = CompressedDocuments(core, frozen.entries, methods)
     frozen.compressed = compressed.part
     trained = None if layout is None else BlockAttention(core, layout, frozen.entries)
-    audit, images, explain = Auditing(core), Images(core), Explaining(core, forgotten)
+    audit, images, explain = Auditing(core), ImageReuse(core), Explaining(core, forgotten)
     conversations = Continued(core, methods)
     # Whose documents are found by their tokens keeps images apart by namespace.
     ordered = (

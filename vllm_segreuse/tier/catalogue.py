@@ -59,7 +59,7 @@ class Seen(NamedTuple):
     Attributes:
         born: step of the index in which it was named; 0: it is a record.
         namespaces: ids, of those that have entries; none of them is forgotten before
-            `Catalogue.done_with`.
+            `RecordCatalogue.done_with`.
         parent_block: of the index, in front of it; -1: none.
         children: blocks of the pool behind it, with their keys.
         knowers: handle of all who know it beside who computed it (`Known.detach`); 0: nobody, or
@@ -116,7 +116,7 @@ class Record:
         return self.shown and self.depth == 0 and (self.in_host or self.on_disk)
 
 
-class Catalogue:
+class RecordCatalogue:
     """One per engine.
 
     Attributes:

@@ -38,7 +38,7 @@ from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.database import Notes
 from vllm_segreuse.tier.erasures import Erasures
 from vllm_segreuse.tier.folder import LostError, RecordFolder, Written
-from vllm_segreuse.tier.format import Kept, record_bytes, record_of
+from vllm_segreuse.tier.format import DiskRecord, record_bytes, record_of
 from vllm_segreuse.tier.jobs import Job, Jobs, Settle
 from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.residents import Residents
@@ -217,11 +217,11 @@ class FileTier(SecondaryTierManager):
                 for digest in record_of(kept).namespaces:
                     self._unnamed[digest][kept.key] = None
 
-    def _count_found(self, records: Iterable[Kept]) -> None:
+    def _count_found(self, records: Iterable[DiskRecord]) -> None:
         if others := sum(not kept.mine for kept in records):
             self.counts["found"] += others
 
-    def _gone(self, names: Iterable[str]) -> list[Kept]:
+    def _gone(self, names: Iterable[str]) -> list[DiskRecord]:
         """Records that are on disk no longer; returns those that were known."""
         removed = [kept for name in names if (kept := self._residents.remove(name)) is not None]
         if removed:
@@ -250,7 +250,7 @@ class FileTier(SecondaryTierManager):
         for key in keys:
             self._touch(key)
 
-    def _touch(self, key: bytes) -> Kept | None:
+    def _touch(self, key: bytes) -> DiskRecord | None:
         kept = self._residents.get(key)
         if kept is not None:
             self._used[kept.name] = time.time()
@@ -432,7 +432,7 @@ class FileTier(SecondaryTierManager):
             job.failed = True
             self.counts["stalled" if self._jobs.stalled else "missing"] += lost
 
-    def _load(self, batch: Sequence[tuple[Kept, int]], job: Job) -> Settle:
+    def _load(self, batch: Sequence[tuple[DiskRecord, int]], job: Job) -> Settle:
         outcomes = [(kept, self._loaded(kept, row, job)) for kept, row in batch]
         lost = [kept.name for kept, reason in outcomes if reason in LOST]
         unreadable = [kept.name for kept, reason in outcomes if reason == "unreadable"]
@@ -444,7 +444,7 @@ class FileTier(SecondaryTierManager):
             logger.warning("segment reuse: %s", error)
         return partial(self._settle_load, outcomes, job)
 
-    def _loaded(self, kept: Kept, row: int, job: Job) -> str | None:
+    def _loaded(self, kept: DiskRecord, row: int, job: Job) -> str | None:
         """Why the row was not filled, or None."""
 
         def copy() -> None:
@@ -464,7 +464,7 @@ class FileTier(SecondaryTierManager):
         finally:
             self._done_with(payload)
 
-    def _settle_load(self, outcomes: Sequence[tuple[Kept, str | None]], job: Job) -> None:
+    def _settle_load(self, outcomes: Sequence[tuple[DiskRecord, str | None]], job: Job) -> None:
         for kept, reason in outcomes:
             self.counts[reason or "loaded"] += 1
             if reason is None:

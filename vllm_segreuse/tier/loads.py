@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from vllm_segreuse.plan import IntArray
-from vllm_segreuse.tier.catalogue import Catalogue, Record
+from vllm_segreuse.tier.catalogue import Record, RecordCatalogue
 from vllm_segreuse.tier.contexts import Contexts
 
 _COMING = (LookupResult.HIT_PENDING, LookupResult.RETRY)
@@ -53,7 +53,7 @@ class Loads:
         self,
         manager: TieringOffloadingManager,
         contexts: Contexts,
-        catalogue: Catalogue,
+        catalogue: RecordCatalogue,
         follow: Callable[[], None],
         wait_s: float,
         clock: Callable[[], float],

@@ -15,7 +15,7 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.metrics import SegReuseStats
-from vllm_segreuse.tier.catalogue import Catalogue
+from vllm_segreuse.tier.catalogue import RecordCatalogue
 from vllm_segreuse.tier.files import open_file_tier
 from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.naming import exact_key, record_keys
@@ -80,7 +80,7 @@ def start_tier(
     manager = TieringOffloadingManager(rows, [] if files is None else [files])
     domain = fingerprint or os.urandom(32)
     key_of = record_keys(domain, pool.name_of)
-    catalogue = Catalogue(index, namespaces, pool.num_gpu_blocks, key_of)
+    catalogue = RecordCatalogue(index, namespaces, pool.num_gpu_blocks, key_of)
     known = (manager, rows, catalogue, ranks, options, health, stats, time.monotonic)
     looked_up = None if options.is_lossy else partial(exact_key, domain)
     store: TierStore = TierStore(*known, files, journal, looked_up)

@@ -33,7 +33,7 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
-from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen, StoredRecord
+from vllm_segreuse.tier.catalogue import Record, RecordCatalogue, Seen, StoredRecord
 from vllm_segreuse.tier.contexts import Contexts
 from vllm_segreuse.tier.decoded import Decoded
 from vllm_segreuse.tier.deleted import Deleted
@@ -119,7 +119,7 @@ class TierStore(BlockListener):
         self,
         manager: TieringOffloadingManager,
         rows: HostRows,
-        catalogue: Catalogue,
+        catalogue: RecordCatalogue,
         ranks: int,
         options: TierOptions,
         reuse: Health,
