@@ -26,7 +26,7 @@ from vllm_segreuse.plan import IntArray, Pieces, Tier, TierDone, TierOrders
 from vllm_segreuse.tier.catalogue import RecordCatalogue
 from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.naming import record_keys
-from vllm_segreuse.tier.store import TierStore
+from vllm_segreuse.tier.store import RecordPlaces, TierStore
 from vllm_segreuse.tier_options import TierOptions
 
 SIZE = 4
@@ -123,9 +123,13 @@ class World:
         self.catalogue = RecordCatalogue(self.index, self.namespaces, blocks, self.key_of)
         self.health, self.stats = Health(), SegReuseStats()
         self.tier = TierStore(
-            *(self.manager, self.rows, self.catalogue, ranks, given, self.health, self.stats),
+            RecordPlaces(self.manager, self.rows, self.files),
+            self.catalogue,
+            ranks,
+            given,
+            self.health,
+            self.stats,
             clock=lambda: self.now_s,
-            files=self.files,
         )
         self._numbers = itertools.count()
         self._free = deque(range(blocks))

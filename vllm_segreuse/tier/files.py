@@ -92,24 +92,21 @@ class FileTier(SecondaryTierManager):
         self,
         primary_kv_view: memoryview,
         folder: RecordFolder,
-        budget_bytes: int,
+        options: TierOptions,
         describe: Describe,
-        io_threads: int = 4,
-        clock: Callable[[], float] = time.monotonic,
-        zeroises: bool = False,
         on_erased: Callable[[list[bytes]], None] = lambda keys: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over an open store.
 
         Args:
             primary_kv_view: the host region, `[rows, row_bytes]`.
             folder: the store.
-            budget_bytes: most bytes that files take on the device.
+            options: most bytes that files take on the device, threads that read and write, and
+                whether copies of rows are zeroed.
             describe: what is known of a key that is to be stored; None: it is not stored.
-            io_threads: threads that read and write.
-            clock: seconds.
-            zeroises: whether copies of rows are zeroed.
             on_erased: told of records that another engine has erased; in the scheduler's thread.
+            clock: seconds.
 
         Raises:
             OSError: what is above the budget could not be removed.
@@ -119,12 +116,12 @@ class FileTier(SecondaryTierManager):
         self._folder = folder
         self._describe = describe
         self._clock = clock
-        self._zeroises = zeroises
+        self._zeroises = options.zeroise
         self._on_erased = on_erased
-        self.num_slots = budget_bytes // folder.record_bytes
+        self.num_slots = options.disk_bytes // folder.record_bytes
         folder.trim(self.num_slots)
         self._residents = Residents(folder.at_start)
-        self._jobs = Jobs(io_threads, DEADLINE_S, clock)
+        self._jobs = Jobs(options.io_threads, DEADLINE_S, clock)
         # Rows that are being stored cannot be used for anything else.
         self._most_coming = max(1, len(self._rows) // 2)
         self._coming: set[bytes] = set()
@@ -630,12 +627,7 @@ def open_file_tier(
         sealer = _sealer(options.key_file)
         known = (fingerprint, primary_kv_view.strides[0], sealer)
         store = RecordFolder(options.path, *known, codec=options.codec, owner=owner)
-        tier = FileTier(
-            *(primary_kv_view, store, options.disk_bytes, describe),
-            io_threads=options.io_threads,
-            zeroises=options.zeroise,
-            on_erased=on_erased,
-        )
+        tier = FileTier(primary_kv_view, store, options, describe, on_erased)
         tier.journal()  # opened here: it may be what is wrong
     except (OSError, ValueError) as error:
         raise RefusedError(
