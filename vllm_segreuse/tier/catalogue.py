@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.cache.links import NODE
 from vllm_segreuse.cache.namespace import HeldNamespaces, NamespaceTable, has_lora
 from vllm_segreuse.plan import IntArray
@@ -390,9 +390,11 @@ class RecordCatalogue:
             int(node["position"]),
             parent_block=parent.entry,
             depths=int(node["depth"]),
-            fresh=False,
-            lags=self._index.lags_of(np.asarray([block], np.int32)),
-            contexts=self._index.contexts[[block]],
+            facts=BlockFacts(
+                fresh=False,
+                contexts=self._index.contexts[[block]],
+                lags=self._index.lags_of(np.asarray([block], np.int32)),
+            ),
         )
 
     def _insert(self, namespace: int, run: Sequence[Record]) -> None:
@@ -404,7 +406,7 @@ class RecordCatalogue:
             first.position,
             parent_block=self._parent_block(first),
             depths=np.asarray([record.depth for record in run], np.int32),
-            fresh=False,
+            facts=BlockFacts(fresh=False),
         )
 
     def _parent_block(self, record: Record) -> int:
