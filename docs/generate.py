@@ -26,7 +26,7 @@ import sources
 from sources import PACKAGE, REPOSITORY
 
 START_UP = {
-    *("RefusedError", "UnsupportedModelError", "LayoutError", "RopeError"),
+    *("RefusedError", "UnsupportedModelError", "PageLayoutError", "LayoutError", "RopeError"),
     *("ConfigError", "UnsupportedVersionError"),
 }
 """Errors that end the start of a server."""

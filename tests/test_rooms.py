@@ -101,14 +101,3 @@ def test_the_tools_import_the_package_and_it_never_imports_them() -> None:
         if module.split(".")[0] == TOOLS.name
     ]
     assert back == []
-
-
-def test_no_class_of_the_tools_has_a_name_that_another_class_has() -> None:
-    places: dict[str, list[str]] = {}
-    for package in (PACKAGE, TOOLS):
-        for path in sorted(package.rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef):
-                    places.setdefault(node.name, []).append(str(path.relative_to(REPOSITORY)))
-    of_tools = {name: it for name, it in places.items() if any(TOOLS.name in at for at in it)}
-    assert {name: it for name, it in of_tools.items() if len(it) > 1} == {}

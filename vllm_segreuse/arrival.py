@@ -104,7 +104,7 @@ def _size_of(feature: MultiModalFeatureSpec, merge_size: int) -> tuple[int, int]
     return size
 
 
-class Adapters:
+class RecentAdapters:
     """The adapters that requests have named lately, for `explain`; one per engine."""
 
     def __init__(self) -> None:

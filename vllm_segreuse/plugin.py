@@ -95,7 +95,7 @@ def _install_front_end() -> None:
     from vllm_segreuse.viewer.recent import watched
 
     input_processor.install(requests.check_params, requests.check_prompt)
-    renderer.install(renderer.Documents(named.get, cut, requests.check_named))
+    renderer.install(renderer.DocumentCallbacks(named.get, cut, requests.check_named))
     openai_streams.install(report.report_of)
     openai_protocols.install(requests.refuse_unread)
     async_llm.install(requests.check_prompt, watched)

@@ -331,7 +331,7 @@ class SchedulerSide:
         self._accounts.layers = self.parts.methods.layers = layers
 
     def take_merge_size(self, merge_size: int | None) -> None:
-        """What the workers have proven of images; see `Images`."""
+        """What the workers have proven of images; see `ImageReuse`."""
         self.parts.features.images.merge_size = merge_size
 
     def close(self) -> None:

@@ -132,6 +132,18 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="KEY",
         help="of requests that name none; repeated: a composite one (none: nothing is looked up)",
     )
+    _add_engine(parser)
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="end at the first line that a server would refuse (it is left out, and named)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_known_args(arguments)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """Memory of the engine that the log is replayed in, and when requests arrive."""
     parser.add_argument(
         "--block-size",
         type=number(int, 1),
@@ -166,10 +178,3 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help="most tokens of answers that were not logged (%(default)s)",
     )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="end at the first line that a server would refuse (it is left out, and named)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser.parse_known_args(arguments)

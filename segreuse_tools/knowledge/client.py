@@ -38,7 +38,7 @@ from vllm_segreuse.knowledge.schemas import (
     Documents,
     DocumentText,
     ErrorAnswer,
-    KnowledgeBase,
+    KnowledgeBaseStatus,
     NewDocument,
     Page,
     Stats,
@@ -150,7 +150,7 @@ class KnowledgeClient:
         preamble: str | None = None,
         context: Context | None = None,
         metadata: Mapping[str, Any] | None = None,
-    ) -> KnowledgeBase:
+    ) -> KnowledgeBaseStatus:
         """Makes a base, or finds the same one; one that differs under this name is a 409.
 
         Args:
@@ -168,15 +168,15 @@ class KnowledgeClient:
             context=context,
             metadata=dict(metadata or {}),
         )
-        return self._send(KnowledgeBase, "POST", "/knowledge-bases", body)
+        return self._send(KnowledgeBaseStatus, "POST", "/knowledge-bases", body)
 
-    def bases(self) -> Iterator[KnowledgeBase]:
+    def bases(self) -> Iterator[KnowledgeBaseStatus]:
         """All bases, in the order of their names."""
-        return self._pages(Page[KnowledgeBase], "/knowledge-bases")
+        return self._pages(Page[KnowledgeBaseStatus], "/knowledge-bases")
 
-    def base(self, name: str) -> KnowledgeBase:
+    def base(self, name: str) -> KnowledgeBaseStatus:
         """One base."""
-        return self._send(KnowledgeBase, "GET", _base(name))
+        return self._send(KnowledgeBaseStatus, "GET", _base(name))
 
     def delete(self, name: str) -> None:
         """Removes a base with all its documents."""
@@ -238,7 +238,7 @@ class KnowledgeClient:
             warmed += self._send(Documents, "POST", f"{_base(name)}/warm", body, waits=wait).data
         return warmed
 
-    def watch(self, name: str, interval_s: float = 0.5) -> Iterator[KnowledgeBase]:
+    def watch(self, name: str, interval_s: float = 0.5) -> Iterator[KnowledgeBaseStatus]:
         """The base again and again, until none of its documents is warming."""
         while True:
             base = self.base(name)

@@ -8,14 +8,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from vllm_segreuse.knowledge.schemas import Counts, Document, KnowledgeBase, Stats
+from vllm_segreuse.knowledge.schemas import Document, DocumentCounts, KnowledgeBaseStatus, Stats
 
 _COLOURS = {
     "warm": "green", "warming": "yellow", "stored": "cyan", "cold": "blue", "failed": "red"
 }  # fmt: skip
 
 
-def bases(rows: Iterable[KnowledgeBase]) -> Table:
+def bases(rows: Iterable[KnowledgeBaseStatus]) -> Table:
     """One line per base."""
     rows = list(rows)
     colours = _colours(*(base.documents for base in rows))
@@ -69,7 +69,7 @@ def stats(answer: Stats) -> Table:
 _SIZES = ["tokens", "blocks", "hits"]
 
 
-def _colours(*counts: Counts) -> dict[str, str]:
+def _colours(*counts: DocumentCounts) -> dict[str, str]:
     """By status; `stored` only where there are such documents, that is, a second tier."""
     has_tier = any(count.stored for count in counts)
     return {name: colour for name, colour in _COLOURS.items() if has_tier or name != "stored"}

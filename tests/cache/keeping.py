@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from vllm_segreuse.cache.frozen import Use
+from vllm_segreuse.cache.frozen import EntryUse
 from vllm_segreuse.cache.kept import KeptEntries, Place
 
 
@@ -39,7 +39,7 @@ class FakeTier:
         self.has_disk = has_disk
         self.room: float = math.inf
         self.is_off = False
-        self.uses: dict[str, Use] = {}
+        self.uses: dict[str, EntryUse] = {}
         self.calls: list[tuple[str, int, int, int]] = []
         self._journal = Journal()
         self._kept = KeptEntries(self._journal)
@@ -71,7 +71,7 @@ class FakeTier:
         self._lost -= self.held().keys()
         return sorted(self._lost)
 
-    def take_uses(self) -> dict[str, Use]:
+    def take_uses(self) -> dict[str, EntryUse]:
         return self.uses
 
     def lose_host(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.cache.test_planner import MAX_DEPTH, SIZE, World, new_only
 from vllm_segreuse.cache.contexts import NOTHING, UNKNOWN, compared, contexts_of, known_until
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.cache.planner import least_work
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.cache.tracked import TrackedRequest
@@ -45,7 +45,7 @@ def insert(index: SegmentIndex, tokens: Sequence[int], blocks: list[int], depth:
     content = np.array(tokens[: len(blocks) * SIZE], np.int32)
     contexts = prompt_of(tokens).contexts(known)
     ids = np.array(blocks, np.int32)
-    index.insert(NAMESPACE, ids, content, 0, depths=depth, contexts=contexts)
+    index.insert(NAMESPACE, ids, content, 0, depths=depth, facts=BlockFacts(contexts=contexts))
     index.begin_step()
 
 

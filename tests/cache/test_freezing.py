@@ -12,7 +12,7 @@ import pytest
 from tests.cache.keeping import FakeTier
 from tests.cache.test_frozen import TOTAL, Blocks
 from vllm_segreuse.cache.freezing import Freezing
-from vllm_segreuse.cache.frozen import FrozenPool, Use
+from vllm_segreuse.cache.frozen import EntryUse, FrozenPool
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
@@ -220,7 +220,7 @@ def test_uses_of_both_tiers_add_up() -> None:
     world.compute("doc")
     world.compute("other")
     world.pool.used([0])
-    tier.uses = {"doc": Use(3, 1.5), "other": Use(1, 9.5)}
+    tier.uses = {"doc": EntryUse(3, 1.5), "other": EntryUse(1, 9.5)}
     assert world.state()["uses"] == {"doc": [4, 2.0], "other": [1, 9.5]}
 
 

@@ -16,7 +16,7 @@ from segreuse_tools.knowledge.client import (
     batches,
 )
 from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.knowledge.schemas import Counts, NewDocument
+from vllm_segreuse.knowledge.schemas import DocumentCounts, NewDocument
 
 ODD_IDS = ["a/b.md", "50%", "ü ß?x=1&y#7", "a%2Fb", "+", "a;b"]
 
@@ -131,7 +131,7 @@ def test_watch_ends_when_nothing_is_warming(client: KnowledgeClient) -> None:
     client.create("py")
     client.add("py", [*new("a", "b"), *new("c", text=FAULT)])
     *_, last = client.watch("py", interval_s=0)
-    assert last.documents == Counts(warm=2, failed=1)
+    assert last.documents == DocumentCounts(warm=2, failed=1)
     assert "a faulty document" in (client.document("py", "c").error or "")
 
 

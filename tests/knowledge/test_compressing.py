@@ -23,7 +23,7 @@ from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.config import COPY, SCORE
 from vllm_segreuse.knowledge.chunks import Shape, lengths_of, num_blocks, shape_for
 from vllm_segreuse.knowledge.compressing import joined, work_for
-from vllm_segreuse.knowledge.compression import Compression
+from vllm_segreuse.knowledge.compression import CompressionSettings
 from vllm_segreuse.knowledge.errors import (
     ConflictError,
     InvalidError,
@@ -36,7 +36,7 @@ from vllm_segreuse.knowledge.service import KnowledgeService
 from vllm_segreuse.plan import CopyOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
-HALF = Compression(0.5, "attention")
+HALF = CompressionSettings(0.5, "attention")
 TOKENS = [10, 40, 20, 30, 60, 50, 15]
 
 serving = partial(fake_engine.serving, shape=SHAPE)
@@ -72,7 +72,7 @@ async def kept(service: KnowledgeService, name: str) -> list[int]:
     [(0.5, 7, 4), (0.1, 30, 3), (1.0, 7, 7), (0.001, 7, 1), (0.25, 100, 25), (0.7, 10, 7)],
 )
 def test_a_share_is_rounded_up(keep: float, tokens: int, count: int) -> None:
-    assert Compression(keep, "uniform").count(tokens) == count
+    assert CompressionSettings(keep, "uniform").count(tokens) == count
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_a_share_is_rounded_up(keep: float, tokens: int, count: int) -> None:
     ],
 )
 def test_what_is_no_compression_is_none(text: str) -> None:
-    assert Compression.decode(text) is None
+    assert CompressionSettings.decode(text) is None
 
 
 def test_a_compression_is_read_as_it_was_written() -> None:
-    assert Compression.decode(HALF.encode()) == HALF
+    assert CompressionSettings.decode(HALF.encode()) == HALF
 
 
 @given(st.integers(0, 20), st.integers(1, 90), st.floats(0.01, 1.0))
 def test_promised_blocks_are_those_that_are_taken(context: int, tokens: int, keep: float) -> None:
-    how = Compression(keep, "uniform")
+    how = CompressionSettings(keep, "uniform")
     work = work_for(
         *(SHAPE, "key", np.arange(context, dtype=np.int32), np.arange(tokens, dtype=np.int32)),
         *(how, None),

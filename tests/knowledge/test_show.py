@@ -9,10 +9,16 @@ import pytest
 from rich.console import Console
 
 from segreuse_tools.knowledge import status_tables
-from vllm_segreuse.knowledge.schemas import BlockCounts, Counts, Document, KnowledgeBase, Stats
+from vllm_segreuse.knowledge.schemas import (
+    BlockCounts,
+    Document,
+    DocumentCounts,
+    KnowledgeBaseStatus,
+    Stats,
+)
 
 NOW = datetime(2020, 1, 1, tzinfo=UTC)
-COUNTS = Counts(warm=11, cold=12, warming=13, failed=14)
+COUNTS = DocumentCounts(warm=11, cold=12, warming=13, failed=14)
 
 
 def lines(table: Any) -> list[list[str]]:
@@ -22,7 +28,7 @@ def lines(table: Any) -> list[list[str]]:
 
 
 def test_a_base_has_its_counts_and_sizes() -> None:
-    base = KnowledgeBase(
+    base = KnowledgeBaseStatus(
         name="n", extra_key="k", preamble=None, context="none", metadata={}, created_at=NOW,
         documents=COUNTS, tokens=1500, blocks=16, hits=17,
     )  # fmt: skip
@@ -49,7 +55,7 @@ def test_a_document_has_its_sizes_and_what_is_wrong() -> None:
 
 def test_what_is_stored_is_shown_where_there_is_any() -> None:
     stored = COUNTS.model_copy(update={"stored": 15})
-    base = KnowledgeBase(
+    base = KnowledgeBaseStatus(
         name="n", extra_key="k", preamble=None, context="none", metadata={}, created_at=NOW,
         documents=COUNTS, tokens=1500, blocks=16, hits=17,
     )  # fmt: skip
@@ -107,4 +113,6 @@ def test_stats_have_every_figure() -> None:
         "given back 37 times, under memory pressure",
     ]
     none = BlockCounts(total=0, frozen=0, promised=0, limit=0, free=0, block_size=16)
-    status_tables.stats(Stats(blocks=none, bases=0, documents=Counts(), hits=0, given_back=0))
+    status_tables.stats(
+        Stats(blocks=none, bases=0, documents=DocumentCounts(), hits=0, given_back=0)
+    )

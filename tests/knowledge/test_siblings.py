@@ -21,7 +21,7 @@ from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.errors import ConflictError, NoRoomError, UnavailableError
 from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, Document
 from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.siblings import Contexts, lead_documents
+from vllm_segreuse.knowledge.siblings import BaseContexts, lead_documents
 from vllm_segreuse.knowledge.store import DocumentRecord
 from vllm_segreuse.plan import FreezeOrder
 
@@ -113,10 +113,10 @@ def test_leads_are_the_first_three_that_are_long_enough_and_differ() -> None:
     assert lead_documents([kept("just", [7] * siblings.MIN_TOKENS)])
 
 
-def contexts(base: list[int], shape: Shape, *leads: list[int]) -> Contexts:
+def contexts(base: list[int], shape: Shape, *leads: list[int]) -> BaseContexts:
     tokens = [np.array(lead, np.int32) for lead in leads]
     by_text = {kept("", lead).text: part for lead, part in zip(leads, tokens, strict=True)}
-    return Contexts(np.array(base, np.int32), by_text, shape)
+    return BaseContexts(np.array(base, np.int32), by_text, shape)
 
 
 def test_a_document_is_behind_the_first_two_leads_but_itself() -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.prefill.pages import BLOCK_SIZE, HALF, HEAD_SIZE, HEADS, LAYOUTS, Layer, make_layer
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.model.kv_format import typed_pages
-from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
+from vllm_segreuse.model.kv_layout import PageLayoutError, discover_layout
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -73,7 +73,7 @@ def test_scales_that_the_backend_does_not_apply_are_refused(kind: str, off: floa
             return super().stored(numbers, scale * off)
 
     layer = Other(pages, plain.key_at, plain.value_at, kv_cache_dtype=kind)
-    with pytest.raises(LayoutError, match="not in its page"):
+    with pytest.raises(PageLayoutError, match="not in its page"):
         discover_layout(layer, BLOCK_SIZE)
 
 
@@ -138,7 +138,7 @@ def test_a_scrambled_page_is_refused(half: str) -> None:
     a, b = at[5, 1, 7].clone(), at[9, 1, 7].clone()
     at[5, 1, 7], at[9, 1, 7] = b, a
     before = layer.pages.clone()
-    with pytest.raises(LayoutError, match=r"^model\.layers\.3\.attn: .* not a tiling"):
+    with pytest.raises(PageLayoutError, match=r"^model\.layers\.3\.attn: .* not a tiling"):
         discover_layout(layer, BLOCK_SIZE)
     assert torch.equal(layer.pages, before)
 
@@ -169,7 +169,7 @@ def scaled(layer: Layer) -> None:
 def test_values_that_are_not_found_are_refused(fault) -> None:
     layer = make_layer("NHD")
     fault(layer)
-    with pytest.raises(LayoutError, match="not in its page"):
+    with pytest.raises(PageLayoutError, match="not in its page"):
         discover_layout(layer, BLOCK_SIZE)
 
 

@@ -22,6 +22,7 @@ from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.files import FileTier
 from vllm_segreuse.tier.sealing import Sealer
 from vllm_segreuse.tier.seats import Owner
+from vllm_segreuse.tier_options import TierOptions
 
 ROWS = 64
 CONTEXT = ReqContext("test")
@@ -45,11 +46,14 @@ class Engine:
         self.now = 0.0
         store = folder(path, sealer, self.disk, owner=owner)
         assert store.record_bytes == RECORD_BYTES
-        self.tier = FileTier(
-            *(memoryview(self.region), store, slots * RECORD_BYTES, self.described.get),
+        options = TierOptions(
+            path=str(path),
+            disk_gib=slots * RECORD_BYTES / 2**30,
             io_threads=2,
-            clock=lambda: self.now,
-            zeroises=zeroises,
+            zeroise=zeroises,
+        )
+        self.tier = FileTier(
+            memoryview(self.region), store, options, self.described.get, clock=lambda: self.now
         )
         self.results: dict[int, JobResult] = {}
         self.jobs = 0

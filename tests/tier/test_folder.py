@@ -15,10 +15,10 @@ from tests.tier import records
 from tests.tier.records import SLOTS, FaultyDisk, folder, key_of, payload_of, raises, record, write
 from vllm_segreuse.tier.database import Notes
 from vllm_segreuse.tier.folder import LostError, RecordFolder
-from vllm_segreuse.tier.format import TRAILER_BYTES, Kept, record_of
+from vllm_segreuse.tier.format import TRAILER_BYTES, DiskRecord, record_of
 
 
-def reopened(store: RecordFolder, path: Path) -> dict[bytes, Kept]:
+def reopened(store: RecordFolder, path: Path) -> dict[bytes, DiskRecord]:
     store.close()
     again = folder(path)
     found = {kept.key: kept for kept in again.at_start}

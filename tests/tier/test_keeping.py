@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from tests.cache.keeping import Journal
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.journal import Part
+from vllm_segreuse.tier.journal import EntryPart
 from vllm_segreuse.tier.keeping import Keeping
 
 
@@ -66,8 +66,8 @@ class Files:
 class DocumentJournal(Journal):
     """Without a file."""
 
-    def at_start(self) -> list[Part]:
-        return [Part(entry, part, parts, [*keys]) for entry, part, parts, keys in self.read()]
+    def at_start(self) -> list[EntryPart]:
+        return [EntryPart(entry, part, parts, [*keys]) for entry, part, parts, keys in self.read()]
 
 
 def key(block: int) -> bytes:

@@ -17,7 +17,7 @@ from vllm_segreuse.kernels import reference
 from vllm_segreuse.plan import IntArray
 from vllm_segreuse.tier.cells import StoredPage, views
 from vllm_segreuse.tier.mover import CopyBlocks, InPlace, Mover
-from vllm_segreuse.tier.staging import Staged
+from vllm_segreuse.tier.staging import StagedMover
 
 BLOCKS, ROWS = 12, 30
 ELEMENTS = (24, 40, 24)
@@ -65,7 +65,7 @@ def movers(dtype: torch.dtype, slots: int) -> tuple[list[torch.Tensor], torch.Te
     pages = pages_of(dtype)
     cells, views = region(pages)
     copy = copier(pages)
-    staged = Staged(
+    staged = StagedMover(
         copy, stored_as(pages), CPU, cells, Streams(), staging_bytes=2 * slots * CELL_BYTES
     )
     return pages, cells, [InPlace(copy, views), staged]
@@ -164,7 +164,7 @@ def test_staging_holds_a_row_at_least_and_no_more_than_there_are() -> None:
     pages = pages_of(torch.bfloat16)
     cells, _ = region(pages)
     for staging_bytes, slots in ((1, 1), (2 * 3 * CELL_BYTES, 3), (1 << 30, ROWS)):
-        subject = Staged(copier(pages), stored_as(pages), CPU, cells, Streams(), staging_bytes)
+        subject = StagedMover(copier(pages), stored_as(pages), CPU, cells, Streams(), staging_bytes)
         assert [len(half.cells) for half in subject._halves] == [slots, slots]
 
 
@@ -196,7 +196,7 @@ def test_what_the_codec_cannot_store_is_told_across_chunks() -> None:
     cells, rows = region(pages)
     copy = Marked(pages, {1, 4})
     known = (stored_as(pages), CPU, cells, Streams())
-    for subject in (InPlace(copy, rows), Staged(copy, *known, staging_bytes=4 * CELL_BYTES)):
+    for subject in (InPlace(copy, rows), StagedMover(copy, *known, staging_bytes=4 * CELL_BYTES)):
         encoded = subject.store(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))
         assert encoded is not None
         assert encoded.tolist() == [True, False, True, True, False]

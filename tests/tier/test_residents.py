@@ -2,12 +2,12 @@
 """What an engine knows of the records on disk."""
 
 from tests.tier.records import key_of, record
-from vllm_segreuse.tier.format import Kept, about
+from vllm_segreuse.tier.format import DiskRecord, about
 from vllm_segreuse.tier.residents import Residents
 
 
-def kept(number: int, name: str = "") -> Kept:
-    return Kept(name or f"00/{number:032x}", b"", about(record(number), []), durable=False)
+def kept(number: int, name: str = "") -> DiskRecord:
+    return DiskRecord(name or f"00/{number:032x}", b"", about(record(number), []), durable=False)
 
 
 def test_a_record_is_found_by_its_key_and_by_its_file() -> None:

@@ -17,7 +17,7 @@ from tests.tier.fakes import ROW_BYTES, Region
 from tests.tier.records import Hang, raises
 from tests.tier.test_scheduler_side import Tiered
 from vllm_segreuse.cache.kept import Place
-from vllm_segreuse.features import build
+from vllm_segreuse.features.tier import start
 from vllm_segreuse.supported import RefusedError
 from vllm_segreuse.tier.disk import Disk
 from vllm_segreuse.tier.files import MIN_RECORDS, PAUSES_S, FileTier, open_file_tier
@@ -41,7 +41,7 @@ def engine(
     path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes = b"model", **options: Any
 ) -> Tiered:
     """One with files."""
-    monkeypatch.setattr(build, "model_fingerprint", lambda *args: model * 4)
+    monkeypatch.setattr(start, "model_fingerprint", lambda *args: model * 4)
     return Tiered(files={"path": str(path), "disk_gib": 0.1, "wait_ms": 60_000} | options)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_segreuse.tier.database import Changes
+from vllm_segreuse.tier.database import RecordChanges
 from vllm_segreuse.tier.watching import Watcher
 
-NOTHING = Changes([], [])
+NOTHING = RecordChanges([], [])
 
 
 def wait_for(event: threading.Event) -> None:
@@ -33,9 +33,9 @@ def test_it_looks_again_and_again_and_cleans_up() -> None:
     looked, count = after(3)
     cleaned, count_cleaned = after(2)
 
-    def look() -> Changes:
+    def look() -> RecordChanges:
         count()
-        return Changes(["gone"], []) if not looked.is_set() else NOTHING
+        return RecordChanges(["gone"], []) if not looked.is_set() else NOTHING
 
     watcher = Watcher(look, count_cleaned, look_s=0.001)
     wait_for(looked)
@@ -49,18 +49,18 @@ def test_what_fails_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixtur
     works = threading.Event()
     failed, count = after(5)
 
-    def look() -> Changes:
+    def look() -> RecordChanges:
         if not works.is_set():
             count()
             raise OSError("made by the test")
-        return Changes(["gone"], [])
+        return RecordChanges(["gone"], [])
 
     with caplog.at_level("WARNING", "vllm.segreuse"):
         watcher = Watcher(look, lambda: None, look_s=0.001)
         wait_for(failed)
         assert caplog.text.count("what other engines store is not seen: made by the test") == 1
     works.set()
-    found: list[Changes] = []
+    found: list[RecordChanges] = []
     while not found:
         found += watcher.found()
         time.sleep(0.001)
@@ -70,7 +70,7 @@ def test_what_fails_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixtur
 def test_the_end_waits_for_no_file_system_that_hangs() -> None:
     hangs, reached = threading.Event(), threading.Event()
 
-    def look() -> Changes:
+    def look() -> RecordChanges:
         reached.set()
         hangs.wait(60)
         return NOTHING

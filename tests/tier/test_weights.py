@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_segreuse.tier import weights
-from vllm_segreuse.tier.weights import Weights, weights_digest
+from vllm_segreuse.tier.weights import ModelWeights, weights_digest
 
 
 class Model(torch.nn.Module):
@@ -43,7 +43,7 @@ def test_equal_weights_have_equal_digests() -> None:
 @pytest.mark.parametrize("name", ["first", "second", "third", "table", "scale"])
 def test_any_bit_of_any_weight_counts(name: str) -> None:
     model = Model()
-    kept = Weights(model)
+    kept = ModelWeights(model)
     bytes_ = dict([*model.named_parameters(), *model.named_buffers()])[name].reshape(-1)
     bytes_ = bytes_.view(torch.uint8)
     for at in range(len(bytes_)):
@@ -56,7 +56,7 @@ def test_any_bit_of_any_weight_counts(name: str) -> None:
 @pytest.mark.parametrize("count", [2, 8], ids=["words of a chunk", "chunks"])
 def test_exchanged_weights_are_others(count: int) -> None:
     model = Model()
-    kept = Weights(model)
+    kept = ModelWeights(model)
     third = model.third.view(-1)
     first, second = third[:count].clone(), third[count : 2 * count].clone()
     third[:count], third[count : 2 * count] = second, first
@@ -64,4 +64,4 @@ def test_exchanged_weights_are_others(count: int) -> None:
 
 
 def test_a_model_without_weights_has_a_digest() -> None:
-    assert Weights(torch.nn.Module()).are_unchanged()
+    assert ModelWeights(torch.nn.Module()).are_unchanged()

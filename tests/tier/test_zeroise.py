@@ -27,7 +27,7 @@ from vllm_segreuse.tier.files import open_file_tier
 from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.region import HostRegion, RegionShape
 from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
-from vllm_segreuse.tier.staging import Staged
+from vllm_segreuse.tier.staging import StagedMover
 from vllm_segreuse.tier_options import TierOptions
 
 
@@ -272,7 +272,7 @@ def test_staging_on_the_device_is_zeroed_behind_each_use(zeroises: bool) -> None
     pages = pages_of(torch.bfloat16)
     cells, _ = region(pages)
     streams = Streams()
-    staged = Staged(
+    staged = StagedMover(
         *(copier(pages), stored_as(pages), CPU, cells, streams),
         staging_bytes=4 * CELL_BYTES,
         zeroises=zeroises,
@@ -304,7 +304,7 @@ def test_the_option_reaches_staging(monkeypatch: pytest.MonkeyPatch, zeroises: b
     host: Any = SimpleNamespace(cells=lambda: cells, views=lambda stored: [])
     copy: Any = None
     mover = worker.mover_for(host, copy, stored_pages, torch.device("meta"), zeroises=zeroises)
-    assert isinstance(mover, Staged)
+    assert isinstance(mover, StagedMover)
     assert mover._zeroises is zeroises
 
 

@@ -23,10 +23,10 @@ from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.cache.second_tier import by_tier, on_rows
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import IntArray, Pieces, Tier, TierDone, TierOrders
-from vllm_segreuse.tier.catalogue import Catalogue
+from vllm_segreuse.tier.catalogue import RecordCatalogue
 from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.naming import record_keys
-from vllm_segreuse.tier.store import TierStore
+from vllm_segreuse.tier.store import RecordPlaces, TierStore
 from vllm_segreuse.tier_options import TierOptions
 
 SIZE = 4
@@ -120,12 +120,16 @@ class World:
         self.files = Files(self.region, held, most_files) if files else None
         self.manager = TieringOffloadingManager(self.rows, [self.files] if self.files else [])
         self.key_of = record_keys(b"model", self.names.get)
-        self.catalogue = Catalogue(self.index, self.namespaces, blocks, self.key_of)
+        self.catalogue = RecordCatalogue(self.index, self.namespaces, blocks, self.key_of)
         self.health, self.stats = Health(), SegReuseStats()
         self.tier = TierStore(
-            *(self.manager, self.rows, self.catalogue, ranks, given, self.health, self.stats),
+            RecordPlaces(self.manager, self.rows, self.files),
+            self.catalogue,
+            ranks,
+            given,
+            self.health,
+            self.stats,
             clock=lambda: self.now_s,
-            files=self.files,
         )
         self._numbers = itertools.count()
         self._free = deque(range(blocks))

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from tests.explain.reports import REPORT, STRETCHES, TEXTS
 from tests.knowledge.admin_app import TOKEN, SwitchableEngine, admin_app
-from vllm_segreuse.viewer.recent import Recent, Seen
+from vllm_segreuse.viewer.recent import Recent, RecentRequest
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return pool.submit(asyncio.run, work).result()
 
 
-def handle(recent: Recent, request_id: str, report: Any = REPORT) -> Seen:
+def handle(recent: Recent, request_id: str, report: Any = REPORT) -> RecentRequest:
     """A request comes and goes."""
 
     async def all_of_it() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
 from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
@@ -195,8 +195,10 @@ class Donors(BlockListener):
             first * size,
             parent_block=blocks.block_ids[run.start - 1] if run.start else blocks.parent,
             depths=depths,
-            contexts=tracked.prompt.contexts(np.arange(first, last, dtype=np.int32)),
-            lags=None if images is None else images.lags(first * size, last * size),
+            facts=BlockFacts(
+                contexts=tracked.prompt.contexts(np.arange(first, last, dtype=np.int32)),
+                lags=None if images is None else images.lags(first * size, last * size),
+            ),
         )
         # Their tokens would mean nothing to those who compare text.
         for follower in self._followers if images is None else ():

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool, Use
+from vllm_segreuse.cache.frozen import EntryUse, FrozenPart, FrozenPool
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.kept import KeepingTier, Place
@@ -223,8 +223,8 @@ class Freezing(BlockListener):
             wanted = [name for name in wanted if name not in stored]
             wanted += [name for name in self._tier.lost() if name not in {*warm, *wanted}]
             for name, use in self._tier.take_uses().items():
-                before = uses.get(name, Use(0, 0.0))
-                uses[name] = Use(before.hits + use.hits, max(before.last, use.last))
+                before = uses.get(name, EntryUse(0, 0.0))
+                uses[name] = EntryUse(before.hits + use.hits, max(before.last, use.last))
         return {
             "total": entries.num_blocks,
             "free": entries.num_free,

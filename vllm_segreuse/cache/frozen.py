@@ -65,17 +65,17 @@ class FrozenPart(NamedTuple):
     first: int = 0
 
 
-class Use(NamedTuple):
+class EntryUse(NamedTuple):
     """How often an entry was used since the last `take_uses`, and when last (clock, seconds)."""
 
     hits: int
     last: float
 
 
-def add_uses(uses: dict[str, Use], entries: Iterable[str], now: float) -> None:
+def add_uses(uses: dict[str, EntryUse], entries: Iterable[str], now: float) -> None:
     """Count one more use of each entry."""
     for name in entries:
-        uses[name] = Use(uses[name].hits + 1 if name in uses else 1, now)
+        uses[name] = EntryUse(uses[name].hits + 1 if name in uses else 1, now)
 
 
 class WarmEntry(NamedTuple):
@@ -91,7 +91,7 @@ class WarmEntry(NamedTuple):
 
 
 @dataclass
-class _Entry:
+class _FrozenEntry:
     parts: list[FrozenPart | None]
     last_used: float
 
@@ -145,10 +145,10 @@ class FrozenPool:
         self._max_in_use = int(pressure * num_blocks)
         self._returns = returns
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _FrozenEntry] = {}
         self._of_block: dict[int, list[str]] = {}  # entries by block
         self._watched: dict[str, _Watched] = {}
-        self._uses: dict[str, Use] = {}
+        self._uses: dict[str, EntryUse] = {}
 
     @property
     def num_frozen(self) -> int:
@@ -204,7 +204,7 @@ class FrozenPool:
         self._blocks.pin(new)
         self._namespaces.acquire(part.namespace)
         if entry is None:
-            entry = self._entries[order.entry] = _Entry([None] * order.parts, 0.0)
+            entry = self._entries[order.entry] = _FrozenEntry([None] * order.parts, 0.0)
         entry.parts[order.part] = part
         entry.last_used = self._clock()
         for block in blocks:
@@ -248,7 +248,7 @@ class FrozenPool:
             self._entries[name].last_used = now
         add_uses(self._uses, names, now)
 
-    def take_uses(self) -> dict[str, Use]:
+    def take_uses(self) -> dict[str, EntryUse]:
         """Uses since the last call."""
         uses, self._uses = self._uses, {}
         return uses
@@ -367,7 +367,7 @@ class FrozenPool:
         entry = self._entries[name]
         return self._readers(entry), entry.last_used
 
-    def _readers(self, entry: _Entry) -> int:
+    def _readers(self, entry: _FrozenEntry) -> int:
         # Requests share blocks by their exact prefix, so whoever holds any holds the first.
         firsts = {part.block_ids[0] for part in entry.parts if part}
         return sum(self._blocks.references(block) - 1 for block in firsts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,23 @@ _STEPS = 2**32 - 1  # then their numbers begin anew, with 1
 def bytes_per_block(block_size: int) -> int:
     """Most bytes that an index reserves per block, without what it keeps of images."""
     return 4 * block_size + 364
+
+
+class BlockFacts(NamedTuple):
+    """What is known of blocks beside their tokens, position and depth.
+
+    Attributes:
+        fresh: False: their KV is there already, so they may donate at once.
+        contexts: uint64 `[n]`, see `contexts.py`; None: not known.
+        lags: int32 `[n * block_size]`, of the tokens; None: 0.
+    """
+
+    fresh: bool = True
+    contexts: npt.NDArray[np.uint64] | None = None
+    lags: IntArray | None = None
+
+
+_NEW = BlockFacts()
 
 
 class SegmentIndex:
@@ -154,9 +171,7 @@ class SegmentIndex:
         first_position: int,
         parent_block: int = -1,
         depths: int | DepthArray = 0,
-        fresh: bool = True,
-        contexts: npt.NDArray[np.uint64] | None = None,
-        lags: IntArray | None = None,
+        facts: BlockFacts = _NEW,
     ) -> None:
         """Index consecutive full blocks of one sequence.
 
@@ -174,9 +189,7 @@ class SegmentIndex:
                 unknown. A block that is not indexed there, in this namespace, is taken for unknown.
             depths: provenance depth of all blocks, or of each `[n]`; at most
                 `MAX_PROVENANCE_DEPTH`.
-            fresh: False: their KV is there already, so they may donate at once.
-            contexts: uint64 `[n]`, see `contexts.py`; None: not known.
-            lags: int32 `[n * block_size]`, of the tokens; None: 0.
+            facts: what else is known of them.
 
         Raises:
             ValueError: sizes disagree, or an id, namespace, position or depth is out of range.
@@ -184,20 +197,11 @@ class SegmentIndex:
         namespace, first_position = int(namespace), int(first_position)
         block_ids = np.require(block_ids, np.int32, ("C", "W"))
         tokens = np.require(tokens, np.int32, ("C", "W"))
-        count = block_ids.size
-        if tokens.size != count * self.block_size:
-            raise ValueError(
-                f"{count} blocks of {self.block_size} tokens need {count * self.block_size} "
-                f"tokens, got {tokens.size}: pass full blocks only"
-            )
-        if not count:
+        self._check_size(block_ids, tokens)
+        if not block_ids.size:
             return
-        # Reductions are most of what one block takes, and one comes with every answer's block.
-        lowest, deepest = (
-            (depths, depths) if isinstance(depths, int) else (depths.min(), depths.max())
-        )
-        self._check_insert(namespace, block_ids, first_position, int(lowest), int(deepest))
-        self._note_lags(block_ids, lags)
+        self._check_insert(namespace, block_ids, first_position, depths)
+        self._note_lags(block_ids, facts.lags)
         self.show(namespace)
         self._reserve_views(int(np.count_nonzero(self._born[block_ids])))
         hashes = window_hashes(tokens, self.block_size)[:: self.block_size].copy()
@@ -208,7 +212,7 @@ class SegmentIndex:
             self.anchor_counts,
             self._population,
             self.spares,
-            self.step if fresh else (self.step - 2) % _STEPS + 1,
+            self.step if facts.fresh else (self.step - 2) % _STEPS + 1,
             namespace,
             salt_of(namespace),
             block_ids,
@@ -217,15 +221,15 @@ class SegmentIndex:
             window_anchors(tokens, self.block_size)[:: self.block_size].copy(),
             first_position,
             int(parent_block),
-            np.full(count, depths, DEPTH),
+            np.full(block_ids.size, depths, DEPTH),
         )
         if concerns_others:
             self.known.evicted(block_ids[became == NEW].astype(np.int64))
             self._note_views(namespace, int(parent_block), block_ids, hashes, became == NEW_VIEW)
-        self.contexts[block_ids] = 0 if contexts is None else contexts
+        self.contexts[block_ids] = 0 if facts.contexts is None else facts.contexts
         self._size += grown
         if changed:
-            self._has_fresh |= fresh
+            self._has_fresh |= facts.fresh
             self.version += 1
 
     def _note_lags(self, block_ids: IntArray, lags: IntArray | None) -> None:
@@ -338,9 +342,21 @@ class SegmentIndex:
             grown[: self.nodes.size] = self.nodes
             self._set_nodes(grown)
 
+    def _check_size(self, block_ids: IntArray, tokens: TokenArray) -> None:
+        needed = block_ids.size * self.block_size
+        if tokens.size != needed:
+            raise ValueError(
+                f"{block_ids.size} blocks of {self.block_size} tokens need {needed} tokens, got "
+                f"{tokens.size}: pass full blocks only"
+            )
+
     def _check_insert(
-        self, namespace: int, block_ids: IntArray, position: int, lowest: int, deepest: int
+        self, namespace: int, block_ids: IntArray, position: int, depths: int | DepthArray
     ) -> None:
+        # Reductions are most of what one block takes, and one comes with every answer's block.
+        lowest, deepest = (
+            (depths, depths) if isinstance(depths, int) else (int(depths.min()), int(depths.max()))
+        )
         if block_ids.min() < 0 or block_ids.max() >= self.num_blocks:
             raise ValueError(
                 f"block ids {block_ids.min()}..{block_ids.max()} are outside of "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from vllm_segreuse.cache.frozen import Use
+from vllm_segreuse.cache.frozen import EntryUse
 
 Place = Literal["host", "disk"]
 """Where an entry is held: `host` if all of it is in host memory."""
@@ -43,7 +43,7 @@ class KeepingTier(Protocol):
         """Entries that could not be copied as a whole, for lack of room at that moment or after an
         error: they have to be computed again."""
 
-    def take_uses(self) -> dict[str, Use]:
+    def take_uses(self) -> dict[str, EntryUse]:
         """Requests that have read entries from there, since the last call."""
 
 
@@ -58,7 +58,7 @@ class Journal(Protocol):
 
 
 @dataclass
-class _Entry:
+class _RetainedEntry:
     parts: list[tuple[bytes, ...] | None]
     keys: set[bytes] = field(default_factory=set)
     num_here: int = 0
@@ -80,7 +80,7 @@ class KeptEntries:
 
     def __init__(self, journal: Journal | None = None) -> None:
         self._journal = journal
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _RetainedEntry] = {}
         self._owners: dict[bytes, set[str]] = {}
         self._places: dict[bytes, tuple[bool, bool]] = {}  # of kept records: on host, on disk
 
@@ -187,7 +187,7 @@ class KeptEntries:
         assert self._places.keys() <= self._owners.keys(), "a record of nobody has a place"
 
     def _put(self, name: str, part: int, parts: int, keys: Sequence[bytes]) -> None:
-        entry = self._entries.setdefault(name, _Entry([None] * parts))
+        entry = self._entries.setdefault(name, _RetainedEntry([None] * parts))
         entry.parts[part] = tuple(keys)
         for key in set(keys) - entry.keys:
             entry.keys.add(key)
@@ -204,7 +204,7 @@ class KeptEntries:
                 gone.append(key)
         return gone
 
-    def _count(self, entry: _Entry, key: bytes, sign: int) -> None:
+    def _count(self, entry: _RetainedEntry, key: bytes, sign: int) -> None:
         on_host, on_disk = self.place(key)
         entry.num_here += sign * (on_host or on_disk)
         entry.num_on_host += sign * on_host

@@ -70,7 +70,7 @@ class Naming(Protocol):
         """A request was not allocated, for want of so many blocks, although no other holds any."""
 
 
-class Admission(Protocol):
+class AdmissionState(Protocol):
     """Whether a scheduling step still admits requests."""
 
     @property

@@ -31,7 +31,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from vllm_segreuse.compat.block_events import (
-    Admission,
+    AdmissionState,
     BlockListener,
     NamedBlocks,
     Naming,
@@ -86,7 +86,7 @@ class SegmentBlockPool(BlockPool):
     group: Group
     make_room: Callable[[int], bool]
     _naming: Naming
-    _admission: Admission
+    _admission: AdmissionState
     _listeners: Sequence[BlockListener]
     _keeps_evicted: bool
     _awaited: dict[int, list[_Awaited]]
@@ -112,7 +112,7 @@ class SegmentBlockPool(BlockPool):
     def attach(
         self,
         naming: Naming,
-        admission: Admission,
+        admission: AdmissionState,
         make_room: Callable[[int], bool],
         listeners: Sequence[BlockListener],
         keeps_evicted: bool = False,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from vllm_segreuse.compat.patching import signature_with, wrap
 
 
-class Report(Protocol):
+class StreamCompleter(Protocol):
     """Completes a stream."""
 
     def watch(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -25,7 +25,7 @@ class Report(Protocol):
         """Passes the stream's events on."""
 
 
-ReportOf = Callable[[Any, Any, int], Report | None]
+ReportOf = Callable[[Any, Any, int], StreamCompleter | None]
 """For a request, the `ModelConfig`, and the number of its prompts; None: leave the stream alone."""
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from vllm_segreuse.compat.patching import wrap
 
 
-class Documents(NamedTuple):
+class DocumentCallbacks(NamedTuple):
     """Documents that a request names.
 
     Attributes:
@@ -31,7 +31,7 @@ class Documents(NamedTuple):
     check: Callable[[Sequence[int], Sequence[Any]], None]
 
 
-def install(documents: Documents) -> None:
+def install(documents: DocumentCallbacks) -> None:
     """Wrap the tokenisation of one prompt, once."""
     from vllm.renderers.base import BaseRenderer
 
@@ -44,7 +44,7 @@ def install(documents: Documents) -> None:
 
 
 def _tokenize_singleton_prompt_async(
-    original: Callable[..., Any], documents: Documents
+    original: Callable[..., Any], documents: DocumentCallbacks
 ) -> Callable[..., Any]:
     async def _tokenize_singleton_prompt_async(
         self: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any

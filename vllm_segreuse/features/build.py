@@ -22,23 +22,19 @@ from vllm_segreuse.compat.kv_cache_manager import is_anybody_admitted
 from vllm_segreuse.config import STEP_TOKENS, SegReuseConfig
 from vllm_segreuse.documents.layout import Layout
 from vllm_segreuse.features.in_scheduler import SchedulerFeatures, scheduler_features
+from vllm_segreuse.features.tier.start import most_records, start_tier
 from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.methods import Methods
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import ModelLayers, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.similarity import similar_segments
-from vllm_segreuse.tier.fingerprint import model_fingerprint
-from vllm_segreuse.tier.seats import Owner
-from vllm_segreuse.tier.start import most_records, start_tier
 from vllm_segreuse.tier_options import TierOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-
-    from vllm_segreuse.tier.store import TierStore
 
 FORGOTTEN_PER_BLOCK = 4
 """Blocks that no longer donate are remembered, for each that there is: 36 bytes."""
@@ -88,7 +84,7 @@ def build(
     )
     methods = Methods(config, group.block_size, layers, by_content, similar)
     forgotten = Forgotten(core.index, core.namespaces, FORGOTTEN_PER_BLOCK * core.num_blocks)
-    store = None if region is None else _tier_store(core, options, region)
+    store = None if region is None else start_tier(core, options, region)
     features = scheduler_features(core, methods, forgotten, store, layout)
     donors = Donors(
         core.index,
@@ -119,23 +115,6 @@ def build(
         keeps_evicted=store is not None,
     )
     return Parts(core, methods, Accounts(stats, layers), features, donors, planner)
-
-
-def _tier_store(core: Core, options: TierOptions, region: SharedOffloadRegion) -> TierStore:
-    vllm_config, parallel = core.vllm_config, core.vllm_config.parallel_config
-    has_files = options.path is not None
-    return start_tier(
-        region,
-        options,
-        parallel.tensor_parallel_size,
-        core.pool,
-        core.index,
-        core.namespaces,
-        core.health,
-        core.stats,
-        model_fingerprint(vllm_config, core.group, options.codec) if has_files else None,
-        Owner(core.config.knowledge_path, parallel.data_parallel_index),
-    )
 
 
 def _step_tokens(vllm_config: VllmConfig, config: SegReuseConfig) -> int:

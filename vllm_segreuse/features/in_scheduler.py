@@ -12,7 +12,7 @@ from vllm_segreuse.features.audit.scheduler import Auditing
 from vllm_segreuse.features.conversations.scheduler import Continued
 from vllm_segreuse.features.explain.scheduler import Explaining
 from vllm_segreuse.features.frozen.scheduler import FrozenDocuments, frozen_pool
-from vllm_segreuse.features.images.scheduler import Images
+from vllm_segreuse.features.images.scheduler import ImageReuse
 from vllm_segreuse.features.similar.scheduler import SimilarSegments
 from vllm_segreuse.features.tier.scheduler import Tiering
 from vllm_segreuse.features.tracing.scheduler import Tracing
@@ -39,7 +39,7 @@ class SchedulerFeatures(NamedTuple):
     audit: Auditing
     trained: BlockAttention | None
     compressed: CompressedDocuments
-    images: Images
+    images: ImageReuse
     conversations: Continued
     tier: Tiering | None
     explain: Explaining
@@ -82,7 +82,7 @@ def scheduler_features(
     kept = None if store is None else store.documents
     frozen = FrozenDocuments(core, entries, kept, compressed.compression.part)
     trained = None if layout is None else BlockAttention(core, layout, entries)
-    audit, images, explain = Auditing(core), Images(core), Explaining(core, forgotten)
+    audit, images, explain = Auditing(core), ImageReuse(core), Explaining(core, forgotten)
     conversations = Continued(core, methods)
     # Whose documents are found by their tokens keeps images apart by namespace.
     ordered = (

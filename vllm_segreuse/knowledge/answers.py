@@ -73,17 +73,17 @@ class Answers:
         found = (base.documents.get(document_id) for document_id in ids)
         return [self.document(base, document, state) for document in found if document is not None]
 
-    def bases(self, names: Iterable[str], state: State) -> list[schemas.KnowledgeBase]:
+    def bases(self, names: Iterable[str], state: State) -> list[schemas.KnowledgeBaseStatus]:
         """Those that are still there."""
         found = (self._catalogue.bases.get(name) for name in names)
         return [self.base(base, state) for base in found if base is not None]
 
-    def base(self, base: CatalogueBase, state: State) -> schemas.KnowledgeBase:
+    def base(self, base: CatalogueBase, state: State) -> schemas.KnowledgeBaseStatus:
         """One base."""
         documents = list(base.documents.values())
         names = {d.entry for d in documents if d.fault is None}
         entries = [self._catalogue.entries[n] for n in names if n in self._catalogue.entries]
-        return schemas.KnowledgeBase(
+        return schemas.KnowledgeBaseStatus(
             name=base.record.name,
             extra_key=base.record.extra_key,
             preamble=base.record.preamble,
@@ -128,8 +128,10 @@ class Answers:
             return "stored"
         return "failed" if self._warming.error(document.entry) else "cold"
 
-    def _count(self, documents: Iterable[CatalogueDocument], state: State) -> schemas.Counts:
-        counts = schemas.Counts()
+    def _count(
+        self, documents: Iterable[CatalogueDocument], state: State
+    ) -> schemas.DocumentCounts:
+        counts = schemas.DocumentCounts()
         for document in documents:
             status = self._status(document, state)
             setattr(counts, status, getattr(counts, status) + 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from vllm_segreuse.knowledge.chunks import Shape, num_blocks
-from vllm_segreuse.knowledge.compression import Compression
+from vllm_segreuse.knowledge.compression import CompressionSettings
 from vllm_segreuse.knowledge.errors import NotFoundError
 from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Tokens, digest_of
 
@@ -46,7 +46,7 @@ class CatalogueDocument:
     num_context: int
     metadata: str
     fault: str | None = None
-    compression: Compression | None = None
+    compression: CompressionSettings | None = None
 
     @classmethod
     def of(cls, record: DocumentRecord, fault: str | None = None) -> Self:

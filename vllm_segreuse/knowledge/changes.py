@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_segreuse.knowledge.catalogue import CatalogueBase, CatalogueDocument, place
 from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.siblings import SIBLING_TOKENS, Contexts, lead_documents
+from vllm_segreuse.knowledge.siblings import SIBLING_TOKENS, BaseContexts, lead_documents
 from vllm_segreuse.knowledge.store import (
     DocumentRecord,
     Store,
@@ -48,7 +48,7 @@ class Change(NamedTuple):
     moved: list[CatalogueDocument]
     gone: str | None
     leads: dict[bytes, Tokens]
-    contexts: Contexts
+    contexts: BaseContexts
 
     @property
     def documents(self) -> list[CatalogueDocument]:
@@ -83,7 +83,7 @@ class Changes:
         for record in records:
             place(after, CatalogueDocument.of(record))
         leads = self._leads(base, records, after.values())
-        contexts = Contexts(base.context, leads, self._shape)
+        contexts = BaseContexts(base.context, leads, self._shape)
         put = [_behind(record, base.record.extra_key, contexts) for record in records]
         others = after.keys() - {record.id for record in records}
         moved = [
@@ -123,7 +123,7 @@ class Changes:
         return leads
 
     def _moved(
-        self, base: CatalogueBase, document: CatalogueDocument, contexts: Contexts
+        self, base: CatalogueBase, document: CatalogueDocument, contexts: BaseContexts
     ) -> CatalogueDocument:
         record = self._read(base, document.id)
         if record is None:
@@ -141,7 +141,7 @@ class Changes:
         return None if record is None or record.fault else record
 
 
-def _behind(record: DocumentRecord, extra_key: str, contexts: Contexts) -> DocumentRecord:
+def _behind(record: DocumentRecord, extra_key: str, contexts: BaseContexts) -> DocumentRecord:
     context = contexts.of(digest_of(record.tokens)).tokens
     entry = entry_name(extra_key, context, record.tokens, record.compression)
     return replace(record, context=context, entry=entry)

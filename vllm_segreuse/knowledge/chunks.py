@@ -20,7 +20,7 @@ import numpy as np
 
 from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.documents.layout import padded
-from vllm_segreuse.knowledge.compression import Compression
+from vllm_segreuse.knowledge.compression import CompressionSettings
 from vllm_segreuse.knowledge.errors import InvalidError
 from vllm_segreuse.knowledge.store import Tokens
 
@@ -120,7 +120,7 @@ class Shape(NamedTuple):
         return np.concatenate((prompt, np.repeat(prompt[-1:], -len(prompt) % self.block_size)))
 
 
-def shape_for(shape: Shape, compression: Compression | None, num_context: int) -> Shape:
+def shape_for(shape: Shape, compression: CompressionSettings | None, num_context: int) -> Shape:
     """How a document is cut: its chunks fit into a prompt twice where they are compressed."""
     if compression is None:
         return shape
@@ -137,7 +137,7 @@ def lengths_of(shape: Shape, num_context: int, num_tokens: int) -> list[int]:
 
 
 def num_blocks(
-    shape: Shape, compression: Compression | None, num_context: int, num_tokens: int
+    shape: Shape, compression: CompressionSettings | None, num_context: int, num_tokens: int
 ) -> int:
     """Blocks that a document takes when it is warm."""
     if compression is None:

@@ -22,7 +22,7 @@ import numpy as np
 from vllm_segreuse.config import COPY, EXTRA_KEYS, FREEZE, SCORE
 from vllm_segreuse.documents.anchors import Anchors
 from vllm_segreuse.knowledge.chunks import Shape, lengths_of, shape_for
-from vllm_segreuse.knowledge.compression import Compression
+from vllm_segreuse.knowledge.compression import CompressionSettings
 from vllm_segreuse.knowledge.engine import Engine, NotFrozenError, all_frozen
 from vllm_segreuse.knowledge.store import Tokens
 from vllm_segreuse.plan import CopyOrder, FreezeOrder, ScoreOrder
@@ -48,7 +48,7 @@ class Work(NamedTuple):
     num_context: int
     prompts: list[Tokens]
     lengths: list[int]
-    compression: Compression | None = None
+    compression: CompressionSettings | None = None
     kept: list[Tokens] | None = None
     anchors: Anchors | None = None
 
@@ -58,7 +58,7 @@ def work_for(
     extra_key: str,
     context: Tokens,
     tokens: Tokens,
-    compression: Compression | None,
+    compression: CompressionSettings | None,
     kept: Tokens | None,
 ) -> Work:
     """What is to be computed for a document.
@@ -160,6 +160,6 @@ async def _copied(engine: Engine, work: Work, order: FreezeOrder, kept: Tokens) 
     return all_frozen(answer.report for answer in answers)
 
 
-def _compression(work: Work) -> Compression:
+def _compression(work: Work) -> CompressionSettings:
     assert work.compression is not None
     return work.compression

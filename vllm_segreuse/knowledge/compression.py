@@ -10,7 +10,7 @@ from typing import NamedTuple, Self, get_args
 from vllm_segreuse.knowledge.schemas import Scorer
 
 
-class Compression(NamedTuple):
+class CompressionSettings(NamedTuple):
     """How a document is compressed.
 
     Attributes:

@@ -173,7 +173,7 @@ class WarmDocuments(_Request):
     wait: bool = False
 
 
-class Counts(BaseModel):
+class DocumentCounts(BaseModel):
     """Number of documents by status."""
 
     warm: int = 0
@@ -183,7 +183,7 @@ class Counts(BaseModel):
     failed: int = 0
 
 
-class KnowledgeBase(BaseModel):
+class KnowledgeBaseStatus(BaseModel):
     """A knowledge base, and how much of it is in GPU memory."""
 
     name: str
@@ -192,7 +192,7 @@ class KnowledgeBase(BaseModel):
     context: Context
     metadata: dict[str, Any]
     created_at: datetime
-    documents: Counts
+    documents: DocumentCounts
     tokens: int
     """Of all documents, without preambles."""
     blocks: int
@@ -265,7 +265,7 @@ class Stats(BaseModel):
     blocks: BlockCounts
     engines: list[BlockCounts] = []
     bases: int
-    documents: Counts
+    documents: DocumentCounts
     hits: int
     given_back: int
     """Times a document was evicted under memory pressure, since the engine started."""

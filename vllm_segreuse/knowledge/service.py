@@ -37,7 +37,7 @@ from vllm_segreuse.knowledge.catalogue import (
 from vllm_segreuse.knowledge.changes import UNREADABLE, Change, Changes
 from vllm_segreuse.knowledge.chunks import Shape
 from vllm_segreuse.knowledge.compressing import Work, work_for
-from vllm_segreuse.knowledge.compression import Compression
+from vllm_segreuse.knowledge.compression import CompressionSettings
 from vllm_segreuse.knowledge.database import IN_MEMORY
 from vllm_segreuse.knowledge.engine import Engine, fingerprint
 from vllm_segreuse.knowledge.errors import (
@@ -169,7 +169,9 @@ class KnowledgeService:
 
     # Bases.
 
-    async def create_base(self, body: schemas.CreateBase) -> tuple[schemas.KnowledgeBase, bool]:
+    async def create_base(
+        self, body: schemas.CreateBase
+    ) -> tuple[schemas.KnowledgeBaseStatus, bool]:
         """Create a base; the same again changes nothing.
 
         Returns:
@@ -204,11 +206,13 @@ class KnowledgeService:
                 )
         return (await self.base(body.name)), known is None
 
-    async def base(self, name: str) -> schemas.KnowledgeBase:
+    async def base(self, name: str) -> schemas.KnowledgeBaseStatus:
         """One base."""
         return self._answers.base(self._catalogue.base(name), await self._scheduler.read())
 
-    async def bases(self, after: str | None, limit: int) -> schemas.Page[schemas.KnowledgeBase]:
+    async def bases(
+        self, after: str | None, limit: int
+    ) -> schemas.Page[schemas.KnowledgeBaseStatus]:
         """Part of the list of bases."""
         names, following = _page(self._catalogue.bases, after, limit)
         found = self._answers.bases(names, await self._scheduler.read()) if names else []
@@ -521,7 +525,7 @@ class KnowledgeService:
                         "config.json), and cannot read a part of one: add it without keep",
                         f"documents.{i}.keep",
                     )
-                how = Compression(document.keep, document.scorer or "attention")
+                how = CompressionSettings(document.keep, document.scorer or "attention")
             record = DocumentRecord(
                 *(name, document.id, base.context, tokens, document.metadata, ""), compression=how
             )

@@ -53,7 +53,7 @@ class Context(NamedTuple):
     digest: bytes
 
 
-class Contexts:
+class BaseContexts:
     """The contexts of a base.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_segreuse.knowledge.compression import Compression
+from vllm_segreuse.knowledge.compression import CompressionSettings
 from vllm_segreuse.knowledge.database import connect, overwrites_deleted, usable
 from vllm_segreuse.knowledge.rows import (
     are_texts,
@@ -105,7 +105,7 @@ class DocumentRecord:
     metadata: dict[str, Any]
     entry: str
     fault: str | None = None
-    compression: Compression | None = None
+    compression: CompressionSettings | None = None
     kept: Tokens | None = None
 
 
@@ -123,7 +123,7 @@ class Manifest(NamedTuple):
 
 
 def entry_name(
-    extra_key: str, context: Tokens, tokens: Tokens, compression: Compression | None = None
+    extra_key: str, context: Tokens, tokens: Tokens, compression: CompressionSettings | None = None
 ) -> str:
     """What names equal KV: the same text behind the same context in the same namespace, compressed
     in the same way."""
@@ -216,7 +216,7 @@ class Store:
         record = DocumentRecord(
             *(to_text(base), to_text(document_id), to_tokens(context), to_tokens(tokens)),
             *(to_metadata(metadata), to_text(entry)),
-            compression=Compression.decode(to_text(how)),
+            compression=CompressionSettings.decode(to_text(how)),
             kept=None if kept is None else to_tokens(kept),
         )
         if not are_texts or not len(record.tokens) or digest != self._digest(extra_key, record):

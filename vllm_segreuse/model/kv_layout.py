@@ -24,7 +24,7 @@ _BASES = {torch.float8_e4m3fn: 16, torch.float8_e5m2: 8}
 _BASE = 128  # of bf16, fp16 and fp32
 
 
-class LayoutError(RuntimeError):
+class PageLayoutError(RuntimeError):
     """The KV page layout of a layer could not be proven."""
 
 
@@ -43,7 +43,7 @@ def discover_layout(layer: torch.nn.Module, block_size: int) -> PageLayout:
     try:
         pages = typed_pages(layer)
     except ValueError as error:
-        raise LayoutError(f"{layer.layer_name}: {error}") from None
+        raise PageLayoutError(f"{layer.layer_name}: {error}") from None
     saved = pages[1].clone()
     try:
         key_at, value_at = _locate(layer, pages, block_size)
@@ -54,8 +54,8 @@ def discover_layout(layer: torch.nn.Module, block_size: int) -> PageLayout:
         if token_kv.is_latent(layer):
             together = _fit(np.concatenate([value_at, key_at], axis=2))
         return PageLayout(_fit(key_at), _fit(value_at), together)
-    except LayoutError as error:
-        raise LayoutError(f"{layer.layer_name}: {error}") from None
+    except PageLayoutError as error:
+        raise PageLayoutError(f"{layer.layer_name}: {error}") from None
 
 
 def _locate(
@@ -87,7 +87,9 @@ def _locate(
     inside = np.flatnonzero((raw > 0) & (raw <= count))
     where[raw[inside]] = inside
     if (where[1:] < 0).any():  # each place holds one number, so no two are at the same
-        raise LayoutError(f"{layer.layer_name}: values written by the backend are not in its page")
+        raise PageLayoutError(
+            f"{layer.layer_name}: values written by the backend are not in its page"
+        )
     keys, values = (
         where[part.numpy()].transpose(1, 0, 2)  # from [token, head, channel]
         for part in numbers
@@ -146,7 +148,7 @@ def _fit(located: np.ndarray) -> TiledStrides:
             )
             if (expected == located).all():
                 return strides
-    raise LayoutError("the page layout is not a tiling by tokens and channels")
+    raise PageLayoutError("the page layout is not a tiling by tokens and channels")
 
 
 def _tiles(extent: int) -> list[int]:

@@ -24,7 +24,7 @@ from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.drafts import Draft
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import check_format, typed_pages
-from vllm_segreuse.model.kv_layout import LayoutError, discover_layout
+from vllm_segreuse.model.kv_layout import PageLayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
@@ -143,7 +143,7 @@ def read_structure(
         count_and_distance(stack.attention, group.block_size, vllm_config)
         layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]
         draft = None if drafter is None else Draft(drafter, by_name, stack)
-    except (LayoutError, UnsupportedModelError) as error:
+    except (PageLayoutError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
     first, queries = typed_pages(stack.attention[0]), vllm_config.model_config.dtype
     kernels = {
@@ -189,7 +189,7 @@ def prove(
             if structure.stack.position_rows is None:  # those would be other buffers
                 graphs = GraphProof(parts.scratch, prefill, layers)
         return Runtime(prefill, max_deviation, structure.description, merge_size, graphs)
-    except (LayoutError, RopeError, UnsupportedModelError) as error:
+    except (PageLayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
 
 

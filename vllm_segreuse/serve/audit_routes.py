@@ -13,7 +13,7 @@ from vllm_segreuse.serve.bodies import json_or_nothing
 router = APIRouter(tags=["audits"], dependencies=[Depends(json_or_nothing)])
 
 
-class Drifted(BaseModel):
+class DriftedNamespace(BaseModel):
     """A namespace whose audits were above `max_kl`: `above` of the last `audits`."""
 
     namespace: str
@@ -44,7 +44,7 @@ class AuditStatus(BaseModel):
     failed: bool
     under_way: int
     outcomes: dict[str, int]
-    drifted: list[Drifted]
+    drifted: list[DriftedNamespace]
     recent: list[Compared]
 
 

@@ -13,7 +13,7 @@ from vllm_segreuse.serve.named import XARGS, names_in
 from vllm_segreuse.serve.requests import ENDPOINTS, BadOptionError, admit_body, ignored_key
 
 
-class Line(NamedTuple):
+class BatchLine(NamedTuple):
     """A line of a batch file.
 
     Attributes:
@@ -27,27 +27,27 @@ class Line(NamedTuple):
     refusal: RequestError | None = None
 
 
-def read_line(text: str) -> Line:
+def read_line(text: str) -> BatchLine:
     """A line as it was written, its body admitted."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
-        return Line(text)  # vLLM says so
+        return BatchLine(text)  # vLLM says so
     body = line.get("body") if isinstance(line, dict) else None
     url = line.get("url") if isinstance(line, dict) else None
     if not isinstance(body, dict) or not isinstance(url, str):
-        return Line(text)
+        return BatchLine(text)
     refusal = _admitted(body) if url in ENDPOINTS else _unread(body, url)
     if refusal is not None:
         ours = [key for key in body if key == EXTRA_KEYS or key.startswith(OPTION_PREFIX)]
         for key in (*ours, XARGS, "documents") if url in ENDPOINTS else ours:
             body.pop(key, None)
     elif url not in ENDPOINTS:
-        return Line(text)
-    return Line(json.dumps(line), body, refusal)
+        return BatchLine(text)
+    return BatchLine(json.dumps(line), body, refusal)
 
 
-def check_line(line: Line, model_config: Any) -> None:
+def check_line(line: BatchLine, model_config: Any) -> None:
     """What a line's request must not run for.
 
     Args:

@@ -14,7 +14,7 @@ from vllm_segreuse.knowledge.schemas import (
     Documents,
     DocumentText,
     ErrorAnswer,
-    KnowledgeBase,
+    KnowledgeBaseStatus,
     Page,
     Stats,
     WarmDocuments,
@@ -43,9 +43,11 @@ After = Annotated[str | None, Query(max_length=4096)]
 @router.post(
     _BASES,
     status_code=201,
-    responses={200: {"model": KnowledgeBase, "description": "It was there already."}},
+    responses={200: {"model": KnowledgeBaseStatus, "description": "It was there already."}},
 )
-async def create_base(body: CreateBase, request: Request, response: Response) -> KnowledgeBase:
+async def create_base(
+    body: CreateBase, request: Request, response: Response
+) -> KnowledgeBaseStatus:
     """Create a knowledge base."""
     base, is_new = await service_of(request.app.state).create_base(body)
     response.status_code = 201 if is_new else 200
@@ -55,13 +57,13 @@ async def create_base(body: CreateBase, request: Request, response: Response) ->
 @router.get(_BASES)
 async def list_bases(
     request: Request, limit: Limit = 100, after: After = None
-) -> Page[KnowledgeBase]:
+) -> Page[KnowledgeBaseStatus]:
     """List knowledge bases by name."""
     return await service_of(request.app.state).bases(after, limit)
 
 
 @router.get(_BASE)
-async def show_base(name: str, request: Request) -> KnowledgeBase:
+async def show_base(name: str, request: Request) -> KnowledgeBaseStatus:
     """Show a knowledge base."""
     return await service_of(request.app.state).base(name)
 

@@ -8,11 +8,12 @@ soon as its content may be read, and removed when host memory and files have bot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.cache.links import NODE
 from vllm_segreuse.cache.namespace import HeldNamespaces, NamespaceTable, has_lora
 from vllm_segreuse.plan import IntArray
@@ -28,6 +29,9 @@ _PARENT, _FIRST_CHILD, _NEXT_SIBLING = map(
 
 MAX_TOLD = 64
 """Namespaces of a record that files are told of: those that came to know it last."""
+
+_EXACT_KEYS = 1 << 14
+"""Keys of exact names that are remembered: requests that wait ask for theirs in every step."""
 
 
 class StoredRecord(NamedTuple):
@@ -59,7 +63,7 @@ class Seen(NamedTuple):
     Attributes:
         born: step of the index in which it was named; 0: it is a record.
         namespaces: ids, of those that have entries; none of them is forgotten before
-            `Catalogue.done_with`.
+            `RecordCatalogue.done_with`.
         parent_block: of the index, in front of it; -1: none.
         children: blocks of the pool behind it, with their keys.
         knowers: handle of all who know it beside who computed it (`Known.detach`); 0: nobody, or
@@ -116,7 +120,7 @@ class Record:
         return self.shown and self.depth == 0 and (self.in_host or self.on_disk)
 
 
-class Catalogue:
+class RecordCatalogue:
     """One per engine.
 
     Attributes:
@@ -129,6 +133,8 @@ class Catalogue:
         namespaces: of the ids in the index.
         num_blocks: of vLLM's pool; entries have the ids behind.
         key_of: key of a block of the pool; None: it has no name.
+        exact_key: key of the record of a block, by vLLM's exact name of it; None: exact records are
+            not looked for.
     """
 
     def __init__(
@@ -137,6 +143,7 @@ class Catalogue:
         namespaces: NamespaceTable,
         num_blocks: int,
         key_of: Callable[[int], bytes | None],
+        exact_key: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self.first_entry = num_blocks
         self.block_size = index.block_size
@@ -144,6 +151,7 @@ class Catalogue:
         self._namespaces = namespaces
         self.held = HeldNamespaces(namespaces)
         self._key_of = key_of
+        self._exact_key = None if exact_key is None else lru_cache(_EXACT_KEYS)(exact_key)
         self._by_key: dict[bytes, Record] = {}
         self._by_entry: dict[int, Record] = {}
         self._children: dict[bytes, set[Record]] = {}
@@ -170,6 +178,18 @@ class Catalogue:
     def get(self, key: bytes) -> Record | None:
         """The record with a key."""
         return self._by_key.get(key)
+
+    def exact_entry(self, name: bytes) -> int:
+        """Entry of the record that holds the KV of a block with an exact name, to the last bit.
+
+        Args:
+            name: vLLM's, with its group.
+
+        Returns:
+            -1: there is none.
+        """
+        record = None if self._exact_key is None else self.get(self._exact_key(name))
+        return record.entry if record is not None and record.is_exact else -1
 
     def at(self, entry: int) -> Record:
         """The record of an entry of the index."""
@@ -370,9 +390,11 @@ class Catalogue:
             int(node["position"]),
             parent_block=parent.entry,
             depths=int(node["depth"]),
-            fresh=False,
-            lags=self._index.lags_of(np.asarray([block], np.int32)),
-            contexts=self._index.contexts[[block]],
+            facts=BlockFacts(
+                fresh=False,
+                contexts=self._index.contexts[[block]],
+                lags=self._index.lags_of(np.asarray([block], np.int32)),
+            ),
         )
 
     def _insert(self, namespace: int, run: Sequence[Record]) -> None:
@@ -384,7 +406,7 @@ class Catalogue:
             first.position,
             parent_block=self._parent_block(first),
             depths=np.asarray([record.depth for record in run], np.int32),
-            fresh=False,
+            facts=BlockFacts(fresh=False),
         )
 
     def _parent_block(self, record: Record) -> int:

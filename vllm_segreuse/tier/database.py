@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_segreuse.tier.format import DIGEST_BYTES, Kept
+from vllm_segreuse.tier.format import DIGEST_BYTES, DiskRecord
 from vllm_segreuse.tier.sealing import PROOF_BYTES, CorruptError, Sealer
 from vllm_segreuse.tier.sqlite import forget_deleted, open_private, sqlite_errors
 
@@ -77,10 +77,10 @@ class Reserved(NamedTuple):
         full: how many have found no place.
     """
 
-    granted: list[Kept]
+    granted: list[DiskRecord]
     victims: list[str]
     removed: list[str]
-    there: list[Kept]
+    there: list[DiskRecord]
     full: int
 
 
@@ -96,7 +96,7 @@ class Notes(NamedTuple):
     durable: Mapping[bytes, bool]
 
 
-class Changes(NamedTuple):
+class RecordChanges(NamedTuple):
     """What others have changed; `gone` first.
 
     Attributes:
@@ -107,7 +107,7 @@ class Changes(NamedTuple):
     """
 
     gone: list[str]
-    coming: list[Kept]
+    coming: list[DiskRecord]
     all: frozenset[str] | None = None
     erased: frozenset[str] = frozenset()
 
@@ -151,7 +151,7 @@ class Database:
         """What stands for a record's key."""
         return hashlib.blake2b(key, digest_size=DIGEST_BYTES, key=self._digest_key).digest()
 
-    def rows(self) -> list[tuple[str, Kept | None]]:
+    def rows(self) -> list[tuple[str, DiskRecord | None]]:
         """(name, record) from the least to the most recently used; None: the row is damaged.
         `changes` begins behind it.
 
@@ -173,7 +173,7 @@ class Database:
             query = "UPDATE records SET used = :now WHERE used > :now"
             self._sql.execute(query, {"now": time.time()})
 
-    def _all_rows(self) -> list[tuple[str, Kept | None]]:
+    def _all_rows(self) -> list[tuple[str, DiskRecord | None]]:
         with self._transaction("DEFERRED") as sql:
             self._seen = self._last_change(sql)
             self._count(sql)
@@ -183,7 +183,7 @@ class Database:
 
     def _kept(
         self, name: object, secret: object, about: object, durable: object, engine: object
-    ) -> Kept | None:
+    ) -> DiskRecord | None:
         # SQLite gives whatever type a damaged row says.
         if not (isinstance(secret, bytes) and isinstance(about, bytes)):
             return None
@@ -192,12 +192,12 @@ class Database:
             opened = self._sealer.open(secret, self._context(str(name)), body, proof)
         except CorruptError:
             return None
-        return Kept(str(name), secret, bytes(opened), bool(durable), engine == self._engine)
+        return DiskRecord(str(name), secret, bytes(opened), bool(durable), engine == self._engine)
 
     # From nothing to a record.
 
     def reserve(
-        self, coming: Sequence[Kept], slots: int, stopped: Callable[[set[str]], set[str]]
+        self, coming: Sequence[DiskRecord], slots: int, stopped: Callable[[set[str]], set[str]]
     ) -> Reserved:
         """Rows for records whose files are to be made, as far as the budget allows.
 
@@ -220,7 +220,7 @@ class Database:
             documents: list[_Place] = []
             if len(places) < len(new) and any(kept.durable for kept, _ in new):
                 documents = self._documents(sql, len(new), stopped)
-            granted: list[Kept] = []
+            granted: list[DiskRecord] = []
             victims: list[_Place] = []
             for kept, digest in new:
                 more = documents if kept.durable else []
@@ -236,8 +236,8 @@ class Database:
         return Reserved(granted, names, removed, there, len(new) - len(granted))
 
     def _new(
-        self, sql: sqlite3.Connection, coming: Sequence[Kept]
-    ) -> tuple[list[Kept], list[tuple[Kept, bytes]]]:
+        self, sql: sqlite3.Connection, coming: Sequence[DiskRecord]
+    ) -> tuple[list[DiskRecord], list[tuple[DiskRecord, bytes]]]:
         """Records that are there already, and those that nobody writes, with their digests."""
         there, new = [], []
         for kept in coming:
@@ -284,7 +284,7 @@ class Database:
         return [_Place(name, True) for (name,) in sql.execute(query, (_THERE, *running, most))]
 
     def _insert(
-        self, sql: sqlite3.Connection, kept: Kept, digest: bytes, in_place: bool, number: int
+        self, sql: sqlite3.Connection, kept: DiskRecord, digest: bytes, in_place: bool, number: int
     ) -> None:
         values = (
             *(kept.name, digest, kept.secret, self._sealed(kept), _WRITING, kept.durable),
@@ -292,7 +292,7 @@ class Database:
         )
         sql.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
-    def publish(self, written: Sequence[Kept], victims: Sequence[str]) -> list[Kept]:
+    def publish(self, written: Sequence[DiskRecord], victims: Sequence[str]) -> list[DiskRecord]:
         """The files of reserved rows are on the device, and those of the victims are not.
 
         Returns:
@@ -301,7 +301,7 @@ class Database:
         Raises:
             OSError: nothing was changed.
         """
-        erased: list[Kept] = []
+        erased: list[DiskRecord] = []
         with self._lock, _errors(), self._transaction() as sql:
             for kept in written:
                 name = (kept.name,)
@@ -467,7 +467,7 @@ class Database:
                 "(SELECT digest FROM holders)"
             )
 
-    def changes(self) -> Changes:
+    def changes(self) -> RecordChanges:
         """What other engines have changed since the last call.
 
         Raises:
@@ -477,11 +477,11 @@ class Database:
             query = "SELECT number, name, there FROM changes WHERE number > ? ORDER BY number"
             found = self._sql.execute(query, (self._seen,)).fetchall()
             if not found:
-                return Changes([], [])
+                return RecordChanges([], [])
             if found[0][0] > self._seen + 1:
                 rows = self._all_rows()
                 others = [kept for _, kept in rows if kept is not None and not kept.mine]
-                return Changes([], others, frozenset(name for name, _ in rows))
+                return RecordChanges([], others, frozenset(name for name, _ in rows))
             self._seen = found[-1][0]
             gone = [name for _, name, change in found if change != _CAME]
             erased = frozenset(name for _, name, change in found if change == _ERASED)
@@ -491,7 +491,7 @@ class Database:
             kept = [self._kept(*row) for row in found_rows if row is not None]
             self._count(self._sql)
         coming_in = [row for row in kept if row is not None and not row.mine]
-        return Changes(gone, coming_in, erased=erased)
+        return RecordChanges(gone, coming_in, erased=erased)
 
     # All of it.
 
@@ -500,7 +500,7 @@ class Database:
         with self._lock, contextlib.suppress(sqlite3.Error):
             self._sql.close()
 
-    def _sealed(self, kept: Kept) -> bytes:
+    def _sealed(self, kept: DiskRecord) -> bytes:
         body, proof = self._sealer.seal(kept.secret, self._context(kept.name), kept.about)
         return bytes(body) + proof
 

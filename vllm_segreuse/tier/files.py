@@ -38,7 +38,7 @@ from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.database import Notes
 from vllm_segreuse.tier.erasures import Erasures
 from vllm_segreuse.tier.folder import LostError, RecordFolder, Written
-from vllm_segreuse.tier.format import Kept, record_bytes, record_of
+from vllm_segreuse.tier.format import DiskRecord, record_bytes, record_of
 from vllm_segreuse.tier.jobs import Job, Jobs, Settle
 from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.residents import Residents
@@ -92,24 +92,21 @@ class FileTier(SecondaryTierManager):
         self,
         primary_kv_view: memoryview,
         folder: RecordFolder,
-        budget_bytes: int,
+        options: TierOptions,
         describe: Describe,
-        io_threads: int = 4,
-        clock: Callable[[], float] = time.monotonic,
-        zeroises: bool = False,
         on_erased: Callable[[list[bytes]], None] = lambda keys: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over an open store.
 
         Args:
             primary_kv_view: the host region, `[rows, row_bytes]`.
             folder: the store.
-            budget_bytes: most bytes that files take on the device.
+            options: most bytes that files take on the device, threads that read and write, and
+                whether copies of rows are zeroed.
             describe: what is known of a key that is to be stored; None: it is not stored.
-            io_threads: threads that read and write.
-            clock: seconds.
-            zeroises: whether copies of rows are zeroed.
             on_erased: told of records that another engine has erased; in the scheduler's thread.
+            clock: seconds.
 
         Raises:
             OSError: what is above the budget could not be removed.
@@ -119,12 +116,12 @@ class FileTier(SecondaryTierManager):
         self._folder = folder
         self._describe = describe
         self._clock = clock
-        self._zeroises = zeroises
+        self._zeroises = options.zeroise
         self._on_erased = on_erased
-        self.num_slots = budget_bytes // folder.record_bytes
+        self.num_slots = options.disk_bytes // folder.record_bytes
         folder.trim(self.num_slots)
         self._residents = Residents(folder.at_start)
-        self._jobs = Jobs(io_threads, DEADLINE_S, clock)
+        self._jobs = Jobs(options.io_threads, DEADLINE_S, clock)
         # Rows that are being stored cannot be used for anything else.
         self._most_coming = max(1, len(self._rows) // 2)
         self._coming: set[bytes] = set()
@@ -217,11 +214,11 @@ class FileTier(SecondaryTierManager):
                 for digest in record_of(kept).namespaces:
                     self._unnamed[digest][kept.key] = None
 
-    def _count_found(self, records: Iterable[Kept]) -> None:
+    def _count_found(self, records: Iterable[DiskRecord]) -> None:
         if others := sum(not kept.mine for kept in records):
             self.counts["found"] += others
 
-    def _gone(self, names: Iterable[str]) -> list[Kept]:
+    def _gone(self, names: Iterable[str]) -> list[DiskRecord]:
         """Records that are on disk no longer; returns those that were known."""
         removed = [kept for name in names if (kept := self._residents.remove(name)) is not None]
         if removed:
@@ -250,7 +247,7 @@ class FileTier(SecondaryTierManager):
         for key in keys:
             self._touch(key)
 
-    def _touch(self, key: bytes) -> Kept | None:
+    def _touch(self, key: bytes) -> DiskRecord | None:
         kept = self._residents.get(key)
         if kept is not None:
             self._used[kept.name] = time.time()
@@ -432,7 +429,7 @@ class FileTier(SecondaryTierManager):
             job.failed = True
             self.counts["stalled" if self._jobs.stalled else "missing"] += lost
 
-    def _load(self, batch: Sequence[tuple[Kept, int]], job: Job) -> Settle:
+    def _load(self, batch: Sequence[tuple[DiskRecord, int]], job: Job) -> Settle:
         outcomes = [(kept, self._loaded(kept, row, job)) for kept, row in batch]
         lost = [kept.name for kept, reason in outcomes if reason in LOST]
         unreadable = [kept.name for kept, reason in outcomes if reason == "unreadable"]
@@ -444,7 +441,7 @@ class FileTier(SecondaryTierManager):
             logger.warning("segment reuse: %s", error)
         return partial(self._settle_load, outcomes, job)
 
-    def _loaded(self, kept: Kept, row: int, job: Job) -> str | None:
+    def _loaded(self, kept: DiskRecord, row: int, job: Job) -> str | None:
         """Why the row was not filled, or None."""
 
         def copy() -> None:
@@ -464,7 +461,7 @@ class FileTier(SecondaryTierManager):
         finally:
             self._done_with(payload)
 
-    def _settle_load(self, outcomes: Sequence[tuple[Kept, str | None]], job: Job) -> None:
+    def _settle_load(self, outcomes: Sequence[tuple[DiskRecord, str | None]], job: Job) -> None:
         for kept, reason in outcomes:
             self.counts[reason or "loaded"] += 1
             if reason is None:
@@ -630,12 +627,7 @@ def open_file_tier(
         sealer = _sealer(options.key_file)
         known = (fingerprint, primary_kv_view.strides[0], sealer)
         store = RecordFolder(options.path, *known, codec=options.codec, owner=owner)
-        tier = FileTier(
-            *(primary_kv_view, store, options.disk_bytes, describe),
-            io_threads=options.io_threads,
-            zeroises=options.zeroise,
-            on_erased=on_erased,
-        )
+        tier = FileTier(primary_kv_view, store, options, describe, on_erased)
         tier.journal()  # opened here: it may be what is wrong
     except (OSError, ValueError) as error:
         raise RefusedError(

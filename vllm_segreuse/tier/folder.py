@@ -26,12 +26,12 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.database import NOBODY, Changes, Database, Notes, Reserved
+from vllm_segreuse.tier.database import NOBODY, Database, Notes, RecordChanges, Reserved
 from vllm_segreuse.tier.disk import Disk
 from vllm_segreuse.tier.format import (
     DIGEST_BYTES,
     TRAILER_BYTES,
-    Kept,
+    DiskRecord,
     Sealed,
     about,
     record_bytes,
@@ -73,9 +73,9 @@ class Written(NamedTuple):
         full: how many have found no room.
     """
 
-    stored: list[Kept]
+    stored: list[DiskRecord]
     removed: list[str]
-    there: list[Kept]
+    there: list[DiskRecord]
     full: int
 
 
@@ -186,7 +186,7 @@ class RecordFolder:
             self._database.close()
             raise
 
-    def _checked(self, rows: list[tuple[str, Kept | None]]) -> list[Kept]:
+    def _checked(self, rows: list[tuple[str, DiskRecord | None]]) -> list[DiskRecord]:
         """The records; without rows that are damaged and, if no other engine uses the store, what
         crashes and losses of power have left."""
         sound = [row for _, row in rows if row]
@@ -229,19 +229,19 @@ class RecordFolder:
         keyed = hashlib.blake2b(namespace, digest_size=DIGEST_BYTES, key=self._sealed.digest_key)
         return keyed.digest()
 
-    def new(self, record: StoredRecord) -> Kept:
+    def new(self, record: StoredRecord) -> DiskRecord:
         """How a record will be kept, once `write` has written it."""
         namespaces = [self.digest(namespace) for namespace in record.namespaces]
         number = secrets.randbits(128)
         name = f"{number % _FOLDERS:02x}/{number:032x}"
         described = about(record, namespaces)
         secret = self._sealer.new_secret()
-        return Kept(name, secret, described, record.durable)
+        return DiskRecord(name, secret, described, record.durable)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._files, name)
 
-    def write(self, records: Sequence[tuple[Kept, Buffer]], slots: int) -> Written:
+    def write(self, records: Sequence[tuple[DiskRecord, Buffer]], slots: int) -> Written:
         """Stores records that no engine has stored yet, and returns once they are on the device.
 
         Args:
@@ -303,7 +303,7 @@ class RecordFolder:
             if engine in unsettled:
                 self._end(unsettled[engine], engine=engine)
 
-    def read(self, kept: Kept) -> Buffer:
+    def read(self, kept: DiskRecord) -> Buffer:
         """The payload of a record, verified.
 
         Raises:
@@ -377,7 +377,7 @@ class RecordFolder:
         """
         self._database.note()
 
-    def changes(self) -> Changes:
+    def changes(self) -> RecordChanges:
         """What other engines have changed since the last call.
 
         Raises:

@@ -45,7 +45,7 @@ def record_bytes(payload_bytes: int) -> int:
     return -(-(payload_bytes + TRAILER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
 
 
-class Kept(NamedTuple):
+class DiskRecord(NamedTuple):
     """A record on disk, as the database has it.
 
     Attributes:
@@ -82,7 +82,7 @@ def about(record: StoredRecord, namespaces: Sequence[bytes]) -> bytes:
     return b"".join((head, parent, *namespaces, tokens.tobytes()))
 
 
-def record_of(kept: Kept) -> StoredRecord:
+def record_of(kept: DiskRecord) -> StoredRecord:
     """The record; digests stand in for its namespaces."""
     key, position, depth, tokens, namespaces, has_parent = _ABOUT.unpack_from(kept.about)
     at = _ABOUT.size + KEY_BYTES * has_parent
@@ -113,20 +113,20 @@ class Sealed(NamedTuple):
     sealer: Sealer
     codec: str = "raw"
 
-    def header(self, kept: Kept, payload_bytes: int) -> bytes:
+    def header(self, kept: DiskRecord, payload_bytes: int) -> bytes:
         """The header of a record's file."""
         key, position, depth, *_ = _ABOUT.unpack_from(kept.about)
         digest = hashlib.blake2b(key, digest_size=KEY_BYTES, key=self.digest_key).digest()
         kind = (_MAGIC, VERSION, CODECS[self.codec], self.sealer.algorithm)
         return _HEADER.pack(*kind, digest, self.fingerprint, position, depth, payload_bytes)
 
-    def file(self, kept: Kept, payload: Buffer) -> tuple[Buffer, bytes]:
+    def file(self, kept: DiskRecord, payload: Buffer) -> tuple[Buffer, bytes]:
         """What the file of a record holds: payload and trailer."""
         head = self.header(kept, memoryview(payload).nbytes)
         body, proof = self.sealer.seal(kept.secret, head, payload)
         return body, head + proof
 
-    def payload(self, kept: Kept, content: memoryview) -> Buffer:
+    def payload(self, kept: DiskRecord, content: memoryview) -> Buffer:
         """The payload of a record's file.
 
         Raises:

@@ -40,7 +40,7 @@ Submit = Callable[[Callable[[], None]], None]
 """Runs a function in another thread, soon."""
 
 
-class Part(NamedTuple):
+class EntryPart(NamedTuple):
     """A part of an entry, and the keys of its records."""
 
     entry: str
@@ -63,7 +63,7 @@ class DocumentJournal:
     def __init__(self, path: str, submit: Submit) -> None:
         self._path = path
         self._submit = submit
-        self._changes: deque[Part | tuple[str, ...]] = deque()
+        self._changes: deque[EntryPart | tuple[str, ...]] = deque()
         self._lock = threading.Lock()
         try:
             self._sql, self._at_start = _opened(path)
@@ -74,13 +74,13 @@ class DocumentJournal:
                     os.remove(path + suffix)
             self._sql, self._at_start = _opened(path)
 
-    def at_start(self) -> list[Part]:
+    def at_start(self) -> list[EntryPart]:
         """What an earlier run has left."""
         return self._at_start
 
     def kept(self, entry: str, part: int, parts: int, keys: Sequence[bytes]) -> None:
         """A part consists of these records."""
-        self._changes.append(Part(entry, part, parts, [*keys]))
+        self._changes.append(EntryPart(entry, part, parts, [*keys]))
         self._submit(self._write)
 
     def released(self, entries: Sequence[str]) -> None:
@@ -103,7 +103,7 @@ class DocumentJournal:
                 with self._sql as sql:
                     for change in changes:
                         _carry_out(sql, change)
-                if not all(isinstance(change, Part) for change in changes):
+                if not all(isinstance(change, EntryPart) for change in changes):
                     forget_deleted(self._sql)
             except sqlite3.Error as error:
                 if len(changes) < _MOST_CHANGES:
@@ -114,8 +114,8 @@ class DocumentJournal:
                 )
 
 
-def _carry_out(sql: sqlite3.Connection, change: Part | tuple[str, ...]) -> None:
-    if isinstance(change, Part):
+def _carry_out(sql: sqlite3.Connection, change: EntryPart | tuple[str, ...]) -> None:
+    if isinstance(change, EntryPart):
         values = *change[:3], b"".join(change.keys)
         sql.execute("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", values)
     else:
@@ -123,7 +123,7 @@ def _carry_out(sql: sqlite3.Connection, change: Part | tuple[str, ...]) -> None:
         sql.executemany("DELETE FROM parts WHERE entry = ?", rows)
 
 
-def _opened(path: str) -> tuple[sqlite3.Connection, list[Part]]:
+def _opened(path: str) -> tuple[sqlite3.Connection, list[EntryPart]]:
     with sqlite_errors(path):
         sql = open_private(path, _TABLE, timeout_s=1.0)
         try:
@@ -133,11 +133,11 @@ def _opened(path: str) -> tuple[sqlite3.Connection, list[Part]]:
             raise
 
 
-def _parts(sql: sqlite3.Connection) -> Iterator[Part]:
+def _parts(sql: sqlite3.Connection) -> Iterator[EntryPart]:
     """Rows that can be so; SQLite gives whatever type a damaged row says."""
     for entry, part, parts, keys in sql.execute("SELECT entry, part, parts, keys FROM parts"):
         are_numbers = isinstance(part, int) and isinstance(parts, int)
         are_keys = isinstance(keys, bytes) and keys and len(keys) % KEY_BYTES == 0
         if isinstance(entry, str) and are_numbers and are_keys and 0 <= part < parts <= 2**20:
             split = range(0, len(keys), KEY_BYTES)
-            yield Part(entry, part, parts, [keys[i : i + KEY_BYTES] for i in split])
+            yield EntryPart(entry, part, parts, [keys[i : i + KEY_BYTES] for i in split])

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from vllm_segreuse.cache.frozen import Use, add_uses
+from vllm_segreuse.cache.frozen import EntryUse, add_uses
 from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.kept import KeptEntries, Place
 from vllm_segreuse.tier.catalogue import StoredRecord
@@ -107,7 +107,7 @@ class Keeping:
         self._store = store
         self._health = health
         self._clock = clock
-        self._uses: dict[str, Use] = {}
+        self._uses: dict[str, EntryUse] = {}
         self._lost: set[str] = set()
         self._unstored: dict[str, set[bytes]] = {}  # which GPU memory has all the same
         self._key_of = key_of
@@ -160,7 +160,7 @@ class Keeping:
         self._lost -= self.held().keys()
         return [] if self._health.broken else sorted(self._lost)
 
-    def take_uses(self) -> dict[str, Use]:
+    def take_uses(self) -> dict[str, EntryUse]:
         """See `KeepingTier`."""
         uses, self._uses = self._uses, {}
         return uses

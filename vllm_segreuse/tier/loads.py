@@ -16,8 +16,9 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
+from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import IntArray
-from vllm_segreuse.tier.catalogue import Catalogue, Record
+from vllm_segreuse.tier.catalogue import Record, RecordCatalogue
 from vllm_segreuse.tier.contexts import Contexts
 
 _COMING = (LookupResult.HIT_PENDING, LookupResult.RETRY)
@@ -45,20 +46,18 @@ class Loads:
         follow: has the catalogue follow what the manager reports.
         wait_s: longest time that a request waits.
         clock: seconds.
-        on_wait: called with the seconds that a request has waited, once its wait is over.
-        on_load: called with the records that a plan reads.
+        stats: counts waits, and what plans read.
     """
 
     def __init__(
         self,
         manager: TieringOffloadingManager,
         contexts: Contexts,
-        catalogue: Catalogue,
+        catalogue: RecordCatalogue,
         follow: Callable[[], None],
         wait_s: float,
         clock: Callable[[], float],
-        on_wait: Callable[[float], None],
-        on_load: Callable[[int], None],
+        stats: SegReuseStats,
     ) -> None:
         self._manager = manager
         self._contexts = contexts
@@ -66,8 +65,7 @@ class Loads:
         self._follow = follow
         self._wait_s = wait_s
         self._clock = clock
-        self._on_wait = on_wait
-        self._on_load = on_load
+        self._stats = stats
         self._held: dict[str, Held] = {}
         self._waits: dict[str, _Wait] = {}
         self._waited: set[str] = set()  # their wait is over, and nobody waits twice
@@ -121,7 +119,8 @@ class Loads:
             held = self._held.pop(request_id, None)
             if held is not None:
                 self._sent.append(held)
-                self._on_load(len(held.keys))
+                tokens = len(held.keys) * self._catalogue.block_size
+                self._stats.inc("tier_tokens_total", tokens, move="loaded")
             self._forget_wait(request_id)
 
     def take_sent(self) -> list[Held]:
@@ -147,7 +146,7 @@ class Loads:
     def _end_wait(self, request_id: str) -> None:
         wait = self._waits.pop(request_id, None)
         if wait is not None:
-            self._on_wait(self._clock() - wait.since_s)
+            self._stats.observe("tier_wait_seconds", self._clock() - wait.since_s)
             self._contexts.end(wait.context)
             self._waited.add(request_id)
 

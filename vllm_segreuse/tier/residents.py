@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from vllm_segreuse.tier.format import Kept
+from vllm_segreuse.tier.format import DiskRecord
 
 
 class Residents:
@@ -15,8 +15,8 @@ class Residents:
     is named here may be gone, and is then a miss.
     """
 
-    def __init__(self, at_start: Iterable[Kept] = ()) -> None:
-        self._by_key: dict[bytes, Kept] = {}
+    def __init__(self, at_start: Iterable[DiskRecord] = ()) -> None:
+        self._by_key: dict[bytes, DiskRecord] = {}
         self._keys: dict[str, bytes] = {}
         for kept in at_start:
             self.add(kept)
@@ -24,19 +24,19 @@ class Residents:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[Kept]:
+    def __iter__(self) -> Iterator[DiskRecord]:
         return iter(self._by_key.values())
 
-    def get(self, key: bytes) -> Kept | None:
+    def get(self, key: bytes) -> DiskRecord | None:
         """The record of a key, or None."""
         return self._by_key.get(key)
 
-    def named(self, name: str) -> Kept | None:
+    def named(self, name: str) -> DiskRecord | None:
         """The record of a file, or None."""
         key = self._keys.get(name)
         return None if key is None else self._by_key[key]
 
-    def add(self, kept: Kept) -> bool:
+    def add(self, kept: DiskRecord) -> bool:
         """A record is there; returns whether none with its key was."""
         before = self._by_key.get(kept.key)
         if before is not None:
@@ -45,7 +45,7 @@ class Residents:
         self._keys[kept.name] = kept.key
         return before is None
 
-    def remove(self, name: str) -> Kept | None:
+    def remove(self, name: str) -> DiskRecord | None:
         """The record whose file has gone; None: it is not known, or was replaced."""
         kept = self.named(name)
         if kept is not None:

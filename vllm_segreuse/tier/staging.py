@@ -78,7 +78,7 @@ class _Half:
     free: Any = None
 
 
-class Staged:
+class StagedMover:
     """A `Mover` for caches on a GPU.
 
     Args:

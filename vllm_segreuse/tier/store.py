@@ -11,7 +11,6 @@ that writes or reads it, whatever becomes of requests meanwhile.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +32,7 @@ from vllm_segreuse.cache.health import Health
 from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
-from vllm_segreuse.tier.catalogue import Catalogue, Record, Seen, StoredRecord
+from vllm_segreuse.tier.catalogue import Record, RecordCatalogue, Seen, StoredRecord
 from vllm_segreuse.tier.contexts import Contexts
 from vllm_segreuse.tier.decoded import Decoded
 from vllm_segreuse.tier.deleted import Deleted
@@ -46,9 +45,6 @@ from vllm_segreuse.tier_options import TierOptions
 logger = logging.getLogger("vllm.segreuse")
 
 _STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
-
-_KEYS = 1 << 14
-"""Keys of exact names that are remembered: requests that wait ask for theirs in every step."""
 
 
 @dataclass
@@ -76,6 +72,22 @@ class _Step:
     other_weights: bool = False
 
 
+class RecordPlaces(NamedTuple):
+    """Where the records of an engine lie.
+
+    Attributes:
+        manager: vLLM's, above the others.
+        rows: of host memory.
+        files: the file tier behind the manager, if there is one.
+        journal: of the documents in the files.
+    """
+
+    manager: TieringOffloadingManager
+    rows: HostRows
+    files: DurableFiles | None = None
+    journal: DocumentJournal | None = None
+
+
 class TierCounts(NamedTuple):
     """What there is now.
 
@@ -97,8 +109,7 @@ class TierStore(BlockListener):
     """One per engine; a `SecondTier`. Lives in the scheduler's thread.
 
     Args:
-        manager: vLLM's, above `rows`.
-        rows: of host memory.
+        places: where records lie.
         catalogue: of the records.
         ranks: that report orders.
         options: of the tier.
@@ -106,10 +117,6 @@ class TierStore(BlockListener):
             error there.
         stats: counts what happens.
         clock: seconds.
-        files: the file tier behind the manager, if there is one.
-        journal: of the documents in the files.
-        exact_key: key of the record of a block, by vLLM's exact name of it; None: exact records are
-            not looked for.
 
     Attributes:
         documents: of knowledge bases.
@@ -117,18 +124,15 @@ class TierStore(BlockListener):
 
     def __init__(
         self,
-        manager: TieringOffloadingManager,
-        rows: HostRows,
-        catalogue: Catalogue,
+        places: RecordPlaces,
+        catalogue: RecordCatalogue,
         ranks: int,
         options: TierOptions,
         reuse: Health,
         stats: SegReuseStats,
         clock: Callable[[], float],
-        files: DurableFiles | None = None,
-        journal: DocumentJournal | None = None,
-        exact_key: Callable[[bytes], bytes] | None = None,
     ) -> None:
+        manager, rows, files, journal = places
         self.first_entry = catalogue.first_entry
         self.min_run_tokens = options.min_run_tokens
         self._manager = manager
@@ -143,18 +147,13 @@ class TierStore(BlockListener):
         self._reuse = reuse
         self._health = Health("the second tier")
         capacity = max(len(view), 0 if files is None else files.num_slots)
-        known = (self, capacity, self._health, time.time, files, journal)
-        self.documents = Keeping(*known, catalogue.key_at)
-        self._files = files
-        self._exact_key = None if exact_key is None else functools.lru_cache(_KEYS)(exact_key)
-        self._contexts = Contexts(manager)
-        self._loads = Loads(
-            *(manager, self._contexts, catalogue, self._follow, options.wait_ms / 1e3, clock),
-            functools.partial(stats.observe, "tier_wait_seconds"),
-            lambda records: stats.inc(
-                "tier_tokens_total", records * catalogue.block_size, move="loaded"
-            ),
+        self.documents = Keeping(
+            self, capacity, self._health, time.time, files, journal, catalogue.key_at
         )
+        self._files = files
+        self._contexts = Contexts(manager)
+        wait_s = options.wait_ms / 1e3
+        self._loads = Loads(manager, self._contexts, catalogue, self._follow, wait_s, clock, stats)
         self._evicted: list[Seen] = []
         self._deleted = Deleted(catalogue.first_entry, catalogue.key_at)
         self._rounds = options.is_lossy and self._stores_evicted
@@ -280,18 +279,8 @@ class TierStore(BlockListener):
     # Plans.
 
     def exact_entry(self, name: bytes) -> int:
-        """Entry of the record that holds the KV of a block with an exact name, to the last bit.
-
-        Args:
-            name: vLLM's, with its group.
-
-        Returns:
-            -1: there is none.
-        """
-        if self._exact_key is None or not self.is_open:
-            return -1
-        record = self._catalogue.get(self._exact_key(name))
-        return record.entry if record is not None and record.is_exact else -1
+        """See `RecordCatalogue.exact_entry`; -1 unless the tier is open, too."""
+        return self._catalogue.exact_entry(name) if self.is_open else -1
 
     def hold(self, request_id: str, entries: IntArray) -> IntArray | None:
         """See `SecondTier`."""

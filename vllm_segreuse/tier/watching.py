@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-from vllm_segreuse.tier.database import Changes
+from vllm_segreuse.tier.database import RecordChanges
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -28,12 +28,12 @@ class Watcher:
     """
 
     def __init__(
-        self, look: Callable[[], Changes], clean: Callable[[], None], look_s: float = LOOK_S
+        self, look: Callable[[], RecordChanges], clean: Callable[[], None], look_s: float = LOOK_S
     ) -> None:
         self._look = look
         self._clean = clean
         self._look_s = look_s
-        self._found: queue.SimpleQueue[Changes] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[RecordChanges] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._failed = False
         self._lock = threading.Lock()  # what was seen first is taken first
@@ -41,7 +41,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._work, name="segreuse-tier-watch", daemon=True)
         self._thread.start()
 
-    def found(self) -> Iterator[Changes]:
+    def found(self) -> Iterator[RecordChanges]:
         """What has changed since the last call, in order."""
         while not self._found.empty():
             yield self._found.get()

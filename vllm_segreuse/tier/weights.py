@@ -47,7 +47,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int64)
 
 
-class Weights:
+class ModelWeights:
     """Of the model of one worker; made before anything can change them."""
 
     def __init__(self, model: torch.nn.Module) -> None:

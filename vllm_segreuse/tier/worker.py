@@ -22,7 +22,7 @@ from vllm_segreuse.plan.tiering import TierDone, TierOrders
 from vllm_segreuse.tier.cells import StoredPage
 from vllm_segreuse.tier.mover import CopyBlocks, InPlace, Mark, Mover
 from vllm_segreuse.tier.region import HostRegion
-from vllm_segreuse.tier.staging import GpuStreams, Staged
+from vllm_segreuse.tier.staging import GpuStreams, StagedMover
 
 logger = init_logger("vllm.segreuse")
 
@@ -120,7 +120,7 @@ def mover_for(
         return InPlace(copy, rows)
     pin_mmap_region(region)
     known = stored, device, region.cells(), GpuStreams(device)
-    return Staged(copy, *known, zeroises=zeroises)
+    return StagedMover(copy, *known, zeroises=zeroises)
 
 
 def _is_over(mark: Mark | None) -> bool:

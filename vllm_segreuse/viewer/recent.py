@@ -19,7 +19,7 @@ State = Literal["running", "finished", "stopped"]
 
 
 @dataclass
-class Seen:
+class RecentRequest:
     """A request.
 
     Attributes:
@@ -57,14 +57,14 @@ class Recent:
     def __init__(self, capacity: int, keeps_text: bool = False) -> None:
         self.capacity = capacity
         self.keeps_text = keeps_text
-        self._seen: dict[int, Seen] = {}  # in order of arrival
+        self._seen: dict[int, RecentRequest] = {}  # in order of arrival
         self._count = 0
 
-    def get(self, number: int) -> Seen | None:
+    def get(self, number: int) -> RecentRequest | None:
         """A request, if it is still remembered."""
         return self._seen.get(number)
 
-    def latest(self) -> list[Seen]:
+    def latest(self) -> list[RecentRequest]:
         """All that are remembered, the latest first."""
         return [*reversed(self._seen.values())]
 
@@ -85,14 +85,14 @@ class Recent:
             if seen.state == "running":
                 seen.state = "stopped"
 
-    def _begin(self, request_id: str) -> Seen:
+    def _begin(self, request_id: str) -> RecentRequest:
         self._count += 1
-        seen = self._seen[self._count] = Seen(self._count, request_id, time.time())
+        seen = self._seen[self._count] = RecentRequest(self._count, request_id, time.time())
         if len(self._seen) > self.capacity:
             del self._seen[next(iter(self._seen))]
         return seen
 
-    def _note(self, seen: Seen, output: Any) -> None:
+    def _note(self, seen: RecentRequest, output: Any) -> None:
         report = (output.kv_transfer_params or {}).get("segreuse")
         if report is not None:
             seen.report = report

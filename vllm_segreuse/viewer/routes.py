@@ -28,7 +28,7 @@ from vllm_segreuse.viewer.door import SESSION
 from vllm_segreuse.viewer.figures import figures
 from vllm_segreuse.viewer.inside import explained
 from vllm_segreuse.viewer.pages import FILES, FOLDER, HEADERS, login_form, render
-from vllm_segreuse.viewer.recent import Recent, Seen
+from vllm_segreuse.viewer.recent import Recent, RecentRequest
 from vllm_segreuse.viewer.sessions import COOKIE, LIFETIME_S, Sessions
 
 router = APIRouter(prefix=FOLDER, include_in_schema=False)
@@ -149,7 +149,7 @@ async def one_request(number: int, request: Request) -> Response:
     return _page(request, "request.html", seen=seen, strip=shown, verdict=said, when=_when)
 
 
-def _texts(request: Request, seen: Seen) -> list[str]:
+def _texts(request: Request, seen: RecentRequest) -> list[str]:
     """Beginnings of the stretches' texts, where they are kept and there is a tokenizer."""
     tokenizer = getattr(request.app.state.engine_client, "tokenizer", None)
     if seen.token_ids is None or tokenizer is None or seen.report is None:

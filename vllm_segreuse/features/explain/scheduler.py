@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_segreuse.arrival import Adapters
+from vllm_segreuse.arrival import RecentAdapters
 from vllm_segreuse.cache.explain import (
     Reasons,
     Unused,
@@ -67,7 +67,7 @@ class Explaining(Feature):
     def __init__(self, core: Core, forgotten: Forgotten) -> None:
         self._core = core
         self._forgotten = forgotten
-        self.adapters = Adapters()
+        self.adapters = RecentAdapters()
         self._explained: dict[str, _Explained] = {}
 
     def admit(self, arriving: Arriving) -> None:

@@ -12,7 +12,7 @@ from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Arriving, Feature
 
 
-class Images(Feature):
+class ImageReuse(Feature):
     """Of one engine.
 
     Attributes:

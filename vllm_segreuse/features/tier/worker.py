@@ -12,7 +12,7 @@ from vllm_segreuse.plan import TierDone, TierOrders
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.feature import WorkerFeature
 from vllm_segreuse.tier.region import HostRegion, open_region
-from vllm_segreuse.tier.weights import Weights
+from vllm_segreuse.tier.weights import ModelWeights
 from vllm_segreuse.tier.worker import TierWorker, mover_for
 from vllm_segreuse.tier_options import TierOptions
 
@@ -53,7 +53,7 @@ class TierCopying(WorkerFeature):
             aligner.device,
             zeroises=options.zeroise,
         )
-        unchanged = None if options.path is None else Weights(loaded_model()).are_unchanged
+        unchanged = None if options.path is None else ModelWeights(loaded_model()).are_unchanged
         return cls(TierWorker(mover, unchanged), region)
 
     def begin_step(self, message: TierOrders | None) -> None:
