@@ -13,11 +13,11 @@ import argparse
 import ast
 import importlib.abc
 import importlib.machinery
-import importlib.util
+import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,28 +89,34 @@ def request_options() -> str:
 
 def server_options() -> str:
     """Options of the server alone."""
-    from vllm_segreuse.config import SegReuseConfig
+    from vllm_segreuse.config import RequestOptions, SegReuseConfig
 
-    return _options(SegReuseConfig)
+    of_requests = {name: _owner(RequestOptions, name) for name in RequestOptions.model_fields}
+    names = [
+        name
+        for name in SegReuseConfig.model_fields
+        if _owner(SegReuseConfig, name) is not of_requests.get(name)
+    ]
+    return _options(SegReuseConfig, names)
 
 
 def similarity_options() -> str:
     """Keys of the server's option `similarity`."""
-    from vllm_segreuse.config import SimilarityOptions
+    from vllm_segreuse.features.similar.options import SimilarityOptions
 
     return _options(SimilarityOptions)
 
 
 def audit_options() -> str:
     """Keys of the server's option `audit`."""
-    from vllm_segreuse.audit_options import AuditOptions
+    from vllm_segreuse.features.audit.options import AuditOptions
 
     return _options(AuditOptions)
 
 
 def tier_options() -> str:
     """Keys of the server's option `tier`."""
-    from vllm_segreuse.tier_options import TierOptions
+    from vllm_segreuse.features.tier.options import TierOptions
 
     return _options(TierOptions)
 
@@ -163,10 +169,9 @@ def tier_sizing() -> str:
     return _table(head, rows)
 
 
-def _options(kind: Any) -> str:
-    """The fields that a class of options defines itself."""
-    names = [name for name in kind.__annotations__ if name in kind.model_fields]
-    rows = [(f"`{name}`", *_option(kind, name)) for name in names]
+def _options(kind: Any, names: Iterable[str] = ()) -> str:
+    """Fields of a class of options; by default all."""
+    rows = [(f"`{name}`", *_option(kind, name)) for name in names or kind.model_fields]
     return _table(("option", "values", "default", "meaning"), rows)
 
 
@@ -181,7 +186,7 @@ def _option(kind: Any, name: str) -> tuple[str, str, str]:
     assert found, f"{name}: what may it be?"
     allowed = re.sub(r"^be |^map ", lambda start: "" if start[0] == "be " else "maps ", allowed)
     default = kind.model_fields[name].default
-    meaning = re.sub(r"\bNone\b", "`null`", _first_upper(_field_docstrings(kind)[name]))
+    meaning = re.sub(r"\bNone\b", "`null`", _first_upper(_field_docstring(kind, name)))
     return sources.escaped(allowed), f"`{_yaml(default)}`", meaning
 
 
@@ -196,18 +201,24 @@ def _yaml(value: object) -> str:
     return names.get(type(value), str(value))
 
 
-def _field_docstrings(kind: type) -> dict[str, str]:
-    """The text below each field of a class of options."""
-    found: dict[str, str] = {}
-    file = PACKAGE / f"{kind.__module__.rpartition('.')[2]}.py"
+def _owner(kind: type, name: str) -> type:
+    """The class, of those that a class of options is made of, that has a field."""
+    return next(it for it in kind.__mro__ if name in inspect.get_annotations(it))
+
+
+def _field_docstring(kind: type, name: str) -> str:
+    """The text below a field of a class of options."""
+    owner = _owner(kind, name)
+    file = Path(str(sys.modules[owner.__module__].__file__))
     for node in ast.walk(sources.parsed(file)):
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
             for field, text in zip(node.body, node.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                     assert isinstance(field.target, ast.Name)
                     assert isinstance(text.value, ast.Constant)
-                    found[field.target.id] = sources.one_line(str(text.value.value))
-    return found
+                    if field.target.id == name:
+                        return sources.one_line(str(text.value.value))
+    raise AssertionError(f"{file}: the option {name} has no text")
 
 
 def policies() -> str:
@@ -252,10 +263,10 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def metrics() -> str:
     """The names and help texts that the server gives to Prometheus."""
-    module = _imported_alone(PACKAGE / "metrics.py")
+    module = _imported_alone("vllm_segreuse.features.metrics")
     rows = [
         (
-            f"`{module.PREFIX}{row.name}`",
+            f"`{module.core.PREFIX}{row.name}`",
             row.kind.__name__.lower(),
             ", ".join(f"`{label}`" for label in row.labels),
             sources.escaped(row.help),
@@ -265,7 +276,7 @@ def metrics() -> str:
     return _table(("metric", "kind", "own labels", "meaning"), rows)
 
 
-def _imported_alone(file: Path) -> Any:
+def _imported_alone(name: str) -> Any:
     """A module of ours, imported beside stand-ins for vLLM, torch and the Prometheus client.
 
     Nothing of it stays behind: a process that has the real ones goes on with them.
@@ -273,21 +284,17 @@ def _imported_alone(file: Path) -> Any:
     absent = ("vllm", "torch", "prometheus_client")
     before = dict(sys.modules)
     for key in before:
-        if key.split(".")[0] in absent:
+        ours = key.startswith("vllm_segreuse.") and key != "vllm_segreuse.features"
+        if ours or key.split(".")[0] in absent:
             del sys.modules[key]
     finder = _StandIns(*absent)
     sys.meta_path.insert(0, finder)
-    spec = importlib.util.spec_from_file_location(f"{file.stem}_alone", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return importlib.import_module(name)
     finally:
         sys.meta_path.remove(finder)
         sys.modules.clear()
         sys.modules.update(before)
-    return module
 
 
 # Errors.
@@ -296,10 +303,10 @@ def _imported_alone(file: Path) -> Any:
 def start_up_errors() -> str:
     """Sentences that end the start of a server."""
     texts: list[str] = []
-    for file in sources.files("knowledge"):
+    for file in sources.files("features/knowledge"):
         names = START_UP | ({"RuntimeError"} if file.parent.name == "compat" else set())
         texts += (text for _, text in sources.raised(file, names))
-    texts += sources.faults(PACKAGE / "supported.py")
+    texts += sources.faults(PACKAGE / "engine" / "supported.py")
     return _table(("message",), [(text,) for text in sorted(set(texts), key=str.lower)])
 
 
@@ -344,7 +351,7 @@ def admin_errors() -> str:
 
 def _knowledge_error_classes() -> Iterator[tuple[ast.ClassDef, tuple[int, str]]]:
     """(class, (HTTP status, type)) of the errors of knowledge bases."""
-    for node in sources.parsed(PACKAGE / "knowledge" / "errors.py").body:
+    for node in sources.parsed(PACKAGE / "features" / "knowledge" / "errors.py").body:
         if isinstance(node, ast.ClassDef):
             for line in node.body:
                 if isinstance(line, ast.Assign) and isinstance(line.value, ast.Tuple):

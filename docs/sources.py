@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "vllm_segreuse"
 def files(*without: str) -> Iterator[Path]:
     """All files of the package, except for those of some folders."""
     for file in sorted(PACKAGE.rglob("*.py")):
-        if file.relative_to(PACKAGE).parts[0] not in without:
+        if not any(file.is_relative_to(PACKAGE / folder) for folder in without):
             yield file
 
 

@@ -2,7 +2,7 @@
 """Makes mistakes, drawn at random, in copies of the sources, and sees whether the tests notice.
 
     python scripts/mutants.py 50                  so many, anywhere in the package
-    python scripts/mutants.py 20 --within vllm_segreuse/cache vllm_segreuse/scheduler.py
+    python scripts/mutants.py 20 --within vllm_segreuse/cache vllm_segreuse/scheduling/scheduler.py
     python scripts/mutants.py 50 --seed 7         a draw again (from the same sources)
     python scripts/mutants.py 50 --named          with no more than the tests of what is changed
     python scripts/mutants.py 50 --json FILE      all of it as JSON

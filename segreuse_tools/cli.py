@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import vllm_segreuse
 from segreuse_tools.command_line import chosen_command
-from vllm_segreuse.version import UnsupportedVersionError, installed_vllm
+from vllm_segreuse.engine.version import UnsupportedVersionError, installed_vllm
 
 COMMANDS = {
     "serve": "start a server with segment reuse",

@@ -7,8 +7,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_segreuse.config import ConfigError, SegReuseConfig
-from vllm_segreuse.launch import CONNECTOR, check_config
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config.launch import CONNECTOR, check_config
+from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.plugin import register
 
 if TYPE_CHECKING:

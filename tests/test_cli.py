@@ -12,9 +12,9 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 import vllm_segreuse
 from segreuse_tools import cli
 from segreuse_tools.commands import calibrate, kb
-from vllm_segreuse import version
-from vllm_segreuse.config import ConfigError
-from vllm_segreuse.launch import names_connector, resolve_flags
+from vllm_segreuse.config.launch import names_connector, resolve_flags
+from vllm_segreuse.engine import version
+from vllm_segreuse.options.server import ConfigError
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_segreuse.cache.isolated import IsolatedDocument
-from vllm_segreuse.cold_documents import ATTEMPTS, ColdDocuments
+from vllm_segreuse.features.trained.cold_documents import ATTEMPTS, ColdDocuments
+from vllm_segreuse.features.trained.finder import IsolatedDocument
 
 
 class Pins:

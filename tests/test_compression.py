@@ -13,12 +13,13 @@ from vllm.v1.request import Request
 
 from tests.compat.managed import SIZE, Managed, ids
 from tests.parts import parts_of
-from vllm_segreuse.cache.frozen import FrozenPart
-from vllm_segreuse.cache.tracked import Bypass, TrackedRequest
-from vllm_segreuse.compression import Compression, Kept
-from vllm_segreuse.config import ParsedRequest
+from vllm_segreuse.config import RequestOptions
+from vllm_segreuse.features.compressed.compression import Compression, Kept
+from vllm_segreuse.features.knowledge.frozen import FrozenPart
+from vllm_segreuse.options.parsing import ParsedRequest
 from vllm_segreuse.plan import AnchorOrder, CopyOrder, Gather, PlanOutcome, Probed, ScoreOrder
 from vllm_segreuse.scheduling.feature import Admitted
+from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest
 
 DOCUMENT = [*range(100, 100 + 3 * SIZE)]
 
@@ -222,7 +223,7 @@ def test_text_behind_a_document_stands_in_no_known_context(world: World, donor_n
 
 def test_a_request_for_exact_kv_computes_documents(world: World) -> None:
     tracked = world.managed.tracked(world.managed.request(DOCUMENT))
-    exact = parts_of(world.managed.side).methods.by_residence
+    exact = parts_of(world.managed.side).methods.finder(RequestOptions(policy="exact"))
     tracked.method = replace(tracked.method, finder=exact)
     world.compression.name(tracked, ["a"])
     assert tracked.method.finder is exact
@@ -231,7 +232,7 @@ def test_a_request_for_exact_kv_computes_documents(world: World) -> None:
 
 def test_audits_compare_nothing_with_kept_tokens_as_a_text(world: World) -> None:
     """Neither of requests that compress, nor of those that name what is compressed."""
-    audit, drawn = world.managed.side.parts.features.audit, []
+    audit, drawn = parts_of(world.managed.side).feature["audit"], []
     audit.audits = Mock(draws=lambda *args: drawn.append(args) or False)
     named = world.managed.tracked(world.managed.request(DOCUMENT))
     world.compression.name(named, ["a"])

@@ -11,22 +11,20 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from vllm_segreuse.audit_options import AuditOptions
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.config import (
-    MAX_PROVENANCE_DEPTH,
-    POLICIES,
-    ConfigError,
+from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.features.audit.options import AuditOptions
+from vllm_segreuse.features.similar.options import SimilarityOptions
+from vllm_segreuse.options.parsing import (
     ParsedRequest,
     RequestError,
-    RequestOptions,
-    SegReuseConfig,
-    SimilarityOptions,
     bind_extra_keys,
     parse_extra_keys,
     parse_request,
 )
-from vllm_segreuse.values import short_repr
+from vllm_segreuse.options.server import MAX_PROVENANCE_DEPTH, ConfigError
+from vllm_segreuse.options.values import short_repr
+from vllm_segreuse.policies import POLICIES
 
 CONFIG = SegReuseConfig()
 

@@ -23,8 +23,9 @@ from tests.test_worker import PLANS, Backlog, report
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
+from vllm_segreuse.engine.kv_group import segment_group
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.audit.worker import AuditRecording
-from vllm_segreuse.kv_group import segment_group
 from vllm_segreuse.plan import (
     AuditDone,
     AuditOrders,
@@ -36,7 +37,6 @@ from vllm_segreuse.plan import (
     TierOrders,
 )
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.supported import RefusedError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 Patch = pytest.MonkeyPatch
@@ -52,6 +52,7 @@ def vllm_config(llama: Any, **options: Any) -> Any:
         model_config=llama,
         cache_config=CacheConfig(block_size=16),
         parallel_config=ParallelConfig(),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
         speculative_config=None,
         lora_config=None,
@@ -215,10 +216,10 @@ def test_a_report_is_under_a_key_of_its_own_and_no_block_is_held(
 
 
 def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Patch) -> None:
-    import vllm_segreuse.scheduler
+    from vllm_segreuse.features import in_scheduler
 
     made = []
-    monkeypatch.setattr(vllm_segreuse.scheduler, "SchedulerSide", lambda *given: made.append(given))
+    monkeypatch.setattr(in_scheduler, "scheduler_side", lambda *given: made.append(given))
     subject = connect(llama, SCHEDULER)
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
@@ -230,7 +231,7 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
 def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
     llama: Any, monkeypatch: Patch
 ) -> None:
-    import vllm_segreuse.scheduler
+    from vllm_segreuse.features import in_scheduler
     from vllm_segreuse.tier import region
 
     opened, made = [], []
@@ -240,7 +241,7 @@ def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
         return "region"
 
     monkeypatch.setattr(region, "open_region", open_region)
-    monkeypatch.setattr(vllm_segreuse.scheduler, "SchedulerSide", lambda *given: made.append(given))
+    monkeypatch.setattr(in_scheduler, "scheduler_side", lambda *given: made.append(given))
     subject = connect(llama, SCHEDULER, tier={"host_gib": 2.5})
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
@@ -257,7 +258,7 @@ def test_workers_report_what_the_layers_are(
     backlog.prefill = SimpleNamespace(layers=ModelLayers(6, (1, 3)))
     shaken = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
     subject.set_xfer_handshake_metadata_pp_aware({(0, 0): shaken, (0, 1): shaken})
-    taken = [("take_layers", ModelLayers(6, (1, 3))), ("take_merge_size", 2)]
+    taken = [("learn", ModelLayers(6, (1, 3)), {"images": 2})]
     assert half.asked == taken * 2
 
 
@@ -330,10 +331,10 @@ def step(worker: SegReuseConnector, ended: set[str] | None = None, **metadata: A
 
 
 def test_the_half_is_made_once_vllm_has_its_caches(llama: Any, monkeypatch: Patch) -> None:
-    import vllm_segreuse.worker
+    from vllm_segreuse.features import in_worker
 
     made = []
-    monkeypatch.setattr(vllm_segreuse.worker, "WorkerSide", lambda *given: made.append(given))
+    monkeypatch.setattr(in_worker, "worker_side", lambda *given: made.append(given))
     subject = connect(llama, WORKER)
     subject.register_kv_caches({})
     assert made == [
@@ -385,8 +386,7 @@ def test_audits_are_recorded_from_the_begin_of_the_step(worker: SegReuseConnecto
     sent = SegReuseMetadata(messages={"audit": AuditOrders({"audited": Recording(2, 1)})})
     worker.handle_preemptions(sent)
     worker.bind_connector_metadata(sent)
-    (audit,) = worker.worker_side.features
-    assert isinstance(audit, AuditRecording)
+    (audit,) = (it for it in worker.worker_side.features if isinstance(it, AuditRecording))
     recorder = audit.recorder
     recorder.see([Sampled("audited", 0, 2)], torch.zeros(1, 4))
     worker.start_load_kv(CONTEXT)

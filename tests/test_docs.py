@@ -16,11 +16,12 @@ from types import ModuleType
 
 import pytest
 
-from vllm_segreuse.audit_options import AuditOptions
-from vllm_segreuse.cache.tracked import Report
-from vllm_segreuse.config import RequestOptions, SegReuseConfig, SimilarityOptions
-from vllm_segreuse.metrics import METRICS
-from vllm_segreuse.tier_options import TierOptions
+from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.features.audit.options import AuditOptions
+from vllm_segreuse.features.metrics import METRICS
+from vllm_segreuse.features.similar.options import SimilarityOptions
+from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.scheduling.tracked import Report
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
@@ -105,7 +106,9 @@ def test_every_status_of_the_administrators_routes_is_listed(
     tables: dict[str, list[list[str]]],
 ) -> None:
     kinds = {(row[0], row[1].strip("`")) for row in tables["admin_errors"]}
-    errors = ast.parse((REPOSITORY / "vllm_segreuse" / "knowledge" / "errors.py").read_text())
+    errors = ast.parse(
+        (REPOSITORY / "vllm_segreuse" / "features" / "knowledge" / "errors.py").read_text()
+    )
     own = {
         (str(status), kind)
         for node in ast.walk(errors)

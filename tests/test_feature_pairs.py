@@ -14,12 +14,12 @@ from tests.test_isolated_requests import PROMPT as WITH_DOCUMENT
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SIZE, World
 from tests.test_scheduler_images import BEHIND, FRONT, A, Pictured
 from tests.tier.fakes import Region
-from vllm_segreuse.cache.conversations import ContinuingFinder
-from vllm_segreuse.cache.frozen import FrozenPart
-from vllm_segreuse.cache.isolated import IsolatedDocument
-from vllm_segreuse.cache.tracked import Bypass, TrackedRequest, Use
-from vllm_segreuse.config import FREEZE, SCORE
+from vllm_segreuse.features.conversations.conversations import ContinuingFinder
+from vllm_segreuse.features.knowledge.frozen import FrozenPart
+from vllm_segreuse.features.trained.finder import IsolatedDocument
+from vllm_segreuse.options.parsing import FREEZE, SCORE
 from vllm_segreuse.plan import FreezeOrder, ScoreOrder
+from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest, Use
 
 ONCE = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_once": True}
 TIER: dict[str, Any] = {"tier": {"host_gib": 1, "min_run_tokens": SIZE}}
@@ -126,7 +126,7 @@ def test_an_error_of_a_feature_never_lets_a_request_run_without_its_documents(
     world = World(layout=LAYOUT)
     request = world.add(WITH_DOCUMENT, OPTIONS)
     assert world.side.match(request, 0) == (None, False), "its document is computed first"
-    trained: Any = world.side.parts.features.trained
+    trained: Any = parts_of(world.side).feature["trained"]
     monkeypatch.setattr(trained.requests, "waits", lambda *_: False)
     monkeypatch.setattr(trained, "decided", lambda *_: 1 / 0)
     assert world.side.match(request, 0) == (None, False)

@@ -11,14 +11,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.parts import parts_of
 from tests.test_scheduler import World as Scheduled
-from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import Method, TrackedRequest
-from vllm_segreuse.documents.anchors import Anchors
-from vllm_segreuse.documents.layout import Layout
-from vllm_segreuse.isolated import IsolatedRequests, private_keys
-from vllm_segreuse.kv_slots import KvSlots
+from vllm_segreuse.engine.kv_slots import KvSlots
+from vllm_segreuse.features.knowledge.frozen import FrozenPart
+from vllm_segreuse.features.trained.documents.anchors import Anchors
+from vllm_segreuse.features.trained.documents.layout import Layout
+from vllm_segreuse.features.trained.requests import IsolatedRequests, private_keys
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
+from vllm_segreuse.scheduling.tracked import Method, TrackedRequest
 
 LAYOUT = Layout(100, 101, ((), ()))
 SIZE = 4

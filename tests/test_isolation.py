@@ -24,10 +24,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.kv_group import segment_group
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.engine.kv_group import segment_group
+from vllm_segreuse.features.in_scheduler import scheduler_side
+from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.plan import FreezeOrder
-from vllm_segreuse.scheduler import SchedulerSide
 
 SIZE = 4
 DOCUMENT = [*range(100, 132)]
@@ -118,7 +118,7 @@ class Cache:
             num_speculative_tokens=0,
             num_lookahead_tokens=0,
         )
-        self._side = SchedulerSide(
+        self._side = scheduler_side(
             config,
             SegReuseConfig.from_options(
                 {

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.test_supported import WITHOUT
-from vllm_segreuse.kv_group import KvGroup, segment_group
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.engine.kv_group import KvGroup, segment_group
+from vllm_segreuse.engine.supported import RefusedError
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=16, **SHAPE)

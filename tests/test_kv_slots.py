@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.kv_slots import KvSlots
+from vllm_segreuse.engine.kv_slots import KvSlots
 
 
 @pytest.mark.parametrize(("drafts", "behind", "ahead"), [(0, 0, 1), (5, 0, 6), (5, 5, 11)], ids=str)

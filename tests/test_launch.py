@@ -13,14 +13,14 @@ from vllm.config import KVTransferConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_segreuse
-from vllm_segreuse.config import ConfigError
-from vllm_segreuse.launch import (
+from vllm_segreuse.config.launch import (
     KvOffloading,
     add_flags,
     check_config,
     names_connector,
     resolve_flags,
 )
+from vllm_segreuse.options.server import ConfigError
 
 OTHER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 OURS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_segreuse.memory import kv_bytes, pass_bytes, state_bytes_per_token
+from vllm_segreuse.config.memory import kv_bytes, pass_bytes, state_bytes_per_token
 
 FIXED = 272 << 20
 """Scratch of overlapping moves (256 MiB), and buffers of a metadata builder (16 MiB)."""
@@ -123,7 +123,7 @@ def test_flashinfer_has_a_workspace_by_rank(wave: int, monkeypatch: pytest.Monke
 
 
 def test_the_scratch_is_that_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_segreuse import memory
+    from vllm_segreuse.config import memory
     from vllm_segreuse.kernels.scratch import SCRATCH_BYTES, layers_at_once
 
     with_scratch = pass_bytes(config())

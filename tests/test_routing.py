@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_segreuse.routing import (
+from segreuse_tools.routing import (
     DATA_PARALLEL_HEADER,
     HEADER,
     data_parallel_headers,

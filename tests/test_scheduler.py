@@ -19,12 +19,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
+from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
-from vllm_segreuse.arrival import MAX_ADAPTERS, namespace_of
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
-from vllm_segreuse.documents.layout import Layout
-from vllm_segreuse.kv_group import KvGroup
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.engine.kv_group import KvGroup
+from vllm_segreuse.features.in_scheduler import scheduler_side
+from vllm_segreuse.features.metrics import SegReuseStats
+from vllm_segreuse.features.trained.documents.layout import Layout
 from vllm_segreuse.plan import (
     ALL_LAYERS,
     NO_HALO,
@@ -40,7 +41,7 @@ from vllm_segreuse.plan import (
     Segments,
     Staged,
 )
-from vllm_segreuse.scheduler import SchedulerSide
+from vllm_segreuse.scheduling.arrival import MAX_ADAPTERS, namespace_of
 
 SIZE = 4
 OPTIONS = {"extra_keys": "tests", "segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
@@ -84,7 +85,7 @@ class World:
         )
         group = KvGroup(0, {"layer": None}, SIZE)
         given, self.stats = SegReuseConfig(**options), SegReuseStats()
-        self.side = SchedulerSide(config, given, manager, self.stats, group, region, layout)
+        self.side = scheduler_side(config, given, manager, self.stats, group, region, layout)
         self.index, self.frozen = (
             parts_of(self.side).index,
             parts_of(self.side).entries,
@@ -471,7 +472,7 @@ def test_only_the_latest_adapters_are_looked_at() -> None:
     for i in range(MAX_ADAPTERS + 1):
         world.add([1], lora_request=LoRARequest(f"adapter {i}", i + 1, "/adapters"))
     request = world.add([1], lora_request=LoRARequest("adapter 1", 2, "/adapters"))
-    others = world.side.parts.features.explain.adapters.others(request, ("tests",))
+    others = parts_of(world.side).feature["explain"].adapters.others(request, ("tests",))
     assert len(others) == len(set(others)) == MAX_ADAPTERS - 1
     assert namespace_of(request, ("tests",)) not in others
 
@@ -710,7 +711,7 @@ def test_later_turns_that_would_find_the_prompt_are_weighed(
     policy: str, more: dict[str, Any], later: float, weighs: bool, reused: bool
 ) -> None:
     world = cached_document()
-    parts_of(world.side).methods.turns = Seen(later)  # type: ignore[assignment]
+    parts_of(world.side).feature["conversations"].turns = Seen(later)
     options = {"segreuse_policy": policy, "segreuse_weigh_turns": weighs}
     request = world.add(PROMPT, OPTIONS | options | more)
     assert bool(world.run(request)) is reused
@@ -719,7 +720,7 @@ def test_later_turns_that_would_find_the_prompt_are_weighed(
 
 def test_prompts_are_counted_of_those_who_weigh_turns() -> None:
     world = cached_document()
-    seen = parts_of(world.side).methods.turns = Seen(0.0)  # type: ignore[assignment]
+    seen = parts_of(world.side).feature["conversations"].turns = Seen(0.0)
     world.run(world.add(PROMPT))
     assert seen.prompts == []
     weighing = OPTIONS | {"segreuse_weigh_turns": True}
@@ -805,7 +806,7 @@ def test_a_plan_that_reports_nothing_is_reported_where_it_was_computed_in_full()
 def test_work_is_counted_by_the_layers_that_the_workers_found() -> None:
     """The probes go no further than the last layer that gives scores."""
     world = cached_document()
-    world.side.take_layers(ModelLayers(4, scored=(1,)))
+    world.side.learn(ModelLayers(4, scored=(1,)), {})
     request = focused(world)
     outcomes = {request.request_id: PlanOutcome(5)}
     world.side.reported({}, outcomes, {request.request_id: request})
@@ -917,7 +918,7 @@ def test_policies_that_find_the_same_are_known() -> None:
     def alike(one: str, other: str, **options: Any) -> bool:
         world = World(similarity=SIMILARITY | options)
         both = [RequestOptions(policy=policy, similarity=True) for policy in (one, other)]
-        return parts_of(world.side).methods.finds_alike(*both)
+        return finds_alike(parts_of(world.side).core.config, *both)
 
     assert alike("shift", "focus")
     assert not alike("exact", "focus")
@@ -925,8 +926,8 @@ def test_policies_that_find_the_same_are_known() -> None:
     assert alike("shift", "epic", w_exact={1: 2})
     assert alike("focus", "sparsex", w_exact={1: 2})
     once = RequestOptions(recompute_once=True)
-    assert not parts_of(World().side).methods.finds_alike(once, RequestOptions())
-    assert parts_of(World().side).methods.finds_alike(once, once)
+    assert not finds_alike(SegReuseConfig(), once, RequestOptions())
+    assert finds_alike(SegReuseConfig(), once, once)
 
 
 def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
@@ -934,7 +935,7 @@ def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
     world.run(world.add(DOCUMENT))
     wanted = OPTIONS | {"segreuse_policy": "shift"}
     earlier = world.add([7, *CHANGED, 8], wanted)
-    parts_of(world.side).methods.set_similarity({"halo_tokens": 3, "w_exact": None})
+    world.side.call("set_similarity", {"halo_tokens": 3, "w_exact": None})
     later = world.add([9, *CHANGED, 8], wanted)
     world.run(earlier)
     [first] = world.plans
@@ -944,7 +945,7 @@ def test_other_options_of_the_search_hold_for_requests_to_come() -> None:
     assert not first.recipe.always[2:5].any()
     assert set(second.pieces.layers.tolist()) == {ALL_LAYERS}
     assert second.recipe.always[2:5].all(), "the halo of the first segment"
-    parts_of(world.side).methods.set_similarity({})
+    world.side.call("set_similarity", {})
     assert (
         parts_of(world.side).methods.finder(RequestOptions(policy="shift", similarity=True)).halo
         == NO_HALO
@@ -964,12 +965,12 @@ def test_options_that_the_server_cannot_search_by_are_refused(
     options: dict[str, Any], said: str
 ) -> None:
     world = World(similarity=SIMILARITY | {"w_exact": {1: 0}})
-    before = parts_of(world.side).methods.by_similarity
+    before = parts_of(world.side).feature["similar"].similar
     with pytest.raises(ValueError, match=said):
-        parts_of(world.side).methods.set_similarity(options)
-    assert parts_of(world.side).methods.by_similarity is before
+        world.side.call("set_similarity", options)
+    assert parts_of(world.side).feature["similar"].similar is before
     with pytest.raises(ValueError, match="the server has no option `similarity`"):
-        parts_of(World().side).methods.set_similarity({})
+        World().side.call("set_similarity", {})
 
 
 def test_runs_that_are_no_longer_than_the_halo_are_not_reused() -> None:

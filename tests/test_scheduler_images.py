@@ -12,9 +12,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from tests.parts import parts_of
 from tests.test_scheduler import OPTIONS, SIZE, World
 from tests.tier.test_scheduler_side import Tiered
-from vllm_segreuse.arrival import bypass_reason, images_of
 from vllm_segreuse.cache.images import ImageIds
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import ModelLayers, ReusePlan
+from vllm_segreuse.scheduling.arrival import bypass_reason, images_of
 
 PLACEHOLDER = 5
 GRID = (3, 4)
@@ -44,7 +44,7 @@ class Pictured(World):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.side.take_merge_size(2)
+        self.side.learn(ModelLayers(4, tuple(range(4))), {"images": 2})
 
     def arrive(self, *parts: Any, options: Any = SHIFT) -> Any:
         """A request of lists of tokens, and pictures."""
@@ -178,7 +178,7 @@ def test_35_what_cannot_be_told_apart_runs_without_reuse(case: str) -> None:
 
 def test_images_that_were_not_proven_run_without_reuse() -> None:
     world = pictured()
-    world.side.take_merge_size(None)
+    parts_of(world.side).feature["images"].learned(None)
     assert world.ask(NEW, FRONT, A, BEHIND, [1])[0]["bypass_reason"] == "multimodal"
 
 
@@ -267,7 +267,7 @@ class TieredPictures(Tiered):
 
     def __init__(self) -> None:
         super().__init__()
-        self.side.take_merge_size(2)
+        self.side.learn(ModelLayers(4, tuple(range(4))), {"images": 2})
 
     arrive = Pictured.arrive
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench.shapes import DRAFTED, LATENT, SUPPORTED, VISION
 from tests import support
-from vllm_segreuse.version import SUPPORTED as SUPPORTED_VLLM
+from vllm_segreuse.engine.version import SUPPORTED as SUPPORTED_VLLM
 
 TESTS = Path(__file__).parent
 

@@ -10,7 +10,7 @@ from vllm.config import CacheConfig, LoRAConfig, ParallelConfig, SpeculativeConf
 from vllm.config.cache import CacheDType
 
 from tests.prefill.loaded import model_config, refused
-from vllm_segreuse.supported import KV_CACHE_DTYPES, RefusedError, check_config
+from vllm_segreuse.engine.supported import KV_CACHE_DTYPES, RefusedError, check_config
 
 WITHOUT = "serve this model without --segreuse"
 

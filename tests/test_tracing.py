@@ -10,9 +10,9 @@ import pytest
 
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SEEN, World
 from tests.test_worker import Backlog, report, worker_side
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.plan import AcceptanceOutcome, PlanOutcome, ReusePlan
-from vllm_segreuse.worker import WorkerSide
+from vllm_segreuse.prefill.worker import WorkerSide
 
 pytest.importorskip("opentelemetry.sdk", reason="spans need OpenTelemetry's SDK, as vLLM's do")
 
@@ -155,7 +155,7 @@ def backlog(monkeypatch: pytest.MonkeyPatch) -> Backlog:
 
 @pytest.fixture
 def side(backlog: Backlog) -> WorkerSide:
-    return worker_side(SegReuseStats())
+    return worker_side(SegReuseStats(), traces=ENDPOINT)
 
 
 def passes(spans: Any) -> list[Any]:

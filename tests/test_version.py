@@ -4,7 +4,7 @@
 import pytest
 import vllm
 
-from vllm_segreuse.version import UnsupportedVersionError, require_supported_vllm
+from vllm_segreuse.engine.version import UnsupportedVersionError, require_supported_vllm
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,17 @@ import pytest
 from vllm.config import ParallelConfig
 
 from tests.prefill.loaded import model_config
-from vllm_segreuse import worker as module
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features import in_worker
+from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.features.tier import worker as tier_module
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import TierOrders
+from vllm_segreuse.prefill import worker as module
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.supported import RefusedError
-from vllm_segreuse.worker import WorkerSide
+from vllm_segreuse.prefill.worker import WorkerSide
 
 Patch = pytest.MonkeyPatch
 
@@ -50,8 +51,8 @@ class Backlog:
         def proven(*_: Any) -> Any:
             return SimpleNamespace(prefill=self.prefill, merge_size=2)
 
-        patch.setattr(module, "_proven", proven)
-        patch.setattr(module, "_backlog", taking_over)
+        patch.setattr(in_worker, "proven", proven)
+        patch.setattr(in_worker, "backlog_of", taking_over)
 
     def take(self, plans: list[Any]) -> PassReport | None:
         self.log.append(("take", list(plans)))
@@ -92,10 +93,16 @@ def side(backlog: Backlog, stats: SegReuseStats) -> WorkerSide:
     return worker_side(stats)
 
 
-def worker_side(stats: SegReuseStats, rank: int = 0) -> WorkerSide:
+def worker_side(stats: SegReuseStats, rank: int = 0, traces: str | None = None) -> WorkerSide:
     nothing: Any = None
-    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
-    return WorkerSide(vllm_config, SegReuseConfig(), nothing, stats)
+    return in_worker.worker_side(vllm_config_of(rank, traces), SegReuseConfig(), nothing, stats)
+
+
+def vllm_config_of(rank: int = 0, traces: str | None = None) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=rank),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=traces),
+    )
 
 
 PLANS: Any = [SimpleNamespace(request_id="a", spread=False, trace_headers=None)]
@@ -203,8 +210,8 @@ def with_tier(backlog: Any, patch: Patch, **options: Any) -> tuple[WorkerSide, l
     patch.setattr(tier_module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=3))
     config = SegReuseConfig(tier={"host_gib": 2.5, **options})
     assert config.tier is not None
-    nothing: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
-    side = WorkerSide(nothing, config, nothing, SegReuseStats())
+    nothing: Any = None
+    side = in_worker.worker_side(vllm_config_of(), config, nothing, SegReuseStats())
     assert log == [(config.tier, 3), (region, "copy", "stored", "cpu", config.tier.zeroise)]
     assert backlog.prefill.aligner.host_rows is mover
     log.clear()
@@ -231,7 +238,7 @@ def test_without_a_second_tier_nothing_is_stored(side: WorkerSide) -> None:
 
 def test_the_region_is_given_back_at_the_end(backlog: Any, monkeypatch: Patch) -> None:
     side, log = with_tier(backlog, monkeypatch)
-    assert [it.name for it in side.features] == ["audit", "tier"]
+    assert [it.name for it in side.features] == ["audit", "images", "tier"]
     side.close()
     side.close()
     assert log == ["rows let go", "region given back"]
@@ -250,11 +257,12 @@ def started(llama: Any, **options: Any) -> tuple[WorkerSide, Any, Any]:
     vllm_config: Any = SimpleNamespace(
         model_config=llama,
         parallel_config=ParallelConfig(),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
     )
     kv_cache_config: Any = object()
     config = SegReuseConfig(**options)
-    side = WorkerSide(vllm_config, config, kv_cache_config, SegReuseStats())
+    side = in_worker.worker_side(vllm_config, config, kv_cache_config, SegReuseStats())
     return side, vllm_config, kv_cache_config
 
 

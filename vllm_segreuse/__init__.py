@@ -29,6 +29,6 @@ def kv_transfer_config(**options: Any) -> "KVTransferConfig":
         ConfigError: an option is unknown or out of range.
         UnsupportedVersionError: this vLLM is not a supported one.
     """
-    from vllm_segreuse.launch import kv_transfer_config
+    from vllm_segreuse.config.launch import kv_transfer_config
 
     return kv_transfer_config(options)

@@ -24,12 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.isolated_options import isolated_layout
-from vllm_segreuse.kv_group import segment_group
-from vllm_segreuse.metrics import SegReusePromMetrics, SegReuseStats
+from vllm_segreuse.engine.kv_group import segment_group
+from vllm_segreuse.engine.supported import check_config
+from vllm_segreuse.engine.version import require_supported_vllm
+from vllm_segreuse.features.metrics import SegReusePromMetrics, SegReuseStats
+from vllm_segreuse.features.similar.options import SimilarServer
+from vllm_segreuse.features.tier.options import TierServer
+from vllm_segreuse.features.trained.refusals import isolated_layout
 from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
-from vllm_segreuse.supported import check_config
-from vllm_segreuse.version import require_supported_vllm
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +43,9 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import CacheHitSource
     from vllm.v1.request import Request
 
-    from vllm_segreuse.scheduler import SchedulerSide
+    from vllm_segreuse.prefill.worker import WorkerSide
+    from vllm_segreuse.scheduling.scheduler import SchedulerSide
     from vllm_segreuse.tier.region import HostRegion
-    from vllm_segreuse.worker import WorkerSide
 
 
 @dataclass
@@ -79,11 +81,11 @@ class SegReuseHandshake(KVConnectorHandshakeMetadata):
 
     Attributes:
         layers: of the model.
-        merge_size: of its images; see `Runtime`.
+        facts: for features, by feature.
     """
 
     layers: ModelLayers
-    merge_size: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class SegReuseConnector(KVConnectorBase_V1):
@@ -106,7 +108,7 @@ class SegReuseConnector(KVConnectorBase_V1):
         self._config = SegReuseConfig.from_options(
             self._kv_transfer_config.kv_connector_extra_config, source="kv_connector_extra_config"
         )
-        check_config(vllm_config, self._config.cuts)
+        check_config(vllm_config, SimilarServer.of(self._config).cuts)
         self._layout = isolated_layout(vllm_config, self._config)
         self._stats = SegReuseStats()
 
@@ -119,10 +121,10 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         # Imported here: it loads numba, which workers do not need.
-        from vllm_segreuse.scheduler import SchedulerSide
+        from vllm_segreuse.features.in_scheduler import scheduler_side
 
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler_side = SchedulerSide(
+        self.scheduler_side = scheduler_side(
             self._vllm_config,
             self._config,
             kv_cache_manager,
@@ -134,7 +136,7 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def _open_region(self) -> HostRegion | None:
         """Host memory of the second tier, which the workers have opened by now."""
-        options = self._config.tier
+        options = TierServer.of(self._config).tier
         if options is None:
             return None
         from vllm_segreuse.tier.region import open_region
@@ -147,8 +149,7 @@ class SegReuseConnector(KVConnectorBase_V1):
         """By tensor-parallel rank; all ranks have the same layers."""
         for found in metadata.values():
             assert isinstance(found, SegReuseHandshake)
-            self.scheduler_side.take_layers(found.layers)
-            self.scheduler_side.take_merge_size(found.merge_size)
+            self.scheduler_side.learn(found.layers, found.facts)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.add(request)
@@ -191,15 +192,15 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # Imported here: the scheduler's process does not need it.
-        from vllm_segreuse.worker import WorkerSide
+        from vllm_segreuse.features.in_worker import worker_side
 
-        self.worker_side = WorkerSide(
+        self.worker_side = worker_side(
             self._vllm_config, self._config, self._kv_cache_config, self._stats
         )
 
     def get_handshake_metadata(self) -> SegReuseHandshake:
         """Of the workers, who have proven the model by now."""
-        return SegReuseHandshake(self.worker_side.layers, self.worker_side.merge_size)
+        return SegReuseHandshake(self.worker_side.layers, self.worker_side.facts())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; vLLM calls this before anything else of it."""

@@ -40,7 +40,7 @@ def register() -> None:
         RuntimeError: something that has to be patched is not where this vLLM should have it.
     """
     from vllm_segreuse.compat import engine_args, envs
-    from vllm_segreuse.launch import add_flags, resolve_flags
+    from vllm_segreuse.config.launch import add_flags, resolve_flags
 
     envs.install()
     engine_args.install(engine_args.Flags(add_flags, resolve_flags, _configured))
@@ -56,7 +56,7 @@ def enable() -> None:
         RuntimeError: something that has to be patched is missing.
     """
     from vllm_segreuse.compat import envs
-    from vllm_segreuse.version import require_supported_vllm
+    from vllm_segreuse.engine.version import require_supported_vllm
 
     require_supported_vllm()
     os.environ[_MARKER] = "1"
@@ -69,8 +69,8 @@ def _configured(
     transfer: Any, offloading_gib: float | None, backend: str
 ) -> tuple[Any, Check] | None:
     """An engine's configuration is made; see `compat.engine_args.Configure`."""
-    from vllm_segreuse import supported
-    from vllm_segreuse.launch import KvOffloading, check_config, cuts_of, names_connector
+    from vllm_segreuse.config.launch import KvOffloading, check_config, cuts_of, names_connector
+    from vllm_segreuse.engine import supported
 
     if not names_connector(transfer):
         return None
@@ -90,9 +90,9 @@ def _install_front_end() -> None:
         renderer,
         run_batch,
     )
-    from vllm_segreuse.knowledge.naming import cut, named
+    from vllm_segreuse.features.knowledge.naming import cut, named
+    from vllm_segreuse.features.viewer.recent import watched
     from vllm_segreuse.serve import application, batch_files, report, requests
-    from vllm_segreuse.viewer.recent import watched
 
     input_processor.install(requests.check_params, requests.check_prompt)
     renderer.install(renderer.DocumentCallbacks(named.get, cut, requests.check_named))
@@ -114,8 +114,8 @@ def _install_engine() -> None:
         scheduler,
         worker,
     )
-    from vllm_segreuse.launch import names_connector
-    from vllm_segreuse.version import require_supported_vllm
+    from vllm_segreuse.config.launch import names_connector
+    from vllm_segreuse.engine.version import require_supported_vllm
 
     require_supported_vllm()
     engine_core.install()
@@ -129,16 +129,16 @@ def _install_engine() -> None:
 
 def _pass_bytes(vllm_config: VllmConfig) -> int:
     """Device memory that the pass takes beside the model; 0 where none runs."""
-    from vllm_segreuse.launch import names_connector
-    from vllm_segreuse.memory import pass_bytes
+    from vllm_segreuse.config.launch import names_connector
+    from vllm_segreuse.config.memory import pass_bytes
 
     return pass_bytes(vllm_config) if names_connector(vllm_config.kv_transfer_config) else 0
 
 
 def _left_for_kv(available: int, vllm_config: VllmConfig, specs: Mapping[str, Any]) -> int:
     """Bytes for KV, of those that are available for it and for what lies beside it."""
-    from vllm_segreuse.launch import cuts_of
-    from vllm_segreuse.memory import kv_bytes
+    from vllm_segreuse.config.launch import cuts_of
+    from vllm_segreuse.config.memory import kv_bytes
 
     cuts = cuts_of(vllm_config.kv_transfer_config)
     return kv_bytes(available, vllm_config, specs, cuts) if cuts else available

@@ -24,8 +24,8 @@ from bench.english.engine import EXACT_DONORS, Answered, Lab, english_engine
 from bench.english.tape import divergences
 from bench.quality import seeds, statistics
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.tier.cells import views
-from vllm_segreuse.tier.mover import InPlace, LoadedRows
+from vllm_segreuse.model.cells import views
+from vllm_segreuse.prefill.mover import InPlace, LoadedRows
 
 if TYPE_CHECKING:
     from vllm_segreuse.prefill.align import Aligner

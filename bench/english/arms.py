@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from vllm_segreuse.config import RequestError, SegReuseConfig, parse_request
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.parsing import RequestError, parse_request
 
 FULL = "full"
 DEFAULT = "default"

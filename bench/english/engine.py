@@ -181,7 +181,7 @@ class Lab:
         name = f"english-{self._spaces}"
         space = {"extra_keys": [name]}
         if donors == KNOWLEDGE:
-            from vllm_segreuse.knowledge.offline import KnowledgeBase
+            from vllm_segreuse.serve.offline import KnowledgeBase
 
             base = KnowledgeBase(self.llm, name)
             written = [*example.others, *example.documents]

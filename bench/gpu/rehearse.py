@@ -37,7 +37,11 @@ SERVING = (
     *("vllm.model_executor.models.llama", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"),
     *("vllm.entrypoints.openai.api_server", "vllm.entrypoints.llm", "vllm.benchmarks.serve"),
 )
-OURS = ("vllm_segreuse.connector", "vllm_segreuse.scheduler", "vllm_segreuse.prefill.checks")
+OURS = (
+    "vllm_segreuse.connector",
+    "vllm_segreuse.scheduling.scheduler",
+    "vllm_segreuse.prefill.checks",
+)
 
 
 def pretend() -> None:

@@ -48,7 +48,7 @@ CHECKS = (
     ),
     (
         "this package",
-        "from vllm_segreuse.version import require_supported_vllm as r; r(); "
+        "from vllm_segreuse.engine.version import require_supported_vllm as r; r(); "
         "from vllm_segreuse.cache.matcher import warm_up; warm_up(); "
         "from vllm_segreuse.kernels import cuda; print(cuda.unavailable() or 'CUDA kernels')",
     ),

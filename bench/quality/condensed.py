@@ -21,10 +21,10 @@ from bench.quality.isolated import (
     outcome,
 )
 from bench.quality.tasks import Example
-from vllm_segreuse.documents.layout import Layout
-from vllm_segreuse.knowledge.naming import NamedDocument
-from vllm_segreuse.knowledge.offline import KnowledgeBase
-from vllm_segreuse.knowledge.schemas import NewDocument
+from vllm_segreuse.features.knowledge.naming import NamedDocument
+from vllm_segreuse.features.knowledge.schemas import NewDocument
+from vllm_segreuse.features.trained.documents.layout import Layout
+from vllm_segreuse.serve.offline import KnowledgeBase
 
 BASE = "bench"
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from bench import harness, shapes
 from bench.server import Server, ServerError
 from segreuse_tools.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
-from vllm_segreuse.knowledge.schemas import NewDocument, Stats
+from vllm_segreuse.features.knowledge.schemas import NewDocument, Stats
 
 SHAPE = "qwen3"
 BLOCK_TOKENS = 32

@@ -67,7 +67,7 @@ class Documents:
 
     def state(self) -> dict[str, Any]:
         """`SchedulerSide.frozen`."""
-        return dict(self._core.segreuse_frozen())
+        return dict(self._core.segreuse_call("frozen"))
 
     def _ingestion(self, name: str, let_go: int, returns: bool) -> Ingestion:
         tokens = self._context + self._documents[name]
@@ -76,4 +76,4 @@ class Documents:
     def _let_go(self, names: list[str]) -> None:
         for name in names:
             del self._documents[name]
-        self._core.segreuse_unfreeze(names)
+        self._core.segreuse_call("unfreeze", names)

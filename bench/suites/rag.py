@@ -27,7 +27,7 @@ from bench.server import Server, ServerError
 from examples.rag import library
 from examples.rag.chat import Answer, ask
 from segreuse_tools.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
-from vllm_segreuse.knowledge.schemas import NewDocument
+from vllm_segreuse.features.knowledge.schemas import NewDocument
 
 CONFIG = harness.REPOSITORY / "configs" / "knowledge.yaml"
 BASE = "python-topics"

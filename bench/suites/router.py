@@ -28,7 +28,7 @@ import numpy as np
 
 from bench import harness, shapes
 from bench.server import Server, ServerError
-from vllm_segreuse.routing import routing_headers
+from segreuse_tools.routing import routing_headers
 
 RECIPE = harness.REPOSITORY / "configs" / "recipes" / "nginx.conf"
 SHAPE = "qwen3"

@@ -34,11 +34,11 @@ from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.similar.align import equal_runs
-from vllm_segreuse.cache.similar.canonical import Vocabulary
-from vllm_segreuse.cache.similar.finder import SimilarFinder, warm_up
-from vllm_segreuse.cache.similar.store import SimilarStore
-from vllm_segreuse.config import SimilarityOptions
+from vllm_segreuse.features.similar.align import equal_runs
+from vllm_segreuse.features.similar.canonical import Vocabulary
+from vllm_segreuse.features.similar.finder import SimilarFinder, warm_up
+from vllm_segreuse.features.similar.options import SimilarityOptions
+from vllm_segreuse.features.similar.store import SimilarStore
 
 BLOCK_SIZE = 32
 WINDOWS = 100_000

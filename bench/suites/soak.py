@@ -27,7 +27,7 @@ import numpy as np
 
 from bench import engine, harness, shapes
 from bench.suites.documents import EXTRA_KEY, Documents
-from vllm_segreuse.knowledge.engine import ingesting, was_frozen
+from vllm_segreuse.features.knowledge.engine import ingesting, was_frozen
 
 SHAPE = "qwen3"
 NUM_BLOCKS = 65  # of 32 tokens; one is vLLM's null block

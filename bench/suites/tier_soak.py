@@ -33,7 +33,7 @@ class Ledger:
     """A mover that remembers what it stored.
 
     Args:
-        mover: does the work (`tier/mover.py`).
+        mover: does the work (`prefill/mover.py`).
         pages: of the KV cache, `[num_blocks, page_elements]` of each layer.
         rows: the same layers' views of the host region.
 
@@ -114,11 +114,11 @@ def soak(requests: int) -> harness.SuiteResult:
         result = running.result()
         # Reports of the last steps come with the output of a later one.
         engine.first_token(llm, list(range(300, 340)))
-        counts = core.scheduler.connector.scheduler_side.parts.features.tier.store.counts()
+        counts = core.scheduler.connector.scheduler_side.status()["tier"]
     keep = ("leaked_blocks", "hung_requests", "failed_requests", "contained_errors")
     summary = {f"soak_{name}": result["summary"][name] for name in (*keep, "requests")}
     summary |= {
-        "leaked_records": counts.holds + counts.steps + counts.jobs,
+        "leaked_records": sum(counts[name] for name in ("holds", "steps", "jobs")),
         "wrong_bytes_served": ledger.wrong,
         "soak_rows_stored": ledger.stored,
         "soak_rows_read": ledger.read,

@@ -20,7 +20,7 @@ from segreuse_tools.calibrate.trials import IN_FULL, answer, trial
 from segreuse_tools.calibrate.verdict_table import name_of
 from segreuse_tools.estimate.request_log import LogError, read_log
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
-from vllm_segreuse.knowledge.scheduler_calls import call_scheduler_of
+from vllm_segreuse.features.scheduler_calls import call_scheduler_of
 from vllm_segreuse.policies import WITHOUT_CHOICE
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class _Stream:
         if wanted.get("halo_tokens"):
             wanted.setdefault("max_boundary_drift", UNBOUNDED)
         off = {"halo_tokens": 0, "max_boundary_drift": None, "w_exact": None}
-        call_scheduler_of(self._llm, "segreuse_set_similarity", {**off, **wanted})
+        call_scheduler_of(self._llm, "segreuse_call", "set_similarity", {**off, **wanted})
 
 
 def _of_whole(found: Trial, report: Mapping[str, Any], num_tokens: int) -> Trial:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from segreuse_tools.calibrate.search import Options, Setting, halves
-from vllm_segreuse.values import ALL, FULL_PREFIX
+from vllm_segreuse.options.values import ALL, FULL_PREFIX
 
 THRESHOLDS = (0.5, 0.65, 0.8)
 HALOS = (4, 8, 16)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from segreuse_tools.calibrate.trials import LOGPROBS
-from vllm_segreuse.config import ConfigError
+from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs

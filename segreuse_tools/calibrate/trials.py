@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from segreuse_tools.calibrate.search import CANDIDATES, Trial, agreement, divergence
 from segreuse_tools.calibrate.segmented_prompts import SegmentedPrompt, contexts
-from vllm_segreuse.values import MAX_TOKENS
+from vllm_segreuse.options.values import MAX_TOKENS
 
 LOGPROBS = 128
 """Most likely first tokens that are compared; all of them where the vocabulary is smaller."""

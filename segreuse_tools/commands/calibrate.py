@@ -18,8 +18,8 @@ from segreuse_tools.command_line import add_config, number
 from segreuse_tools.estimate.request_log import LogError
 from segreuse_tools.model_folder import InputError
 from segreuse_tools.terminal import complain
-from vllm_segreuse.config import ConfigError
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.options.server import ConfigError
 
 DONE, NOTHING_FOUND, BAD_INPUT = 0, 1, 2
 _WAY_OUT = "more prompts narrow the bounds, --max-kl and --min-agreement move them"

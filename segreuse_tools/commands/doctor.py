@@ -13,7 +13,8 @@ from segreuse_tools.command_line import add_config
 from segreuse_tools.engine_loading import not_searched_for_garbage, quiet
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from segreuse_tools.terminal import complain
-from vllm_segreuse.config import ConfigError, SegReuseConfig
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
     from segreuse_tools.doctor.diagnosis import Diagnosis

@@ -16,9 +16,11 @@ from segreuse_tools.engine_loading import not_searched_for_garbage, quiet
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, read_log
 from segreuse_tools.model_folder import InputError
 from segreuse_tools.terminal import complain
-from vllm_segreuse.config import AUTO, RECOMMENDED, ConfigError, SegReuseConfig
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.options.request import AUTO, RECOMMENDED
+from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.policies import POLICIES
-from vllm_segreuse.supported import RefusedError
 
 if TYPE_CHECKING:
     from segreuse_tools.estimate.comparison import Estimate

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from segreuse_tools.terminal import complain, print_all
 
 if TYPE_CHECKING:
-    from vllm_segreuse.explain.asking import Explanation
+    from vllm_segreuse.features.viewer.asking import Explanation
 
 URL = "http://localhost:8000"
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from segreuse_tools.explain.stretch_table import table
-    from vllm_segreuse.explain import asking
+    from vllm_segreuse.features.viewer import asking
 
     try:
         body = asking.read_file(args.request)

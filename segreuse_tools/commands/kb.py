@@ -17,7 +17,7 @@ from typing import NamedTuple, get_args
 from segreuse_tools.command_line import chosen_command, number
 from segreuse_tools.knowledge import TOKEN_ENV, URL_ENV
 from segreuse_tools.knowledge.extract import Limits
-from vllm_segreuse.knowledge.schemas import Context, Scorer
+from vllm_segreuse.features.knowledge.schemas import Context, Scorer
 
 LOCAL = "http://localhost:8000"
 

@@ -21,7 +21,7 @@ def main(options: Sequence[str]) -> int:
     Raises:
         UnsupportedVersionError: this vLLM is not a supported one.
     """
-    from vllm_segreuse.version import require_supported_vllm
+    from vllm_segreuse.engine.version import require_supported_vllm
 
     require_supported_vllm()
 
@@ -29,7 +29,7 @@ def main(options: Sequence[str]) -> int:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_segreuse.config import ConfigError
+    from vllm_segreuse.options.server import ConfigError
     from vllm_segreuse.plugin import register
 
     # The order of vLLM's own `entrypoints/cli/main.py`, whose parser also looks into sys.argv.

@@ -13,12 +13,13 @@ from segreuse_tools.doctor.memory_use import Memory, memory_of
 from segreuse_tools.doctor.trained_documents import TrainedDocuments, documents_of
 from segreuse_tools.engine_loading import load_code
 from segreuse_tools.model_folder import InputError, find_model, read_config
-from vllm_segreuse.config import ConfigError, SegReuseConfig
-from vllm_segreuse.isolated_options import POLICY as LINK
-from vllm_segreuse.launch import kv_transfer_config
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config.launch import kv_transfer_config
+from vllm_segreuse.engine.supported import NO_KV, RefusedError
+from vllm_segreuse.engine.version import UnsupportedVersionError
+from vllm_segreuse.features.trained.refusals import POLICY as LINK
+from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.plugin import register
-from vllm_segreuse.supported import NO_KV, RefusedError
-from vllm_segreuse.version import UnsupportedVersionError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.plan import ModelLayers
-from vllm_segreuse.supported import RefusedError
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_segreuse.cache.index import bytes_per_block
-from vllm_segreuse.memory import pass_bytes
+from vllm_segreuse.config.memory import pass_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

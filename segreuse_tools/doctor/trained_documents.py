@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.documents.layout import LayoutError
-from vllm_segreuse.documents.model import layout_with, names_of
-from vllm_segreuse.isolated_options import check_options
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.trained.documents.layout import LayoutError
+from vllm_segreuse.features.trained.documents.model import layout_with, names_of
+from vllm_segreuse.features.trained.refusals import check_options
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -14,7 +14,8 @@ from segreuse_tools.estimate.request_log import LogError, Reason
 from segreuse_tools.estimate.served_model import Model
 from segreuse_tools.estimate.twins import Arm, Twin
 from segreuse_tools.model_folder import InputError
-from vllm_segreuse.config import EXTRA_KEYS, SegReuseConfig
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.parsing import EXTRA_KEYS
 
 if TYPE_CHECKING:
     from segreuse_tools.estimate.modelless_engine import ModellessEngine
@@ -208,7 +209,7 @@ def _engine(model: Model, arm: Arm, cache: Cache) -> ModellessEngine:
     assert transfer is not None
     transfer.kv_connector_extra_config = arm.options.model_dump()
     engine = ModellessEngine(model.vllm_config, cache.num_blocks, cache.block_size)
-    engine.side.take_layers(model.layers)
+    engine.side.learn(model.layers, {})
     return engine
 
 

@@ -28,13 +28,8 @@ except ImportError:  # vLLM 0.33
 
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged
 from segreuse_tools.model_folder import InputError
-from vllm_segreuse.config import (
-    EXTRA_KEYS,
-    OPTION_PREFIX,
-    RequestError,
-    SegReuseConfig,
-    parse_request,
-)
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.parsing import EXTRA_KEYS, OPTION_PREFIX, RequestError, parse_request
 from vllm_segreuse.serve.requests import admit_body
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from segreuse_tools.json_lines import lines_of, parsed
-from vllm_segreuse.config import EXTRA_KEYS
+from vllm_segreuse.options.parsing import EXTRA_KEYS
 
 _EXPECTED = (
     'the body of a completion ("prompt") or of a chat completion ("messages"), or an object that '

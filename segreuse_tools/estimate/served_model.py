@@ -16,9 +16,9 @@ from segreuse_tools.engine_loading import load_code
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from segreuse_tools.server_arguments import options_of, server_arguments
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.launch import kv_transfer_config
+from vllm_segreuse.config.launch import kv_transfer_config
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.plan import ModelLayers
-from vllm_segreuse.supported import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

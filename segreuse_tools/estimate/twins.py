@@ -2,9 +2,9 @@
 """Arms that need no replay of their own, since they would do what another one does.
 
 What a request finds depends on what donates, and that on which tokens were computed at every layer
-(`cache/donors.py`). Where policies compute other tokens of the same blocks, all that is different
-is what their plans come to. So each policy is compared with the one that is replayed, plan by plan,
-up to the first block that only one of them would let donate.
+(`scheduling/donors.py`). Where policies compute other tokens of the same blocks, only what their
+plans come to differs. So each policy is compared with the one that is replayed, plan by plan, up to
+the first block that only one of them would let donate.
 
 This holds for requests that run one by one. Of several, how many tokens a plan computes decides
 when the next one is admitted.
@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from segreuse_tools.estimate.other_options import computed_by, finds_alike
 from segreuse_tools.estimate.replay import Replayed
-from vllm_segreuse.audit_options import AuditOptions
-from vllm_segreuse.cache.tracked import NOTHING_SAVED
-from vllm_segreuse.config import RequestOptions, SegReuseConfig, parse_request
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.features.audit.options import AuditOptions
+from vllm_segreuse.options.parsing import parse_request
+from vllm_segreuse.options.request import PolicyOptions
+from vllm_segreuse.scheduling.tracked import NOTHING_SAVED
 
 if TYPE_CHECKING:
     from segreuse_tools.estimate.prompt_rendering import Asked
     from vllm_segreuse.plan import BoolArray, ModelLayers, ReusePlan
-    from vllm_segreuse.scheduler import SchedulerSide
+    from vllm_segreuse.scheduling.scheduler import SchedulerSide
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Arm:
         """A request as it is sent."""
         return replace(one, extra_args={}) if self.policy is None else one
 
-    def of(self, one: Asked) -> RequestOptions:
+    def of(self, one: Asked) -> PolicyOptions:
         """The options of a request."""
         return parse_request(one.extra_args, self.options, trusted=True).options
 
@@ -89,7 +92,7 @@ class Twin:
         """A request of the log arrives."""
         if self.agrees and self.arm.policy is not None and one.extra_args:
             arms = self.arm.of(one), self.replayed_arm.of(one)
-            self.agrees = self.side.parts.methods.finds_alike(*arms)
+            self.agrees = finds_alike(self.arm.options, *arms)
 
     def planned(self, plan: ReusePlan, index: int, one: Asked) -> None:
         """A plan of the arm that is replayed.
@@ -103,7 +106,7 @@ class Twin:
         if self.arm.policy is None:
             self.agrees = False
             return
-        mine = self.side.parts.methods.computed_by(plan, self.arm.of(one))
+        mine = computed_by(self.side.parts, plan, self.arm.of(one))
         if mine is None:
             self.agrees = False
             return

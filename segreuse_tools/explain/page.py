@@ -7,9 +7,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from vllm_segreuse.explain.asking import Explanation
-from vllm_segreuse.explain.strip import strip
-from vllm_segreuse.explain.templating import STATIC, environment, source_hash
+from vllm_segreuse.features.viewer.asking import Explanation
+from vllm_segreuse.features.viewer.strip import strip
+from vllm_segreuse.features.viewer.templating import STATIC, environment, source_hash
 
 HERE = Path(__file__).parent
 

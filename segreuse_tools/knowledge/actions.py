@@ -24,7 +24,7 @@ from segreuse_tools.knowledge.client import (
     batches,
 )
 from segreuse_tools.terminal import complain, print_all
-from vllm_segreuse.knowledge.schemas import NewDocument
+from vllm_segreuse.features.knowledge.schemas import NewDocument
 
 POLL_S = 0.5
 DONE, REFUSED, BAD_INPUT, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130

@@ -25,8 +25,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from segreuse_tools.knowledge import TOKEN_ENV
-from vllm_segreuse.explain.asking import authorized
-from vllm_segreuse.knowledge.schemas import (
+from vllm_segreuse.features.knowledge.schemas import (
     MAX_DOCUMENTS,
     PREFIX,
     AddDocuments,
@@ -44,6 +43,7 @@ from vllm_segreuse.knowledge.schemas import (
     Stats,
     WarmDocuments,
 )
+from vllm_segreuse.features.viewer.asking import authorized
 
 BATCH_CHARS = 1 << 20
 """Text in one request; a longer document goes alone."""

@@ -8,7 +8,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from vllm_segreuse.knowledge.schemas import Document, DocumentCounts, KnowledgeBaseStatus, Stats
+from vllm_segreuse.features.knowledge.schemas import (
+    Document,
+    DocumentCounts,
+    KnowledgeBaseStatus,
+    Stats,
+)
 
 _COLOURS = {
     "warm": "green", "warming": "yellow", "stored": "cyan", "cold": "blue", "failed": "red"

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.audit.test_draw import Clock
-from vllm_segreuse.audit import drifting as module
-from vllm_segreuse.audit.drifting import Drifted, Drifting
-from vllm_segreuse.audit_options import AuditOptions
+from vllm_segreuse.features.audit import drifting as module
+from vllm_segreuse.features.audit.drifting import Drifted, Drifting
+from vllm_segreuse.features.audit.options import AuditOptions
 
 
 def made(clock: Clock, **options: Any) -> Drifting:

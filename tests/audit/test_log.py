@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_segreuse.audit.log import AuditLog, path_of
+from vllm_segreuse.features.audit.log import AuditLog, path_of
 
 
 class Errors:

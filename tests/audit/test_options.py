@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.audit_options import OTHER, AuditOptions
-from vllm_segreuse.config import ConfigError, RequestOptions, SegReuseConfig
+from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.features.audit.options import OTHER, AuditOptions
+from vllm_segreuse.options.server import ConfigError
 
 NUMBERS: dict[str, tuple[float, float]] = {
     "share": (0, 1),
@@ -58,7 +59,7 @@ def test_numbers_are_taken_within_their_range_only(option: str) -> None:
         ({"fallback": {}}, "must be full, or a mapping"),
         ({"fallback": {"policy": "none"}}, "audit.fallback: policy='none' must be one of"),
         ({"fallback": {"polcy": "focus"}}, "audit.fallback: unknown option 'polcy'"),
-        ({"fallback": {"similarity": True}}, "needs the server's option similarity"),
+        ({"fallback": {"similarity": True}}, "the server has no option `similarity`"),
     ],
 )
 def test_what_makes_no_sense_is_refused(block: Any, why: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from vllm_segreuse.audit import start as module
-from vllm_segreuse.audit.audits import Audit
-from vllm_segreuse.audit.start import _most_tokens, _reference, start_audits
-from vllm_segreuse.audit_options import AuditOptions
-from vllm_segreuse.config import ConfigError
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.features.audit import start as module
+from vllm_segreuse.features.audit.audits import Audit
+from vllm_segreuse.features.audit.options import AuditOptions
+from vllm_segreuse.features.audit.start import _most_tokens, _reference, start_audits
+from vllm_segreuse.features.metrics import SegReuseStats
+from vllm_segreuse.options.server import ConfigError
 
 
 def config(engine: int = 0, drafts: Any = None, tokenizer: bool = True) -> Any:

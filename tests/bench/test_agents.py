@@ -220,7 +220,8 @@ def test_an_arm_says_what_its_requests_have() -> None:
     "arm", [*arms.ARMS.values(), *arms.ABLATIONS.values()], ids=lambda it: it.name
 )
 def test_every_arm_is_a_configuration(arm: arms.Arm) -> None:
-    from vllm_segreuse.config import SegReuseConfig, parse_request
+    from vllm_segreuse.config import SegReuseConfig
+    from vllm_segreuse.options.parsing import parse_request
 
     config = SegReuseConfig.from_options(arm.server_options)
     options = parse_request(arm.extra_args("s"), config).options

@@ -138,7 +138,8 @@ def test_training_rows_teach_only_what_can_be_known() -> None:
 
 
 def test_arms_are_what_a_request_may_ask_for() -> None:
-    from vllm_segreuse.config import SegReuseConfig, parse_request
+    from vllm_segreuse.config import SegReuseConfig
+    from vllm_segreuse.options.parsing import parse_request
 
     names = [arm.name for arm in quality.ARMS]
     assert len(set(names)) == len(names)

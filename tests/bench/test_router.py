@@ -18,7 +18,7 @@ import pytest
 
 from bench.harness import BenchError
 from bench.suites import router
-from vllm_segreuse.routing import HEADER, SESSION_HEADER, routing_headers
+from segreuse_tools.routing import HEADER, SESSION_HEADER, routing_headers
 
 needs_nginx = pytest.mark.skipif(shutil.which("nginx") is None, reason="there is no nginx")
 

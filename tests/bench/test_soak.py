@@ -10,7 +10,7 @@ import pytest
 
 from bench.harness import BenchError
 from bench.suites import soak
-from vllm_segreuse.config import FREEZE
+from vllm_segreuse.options.parsing import FREEZE
 from vllm_segreuse.plan import FreezeOrder
 
 LOAD = soak.Load(requests=240, warm_up=8, reset_every=20)
@@ -46,8 +46,9 @@ class Engine:
         )
         core = SimpleNamespace(
             scheduler=self.scheduler,
-            segreuse_frozen=self._state,
-            segreuse_unfreeze=self.let_go.extend,
+            segreuse_call=lambda name, *given: (
+                self._state() if name == "frozen" else self.let_go.extend(*given)
+            ),
         )
         self.engine_core = SimpleNamespace(engine_core=core)
         self.requests: dict[str, Any] = {}

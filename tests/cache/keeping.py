@@ -4,8 +4,8 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from vllm_segreuse.cache.frozen import EntryUse
-from vllm_segreuse.cache.kept import KeptEntries, Place
+from vllm_segreuse.features.knowledge.frozen import EntryUse
+from vllm_segreuse.features.knowledge.kept import KeptEntries, Place
 
 
 class Journal:

@@ -14,11 +14,11 @@ from tests.cache.test_planner import MAX_DEPTH, SIZE, World, new_only
 from vllm_segreuse.cache.contexts import NOTHING, UNKNOWN, compared, contexts_of, known_until
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
-from vllm_segreuse.cache.planner import least_work
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.compat.block_events import NamedBlocks
 from vllm_segreuse.plan import Halo, IntArray, Pieces, Recipe
+from vllm_segreuse.scheduling.planner import least_work
+from vllm_segreuse.scheduling.tracked import TrackedRequest
 
 NAMESPACE = 0
 

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_tools.estimate.other_options import computed_by
 from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
-from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
-from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Memo, Prompt
 from vllm_segreuse.compat.block_events import NamedBlocks
 from vllm_segreuse.config import RequestOptions
+from vllm_segreuse.features.conversations.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.plan import Pieces, ReusePlan
+from vllm_segreuse.scheduling.health import Health
 
 ONCE = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_once": 1}
 RATIO = {"segreuse_recompute_ratio": 0.25}
@@ -283,10 +284,7 @@ def test_what_is_computed_although_it_was_found_is_explained() -> None:
     world.run(request)
     assert in_context(world.plans[0]) == world.plans[0].num_reused == len(HISTORY)
     assert world.plans[0].left_out == len(other)
-    assert (
-        parts_of(world.side).methods.computed_by(world.plans[0], RequestOptions(policy="shift"))
-        is None
-    )
+    assert computed_by(world.side.parts, world.plans[0], RequestOptions(policy="shift")) is None
     first, found, *_ = world.report(request)["explain"]
     assert first["in_context"]
     assert found["reason"] == "not_worth_it"

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.cache.test_planner import BUDGET, SIZE, World, blocks_of
 from tests.policies.test_recipes import situation
 from vllm_segreuse.cache.exact import ResidentFinder, resident_matches
-from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.plan import BoolArray, IntArray, Recipe, Stock
 from vllm_segreuse.policies import exact
+from vllm_segreuse.scheduling.tracked import TrackedRequest
 
 RESIDENT = {0: 70, 1: 71, 3: 73, 4: 74, 6: 76}
 """Resident blocks of a prompt of nine and a half."""

@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.cache.fitting import kept_without
 from vllm_segreuse.plan import Pieces, Tier
+from vllm_segreuse.scheduling.fitting import kept_without
 
 FAR = 1000  # behind every piece
 

@@ -11,15 +11,15 @@ import pytest
 
 from tests.cache.keeping import FakeTier
 from tests.cache.test_frozen import TOTAL, Blocks
-from vllm_segreuse.cache.freezing import Freezing
-from vllm_segreuse.cache.frozen import EntryUse, FrozenPool
-from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import Decision, Report
-from vllm_segreuse.compression import Compression, Kept
+from vllm_segreuse.features.compressed.compression import Compression, Kept
+from vllm_segreuse.features.knowledge.freezing import Freezing
+from vllm_segreuse.features.knowledge.frozen import EntryUse, FrozenPool
 from vllm_segreuse.plan import FreezeOrder
+from vllm_segreuse.scheduling.health import Health
+from vllm_segreuse.scheduling.tracked import Decision, Report
 
 SIZE = 4
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.plan import FreezeOrder
 
 TOTAL = 20

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from vllm_segreuse.cache import images as module
 from vllm_segreuse.cache.finder import Finder
-from vllm_segreuse.cache.image_finder import ImageFinder
 from vllm_segreuse.cache.images import ImageIds, ImageKey, PromptImages
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.features.images.finder import ImageFinder
 from vllm_segreuse.plan import Image, Pieces
 
 FIRST = -(1 << 31)

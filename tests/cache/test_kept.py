@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.cache.keeping import Journal
-from vllm_segreuse.cache.kept import KeptEntries
+from vllm_segreuse.features.knowledge.kept import KeptEntries
 
 A, B, C = b"a", b"b", b"c"
 NOWHERE, HOST, DISK, BOTH = (False, False), (True, False), (False, True), (True, True)

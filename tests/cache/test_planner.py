@@ -11,17 +11,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_segreuse.cache import budget as budget_module
-from vllm_segreuse.cache.budget import StepBudget
-from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.forgotten import Forgotten
-from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.cache.prompt import Prompt, none_resident
-from vllm_segreuse.cache.tracked import Bypass, Method, Report, TrackedRequest, Use
 from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.plan import (
     BoolArray,
@@ -34,6 +28,12 @@ from vllm_segreuse.plan import (
     ReusePlan,
     fates_of,
 )
+from vllm_segreuse.scheduling import budget as budget_module
+from vllm_segreuse.scheduling.budget import StepBudget
+from vllm_segreuse.scheduling.donors import Donors
+from vllm_segreuse.scheduling.health import Health
+from vllm_segreuse.scheduling.planner import Planner
+from vllm_segreuse.scheduling.tracked import Bypass, Method, Report, TrackedRequest, Use
 
 SIZE = 4  # tokens per block
 BUDGET = 60  # tokens per step

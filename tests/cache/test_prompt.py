@@ -11,8 +11,8 @@ from vllm_segreuse.cache import prompt as prompt_module
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Memo, Prompt
 from vllm_segreuse.cache.rolling_hash import window_hashes
-from vllm_segreuse.cache.tracked import Decision, Method, Report, TrackedRequest
 from vllm_segreuse.plan import Pieces
+from vllm_segreuse.scheduling.tracked import Decision, Method, Report, TrackedRequest
 
 
 def prompt(number: int) -> Prompt:

@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_segreuse.cache import turns as module
-from vllm_segreuse.cache.turns import Turns
+from vllm_segreuse.features.conversations import turns as module
+from vllm_segreuse.features.conversations.turns import Turns
 
 
 def names(conversation: int, blocks: int) -> list[bytes]:

@@ -17,7 +17,7 @@ from segreuse_tools.commands import calibrate as cli
 from segreuse_tools.estimate import prompt_rendering, served_model
 from segreuse_tools.estimate.request_log import Logged
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.values import MAX_TOKENS
+from vllm_segreuse.options.values import MAX_TOKENS
 
 COUNT = 40
 LAYERS = 8
@@ -45,8 +45,8 @@ class Model:
             model_config=Of(get_vocab_size=lambda: 3), engine_core=Of(call_utility=self._call)
         )
 
-    def _call(self, method: str, options: dict[str, Any]) -> None:
-        assert method == "segreuse_set_similarity"
+    def _call(self, method: str, name: str, options: dict[str, Any]) -> None:
+        assert (method, name) == ("segreuse_call", "set_similarity")
         self.similarity = options
         self.searches.append(options)
 

@@ -15,8 +15,9 @@ from segreuse_tools.calibrate.bounds import share_at_least
 from segreuse_tools.calibrate.search import CANDIDATES, Options
 from segreuse_tools.calibrate.verdict_table import header
 from segreuse_tools.commands import calibrate as cli
-from vllm_segreuse.config import ConfigError, SegReuseConfig
-from vllm_segreuse.values import MAX_TOKENS
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.server import ConfigError
+from vllm_segreuse.options.values import MAX_TOKENS
 
 COUNT = 120
 

@@ -18,13 +18,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from tests.parts import parts_of
-from vllm_segreuse.cache.frozen import FrozenPart
-from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.kv_group import segment_group
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.engine.kv_group import segment_group
+from vllm_segreuse.features.in_scheduler import scheduler_side
+from vllm_segreuse.features.knowledge.frozen import FrozenPart
+from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.plan import FreezeOrder, Pieces, Recipe, ReusePlan
-from vllm_segreuse.scheduler import SchedulerSide
+from vllm_segreuse.scheduling.tracked import TrackedRequest
 
 SIZE, LIMIT = 4, 40
 """Tokens per block, and of the longest request."""
@@ -66,7 +66,7 @@ class Managed:
         )
         given = SegReuseConfig(**(segreuse or {}))
         group = segment_group(self.manager.kv_cache_config)
-        self.side = SchedulerSide(config, given, self.manager, SegReuseStats(), group)
+        self.side = scheduler_side(config, given, self.manager, SegReuseStats(), group)
         self.pool: Any = self.manager.block_pool
         self.index, self.health = parts_of(self.side).index, parts_of(self.side).health
         self.planner, self.donors = parts_of(self.side).planner, parts_of(self.side).donors

@@ -15,7 +15,7 @@ from tests.compat.managed import OPTIONS, SIZE, Managed, ids, plan_of
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.compat.block_events import BlockListener, PrefixState
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
-from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
+from vllm_segreuse.options.server import MAX_PROVENANCE_DEPTH
 from vllm_segreuse.plan import FreezeOrder
 
 DOCUMENT = [*range(100, 100 + 4 * SIZE)]

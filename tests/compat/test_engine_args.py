@@ -10,9 +10,11 @@ from vllm.config import KVTransferConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_segreuse
-from vllm_segreuse import launch, plugin, supported
+from vllm_segreuse import plugin
 from vllm_segreuse.compat import engine_args, envs
-from vllm_segreuse.config import ConfigError
+from vllm_segreuse.config import launch
+from vllm_segreuse.engine import supported
+from vllm_segreuse.options.server import ConfigError
 
 FLAGS = engine_args.Flags(launch.add_flags, launch.resolve_flags, plugin._configured)
 

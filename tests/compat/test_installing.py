@@ -11,7 +11,7 @@ import pytest
 
 from vllm_segreuse import plugin
 from vllm_segreuse.compat import engine_core, openai_streams
-from vllm_segreuse.version import UnsupportedVersionError
+from vllm_segreuse.engine.version import UnsupportedVersionError
 
 FLAGS = ["envs", "engine_args"]
 FRONT_END = {
@@ -83,7 +83,7 @@ def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
     engine_core.install()
     engine_core.install()
     calls: list[Any] = []
-    answers = {"audits": {"share": 0.5}, "frozen": {"blocks": 4}}
+    answers = {"audits": {"share": 0.5}}
 
     def call(name: str, *args: Any) -> Any:
         if name not in answers:
@@ -101,9 +101,8 @@ def test_api_servers_find_the_methods_under_the_names_that_they_call() -> None:
     assert ours.segreuse_set_enabled(core, True) is True
     assert ours.segreuse_set_enabled(core, False) is False
     assert ours.segreuse_status(core) == {"indexed_blocks": 3}
-    assert ours.segreuse_audits(core) == {"share": 0.5}
-    assert ours.segreuse_frozen(core) == {"blocks": 4}
-    assert ours.segreuse_unfreeze(core, ["a", "b"]) is None
+    assert ours.segreuse_call(core, "audits") == {"share": 0.5}
+    assert ours.segreuse_call(core, "unfreeze", ["a", "b"]) is None
     assert calls == [("set_enabled", True), ("set_enabled", False), ("unfreeze", ["a", "b"])]
 
 

@@ -13,8 +13,9 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import kv_connector
 
-from vllm_segreuse import memory, plugin
+from vllm_segreuse import plugin
 from vllm_segreuse.compat import model_runner
+from vllm_segreuse.config import memory
 
 GPU = SimpleNamespace(type="cuda")
 

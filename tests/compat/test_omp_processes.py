@@ -12,7 +12,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.compat import omp_processes
-from vllm_segreuse.launch import names_connector
+from vllm_segreuse.config.launch import names_connector
 
 NIXL = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
 

@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.params import TokenizeParams
 
 from vllm_segreuse.compat.renderer import DocumentCallbacks, _tokenize_singleton_prompt_async
-from vllm_segreuse.knowledge.naming import NamedDocument, cut, named
+from vllm_segreuse.features.knowledge.naming import NamedDocument, cut, named
 from vllm_segreuse.serve.requests import PromptError, check_named
 
 DOCUMENTS = DocumentCallbacks(named.get, cut, check_named)

@@ -12,7 +12,8 @@ import vllm.entrypoints.launchers.run_batch as vllms
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from vllm_segreuse.compat.run_batch import Lines, install_in
-from vllm_segreuse.config import SegReuseConfig, parse_request
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.parsing import parse_request
 from vllm_segreuse.serve.batch_files import check_line, read_line
 
 LINES = Lines(read_line, check_line)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_segreuse.audit.recorder import Sampled
 from vllm_segreuse.compat import sampler
+from vllm_segreuse.features.audit.recorder import Sampled
 
 
 class Recorder:

@@ -8,7 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from vllm_segreuse.config import POLICIES, RequestOptions
+from vllm_segreuse.config import RequestOptions
+from vllm_segreuse.policies import POLICIES
 
 MOST_TOKENS = 4
 """What an answer may take, where the body says so."""

@@ -26,7 +26,6 @@ from bench import harness
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, submit
 from tests.e2e.test_equality import assert_same
-from tests.parts import parts_of
 
 NUM_BLOCKS = 31  # one of them is vLLM's null block
 SPREAD_TOKENS = 40
@@ -139,7 +138,7 @@ def _test_similar(running: Engine, bound: float | None) -> None:
     """From here on; as with these options of the server."""
     halo_tokens = 0 if bound is None else HALO_TOKENS
     side = running.scheduler.connector.scheduler_side
-    parts_of(side).methods.set_similarity({"halo_tokens": halo_tokens, "max_boundary_drift": bound})
+    side.call("set_similarity", {"halo_tokens": halo_tokens, "max_boundary_drift": bound})
 
 
 def _approximate(

@@ -10,9 +10,9 @@ from bench.quality.condensed import AnchorReference
 from tests.e2e.engine import Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import layout_of, make_isolated, prompt_of
 from tests.parts import parts_of
-from vllm_segreuse.knowledge.naming import NamedDocument
-from vllm_segreuse.knowledge.offline import KnowledgeBase
+from vllm_segreuse.features.knowledge.naming import NamedDocument
 from vllm_segreuse.prefill import executor
+from vllm_segreuse.serve.offline import KnowledgeBase
 
 pytestmark = pytest.mark.e2e
 

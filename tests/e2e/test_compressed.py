@@ -9,11 +9,11 @@ import pytest
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
 from tests.parts import parts_of
-from vllm_segreuse.knowledge.engine import answer_of, own_parameters
-from vllm_segreuse.knowledge.naming import NamedDocument
-from vllm_segreuse.knowledge.offline import KnowledgeBase, OfflineEngine
-from vllm_segreuse.knowledge.schemas import NewDocument
+from vllm_segreuse.features.knowledge.engine import answer_of, own_parameters
+from vllm_segreuse.features.knowledge.naming import NamedDocument
+from vllm_segreuse.features.knowledge.schemas import NewDocument
 from vllm_segreuse.prefill import executor
+from vllm_segreuse.serve.offline import KnowledgeBase, OfflineEngine
 
 pytestmark = pytest.mark.e2e
 

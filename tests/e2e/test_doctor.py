@@ -9,7 +9,7 @@ import torch
 
 from bench.shapes import REFUSED
 from tests.e2e.engine import diagnosed, engine
-from vllm_segreuse import worker
+from vllm_segreuse.prefill import worker
 from vllm_segreuse.prefill.checks import Runtime, prove
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.test_equality import assert_same, check_everything
-from vllm_segreuse.knowledge.offline import KnowledgeBase
+from vllm_segreuse.serve.offline import KnowledgeBase
 
 pytestmark = pytest.mark.needs("fp8_cache")
 

@@ -11,8 +11,8 @@ from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Answer, Engine, Prompts, en
 from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
 from tests.parts import parts_of
 from vllm_segreuse.cache.links import MAX_VIEWS
-from vllm_segreuse.knowledge.offline import KnowledgeBase
 from vllm_segreuse.prefill import executor
+from vllm_segreuse.serve.offline import KnowledgeBase
 
 BOUND = {"float32": 0.002, "bfloat16": BF16_NOISE}
 

@@ -12,8 +12,8 @@ import pytest
 from bench.shapes import make_model
 from segreuse_tools.knowledge.client import ClientError, KnowledgeClient
 from tests.e2e.server import Server
-from vllm_segreuse.knowledge.schemas import Document, NewDocument, Stats
-from vllm_segreuse.knowledge.warming import AT_ONCE
+from vllm_segreuse.features.knowledge.schemas import Document, NewDocument, Stats
+from vllm_segreuse.features.knowledge.warming import AT_ONCE
 
 pytestmark = pytest.mark.e2e
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.engine import NAMESPACE, Engine, engine
 from tests.e2e.test_equality import assert_same, prompts_for
-from vllm_segreuse.config import POLICIES
+from vllm_segreuse.policies import POLICIES
 
 pytestmark = pytest.mark.e2e
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Engine, Prompts, engine
 from tests.parts import parts_of
-from vllm_segreuse.knowledge import offline
-from vllm_segreuse.knowledge.offline import KnowledgeBase
+from vllm_segreuse.serve import offline
+from vllm_segreuse.serve.offline import KnowledgeBase
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,7 @@ from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, engine
 from tests.e2e.test_equality import assert_same
 from tests.parts import parts_of
 from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
-from vllm_segreuse.config import SimilarityOptions
+from vllm_segreuse.features.similar.options import SimilarityOptions
 from vllm_segreuse.model.kv_format import typed_pages
 
 pytestmark = pytest.mark.e2e
@@ -115,9 +115,8 @@ def accepting(
     """As with these options of the server."""
     side = reusing.scheduler.connector.scheduler_side
     options = SimilarityOptions(halo_tokens=halo_tokens, max_boundary_drift=bound)
-    patch.setattr(
-        parts_of(side).methods, "by_similarity", parts_of(side).methods.by_similarity.under(options)
-    )
+    similar = parts_of(side).feature["similar"]
+    patch.setattr(similar, "similar", similar.similar.under(options))
 
 
 FEW = {"segreuse_recompute_ratio": 0.05, "segreuse_overflow_tokens": 0}

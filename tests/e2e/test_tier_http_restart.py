@@ -16,7 +16,7 @@ from segreuse_tools.commands import kb
 from segreuse_tools.knowledge import TOKEN_ENV, URL_ENV
 from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.e2e.server import ADMIN_TOKEN, Server
-from vllm_segreuse.knowledge.schemas import Document, NewDocument
+from vllm_segreuse.features.knowledge.schemas import Document, NewDocument
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from segreuse_tools.commands import explain as cli
 from segreuse_tools.explain import stretch_table
-from vllm_segreuse.explain import words
-from vllm_segreuse.explain.asking import (
+from vllm_segreuse.features.viewer import words
+from vllm_segreuse.features.viewer.asking import (
     EXCERPT_TOKENS,
     ExplainError,
     RequestBodyError,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from segreuse_tools.explain import page, stretch_table
 from tests.explain.reports import EXPLANATION, NASTY, REPORT, STRETCHES, TEXTS
-from vllm_segreuse.explain.strip import LEAST_WIDTH, WIDTH, strip
+from vllm_segreuse.features.viewer.strip import LEAST_WIDTH, WIDTH, strip
 
 
 def test_bars_are_side_by_side_and_none_is_too_narrow_to_be_seen() -> None:

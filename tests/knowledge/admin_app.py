@@ -9,14 +9,14 @@ from typing import Any
 from fastapi import FastAPI
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.audit.audits import Audits
-from vllm_segreuse.audit_options import AuditOptions
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.database import IN_MEMORY
-from vllm_segreuse.knowledge.schemas import PREFIX
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import Store
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.features.audit.audits import Audits
+from vllm_segreuse.features.audit.options import AuditOptions
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.database import IN_MEMORY
+from vllm_segreuse.features.knowledge.schemas import PREFIX
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import Store
+from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.serve.admin import Below, make_app
 
 TOKEN = "admin"
@@ -29,7 +29,7 @@ class SwitchableEngine:
         self.engine_core = self
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        if method == "segreuse_audits":
+        if (method, *args) == ("segreuse_call", "audits"):
             return Audits(AuditOptions(), SegReuseStats(), _none, _none, _none, _none).status()
         return args[0] if args else {"enabled": True, "indexed_blocks": 0}
 

@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from vllm_segreuse.cache.freezing import Freezing
-from vllm_segreuse.cache.frozen import FrozenPart, FrozenPool
-from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.kept import KeepingTier
 from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.config import COPY, EXTRA_KEYS, FREEZE, SCORE
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.database import IN_MEMORY
-from vllm_segreuse.knowledge.engine import Answer
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.database import IN_MEMORY
+from vllm_segreuse.features.knowledge.engine import Answer
+from vllm_segreuse.features.knowledge.freezing import Freezing
+from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.features.knowledge.kept import KeepingTier
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import Store
+from vllm_segreuse.options.parsing import COPY, EXTRA_KEYS, FREEZE, SCORE
 from vllm_segreuse.plan import CopyOrder, FreezeOrder, ScoreOrder
+from vllm_segreuse.scheduling.health import Health
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 100

@@ -30,7 +30,7 @@ from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.e2e.server import Server
 from tests.knowledge.admin_app import TOKEN, send_case
 from tests.knowledge.served import served
-from vllm_segreuse.knowledge.schemas import PREFIX
+from vllm_segreuse.features.knowledge.schemas import PREFIX
 
 NO_ROOM = 507
 

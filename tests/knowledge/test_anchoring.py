@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.cache.frozen import FrozenPart
-from vllm_segreuse.config import ANCHORS, EXTRA_KEYS, FREEZE
-from vllm_segreuse.documents.anchors import AnchorNames, Anchors
-from vllm_segreuse.documents.layout import Layout, Names
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.database import IN_MEMORY
-from vllm_segreuse.knowledge.engine import Answer
-from vllm_segreuse.knowledge.errors import ConflictError, InvalidError, NoRoomError
-from vllm_segreuse.knowledge.isolated import IsolatedDocuments
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.database import IN_MEMORY
+from vllm_segreuse.features.knowledge.engine import Answer
+from vllm_segreuse.features.knowledge.errors import ConflictError, InvalidError, NoRoomError
+from vllm_segreuse.features.knowledge.frozen import FrozenPart
+from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
+from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import Store
+from vllm_segreuse.features.trained.documents.anchors import AnchorNames, Anchors
+from vllm_segreuse.features.trained.documents.layout import Layout, Names
+from vllm_segreuse.options.parsing import ANCHORS, EXTRA_KEYS, FREEZE
 from vllm_segreuse.plan import AnchorOrder, FreezeOrder
 
 OF_CHUNK = Anchors(4, (905, 906))

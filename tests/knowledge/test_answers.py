@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_segreuse.knowledge.answers import Answers
-from vllm_segreuse.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.errors import NotFoundError
-from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord
+from vllm_segreuse.features.knowledge.answers import Answers
+from vllm_segreuse.features.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.errors import NotFoundError
+from vllm_segreuse.features.knowledge.store import BaseRecord, DocumentRecord
 
 SHAPE = Shape(block_size=4, max_prompt_tokens=63, chunk_tokens=20)
 CONTEXT = np.array([1], np.int32)

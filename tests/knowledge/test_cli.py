@@ -20,7 +20,7 @@ from segreuse_tools.commands import kb
 from segreuse_tools.knowledge import TOKEN_ENV, URL_ENV, actions, extract, status_tables
 from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.knowledge.schemas import NewDocument
+from vllm_segreuse.features.knowledge.schemas import NewDocument
 
 
 class Result(NamedTuple):

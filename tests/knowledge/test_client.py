@@ -16,7 +16,7 @@ from segreuse_tools.knowledge.client import (
     batches,
 )
 from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.knowledge.schemas import DocumentCounts, NewDocument
+from vllm_segreuse.features.knowledge.schemas import DocumentCounts, NewDocument
 
 ODD_IDS = ["a/b.md", "50%", "ü ß?x=1&y#7", "a%2Fb", "+", "a;b"]
 

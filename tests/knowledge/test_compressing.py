@@ -20,19 +20,19 @@ from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.config import COPY, SCORE
-from vllm_segreuse.knowledge.chunks import Shape, lengths_of, num_blocks, shape_for
-from vllm_segreuse.knowledge.compressing import joined, work_for
-from vllm_segreuse.knowledge.compression import CompressionSettings
-from vllm_segreuse.knowledge.errors import (
+from vllm_segreuse.features.knowledge.chunks import Shape, lengths_of, num_blocks, shape_for
+from vllm_segreuse.features.knowledge.compressing import joined, work_for
+from vllm_segreuse.features.knowledge.compression import CompressionSettings
+from vllm_segreuse.features.knowledge.errors import (
     ConflictError,
     InvalidError,
     KnowledgeError,
     NoRoomError,
     NotFoundError,
 )
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
-from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.options.parsing import COPY, SCORE
 from vllm_segreuse.plan import CopyOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)

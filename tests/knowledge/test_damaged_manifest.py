@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.knowledge import rows
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.database import IN_MEMORY
-from vllm_segreuse.knowledge.errors import ManifestError
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.features.knowledge import rows
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.database import IN_MEMORY
+from vllm_segreuse.features.knowledge.errors import ManifestError
+from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import Store
 from vllm_segreuse.plan import FreezeOrder
 from vllm_segreuse.serve.admin import make_app
 

@@ -12,8 +12,8 @@ import pytest
 from segreuse_tools.knowledge.extract import Extractor, find_sources
 from tests.knowledge.fake_engine import FakeEngine
 from tests.knowledge.test_service import FULL, Refusing, documents, serving, until
-from vllm_segreuse.knowledge.errors import UnavailableError
-from vllm_segreuse.knowledge.schemas import CreateBase
+from vllm_segreuse.features.knowledge.errors import UnavailableError
+from vllm_segreuse.features.knowledge.schemas import CreateBase
 
 SECRET = "the password is swordfish"
 

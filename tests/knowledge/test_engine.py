@@ -10,8 +10,7 @@ import tokenizers
 from transformers import TokenizersBackend
 from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
-from vllm_segreuse.config import EXTRA_KEYS, FREEZE
-from vllm_segreuse.knowledge.engine import (
+from vllm_segreuse.features.knowledge.engine import (
     NotFrozenError,
     ServedEngine,
     Tokenizer,
@@ -20,10 +19,11 @@ from vllm_segreuse.knowledge.engine import (
     unshared,
     was_frozen,
 )
-from vllm_segreuse.knowledge.errors import UnavailableError
-from vllm_segreuse.knowledge.offline import OfflineEngine
-from vllm_segreuse.knowledge.origin import Origin, origin
+from vllm_segreuse.features.knowledge.errors import UnavailableError
+from vllm_segreuse.features.knowledge.origin import Origin, origin
+from vllm_segreuse.options.parsing import EXTRA_KEYS, FREEZE
 from vllm_segreuse.plan import FreezeOrder
+from vllm_segreuse.serve.offline import OfflineEngine
 
 ORDER = FreezeOrder("entry", 1, 3, 5)
 
@@ -181,7 +181,7 @@ def test_a_server_asks_the_scheduler_and_leaves_its_own_requests_out() -> None:
     assert [engine.num_others(own) for own in (0, 2, 4)] == [3, 1, 0]
     assert asyncio.run(engine.frozen()) == {"warm": {}}
     asyncio.run(engine.unfreeze(["a"]))
-    assert client.asked == [("segreuse_frozen",), ("segreuse_unfreeze", ["a"])]
+    assert client.asked == [("segreuse_call", "frozen"), ("segreuse_call", "unfreeze", ["a"])]
 
 
 def test_a_server_without_a_tokenizer_has_none() -> None:
@@ -196,8 +196,9 @@ class Offline:
     def __init__(self, own_process: bool) -> None:
         self.calls: list[Any] = []
         inner = Of(
-            segreuse_frozen=lambda: {"limit": 4},
-            segreuse_unfreeze=lambda entries: self.calls.append(entries),
+            segreuse_call=lambda name, *given: (
+                {"limit": 4} if name == "frozen" else self.calls.append(*given)
+            ),
         )
         core: Any = Of(engine_core=inner)
         if own_process:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.documents.layout import Layout, Names, padded
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.errors import InvalidError
-from vllm_segreuse.knowledge.isolated import IsolatedDocuments
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.errors import InvalidError
+from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
+from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import Store
+from vllm_segreuse.features.trained.documents.layout import Layout, Names, padded
 from vllm_segreuse.plan import FreezeOrder
 
 NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>")

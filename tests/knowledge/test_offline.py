@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.knowledge import offline, siblings
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.database import IN_MEMORY
-from vllm_segreuse.knowledge.errors import ConflictError, NoRoomError
-from vllm_segreuse.knowledge.offline import KnowledgeBase
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import Store
+from vllm_segreuse.features.knowledge import siblings
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.database import IN_MEMORY
+from vllm_segreuse.features.knowledge.errors import ConflictError, NoRoomError
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import Store
+from vllm_segreuse.serve import offline
+from vllm_segreuse.serve.offline import KnowledgeBase
 
 
 class LLM:

@@ -13,12 +13,12 @@ from tests.cache.keeping import FakeTier
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, NUM_BLOCKS, FakeEngine
 from tests.knowledge.test_service import documents, until
-from vllm_segreuse.config import EXTRA_KEYS, FREEZE
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.errors import NoRoomError, UnavailableError
-from vllm_segreuse.knowledge.parallel import ParallelEngines, merged
-from vllm_segreuse.knowledge.schemas import CreateBase, WarmDocuments
-from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.errors import NoRoomError, UnavailableError
+from vllm_segreuse.features.knowledge.parallel import ParallelEngines, merged
+from vllm_segreuse.features.knowledge.schemas import CreateBase, WarmDocuments
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.options.parsing import EXTRA_KEYS, FREEZE
 from vllm_segreuse.plan import FreezeOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)

@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_segreuse.knowledge import schemas
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, NewDocument, WarmDocuments
+from vllm_segreuse.features.knowledge import schemas
+from vllm_segreuse.features.knowledge.schemas import (
+    AddDocuments,
+    CreateBase,
+    NewDocument,
+    WarmDocuments,
+)
 
 LARGEST = "x" * (schemas.MAX_METADATA_BYTES - len('{"k": ""}'))
 

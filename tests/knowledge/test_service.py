@@ -13,12 +13,12 @@ import pytest
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.knowledge import service as service_module
-from vllm_segreuse.knowledge import store
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.compressing import Work
-from vllm_segreuse.knowledge.engine import NotFrozenError
-from vllm_segreuse.knowledge.errors import (
+from vllm_segreuse.features.knowledge import service as service_module
+from vllm_segreuse.features.knowledge import store
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.compressing import Work
+from vllm_segreuse.features.knowledge.engine import NotFrozenError
+from vllm_segreuse.features.knowledge.errors import (
     ConflictError,
     InvalidError,
     KnowledgeError,
@@ -26,10 +26,10 @@ from vllm_segreuse.knowledge.errors import (
     NotFoundError,
     UnavailableError,
 )
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import Store
-from vllm_segreuse.knowledge.warming import Urgency, Warming
+from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import Store
+from vllm_segreuse.features.knowledge.warming import Urgency, Warming
 from vllm_segreuse.plan import FreezeOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from segreuse_tools.knowledge import status_tables
-from vllm_segreuse.knowledge.schemas import (
+from vllm_segreuse.features.knowledge.schemas import (
     BlockCounts,
     Document,
     DocumentCounts,

@@ -15,14 +15,14 @@ import pytest
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.knowledge import siblings, warming
-from vllm_segreuse.knowledge.catalogue import CatalogueDocument
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.errors import ConflictError, NoRoomError, UnavailableError
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, Document
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.siblings import BaseContexts, lead_documents
-from vllm_segreuse.knowledge.store import DocumentRecord
+from vllm_segreuse.features.knowledge import siblings, warming
+from vllm_segreuse.features.knowledge.catalogue import CatalogueDocument
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.errors import ConflictError, NoRoomError, UnavailableError
+from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, Document
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.siblings import BaseContexts, lead_documents
+from vllm_segreuse.features.knowledge.store import DocumentRecord
 from vllm_segreuse.plan import FreezeOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=255, chunk_tokens=40)

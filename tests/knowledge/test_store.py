@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_segreuse.knowledge.errors import ManifestError
-from vllm_segreuse.knowledge.store import BaseRecord, DocumentRecord, Store, entry_name
+from vllm_segreuse.features.knowledge.errors import ManifestError
+from vllm_segreuse.features.knowledge.store import BaseRecord, DocumentRecord, Store, entry_name
 
 CONTEXT, TOKENS = np.array([1], np.int32), np.arange(50, dtype=np.int32)
 

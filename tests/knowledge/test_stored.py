@@ -18,13 +18,13 @@ from tests.cache.keeping import FakeTier
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.knowledge.test_service import documents, statuses
-from vllm_segreuse.knowledge import siblings
-from vllm_segreuse.knowledge.chunks import Shape
-from vllm_segreuse.knowledge.database import IN_MEMORY
-from vllm_segreuse.knowledge.errors import NoRoomError
-from vllm_segreuse.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
-from vllm_segreuse.knowledge.service import KnowledgeService
-from vllm_segreuse.knowledge.store import Store, entry_name
+from vllm_segreuse.features.knowledge import siblings
+from vllm_segreuse.features.knowledge.chunks import Shape
+from vllm_segreuse.features.knowledge.database import IN_MEMORY
+from vllm_segreuse.features.knowledge.errors import NoRoomError
+from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import Store, entry_name
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 A, B, C = [*range(10, 25)], [*range(30, 75)], [*range(80, 90)]

@@ -9,6 +9,7 @@ import torch
 from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
 
+from vllm_segreuse.engine.supported import KV_CACHE_DTYPES
 from vllm_segreuse.model.kv_format import (
     KvScales,
     check_format,
@@ -17,7 +18,6 @@ from vllm_segreuse.model.kv_format import (
     typed_pages,
 )
 from vllm_segreuse.model.layers import UnsupportedModelError
-from vllm_segreuse.supported import KV_CACHE_DTYPES
 
 FP8 = {
     "fp8": torch.float8_e4m3fn,

@@ -83,9 +83,9 @@ def test_a_draw_can_be_repeated_and_changes_files_that_are_there() -> None:
 
 
 def test_a_draw_stays_within_what_is_asked_for() -> None:
-    within = ["vllm_segreuse/plan", "vllm_segreuse/scheduler.py"]
+    within = ["vllm_segreuse/plan", "vllm_segreuse/scheduling/scheduler.py"]
     files = {mutant.file for mutant in sampled.sample(60, 4, REPOSITORY, within)}
-    assert "vllm_segreuse/scheduler.py" in files
+    assert "vllm_segreuse/scheduling/scheduler.py" in files
     assert {str(Path(file).parent) for file in files} == {"vllm_segreuse", "vllm_segreuse/plan"}
     assert not sampled.sample(60, 4, REPOSITORY, ["tests"])
 

@@ -17,7 +17,8 @@ import torch
 from tests.prefill.loaded import loaded
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse import config, policies
-from vllm_segreuse.config import ConfigError, SegReuseConfig
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.plan import ModelLayers, Program, Recipe, ReusePlan, Segments
 from vllm_segreuse.policies import Situation
 from vllm_segreuse.prefill import checks, programs

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.prefill import checks
-from vllm_segreuse.supported import RefusedError
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 20
 LAYERS, HEADS, HEAD_SIZE, POSITIONS = 3, 2, 32, 512

@@ -21,7 +21,7 @@ from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import IntArray, Pieces, Recipe, ReusePlan, Tier
 from vllm_segreuse.prefill import align as align_module
 from vllm_segreuse.prefill.align import Aligner, token_copies
-from vllm_segreuse.tier.mover import LoadedRows
+from vllm_segreuse.prefill.mover import LoadedRows
 
 NUM_BLOCKS = 12
 NUM_LAYERS = 3

@@ -26,6 +26,7 @@ from tests.prefill.loaded import (
 )
 from vllm_segreuse import config
 from vllm_segreuse.compat.attention_impl import replaced_forward
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.kernels import cpu
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 from vllm_segreuse.model import rope
@@ -52,7 +53,6 @@ from vllm_segreuse.prefill.proofs import passes
 from vllm_segreuse.prefill.proofs.causal import check_attention
 from vllm_segreuse.prefill.proofs.rotations import prove_rotation, prove_value
 from vllm_segreuse.prefill.states import BoundaryStates
-from vllm_segreuse.supported import RefusedError
 
 BFLOAT16 = pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
 FP8 = [

@@ -11,9 +11,9 @@ import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from tests.prefill.loaded import Loaded, loaded
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.prefill import checks
 from vllm_segreuse.prefill.tokens import TokenTable
-from vllm_segreuse.supported import RefusedError
 
 Patch = pytest.MonkeyPatch
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No pass holds more than is reserved for it (`memory.py`) beside the activations of one chunk,
-however many tokens are new."""
+"""No pass holds more than is reserved for it (`config/memory.py`) beside the activations of one
+chunk, however many tokens are new."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from tests.prefill import loaded as small
-from vllm_segreuse import memory
+from vllm_segreuse.config import memory
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan, Segments
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.prefill.waves import finish

@@ -16,8 +16,8 @@ from vllm_segreuse.plan import IntArray, Pieces, PlanOutcome, Recipe, Restoratio
 from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.align import block_copies
 from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.mover import LoadedRows
 from vllm_segreuse.prefill.waves import finish
-from vllm_segreuse.tier.mover import LoadedRows
 
 SOURCES = (80, 82)
 """What the first two blocks of a plan are restored from."""

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from tests.knowledge.admin_app import TOKEN, admin_app
 from tests.serve.vllm_app import BESIDE, GENERATE, INVOCATIONS, make_app
-from vllm_segreuse.knowledge.schemas import PREFIX
+from vllm_segreuse.features.knowledge.schemas import PREFIX
 
 DEEP = 200_000
 NOT_JSON: dict[str, bytes] = {

@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests.knowledge.admin_app import TOKEN, admin_app
 from tests.knowledge.fuzz import fuzz, served_by
-from vllm_segreuse.knowledge.schemas import PREFIX
+from vllm_segreuse.features.knowledge.schemas import PREFIX
 
 BASES = f"{PREFIX}/knowledge-bases"
 ADMIN = {"Authorization": f"Bearer {TOKEN}"}

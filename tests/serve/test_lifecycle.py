@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.knowledge import origin
+from vllm_segreuse.features.knowledge import origin
 from vllm_segreuse.serve import lifecycle
 
 RIGHTS = {"0" * 64: ("handbook",)}

@@ -13,9 +13,15 @@ from vllm import SamplingParams
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
 from tests.serve.vllm_app import MESSAGES, make_app
-from vllm_segreuse.config import RequestError
-from vllm_segreuse.knowledge.errors import ConflictError, NotFoundError
-from vllm_segreuse.knowledge.naming import NamedDocument, PlaceError, check_places, cut, named
+from vllm_segreuse.features.knowledge.errors import ConflictError, NotFoundError
+from vllm_segreuse.features.knowledge.naming import (
+    NamedDocument,
+    PlaceError,
+    check_places,
+    cut,
+    named,
+)
+from vllm_segreuse.options.parsing import RequestError
 from vllm_segreuse.serve.named import name_documents
 from vllm_segreuse.serve.requests import BadOptionError, check_extra_args
 

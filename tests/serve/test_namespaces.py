@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 from vllm.exceptions import VLLMValidationError
 
 from tests.serve.vllm_app import BESIDE, GENERATE, KINDS, make_app
-from vllm_segreuse.config import bind_extra_keys
-from vllm_segreuse.knowledge.origin import Origin, origin, own_requests, serving_clients
+from vllm_segreuse.features.knowledge.origin import Origin, origin, own_requests, serving_clients
+from vllm_segreuse.options.parsing import bind_extra_keys
 from vllm_segreuse.serve.requests import check_extra_args
 
 RIGHTS = {

@@ -20,10 +20,10 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from tests.serve.test_documents import NAMES
 from tests.serve.test_named import Service
 from tests.viewer.served import TOKEN, UI, viewer_app
-from vllm_segreuse.knowledge.schemas import PREFIX
-from vllm_segreuse.serve.bodies import too_deep
+from vllm_segreuse.features.bodies import too_deep
+from vllm_segreuse.features.knowledge.schemas import PREFIX
+from vllm_segreuse.features.viewer.sessions import COOKIE
 from vllm_segreuse.serve.requests import ENDPOINTS, admit
-from vllm_segreuse.viewer.sessions import COOKIE
 
 DIGITS = "9" * 5000
 NESTED = "[" * 100_000

@@ -11,11 +11,11 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from segreuse_tools.knowledge.client import TOKEN_ENV
+from segreuse_tools.routing import HEADER
 from segreuse_tools.server_arguments import server_parser
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.launch import check_config, names_connector, resolve_flags
+from vllm_segreuse.config.launch import check_config, names_connector, resolve_flags
 from vllm_segreuse.plugin import register
-from vllm_segreuse.routing import HEADER
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 

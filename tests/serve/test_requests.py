@@ -22,7 +22,9 @@ from vllm.exceptions import VLLMValidationError
 from tests.serve.vllm_app import ANTHROPIC, GENERATE, KINDS, MESSAGES, make_app
 from vllm_segreuse.compat import openai_protocols
 from vllm_segreuse.compat.api_server import _register_api_routers
-from vllm_segreuse.config import SegReuseConfig, parse_request
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.parsing import parse_request
+from vllm_segreuse.options.values import short_repr
 from vllm_segreuse.serve.application import registered
 from vllm_segreuse.serve.requests import (
     ENDPOINTS,
@@ -31,7 +33,6 @@ from vllm_segreuse.serve.requests import (
     check_extra_args,
     refuse_unread,
 )
-from vllm_segreuse.values import short_repr
 
 endpoints = pytest.mark.parametrize("endpoint", KINDS)
 

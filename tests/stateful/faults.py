@@ -57,9 +57,9 @@ class Faults:
         self._wrap(side.parts.accounts, "_count", "count")
         self._wrap(side.parts.accounts, "carried_out", "count", before=False)
         self._wrap(parts_of(side).namespaces, "release", "release", before=False)
-        if parts_of(side).methods.by_similarity is not None:
-            self._wrap(parts_of(side).methods.by_similarity.store, "slots", "search")
-            self._wrap(parts_of(side).methods.by_similarity.store, "inserted", "listed")
+        if parts_of(side).feature["similar"].similar is not None:
+            self._wrap(parts_of(side).feature["similar"].similar.store, "slots", "search")
+            self._wrap(parts_of(side).feature["similar"].similar.store, "inserted", "listed")
         if parts_of(side).tier is not None:
             self._wrap(parts_of(side).tier._catalogue, "see", "see", before=False)
             self._wrap(parts_of(side).tier._manager, "prepare_store", "store", before=False)

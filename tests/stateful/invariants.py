@@ -193,7 +193,7 @@ def _check_rows(world: World) -> None:
 
 def _check_windows(world: World) -> None:
     """Windows of similar text end in blocks that donate."""
-    finder = parts_of(world.side).methods.by_similarity
+    finder = parts_of(world.side).feature["similar"].similar
     if finder is None or parts_of(world.side).health.broken:
         return
     kept = finder.store.windows

@@ -27,8 +27,9 @@ from tests.stateful.world import (
     Setup,
     World,
 )
-from vllm_segreuse.config import POLICIES, Switch
+from vllm_segreuse.options.server import Switch
 from vllm_segreuse.plan import FreezeOrder
+from vllm_segreuse.policies import POLICIES
 
 totals: Counter[str] = Counter()
 """What all machines of this process did, for the summary of long runs."""

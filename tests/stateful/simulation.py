@@ -22,7 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from tests.stateful.faults import OTHERS, SITES, Faults
 from tests.stateful.world import DENSE_LAYERS, DOCUMENTS, MAX_DRIFTS, RATIOS, Ask, Setup, World
-from vllm_segreuse.config import POLICIES
+from vllm_segreuse.policies import POLICIES
 
 REQUESTS = 300
 """Requests of one run."""

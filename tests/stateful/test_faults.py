@@ -19,25 +19,25 @@ import pytest
 from tests.stateful import test_world
 from tests.stateful.simulation import simulate
 from tests.stateful.world import DOCUMENTS, SIZE, Ask, Setup, World
-from vllm_segreuse import arrival
-from vllm_segreuse.accounts import Accounts
 from vllm_segreuse.cache import finder
-from vllm_segreuse.cache.budget import StepBudget
-from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.cache.freezing import Freezing
-from vllm_segreuse.cache.frozen import FrozenPool
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
-from vllm_segreuse.cache.planner import Planner
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.tracked import TO_THE_END, TrackedRequest, Use
 from vllm_segreuse.compat import scheduler as compat_scheduler
 from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
-from vllm_segreuse.features.frozen import scheduler as frozen_documents
+from vllm_segreuse.features.knowledge import scheduler as frozen_documents
+from vllm_segreuse.features.knowledge.freezing import Freezing
+from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.plan import FreezeOrder, ReusePlan
-from vllm_segreuse.scheduler import SchedulerSide, Step
+from vllm_segreuse.scheduling import arrival
+from vllm_segreuse.scheduling.budget import StepBudget
+from vllm_segreuse.scheduling.donors import Donors
+from vllm_segreuse.scheduling.planner import Planner
+from vllm_segreuse.scheduling.reporting import Accounts
+from vllm_segreuse.scheduling.scheduler import SchedulerSide, Step
+from vllm_segreuse.scheduling.tracked import TO_THE_END, TrackedRequest, Use
 
 Patch = pytest.MonkeyPatch
 

@@ -9,7 +9,7 @@ import pytest
 from tests.stateful import simulation
 from tests.stateful.faults import OTHERS, SITES
 from tests.stateful.simulation import SimulationError, simulate
-from vllm_segreuse.config import POLICIES
+from vllm_segreuse.policies import POLICIES
 
 
 def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:

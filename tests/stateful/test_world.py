@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 from tests.stateful import isolated
 from tests.stateful.world import DOCUMENTS, Ask, Setup, World
-from vllm_segreuse.cold_documents import ATTEMPTS
+from vllm_segreuse.features.trained.cold_documents import ATTEMPTS
 from vllm_segreuse.plan import FreezeOrder
 
 

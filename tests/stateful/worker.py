@@ -23,9 +23,9 @@ from vllm.v1.request import Request
 from segreuse_tools.estimate.modelless_engine import step_output
 from tests.stateful import compressing, isolated
 from tests.stateful.rows import Rows
-from vllm_segreuse.audit.recorder import Recorder
 from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.connector import SegReuseWorkerMetadata
+from vllm_segreuse.features.audit.recorder import Recorder
 from vllm_segreuse.plan import (
     AcceptanceOutcome,
     AuditDone,
@@ -160,7 +160,7 @@ class Worker:
         identities: identity and sampling seed of each request, by id.
         live: vLLM's requests, by id; read where a real worker need not know a request's tokens.
         num_rows: of the second tier.
-        isolates: whether documents are computed alone (`isolated.py`).
+        isolates: whether documents are computed alone (`features/trained/requests.py`).
     """
 
     def __init__(

@@ -39,8 +39,9 @@ from tests.stateful.sessions import Sessions
 from tests.stateful.worker import LARGEST_DRIFT, STOP, Identity, Worker
 from tests.tier.fakes import Region
 from vllm_segreuse import connector
-from vllm_segreuse.config import SegReuseConfig, Switch
+from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.connector import SegReuseConnector
+from vllm_segreuse.options.server import Switch
 from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4
@@ -386,7 +387,8 @@ class World:
     def _has_audits(self) -> bool:
         """Whether audits wait that there is room for, or workers have not heard of all."""
         audits = parts_of(self.side).audits
-        room = any(self.side.parts.features.audit._has_room(MAX_TOKENS) for _ in audits._waiting)
+        audit = parts_of(self.side).feature["audit"]
+        room = any(audit._has_room(MAX_TOKENS) for _ in audits._waiting)
         return bool(audits._orders) or room
 
     def _note_names(self) -> None:

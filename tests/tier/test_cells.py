@@ -8,9 +8,9 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.supported import RefusedError
-from vllm_segreuse.tier.cells import StoredPage, cell_content_bytes, views
+from vllm_segreuse.model.cells import StoredPage, cell_content_bytes, views
 
 LAYERS = 3
 HEADS, TOKENS, CHANNELS = 8, 32, 128
@@ -71,7 +71,7 @@ def test_raw_pages_are_stored_as_they_are() -> None:
 def test_what_a_codec_cannot_store_is_refused(
     codec: Codec, changed: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_segreuse.kv_group._check_spec", lambda spec: None)
+    monkeypatch.setattr("vllm_segreuse.engine.kv_group._check_spec", lambda spec: None)
     cell_content_bytes(kv_cache(**changed), Codec.RAW)
     with pytest.raises(
         RefusedError, match=f"tier.codec is {codec}: {why}.*; set tier.codec to raw"

@@ -17,12 +17,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from tests.tier import records
 from tests.tier.records import FaultyDisk, Hang, folder, key_of, payload_of, raises, record
+from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.tier import files
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.files import FileTier
 from vllm_segreuse.tier.sealing import Sealer
 from vllm_segreuse.tier.seats import Owner
-from vllm_segreuse.tier_options import TierOptions
 
 ROWS = 64
 CONTEXT = ReqContext("test")

@@ -15,9 +15,9 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from tests.tier.records import FINGERPRINT, PAYLOAD_BYTES, key_of, payload_of, record
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.tier.files import FileTier, open_file_tier
-from vllm_segreuse.tier_options import TierOptions
 
 ROWS = 8
 NO_STEP = ScheduleEndContext((), ())

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from bench.shapes import make_model
-from vllm_segreuse.kv_group import KvGroup
+from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.tier.fingerprint import (
     UnknownWeightsError,
     UnsafeNamesError,

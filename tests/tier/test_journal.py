@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_segreuse.cache.kept import KeptEntries
+from vllm_segreuse.features.knowledge.kept import KeptEntries
 from vllm_segreuse.tier.journal import DocumentJournal
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")

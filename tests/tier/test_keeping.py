@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from tests.cache.keeping import Journal
-from vllm_segreuse.cache.health import Health
+from vllm_segreuse.scheduling.health import Health
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.journal import EntryPart
 from vllm_segreuse.tier.keeping import Keeping

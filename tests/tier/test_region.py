@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.model.cells import StoredPage
 from vllm_segreuse.tier import region as module
-from vllm_segreuse.tier.cells import StoredPage
 from vllm_segreuse.tier.region import (
     HostRegion,
     RegionShape,
@@ -26,7 +27,6 @@ from vllm_segreuse.tier.region import (
     region_name,
     region_shape,
 )
-from vllm_segreuse.tier_options import TierOptions
 
 SHAPE = RegionShape(rows=20, cell_bytes=8192, ranks=2)
 

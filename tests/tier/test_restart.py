@@ -16,13 +16,13 @@ from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT
 from tests.tier.fakes import ROW_BYTES, Region
 from tests.tier.records import Hang, raises
 from tests.tier.test_scheduler_side import Tiered
-from vllm_segreuse.cache.kept import Place
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.knowledge.kept import Place
 from vllm_segreuse.features.tier import start
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.tier.disk import Disk
 from vllm_segreuse.tier.files import MIN_RECORDS, PAUSES_S, FileTier, open_file_tier
 from vllm_segreuse.tier.format import record_bytes
-from vllm_segreuse.tier_options import TierOptions
 
 OTHER = OPTIONS | {"extra_keys": "others"}
 

@@ -17,8 +17,8 @@ from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, LORA, OPTIONS, SIZE
 from tests.tier.test_scheduler_side import EXPLAIN, Tiered
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.cache.frozen import FrozenPart
 from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.features.knowledge.frozen import FrozenPart
 from vllm_segreuse.plan import (
     CopyOrder,
     FreezeOrder,

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.config import ConfigError, SegReuseConfig
-from vllm_segreuse.tier_options import TierOptions
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.options.server import ConfigError
 
 NUMBERS: dict[str, tuple[float, float]] = {
     "wait_ms": (0, 60_000),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vllm_segreuse.plan import IntArray, TierDone, TierOrders
+from vllm_segreuse.prefill.mover import LoadedRows
 from vllm_segreuse.tier import worker as module
-from vllm_segreuse.tier.mover import LoadedRows
 from vllm_segreuse.tier.worker import TierWorker
 
 

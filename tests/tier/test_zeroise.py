@@ -21,6 +21,7 @@ from tests.tier.test_mover import CELL_BYTES, CPU, Streams, copier, pages_of, re
 from tests.tier.test_scheduler_side import Tiered
 from tests.tier.test_store import DOCUMENT, OTHER, stored
 from tests.tier.world import SIZE, World
+from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.tier import encryption, worker
 from vllm_segreuse.tier.encryption import Aes256Gcm
 from vllm_segreuse.tier.files import open_file_tier
@@ -28,7 +29,6 @@ from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.region import HostRegion, RegionShape
 from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
 from vllm_segreuse.tier.staging import StagedMover
-from vllm_segreuse.tier_options import TierOptions
 
 
 def filled(world: World) -> list[int]:

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from tests.explain.reports import REPORT, STRETCHES, TEXTS
 from tests.knowledge.admin_app import TOKEN, SwitchableEngine, admin_app
-from vllm_segreuse.viewer.recent import Recent, RecentRequest
+from vllm_segreuse.features.viewer.recent import Recent, RecentRequest
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ class Engine(SwitchableEngine):
         self.tokenizer = SimpleNamespace(decode=lambda ids: f"text of {ids[0]} and more")
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        if method == "segreuse_audits":
-            return await super().call_utility_async(method)
+        if method == "segreuse_call":
+            return await super().call_utility_async(method, *args)
         if args:
             self.enabled = args[0]
             return self.enabled

@@ -13,8 +13,8 @@ from tests.browser import PHONE, chromium, fits, opened
 from tests.explain.reports import NASTY, REPORT
 from tests.knowledge.admin_app import TOKEN
 from tests.viewer.served import BEARER, BODY, UI, handle, served, viewer_app
-from vllm_segreuse.knowledge.schemas import PREFIX
-from vllm_segreuse.viewer.sessions import COOKIE
+from vllm_segreuse.features.knowledge.schemas import PREFIX
+from vllm_segreuse.features.viewer.sessions import COOKIE
 
 PAGES = (
     "requests",

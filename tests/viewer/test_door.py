@@ -12,8 +12,8 @@ from vllm.v1.metrics import prometheus
 
 from tests.knowledge.admin_app import TOKEN
 from tests.viewer.served import BEARER, BODY, UI, handle, viewer_app
-from vllm_segreuse.viewer.door import MAX_LOGIN_BYTES
-from vllm_segreuse.viewer.sessions import COOKIE, LIFETIME_S
+from vllm_segreuse.features.viewer.door import MAX_LOGIN_BYTES
+from vllm_segreuse.features.viewer.sessions import COOKIE, LIFETIME_S
 
 PAGES = ("requests", "explain", "knowledge", "metrics", "status")
 HTML = {"Accept": "text/html,application/xhtml+xml"}

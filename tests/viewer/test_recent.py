@@ -10,8 +10,8 @@ import pytest
 from tests.explain.reports import REPORT
 from tests.viewer.served import handle, outputs, run
 from vllm_segreuse.compat.async_llm import _generate
-from vllm_segreuse.viewer import recent as module
-from vllm_segreuse.viewer.recent import MAX_EXPLAINED, Recent, watched, watching
+from vllm_segreuse.features.viewer import recent as module
+from vllm_segreuse.features.viewer.recent import MAX_EXPLAINED, Recent, watched, watching
 
 PLAIN = {name: value for name, value in REPORT.items() if name != "explain"}
 

@@ -44,7 +44,7 @@ from vllm_segreuse.cache.rolling_hash import (
     window_hashes,
 )
 from vllm_segreuse.cache.shares import Shares
-from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
+from vllm_segreuse.options.server import MAX_PROVENANCE_DEPTH
 from vllm_segreuse.plan import BoolArray
 
 # Prefixes that namespaces know of others, each counted once per namespace; and blocks of these, for

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from vllm_segreuse.cache.jit import kernel
 from vllm_segreuse.cache.rolling_hash import AnchorArray, HashArray, TokenArray
-from vllm_segreuse.config import MAX_PROVENANCE_DEPTH
+from vllm_segreuse.options.server import MAX_PROVENANCE_DEPTH
 
 IntArray = npt.NDArray[np.int32]
 Nodes = npt.NDArray[np.void]

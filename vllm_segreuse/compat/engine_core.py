@@ -21,10 +21,7 @@ def install() -> None:
 
     add_method(EngineCore, "segreuse_set_enabled", segreuse_set_enabled)
     add_method(EngineCore, "segreuse_status", segreuse_status)
-    add_method(EngineCore, "segreuse_audits", segreuse_audits)
-    add_method(EngineCore, "segreuse_frozen", segreuse_frozen)
-    add_method(EngineCore, "segreuse_unfreeze", segreuse_unfreeze)
-    add_method(EngineCore, "segreuse_set_similarity", segreuse_set_similarity)
+    add_method(EngineCore, "segreuse_call", segreuse_call)
 
 
 def segreuse_set_enabled(self: Any, enabled: bool | str) -> Any:
@@ -37,24 +34,9 @@ def segreuse_status(self: Any) -> dict[str, Any]:
     return dict(_side(self).status())
 
 
-def segreuse_audits(self: Any) -> dict[str, Any]:
-    """What the route of audits shows."""
-    return dict(_side(self).call("audits"))
-
-
-def segreuse_frozen(self: Any) -> dict[str, Any]:
-    """What knowledge bases need to know of the frozen pool."""
-    return dict(_side(self).call("frozen"))
-
-
-def segreuse_unfreeze(self: Any, entries: list[str]) -> None:
-    """Forget entries of the frozen pool; unknown ones are no error."""
-    _side(self).call("unfreeze", entries)
-
-
-def segreuse_set_similarity(self: Any, options: dict[str, Any]) -> None:
-    """Search for similar segments under other options, for the requests to come."""
-    _side(self).call("set_similarity", options)
+def segreuse_call(self: Any, name: str, *args: Any) -> Any:
+    """Ask a feature what it offers by this name."""
+    return _side(self).call(name, *args)
 
 
 def _side(core: Any) -> Any:

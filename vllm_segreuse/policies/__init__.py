@@ -9,7 +9,7 @@ have no dense layers.
 
 from __future__ import annotations
 
-from vllm_segreuse.discovery import modules_of
+from vllm_segreuse.plan.discovery import modules_of
 from vllm_segreuse.policies.base import Policy, Situation
 
 

@@ -19,11 +19,11 @@ import torch
 
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import Moves
+from vllm_segreuse.model.cells import StoredPage
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.plan import ALL_LAYERS, Fate, ReusePlan, Tier
+from vllm_segreuse.prefill.mover import Mover
 from vllm_segreuse.prefill.tokens import upload
-from vllm_segreuse.tier.cells import StoredPage
-from vllm_segreuse.tier.mover import Mover
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 """Build the sparse pass for the loaded model and prove it at start-up, or refuse to start.
 
 The proofs (`proofs/`) work on the model itself. What the configuration alone rules out is refused
-earlier (`supported.py`).
+earlier (`engine/supported.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from vllm.config import CompilationMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.compat.lora_manager import Adapters
+from vllm_segreuse.engine.kv_group import KvGroup, segment_group
+from vllm_segreuse.engine.supported import DRAFTS, WITHOUT, RefusedError
 from vllm_segreuse.kernels import dispatch
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import PageLayout
-from vllm_segreuse.kv_group import KvGroup, segment_group
 from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.drafts import Draft
 from vllm_segreuse.model.fast_ops import FastOps
@@ -58,7 +59,6 @@ from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch, count_and_distance
 from vllm_segreuse.prefill.rows import MOST_DECODES, RowBuilder
 from vllm_segreuse.prefill.states import BoundaryStates
-from vllm_segreuse.supported import DRAFTS, WITHOUT, RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

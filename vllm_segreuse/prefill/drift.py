@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from vllm_segreuse.kernels.page_tokens import pick_tokens
-from vllm_segreuse.memory import COMPARED_TOKENS
 from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.compared import COMPARED_TOKENS
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.selection import Choice, mean_over_ranks
 from vllm_segreuse.prefill.tokens import upload

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from vllm_segreuse.plan import Message
+from vllm_segreuse.plan import Message, ReusePlan
+from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
 
 
 class WorkerFeature:
@@ -17,12 +19,29 @@ class WorkerFeature:
 
     name = ""
 
+    def fact(self) -> Any:
+        """What the scheduler's half has to know of the model; None: nothing."""
+        return None
+
+    def carried_out_by(self, prefill: SparsePrefill) -> SparsePrefill:
+        """What carries plans out: `prefill`, or one that reads what this feature has, too."""
+        return prefill
+
     def begin_step(self, message: Any) -> None:
         """Before anything else of a step.
 
         Args:
             message: from the scheduler's half; None: there is none.
         """
+
+    def begin_plans(self, plans: Iterable[ReusePlan]) -> None:
+        """These plans have left with the step."""
+
+    def end_plans(self, request_ids: Iterable[str], report: PassReport) -> None:
+        """Plans of these requests were carried out together."""
+
+    def drop_plans(self, request_ids: Iterable[str]) -> None:
+        """Plans of these requests, if they have any, are not carried out to the end."""
 
     def end_step(self) -> Message | None:
         """All of a step's plans are queued: the message to the scheduler's half; None: there is

@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable, owner_of
-from vllm_segreuse.cache.tracked import TrackedRequest
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
-from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.kv_group import KvGroup
-from vllm_segreuse.kv_slots import KvSlots
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.engine.kv_group import KvGroup
+from vllm_segreuse.engine.kv_slots import KvSlots
+from vllm_segreuse.engine.metrics import Counted
+from vllm_segreuse.options.server import ServerOptions
+from vllm_segreuse.scheduling.health import Health
+from vllm_segreuse.scheduling.tracked import TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +40,7 @@ class Core:
     """
 
     vllm_config: VllmConfig
-    config: SegReuseConfig
+    config: ServerOptions
     manager: KVCacheManager
     pool: SegmentBlockPool
     group: KvGroup
@@ -49,16 +49,16 @@ class Core:
     namespaces: NamespaceTable
     health: Health
     requests: dict[str, TrackedRequest]
-    stats: SegReuseStats
+    stats: Counted
 
     @classmethod
     def of(
         cls,
         vllm_config: VllmConfig,
-        config: SegReuseConfig,
+        config: ServerOptions,
         manager: KVCacheManager,
         group: KvGroup,
-        stats: SegReuseStats,
+        stats: Counted,
         num_records: int,
     ) -> Core:
         """That of an engine.

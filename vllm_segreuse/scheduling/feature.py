@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a feature does in the scheduler's process.
 
-    a request   identify ──► admit ──► waits ──► (planner) ──► decided ──► allocated ──► finished
-    a step      end_step: message to the workers      reported: message from them      outcome
+    a request   identify ─► finder ─► admit ─► searched ─► waits ─► (planner) ─► decided
+                ─► allocated ─► outcome ─► carried_out ─► finished
+    a step      end_step: message to the workers      reported: message from them
+    an engine   learned ─► status, has_pending_work ─► close
 
 A feature overrides what it needs. `SchedulerSide` calls a hook of those features only that have it,
 in the order of their list; `decided` in the reverse order, so that the first feature has the last
@@ -15,19 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.images import PromptImages
-from vllm_segreuse.cache.tracked import Bypass, Method, Report, TrackedRequest, Use
 from vllm_segreuse.compat.block_events import BlockListener
-from vllm_segreuse.config import ParsedRequest, RequestOptions
+from vllm_segreuse.options.parsing import ParsedRequest
+from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
+from vllm_segreuse.scheduling.donors import Follower
+from vllm_segreuse.scheduling.methods import Methods
+from vllm_segreuse.scheduling.tracked import Bypass, Report, TrackedRequest, Use
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def use_of(options: RequestOptions) -> Use:
+def use_of(options: PolicyOptions) -> Use:
     """What options say of a request that is not bypassed."""
     return Use.OBSERVE if options.observe else Use.REUSE
 
@@ -41,7 +47,7 @@ class Arriving:
         parsed: what it says to segment reuse.
         extra_keys: of its namespace; None: it has nothing to do with reuse.
         options: of its policy.
-        method_of: makes the method of options.
+        methods: what serves options.
         images: of its prompt; None: it has none that are told apart.
         is_text: whether all that it reuses is text that the pass can compute.
         has_documents: whether the model sees documents in it that are computed alone.
@@ -54,8 +60,8 @@ class Arriving:
     request: Request
     parsed: ParsedRequest
     extra_keys: tuple[str, ...] | None
-    options: RequestOptions
-    method_of: Callable[[Arriving, RequestOptions], Method]
+    options: PolicyOptions
+    methods: Methods
     images: PromptImages | None = None
     is_text: bool = True
     has_documents: bool = False
@@ -65,10 +71,10 @@ class Arriving:
     key: bytes = b""
     tracked: TrackedRequest = field(init=False)
 
-    def use(self, options: RequestOptions) -> None:
+    def use(self, options: PolicyOptions) -> None:
         """The request has these options from here on."""
         self.options, tracked = options, self.tracked
-        tracked.method = self.method_of(self, options)
+        tracked.method = self.methods.method(options, self.images, self.is_text)
         if not isinstance(tracked.mode, Bypass):
             tracked.mode = use_of(options)
 
@@ -130,18 +136,34 @@ class Feature:
     Attributes:
         name: of its messages.
         listeners: of it, that are told what becomes of blocks.
+        listens_first: whether they are told before donors are, as those are that release blocks
+            before a reset.
+        followers: of it, that keep something of each block that donates.
         calls: what API servers may call, by name.
     """
 
     name = ""
     listeners: Sequence[BlockListener] = ()
+    listens_first = False
+    followers: Sequence[Follower] = ()
     calls: Mapping[str, Callable[..., Any]] = {}
 
     def identify(self, arriving: Arriving) -> None:
         """A request arrives: what its namespace and its tokens are."""
 
+    def finder(self, options: PolicyOptions, images: PromptImages | None, inner: Finder) -> Finder:
+        """Who searches the prompt of a request with these options: `inner`, or another.
+
+        Args:
+            images: of the prompt; None: it has none that are told apart.
+        """
+        return inner
+
     def admit(self, arriving: Arriving) -> None:
         """It has a namespace: narrow its mode, wrap its finder, replace its method."""
+
+    def searched(self, arriving: Arriving) -> None:
+        """All features have admitted it, and its prompt is about to be searched."""
 
     def waits(self, request: Request, tracked: TrackedRequest | None, num_hit_tokens: int) -> bool:
         """Whether the request cannot be decided on in this step.
@@ -166,6 +188,9 @@ class Feature:
         """The workers report how its plan has ended. Returns whether others need not know."""
         return False
 
+    def carried_out(self, request_id: str, plan: ReusePlan, outcome: PlanOutcome) -> None:
+        """The workers have carried out the plan that its report is about."""
+
     def finished(self, ending: Ending) -> None:
         """It ends."""
 
@@ -183,6 +208,20 @@ class Feature:
 
     def reported(self, message: Any) -> None:
         """The workers' message."""
+
+    def learned(self, fact: Any) -> None:
+        """What its half in the workers has found out of the model, before the first request."""
+
+    def status(self) -> Mapping[str, Any]:
+        """What the status route shows of it."""
+        return {}
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine has to step although no request needs it."""
+        return False
+
+    def close(self) -> None:
+        """The engine ends."""
 
 
 class OwnRequests:
@@ -204,3 +243,41 @@ class OwnRequests:
     def to_abort(self) -> Iterable[str]:
         """The prefix cache is about to be reset: own requests that would hold blocks."""
         return ()
+
+
+F = TypeVar("F", bound=Feature)
+
+
+class Features(tuple[Feature, ...]):
+    """Of an engine, in the order in which a request passes them."""
+
+    def find(self, kind: type[F]) -> F | None:
+        """The one of this class; None: the engine does without it."""
+        return next((it for it in self if isinstance(it, kind)), None)
+
+    def named(self, name: str) -> Any:
+        """The one of this name.
+
+        Raises:
+            LookupError: the engine does without it.
+        """
+        for feature in self:
+            if feature.name == name:
+                return feature
+        raise LookupError(f"this engine does without {name!r}; it has {[it.name for it in self]}")
+
+    def having(self, hook: str) -> tuple[Feature, ...]:
+        """Those that have a hook of this name."""
+        default = getattr(Feature, hook)
+        return tuple(it for it in self if getattr(type(it), hook) is not default)
+
+    def listeners(self, donors: BlockListener) -> list[BlockListener]:
+        """Who is told what becomes of blocks, in this order."""
+        first, others = (
+            [it for it in self if it.listens_first is is_first] for is_first in (True, False)
+        )
+        return [*_listeners(first), donors, *_listeners(others)]
+
+
+def _listeners(features: Iterable[Feature]) -> list[BlockListener]:
+    return [listener for feature in features for listener in feature.listeners]

@@ -25,14 +25,15 @@ from vllm.logger import init_logger
 
 import vllm_segreuse
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.knowledge.errors import KnowledgeError
-from vllm_segreuse.knowledge.schemas import PREFIX, Error, ErrorAnswer
-from vllm_segreuse.serve import audit_routes, knowledge_routes, routes
-from vllm_segreuse.serve.bodies import TOO_DEEP
-from vllm_segreuse.viewer import routes as viewer_routes
-from vllm_segreuse.viewer.door import MAX_LOGIN_BYTES, Door, is_viewer
-from vllm_segreuse.viewer.recent import Recent
-from vllm_segreuse.viewer.sessions import Sessions
+from vllm_segreuse.features import having
+from vllm_segreuse.features.bodies import TOO_DEEP
+from vllm_segreuse.features.knowledge.errors import KnowledgeError
+from vllm_segreuse.features.knowledge.schemas import PREFIX, Error, ErrorAnswer
+from vllm_segreuse.features.viewer import api as viewer_routes
+from vllm_segreuse.features.viewer.door import MAX_LOGIN_BYTES, Door, is_viewer
+from vllm_segreuse.features.viewer.recent import Recent
+from vllm_segreuse.features.viewer.sessions import Sessions
+from vllm_segreuse.serve import routes
 
 ADMIN_TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
 
@@ -80,9 +81,8 @@ def make_app() -> FastAPI:
     admin.state.max_body_bytes = SegReuseConfig().knowledge_body_bytes
     admin.state.recent = Recent(SegReuseConfig().viewer_requests)
     admin.include_router(routes.router)
-    admin.include_router(audit_routes.router)
-    admin.include_router(knowledge_routes.router)
-    admin.include_router(viewer_routes.router)
+    for module in having("api"):
+        admin.include_router(module.router)
     admin.add_exception_handler(HTTPException, _http_error)
     admin.add_exception_handler(RecursionError, _recursion_error)
     admin.add_exception_handler(RequestValidationError, _validation_error)

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
+from vllm_segreuse.features.bodies import too_deep
 from vllm_segreuse.serve.admin import mount
-from vllm_segreuse.serve.bodies import too_deep
 from vllm_segreuse.serve.lifecycle import serving
 from vllm_segreuse.serve.requests import ENDPOINTS, admit
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from vllm_segreuse.config import DOCUMENTS, EXTRA_KEYS, OPTION_PREFIX, RequestError
-from vllm_segreuse.documents.model import names_of
+from vllm_segreuse.features.trained.documents.model import names_of
+from vllm_segreuse.options.parsing import DOCUMENTS, EXTRA_KEYS, OPTION_PREFIX, RequestError
 from vllm_segreuse.serve.documents import check_body
 from vllm_segreuse.serve.named import XARGS, names_in
 from vllm_segreuse.serve.requests import ENDPOINTS, BadOptionError, admit_body, ignored_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from starlette.datastructures import Headers
 
-from vllm_segreuse.config import EXTRA_KEYS, RequestError
+from vllm_segreuse.options.parsing import EXTRA_KEYS, RequestError
 
 
 def api_key(headers: Headers) -> str:

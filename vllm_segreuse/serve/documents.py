@@ -13,17 +13,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from vllm_segreuse.config import DOCUMENTS as NAMED
-from vllm_segreuse.config import EXTRA_KEYS, FREEZE, RequestError
-from vllm_segreuse.documents.layout import (
+from vllm_segreuse.engine.kv_slots import KvSlots
+from vllm_segreuse.features.trained.documents.layout import (
     Layout,
     LayoutError,
     Names,
     Span,
     blocks_needed,
 )
-from vllm_segreuse.documents.model import layout_of
-from vllm_segreuse.kv_slots import KvSlots
+from vllm_segreuse.features.trained.documents.model import layout_of
+from vllm_segreuse.options.parsing import DOCUMENTS as NAMED
+from vllm_segreuse.options.parsing import EXTRA_KEYS, FREEZE, RequestError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

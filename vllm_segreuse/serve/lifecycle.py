@@ -11,12 +11,12 @@ from fastapi import FastAPI
 from vllm.logger import init_logger
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.documents.model import names_of
-from vllm_segreuse.knowledge.engine import ServedEngine
-from vllm_segreuse.knowledge.origin import serving_clients
-from vllm_segreuse.knowledge.parallel import ParallelEngines
-from vllm_segreuse.knowledge.service import KnowledgeService, start_service
-from vllm_segreuse.viewer.recent import Recent, watching
+from vllm_segreuse.features.knowledge.engine import ServedEngine
+from vllm_segreuse.features.knowledge.origin import serving_clients
+from vllm_segreuse.features.knowledge.parallel import ParallelEngines
+from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
+from vllm_segreuse.features.trained.documents.model import names_of
+from vllm_segreuse.features.viewer.recent import Recent, watching
 
 logger = init_logger("vllm.segreuse")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from vllm_segreuse.config import DOCUMENTS, EXTRA_KEYS, RequestError, parse_documents
-from vllm_segreuse.knowledge.errors import KnowledgeError
-from vllm_segreuse.knowledge.naming import NamedDocument, marker, named
-from vllm_segreuse.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.errors import KnowledgeError
+from vllm_segreuse.features.knowledge.naming import NamedDocument, marker, named
+from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.options.parsing import DOCUMENTS, EXTRA_KEYS, RequestError, parse_documents
 
 XARGS = "vllm_xargs"
 

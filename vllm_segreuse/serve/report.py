@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from vllm_segreuse.config import EXTRA_KEYS
-from vllm_segreuse.documents.model import names_of
+from vllm_segreuse.features.trained.documents.model import names_of
+from vllm_segreuse.options.parsing import EXTRA_KEYS
 
 _DONE = "data: [DONE]"
 _END = "}\n\n"

@@ -14,26 +14,26 @@ from weakref import WeakKeyDictionary
 from starlette.requests import HTTPConnection, Request
 from vllm.exceptions import VLLMValidationError
 
-from vllm_segreuse.config import (
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config.launch import names_connector
+from vllm_segreuse.features.knowledge.naming import NamedDocument, PlaceError, check_places, shown
+from vllm_segreuse.features.knowledge.origin import Origin, may_name, origin
+from vllm_segreuse.features.knowledge.store import is_entry
+from vllm_segreuse.features.similar.options import SimilarityOptions
+from vllm_segreuse.options.parsing import (
     DOCUMENTS,
     EXTRA_KEYS,
     NULL,
     OPTION_PREFIX,
     RequestError,
-    SegReuseConfig,
-    SimilarityOptions,
     bind_extra_keys,
     parse_extra_keys,
     parse_request,
 )
-from vllm_segreuse.knowledge.naming import NamedDocument, PlaceError, check_places, shown
-from vllm_segreuse.knowledge.origin import Origin, may_name, origin
-from vllm_segreuse.knowledge.store import is_entry
-from vllm_segreuse.launch import names_connector
+from vllm_segreuse.options.values import short_repr
 from vllm_segreuse.serve.callers import api_key
 from vllm_segreuse.serve.documents import PromptRules, check_body
 from vllm_segreuse.serve.named import XARGS, name_documents
-from vllm_segreuse.values import short_repr
 
 ENDPOINTS = frozenset(
     {

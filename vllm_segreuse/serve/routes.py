@@ -12,9 +12,10 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
-from vllm_segreuse import config
-from vllm_segreuse.knowledge.scheduler_calls import call_scheduler
-from vllm_segreuse.serve.bodies import json_or_nothing
+from vllm_segreuse.features.bodies import json_or_nothing
+from vllm_segreuse.features.scheduler_calls import call_scheduler
+from vllm_segreuse.options import server
+from vllm_segreuse.options.server import OBSERVE
 
 router = APIRouter(tags=["switch"], dependencies=[Depends(json_or_nothing)])
 
@@ -22,7 +23,7 @@ router = APIRouter(tags=["switch"], dependencies=[Depends(json_or_nothing)])
 class Switch(BaseModel):
     """Whether requests reuse segments; "observe": none does, and each reports what it would."""
 
-    enabled: config.Switch
+    enabled: server.Switch
 
 
 class SwitchStatus(Switch):
@@ -52,7 +53,7 @@ async def disable(request: Request) -> Switch:
 @router.post("/observe")
 async def observe(request: Request) -> Switch:
     """Let requests run as vLLM alone would, and report what they would have reused."""
-    return Switch(enabled=await _call_engine(request, "segreuse_set_enabled", config.OBSERVE))
+    return Switch(enabled=await _call_engine(request, "segreuse_set_enabled", OBSERVE))
 
 
 async def _call_engine(request: Request, method: str, *args: Any) -> Any:

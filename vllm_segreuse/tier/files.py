@@ -33,7 +33,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from vllm_segreuse.supported import RefusedError
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.database import Notes
 from vllm_segreuse.tier.erasures import Erasures
@@ -45,7 +46,6 @@ from vllm_segreuse.tier.residents import Residents
 from vllm_segreuse.tier.sealing import KEY_ENV, Checksum, Sealer
 from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.watching import Watcher
-from vllm_segreuse.tier_options import TierOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from vllm_segreuse.kv_group import KvGroup
-from vllm_segreuse.supported import NO_KV, RefusedError
+from vllm_segreuse.engine.kv_group import KvGroup
+from vllm_segreuse.engine.supported import NO_KV, RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

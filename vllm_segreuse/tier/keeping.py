@@ -15,9 +15,9 @@ from typing import Protocol
 
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from vllm_segreuse.cache.frozen import EntryUse, add_uses
-from vllm_segreuse.cache.health import Health
-from vllm_segreuse.cache.kept import KeptEntries, Place
+from vllm_segreuse.features.knowledge.frozen import EntryUse, add_uses
+from vllm_segreuse.features.knowledge.kept import KeptEntries, Place
+from vllm_segreuse.scheduling.health import Health
 from vllm_segreuse.tier.catalogue import StoredRecord
 from vllm_segreuse.tier.journal import DocumentJournal
 

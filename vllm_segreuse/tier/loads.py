@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.plan import IntArray
 from vllm_segreuse.tier.catalogue import Record, RecordCatalogue
 from vllm_segreuse.tier.contexts import Contexts
@@ -57,7 +57,7 @@ class Loads:
         follow: Callable[[], None],
         wait_s: float,
         clock: Callable[[], float],
-        stats: SegReuseStats,
+        stats: Counted,
     ) -> None:
         self._manager = manager
         self._contexts = contexts

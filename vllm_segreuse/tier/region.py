@@ -23,15 +23,15 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.supported import RefusedError
-from vllm_segreuse.tier.cells import StoredPage, cell_content_bytes, views
+from vllm_segreuse.model.cells import StoredPage, cell_content_bytes, views
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from vllm_segreuse.tier_options import TierOptions
+    from vllm_segreuse.features.tier.options import TierOptions
 
 ALIGNMENT_BYTES = 4096
 """Cells begin at a multiple of it: files may then be read and written past the page cache."""

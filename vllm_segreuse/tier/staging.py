@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from vllm_segreuse.model.cells import StoredPage, views
 from vllm_segreuse.plan.arrays import IntArray
-from vllm_segreuse.tier.cells import StoredPage, views
-from vllm_segreuse.tier.mover import CopyBlocks, LoadedRows, Mark
+from vllm_segreuse.prefill.mover import CopyBlocks, LoadedRows, Mark
 
 STAGING_BYTES = 128 << 20
 

@@ -28,10 +28,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
-from vllm_segreuse.cache.health import Health
 from vllm_segreuse.compat.block_events import BlockListener
-from vllm_segreuse.metrics import SegReuseStats
+from vllm_segreuse.engine.metrics import Counted
+from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
+from vllm_segreuse.scheduling.health import Health
 from vllm_segreuse.tier.catalogue import Record, RecordCatalogue, Seen, StoredRecord
 from vllm_segreuse.tier.contexts import Contexts
 from vllm_segreuse.tier.decoded import Decoded
@@ -40,7 +41,6 @@ from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.keeping import DurableFiles, Keeping
 from vllm_segreuse.tier.loads import Held, Loads
-from vllm_segreuse.tier_options import TierOptions
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -129,7 +129,7 @@ class TierStore(BlockListener):
         ranks: int,
         options: TierOptions,
         reuse: Health,
-        stats: SegReuseStats,
+        stats: Counted,
         clock: Callable[[], float],
     ) -> None:
         manager, rows, files, journal = places

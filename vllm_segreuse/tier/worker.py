@@ -18,9 +18,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
 
+from vllm_segreuse.model.cells import StoredPage
 from vllm_segreuse.plan.tiering import TierDone, TierOrders
-from vllm_segreuse.tier.cells import StoredPage
-from vllm_segreuse.tier.mover import CopyBlocks, InPlace, Mark, Mover
+from vllm_segreuse.prefill.mover import CopyBlocks, InPlace, Mark, Mover
 from vllm_segreuse.tier.region import HostRegion
 from vllm_segreuse.tier.staging import GpuStreams, StagedMover
 

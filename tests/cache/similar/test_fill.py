@@ -4,7 +4,7 @@
 import numpy as np
 
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.similar.fill import fill
+from vllm_segreuse.features.similar.fill import fill
 
 SIZE, NAMESPACE = 4, 3
 TEXT = [*range(100, 116)]

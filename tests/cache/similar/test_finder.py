@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.similar.worlds import FIRST_WORD, MAX_DEPTH, SIZE, VOCABULARY, World
-from vllm_segreuse.cache.explain import explain
 from vllm_segreuse.cache.finder import Finder
-from vllm_segreuse.cache.similar.finder import SimilarFinder, warm_up
+from vllm_segreuse.features.explain.reasons import explain
+from vllm_segreuse.features.similar.finder import SimilarFinder, warm_up
 from vllm_segreuse.plan import NO_HALO, Halo
 
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from vllm_segreuse.cache.donors import Donors
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.forgotten import Forgotten
-from vllm_segreuse.cache.health import Health
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.cache.similar.canonical import Vocabulary
-from vllm_segreuse.cache.similar.finder import SimilarFinder
-from vllm_segreuse.cache.similar.store import SimilarStore
-from vllm_segreuse.cache.tracked import Method, TrackedRequest
 from vllm_segreuse.compat.block_events import NamedBlocks
-from vllm_segreuse.config import SimilarityOptions
+from vllm_segreuse.features.similar.canonical import Vocabulary
+from vllm_segreuse.features.similar.finder import SimilarFinder
+from vllm_segreuse.features.similar.options import SimilarityOptions
+from vllm_segreuse.features.similar.store import SimilarStore
+from vllm_segreuse.scheduling.donors import Donors
+from vllm_segreuse.scheduling.health import Health
+from vllm_segreuse.scheduling.tracked import Method, TrackedRequest
 
 SIZE = 16
 MAX_DEPTH = 2

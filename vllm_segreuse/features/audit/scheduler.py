@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_segreuse.audit.audits import Audit
-from vllm_segreuse.audit.start import start_audits
+from vllm_segreuse.features.audit.audits import Audit
+from vllm_segreuse.features.audit.options import AuditServer
+from vllm_segreuse.features.audit.start import start_audits
+from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import AuditDone, AuditOrders, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
@@ -27,7 +29,8 @@ class Auditing(Feature, OwnRequests):
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self.audits = start_audits(core.vllm_config, core.config.audit, core.stats)
+        self._options = AuditServer.of(core.config)
+        self.audits = start_audits(core.vllm_config, self._options.audit, core.stats)
         self._classes: dict[str, str] = {}  # of the namespaces of requests
         self._fell_back: set[str] = set()
         self.calls = {"audits": self.audits.status}
@@ -35,14 +38,14 @@ class Auditing(Feature, OwnRequests):
     def admit(self, arriving: Arriving) -> None:
         """Requests of a namespace that has drifted get the options of the fallback."""
         assert arriving.extra_keys is not None
-        request_id, config = arriving.request.request_id, self._core.config
-        self._classes[request_id] = config.audit.class_of(arriving.extra_keys)
+        request_id = arriving.request.request_id
+        self._classes[request_id] = self._options.audit.class_of(arriving.extra_keys)
         namespace = arriving.tracked.prompt.namespace
         if not self.audits.falls_back(self._core.namespaces.digest(namespace)):
             return
         self._fell_back.add(request_id)
         arriving.takes_turns = False
-        careful = config.fallback_options(arriving.options)
+        careful = self._options.fallback_options(arriving.options)
         if careful is None:
             arriving.bypass("fallback", restores=True)
         else:
@@ -132,3 +135,8 @@ class Auditing(Feature, OwnRequests):
         """The reference that runs, if there is one."""
         reference = self.audits.reset()
         return () if reference is None else (reference,)
+
+
+def start(making: Making) -> Auditing:
+    """That of an engine."""
+    return Auditing(making.core)

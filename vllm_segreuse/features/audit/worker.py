@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-from vllm_segreuse.audit.recorder import Recorder
+from typing import TYPE_CHECKING
+
 from vllm_segreuse.compat import sampler
+from vllm_segreuse.features.audit.recorder import Recorder
 from vllm_segreuse.plan import AuditDone, AuditOrders
 from vllm_segreuse.prefill.feature import WorkerFeature
+
+if TYPE_CHECKING:
+    from vllm_segreuse.features.in_worker import MakingWorker
 
 
 class AuditRecording(WorkerFeature):
@@ -27,3 +32,8 @@ class AuditRecording(WorkerFeature):
         """What came of references."""
         results = self.recorder.take_results()
         return AuditDone(results) if results else None
+
+
+def start(making: MakingWorker) -> AuditRecording:
+    """That of a worker."""
+    return AuditRecording()

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm_segreuse.cache.conversations import ContinuingFinder, Conversations
-from vllm_segreuse.methods import Methods
+from vllm_segreuse.features.conversations.conversations import ContinuingFinder, Conversations
+from vllm_segreuse.features.conversations.options import ConversationOptions
+from vllm_segreuse.features.conversations.turns import Turns
+from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
@@ -18,29 +20,36 @@ class Continued(Feature):
 
     Args:
         core: of the engine.
-        methods: know how often prompts are continued.
+
+    Attributes:
+        turns: how often prompts are continued.
     """
 
     name = "conversations"
 
-    def __init__(self, core: Core, methods: Methods) -> None:
+    def __init__(self, core: Core) -> None:
         self.conversations = Conversations(
             core.requests, core.namespaces, core.health, core.block_size
         )
         self.listeners = (self.conversations,)
-        self._methods = methods
+        self.turns = Turns()
         self._block_size = core.block_size
 
     def admit(self, arriving: Arriving) -> None:
         """What later turns take as it is costs them nothing."""
         tracked, options = arriving.tracked, arriving.options
+        asked = ConversationOptions.of(options)
         is_moved = arriving.is_text and arriving.takes_turns and options.policy != "exact"
-        if options.recompute_once and is_moved:
+        if asked.recompute_once and is_moved:
             finder = ContinuingFinder(tracked.method.finder, self.conversations)
             tracked.method = replace(tracked.method, finder=finder)
             self.conversations.take_part(tracked.request_id)
-        elif options.weigh_turns:
-            tracked.method = replace(tracked.method, later_turns=self._methods.later_turns)
+        elif asked.weigh_turns:
+            tracked.method = replace(tracked.method, later_turns=self.later_turns)
+
+    def later_turns(self) -> float:
+        """Turns that a conversation is expected to have yet."""
+        return self.turns.later
 
     def allocated(self, admitted: Admitted) -> None:
         """Count how often prompts are continued."""
@@ -49,7 +58,7 @@ class Continued(Feature):
             _, exact_end = tracked.exact_ends
             names = tracked.prompt.names(0, len(admitted.block_ids))
             exact = min(exact_end // size, len(names))
-            self._methods.turns.began(names, len(admitted.hit_blocks), exact)
+            self.turns.began(names, len(admitted.hit_blocks), exact)
 
     def finished(self, ending: Ending) -> None:
         """Its blocks stay to be found."""
@@ -58,3 +67,8 @@ class Continued(Feature):
     def end_step(self, plans: Sequence[ReusePlan], runs_model: bool) -> None:
         """What the step named may be found from the next on."""
         self.conversations.begin_step()
+
+
+def start(making: Making) -> Continued:
+    """That of an engine."""
+    return Continued(making.core)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_segreuse.arrival import RecentAdapters
-from vllm_segreuse.cache.explain import (
+from vllm_segreuse.cache.forgotten import Forgotten
+from vllm_segreuse.features.explain.options import ExplainOptions
+from vllm_segreuse.features.explain.reasons import (
     Reasons,
     Unused,
     explain,
@@ -18,11 +19,12 @@ from vllm_segreuse.cache.explain import (
     with_acceptance,
     with_recomputed,
 )
-from vllm_segreuse.cache.forgotten import Forgotten
-from vllm_segreuse.cache.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
+from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
+from vllm_segreuse.scheduling.arrival import RecentAdapters
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
+from vllm_segreuse.scheduling.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -75,7 +77,7 @@ class Explaining(Feature):
         request, keys, tracked = arriving.request, arriving.extra_keys, arriving.tracked
         assert keys is not None
         self.adapters.note(request)
-        if arriving.options.explain:
+        if ExplainOptions.of(arriving.options).explain:
             others = self.adapters.others(request, keys, arriving.images)
             self._explained[request.request_id] = _Explained(others)
             tracked.tags = tracked.tags._replace(explains=True)
@@ -99,7 +101,7 @@ class Explaining(Feature):
             found.stretches = unexplored(report.prefix_tokens, admitted.tracked.num_tokens, reason)
 
     def carried_out(self, request_id: str, plan: ReusePlan, outcome: PlanOutcome) -> None:
-        """The workers have carried out the plan that the report is about."""
+        """Which of its tokens were computed is known now."""
         found = self._explained.get(request_id)
         if found is None or found.stretches is None:
             return
@@ -154,3 +156,8 @@ class Explaining(Feature):
         by_content = Reasons(tracked.prompt, self._core.index, self._forgotten, known)
         found = tracked.decision.found
         return by_content if found is None else Unused(found.pieces, "not_worth_it", by_content)
+
+
+def start(making: Making) -> Explaining:
+    """That of an engine."""
+    return Explaining(making.core, making.forgotten)

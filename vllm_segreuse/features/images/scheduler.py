@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_segreuse.arrival import images_of
-from vllm_segreuse.cache.images import ImageIds
+from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.images import ImageIds, PromptImages
+from vllm_segreuse.features.images.finder import ImageFinder
+from vllm_segreuse.features.making import Making
+from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.plan import IntArray
+from vllm_segreuse.scheduling.arrival import images_of
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Arriving, Feature
 
@@ -27,6 +31,14 @@ class ImageReuse(Feature):
         self._ids = ImageIds(self._in_use)
         self.merge_size: int | None = None
 
+    def learned(self, fact: int | None) -> None:
+        """The workers have proven images of this merge size."""
+        self.merge_size = fact
+
+    def finder(self, options: PolicyOptions, images: PromptImages | None, inner: Finder) -> Finder:
+        """Images are found as a whole."""
+        return inner if images is None else ImageFinder(inner, images)
+
     def identify(self, arriving: Arriving) -> None:
         """Tell the images of a prompt apart. They are wholly reused: the pass cannot compute them,
         and a plan with images begins where the prefix hit ends."""
@@ -41,3 +53,9 @@ class ImageReuse(Feature):
         prompts = [request.prompt for request in self._core.requests.values()]
         live = [it.tokens[it.tokens < 0] for it in prompts if it.images is not None]
         return np.concatenate([self._core.index.image_tokens(), *live])
+
+
+def start(making: Making) -> ImageReuse | None:
+    """That of an engine; None: documents are found by their tokens, and keep images apart by
+    namespace."""
+    return None if making.layout is not None else ImageReuse(making.core)

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_segreuse.cache.tracked import Bypass
+from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import ReusePlan, TierDone, TierOrders
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Arriving, Feature
+from vllm_segreuse.scheduling.tracked import Bypass
 from vllm_segreuse.tier.own_prefix import OwnPrefix
 from vllm_segreuse.tier.store import TierStore
 
@@ -47,15 +48,19 @@ class Tiering(Feature):
         """Orders that the workers have carried out."""
         self.store.note(message)
 
-    @property
     def has_pending_work(self) -> bool:
         """Whether the engine has to step although no request needs it."""
         return self.store.has_pending_work
 
     def status(self) -> dict[str, Any]:
-        """What the status route shows."""
-        return self.store.counts()._asdict()
+        """How much it holds."""
+        return {"tier": self.store.counts()._asdict()}
 
     def close(self) -> None:
         """The engine ends."""
         self.store.close()
+
+
+def start(making: Making) -> Tiering | None:
+    """That of an engine; None: it has no second tier."""
+    return None if making.store is None else Tiering(making.core, making.store)

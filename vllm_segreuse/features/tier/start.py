@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
+from vllm_segreuse.features.knowledge.options import KnowledgeOptions
+from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.tier.catalogue import RecordCatalogue
 from vllm_segreuse.tier.files import open_file_tier
@@ -18,7 +20,6 @@ from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.naming import exact_key, record_keys
 from vllm_segreuse.tier.seats import Owner
 from vllm_segreuse.tier.store import RecordPlaces, TierStore
-from vllm_segreuse.tier_options import TierOptions
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -51,7 +52,7 @@ def start_tier(core: Core, options: TierOptions, region: SharedOffloadRegion) ->
             rows.get_kv_memoryview(),
             domain,
             describe=lambda key: store.describe(key),
-            owner=Owner(core.config.knowledge_path, rank),
+            owner=Owner(KnowledgeOptions.of(core.config).knowledge_path, rank),
             on_erased=lambda keys: store.erased_elsewhere(keys),
         )
     manager = TieringOffloadingManager(rows, [] if files is None else [files])

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Self
 from vllm.distributed import get_tp_group
 
 from vllm_segreuse.compat.model_runner import loaded_model
+from vllm_segreuse.features.tier.options import TierOptions, TierServer
 from vllm_segreuse.plan import TierDone, TierOrders
 from vllm_segreuse.prefill.align import Aligner
+from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.feature import WorkerFeature
 from vllm_segreuse.tier.region import HostRegion, open_region
 from vllm_segreuse.tier.weights import ModelWeights
 from vllm_segreuse.tier.worker import TierWorker, mover_for
-from vllm_segreuse.tier_options import TierOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_segreuse.features.in_worker import MakingWorker
 
 
 class TierCopying(WorkerFeature):
@@ -56,6 +59,10 @@ class TierCopying(WorkerFeature):
         unchanged = None if options.path is None else ModelWeights(loaded_model()).are_unchanged
         return cls(TierWorker(mover, unchanged), region)
 
+    def carried_out_by(self, prefill: SparsePrefill) -> SparsePrefill:
+        """One whose aligner reads rows of host memory, too."""
+        return prefill.with_aligner(prefill.aligner.reading(self.worker.mover))
+
     def begin_step(self, message: TierOrders | None) -> None:
         """Before anything of a step writes pages: store what it evicts."""
         if message is not None and self._is_open:
@@ -71,3 +78,12 @@ class TierCopying(WorkerFeature):
             self._is_open = False
             self.worker.mover.close()
             self.region.cleanup()
+
+
+def start(making: MakingWorker) -> TierCopying | None:
+    """That of a worker; None: there is no second tier."""
+    options = TierServer.of(making.config).tier
+    if options is None:
+        return None
+    aligner = making.runtime.prefill.aligner
+    return TierCopying.of(making.vllm_config, making.kv_cache_config, options, aligner)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from vllm_segreuse.features.making import Making
+from vllm_segreuse.features.tracing.spans import headers_of, is_traced, match_span
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Feature
-from vllm_segreuse.tracing import headers_of, match_span
 
 
 class Tracing(Feature):
@@ -21,3 +22,8 @@ class Tracing(Feature):
         """Write the span of its search."""
         if admitted.is_first:
             match_span(admitted.tracked)
+
+
+def start(making: Making) -> Tracing | None:
+    """That of an engine; None: vLLM exports no traces."""
+    return Tracing() if is_traced(making.core.vllm_config) else None

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that were trained on documents computed alone, and compressed documents."""
+"""Models that were trained on documents computed alone."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_segreuse import isolated
-from vllm_segreuse.cache.frozen import FrozenPool
-from vllm_segreuse.cache.tracked import Bypass, TrackedRequest, Use
 from vllm_segreuse.compat import kv_cache_manager
-from vllm_segreuse.compression import Compression
-from vllm_segreuse.documents.layout import Layout
-from vllm_segreuse.isolated_options import POLICY
-from vllm_segreuse.methods import Methods
+from vllm_segreuse.features.knowledge.frozen import FrozenPool
+from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
+from vllm_segreuse.features.making import Making
+from vllm_segreuse.features.trained import requests as isolated
+from vllm_segreuse.features.trained.documents.layout import Layout
+from vllm_segreuse.features.trained.refusals import POLICY
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
+from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest, Use
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -36,6 +35,7 @@ class BlockAttention(Feature, OwnRequests):
     """
 
     name = "trained"
+    listens_first = True
 
     def __init__(self, core: Core, layout: Layout, entries: FrozenPool) -> None:
         self._core = core
@@ -138,45 +138,8 @@ class BlockAttention(Feature, OwnRequests):
         return self.requests.take_failed()
 
 
-class CompressedDocuments(Feature):
-    """Requests that make compressed documents, and that name them.
-
-    Args:
-        core: of the engine.
-        entries: what is frozen.
-        methods: policies of requests.
-    """
-
-    name = "compressed"
-
-    def __init__(self, core: Core, entries: FrozenPool, methods: Methods) -> None:
-        self._methods = methods
-        self.compression = Compression(core.pool, entries, core.block_size)
-
-    def identify(self, arriving: Arriving) -> None:
-        """The pass cannot compute documents by their names: they are wholly reused."""
-        if arriving.parsed.documents or arriving.parsed.compresses:
-            arriving.is_text = False
-
-    def admit(self, arriving: Arriving) -> None:
-        """An order is carried out whatever else the request says; names wrap its finder."""
-        tracked, parsed = arriving.tracked, arriving.parsed
-        if parsed.compresses:
-            self.compression.order(tracked, arriving.request, parsed)
-        elif parsed.documents and not arriving.has_documents:
-            # A named document is more than less work: its tokens as a text have other KV.
-            make_recipe = functools.partial(self._methods.recipe, arriving.options, None)
-            tracked.method = replace(tracked.method, make_recipe=make_recipe)
-            self.compression.name(tracked, parsed.documents)
-
-    def outcome(
-        self, request: Request, tracked: TrackedRequest | None, outcome: PlanOutcome
-    ) -> bool:
-        """A score says nothing about anybody's requests."""
-        return self.compression.carried_out(request.request_id, outcome)
-
-    def finished(self, ending: Ending) -> None:
-        """Report what a score has chosen."""
-        chosen = self.compression.ended(ending.request.request_id)
-        if chosen is not None:
-            ending.add(chosen=chosen)
+def start(making: Making) -> BlockAttention | None:
+    """That of an engine; None: its model was not trained so."""
+    if making.layout is None:
+        return None
+    return BlockAttention(making.core, making.layout, making.earlier(FrozenDocuments).entries)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from vllm_segreuse.discovery import modules_of
 from vllm_segreuse.plan import Program
+from vllm_segreuse.plan.discovery import modules_of
 from vllm_segreuse.prefill.acceptance import Halos
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner

@@ -15,11 +15,11 @@ from vllm.model_executor.layers.attention import (
 )
 from vllm.platforms import current_platform
 
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.model.attention_kind import of_impl
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.model.token_kv import is_latent
 from vllm_segreuse.plan import ModelLayers
-from vllm_segreuse.supported import RefusedError
 
 
 def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:

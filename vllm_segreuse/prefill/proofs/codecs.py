@@ -10,14 +10,14 @@ import torch
 
 from vllm_segreuse.kernels.codecs import LARGEST, Codec
 from vllm_segreuse.kernels.pages import PageLayout, Rotation
+from vllm_segreuse.model.cells import views
 from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import Tier
 from vllm_segreuse.prefill.align import Aligner, TokenCopies
+from vllm_segreuse.prefill.mover import InPlace
 from vllm_segreuse.prefill.proofs.scratch import Scratch
-from vllm_segreuse.tier.cells import views
-from vllm_segreuse.tier.mover import InPlace
 
 _SLACK = 1 + 2.0**-9
 """A scale is rounded up to float16, a code's product to float32: of the bound, less than this."""

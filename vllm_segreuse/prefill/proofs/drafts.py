@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_segreuse.compat.lora_manager import Adapters
+from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.kernels import dispatch
-from vllm_segreuse.kv_group import KvGroup
 from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.drafts import Draft
 from vllm_segreuse.model.fast_ops import FastOps

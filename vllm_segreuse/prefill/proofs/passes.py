@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
 from vllm_segreuse.plan import (
@@ -26,7 +27,6 @@ from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.programs.base import SHORT_STRETCH, ProofCase
 from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error, tolerance
-from vllm_segreuse.supported import RefusedError
 
 _MOST = 0.5
 """What is not rounded but wrong is off by more."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greets requests: a feature with everything that one may have."""

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations whose moved text is kept as an earlier turn has left it.
+
+conversation   | system | documents | question | answer | question ...
+turn 1           prefix   moved      computed  computed
+turn 2           prefix   kept       kept      kept      computed
+turn 2, else     prefix   moved      reused    reused    computed
+
+Blocks that hold moved tokens donate to nobody: their text is found where it was computed, and moved
+from there at each turn, and the policy chooses of it anew. With `recompute_once` the next turn
+finds the blocks of the turn before instead, in its own namespace, by vLLM's chained hashes of their
+whole prefix. It takes them as they are: what the policy chose for an earlier question is not chosen
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
+
+import numpy as np
+
+from vllm_segreuse.cache.exact import resident_matches
+from vllm_segreuse.cache.finder import Finder, FinderAround
+from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
+from vllm_segreuse.scheduling.health import Health
+from vllm_segreuse.scheduling.tracked import TrackedRequest
+
+_Name = tuple[bytes, bytes]
+"""Key of a namespace, and vLLM's chained hash of a block."""
+
+
+class Conversations(BlockListener):
+    """Blocks behind moved text, by the whole text up to their ends. One per engine.
+
+    Of requests with `recompute_once` only: the others neither find them nor leave any.
+
+    Args:
+        requests: live requests with extra keys, by id.
+        namespaces: of the ids of their prompts; an id is given to another one day.
+        health: where errors over the index end.
+        block_size: tokens per block.
+    """
+
+    def __init__(
+        self,
+        requests: Mapping[str, TrackedRequest],
+        namespaces: NamespaceTable,
+        health: Health,
+        block_size: int,
+    ) -> None:
+        self._requests = requests
+        self._namespaces = namespaces
+        self._health = health
+        self._block_size = block_size
+        self._block: dict[_Name, int] = {}
+        self._kept: dict[int, tuple[_Name, int]] = {}  # by block: its name, depth of its donors
+        self._fresh: set[int] = set()
+        self._continuing: set[str] = set()
+
+    def take_part(self, request_id: str) -> None:
+        """A request with `recompute_once` arrived."""
+        self._continuing.add(request_id)
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended."""
+        self._continuing.discard(request_id)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def named(self, blocks: NamedBlocks) -> None:
+        """Keep those that stand behind moved text."""
+        tracked = self._requests.get(blocks.request_id)
+        if tracked is None or not tracked.donates or self._health.broken:
+            return
+        with self._health.contained("a conversation"):
+            self._keep(tracked, blocks)
+
+    def _keep(self, tracked: TrackedRequest, blocks: NamedBlocks) -> None:
+        plan, size = tracked.plan, self._block_size
+        if plan is None or tracked.request_id not in self._continuing:
+            return
+        exact = plan.exact_until // size
+        last = blocks.first + len(blocks.block_ids)
+        names = self._names(tracked.prompt, blocks.first, last)
+        for index, block, name in zip(
+            range(blocks.first, last), blocks.block_ids, names, strict=False
+        ):
+            if index >= exact and index != plan.named_early(size):
+                self._forget(block)
+                self._kept[block] = name, plan.donor_depth
+                self._block[name] = block
+                self._fresh.add(block)
+
+    def evicted(self, block_ids: Sequence[int]) -> None:
+        """Forget blocks."""
+        if not self._health.broken and self._kept:
+            with self._health.contained("the removal of blocks"):
+                for block_id in block_ids:
+                    self._forget(block_id)
+
+    def reset(self) -> None:
+        """Forget all of them."""
+        self._block.clear()
+        self._kept.clear()
+        self._fresh.clear()
+
+    def begin_step(self) -> None:
+        """A scheduling step is over: what it named may be found from the next on."""
+        self._fresh.clear()
+
+    def _forget(self, block_id: int) -> None:
+        name, _ = self._kept.pop(block_id, (None, 0))
+        self._fresh.discard(block_id)
+        if name is not None and self._block.get(name) == block_id:
+            del self._block[name]
+
+    def _names(self, prompt: Prompt, first: int, last: int) -> Iterator[_Name]:
+        # vLLM's hashes are the same in all namespaces.
+        return zip(repeat(self._namespaces.key(prompt.namespace)), prompt.names(first, last))
+
+    def found(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        """What an earlier turn has left behind the prefix hit, up to the first hole.
+
+        Args:
+            prompt: of a request with `recompute_once`.
+            start: end of the prefix hit, in whole blocks.
+            stop: of the search.
+        """
+        size, first = self._block_size, start // self._block_size
+        blocks: list[int] = []
+        for name in self._names(prompt, first, max(first, stop // size)):
+            block = self._block.get(name)
+            if block is None or block in self._fresh:
+                break
+            blocks.append(block)
+        matches = resident_matches(np.asarray(blocks, np.int32), first, size)
+        in_context = np.ones(len(blocks), np.bool_)
+        depth = max((self._kept[block][1] for block in blocks), default=0)
+        pieces = replace(matches.pieces, in_context=in_context)
+        return matches._replace(pieces=pieces, max_depth=depth)
+
+
+class ContinuingFinder(FinderAround):
+    """What an earlier turn has left, and behind that what another finder finds.
+
+    Args:
+        finder: the other one.
+        conversations: of all requests.
+    """
+
+    def __init__(self, finder: Finder, conversations: Conversations) -> None:
+        super().__init__(finder)
+        self._conversations = conversations
+
+    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
+        if self._conversations.found(prompt, start, stop).num_tokens:
+            return None  # it is as quickly found again
+        return self._finder.remembered(prompt, start, stop)
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        kept = self._conversations.found(prompt, start, stop)
+        if not kept.num_tokens:
+            return self._finder.find(prompt, start, stop)
+        others = self._finder.remembered(prompt, kept.pieces.stop, stop)
+        if others is None:
+            others = self._finder.find(prompt, kept.pieces.stop, stop)
+        return kept.merged(others)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a document becomes prompts: each chunk behind the same context, up to whole KV blocks.
+
+    | context |        chunk         | filler |
+    |  block  |  block  |  block  |  block   |
+              └──── frozen: blocks with tokens of the chunk
+
+Only full blocks can be found again. The filler completes the last one; nothing sees it, since
+attention is causal. A prompt that contains the text matches it up to its last token.
+
+Documents of a model that was trained on documents computed alone are one chunk each, behind
+nothing, and padded as its requests pad them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_segreuse.features.knowledge.compression import CompressionSettings
+from vllm_segreuse.features.knowledge.errors import InvalidError
+from vllm_segreuse.features.knowledge.store import Tokens
+from vllm_segreuse.features.trained.documents.anchors import Anchors
+from vllm_segreuse.features.trained.documents.layout import padded
+
+
+class Shape(NamedTuple):
+    """What decides how documents are cut.
+
+    Attributes:
+        block_size: tokens per KV block.
+        max_prompt_tokens: longest prompt that leaves room for one token of output.
+        chunk_tokens: longest chunk that is wanted.
+        whole: whether documents are computed alone, and not cut.
+        anchors: what stands for documents; None: they stand for themselves.
+    """
+
+    block_size: int
+    max_prompt_tokens: int
+    chunk_tokens: int
+    whole: bool = False
+    anchors: Anchors | None = None
+
+    def num_anchors(self, num_tokens: int) -> int:
+        """Tokens that stand for a document of so many, its start and end token included."""
+        assert self.anchors is not None
+        return len(self.anchors.standing_for(num_tokens - 2)) + 2
+
+    def num_chunks(self, num_context: int, num_tokens: int) -> int:
+        """Into how many chunks a document is cut.
+
+        Raises:
+            InvalidError: the context leaves no room for a chunk, or the document is not to be cut
+                and is too long.
+        """
+        if self.anchors is not None:
+            longest = self.num_anchors(num_tokens) + self.anchors.chunk_tokens
+            if longest > self.max_prompt_tokens:
+                raise InvalidError(
+                    f"a document of {num_tokens} tokens and its anchors take {longest} where it is "
+                    f"computed, and prompts have {self.max_prompt_tokens} at most: cut it into "
+                    "several",
+                    "documents",
+                )
+            return 1
+        if self.whole:
+            alone = len(padded(range(num_tokens), self.block_size))
+            if alone > self.max_prompt_tokens:
+                raise InvalidError(
+                    f"a document of {num_tokens} tokens takes {alone} where it is computed alone, "
+                    f"and prompts have {self.max_prompt_tokens} at most: cut it into several",
+                    "documents",
+                )
+            return 1
+        whole = self.max_prompt_tokens // self.block_size * self.block_size
+        room = min(self.chunk_tokens, whole - num_context)
+        if room < 1:
+            raise InvalidError(
+                f"a preamble of {num_context} tokens leaves no room for documents in prompts of "
+                f"{whole} tokens: shorten it",
+                "preamble",
+            )
+        return -(-num_tokens // room)
+
+    def num_blocks(self, num_context: int, num_tokens: int) -> int:
+        """Blocks that a document takes when it is warm."""
+        if self.anchors is not None:
+            return -(-self.num_anchors(num_tokens) // self.block_size)
+        chunks = self.num_chunks(num_context, num_tokens)
+        small, larger = divmod(num_tokens, chunks)
+        first = num_context // self.block_size
+        return (chunks - larger) * (-(-(num_context + small) // self.block_size) - first) + (
+            larger * (-(-(num_context + small + 1) // self.block_size) - first)
+        )
+
+    def num_blocks_meanwhile(self, num_tokens: int) -> int:
+        """Blocks that a document takes beside those of `num_blocks`, until it is warm: what is kept
+        of each chunk (`anchoring.py`)."""
+        if self.anchors is None:
+            return 0
+        blocks, so_far = 0, 0
+        for chunk, behind in self.anchors.chunks(range(num_tokens - 2)):
+            first = 1 + so_far + len(chunk)
+            so_far += len(behind)
+            blocks += -(-(first + len(behind)) // self.block_size) - first // self.block_size
+        return blocks
+
+    def prompts(self, context: Tokens, tokens: Tokens) -> list[Tokens]:
+        """The prompts, each a whole number of blocks long; chunks differ by one token at most. What
+        is not cut has one token more; what anchors stand for is given as it is."""
+        if self.anchors is not None:
+            return [tokens]
+        if self.whole:
+            return [np.array(padded(tokens.tolist(), self.block_size), np.int32)]
+        chunks = np.array_split(tokens, self.num_chunks(len(context), len(tokens)))
+        return [self._padded(np.concatenate((context, chunk))) for chunk in chunks]
+
+    def _padded(self, prompt: Tokens) -> Tokens:
+        return np.concatenate((prompt, np.repeat(prompt[-1:], -len(prompt) % self.block_size)))
+
+
+def shape_for(shape: Shape, compression: CompressionSettings | None, num_context: int) -> Shape:
+    """How a document is cut: its chunks fit into a prompt twice where they are compressed."""
+    if compression is None:
+        return shape
+    whole = shape.max_prompt_tokens // shape.block_size * shape.block_size
+    twice = (whole - num_context - 1) // 2
+    return shape._replace(chunk_tokens=min(shape.chunk_tokens, twice))
+
+
+def lengths_of(shape: Shape, num_context: int, num_tokens: int) -> list[int]:
+    """Tokens of each chunk of a document."""
+    chunks = shape.num_chunks(num_context, num_tokens)
+    small, larger = divmod(num_tokens, chunks)
+    return [small + 1] * larger + [small] * (chunks - larger)
+
+
+def num_blocks(
+    shape: Shape, compression: CompressionSettings | None, num_context: int, num_tokens: int
+) -> int:
+    """Blocks that a document takes when it is warm."""
+    if compression is None:
+        return shape.num_blocks(num_context, num_tokens)
+    cut = shape_for(shape, compression, num_context)
+    kept = (compression.count(length) for length in lengths_of(cut, num_context, num_tokens))
+    return sum(-(-count // shape.block_size) for count in kept)

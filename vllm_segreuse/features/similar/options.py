@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of similar segments: the block `similarity` of the server's options, and a flag of
+requests."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from vllm_segreuse.options.parts import Refusal, RequestPart, ServerPart
+from vllm_segreuse.options.values import (
+    ALL,
+    MAX_TOKENS,
+    contexts_by_layer,
+    count,
+    flag,
+    inner_share,
+    number,
+    short_repr,
+    switch,
+    unknown_text,
+)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(it, str) and it for it in value):
+        raise ValueError("must be a list of texts, none of them empty")
+    return tuple(value)
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = _texts(value)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"must be regular expressions: {short_repr(pattern)} is none, {error}"
+            ) from None
+    return patterns
+
+
+def _similarity(value: Any) -> Any:
+    if value is not None and not isinstance(value, Mapping | SimilarityOptions):
+        raise ValueError("must be a mapping of options of its own, or null")
+    if isinstance(value, Mapping):
+        unknown = [key for key in value if key not in SimilarityOptions.model_fields]
+        if unknown:
+            raise ValueError("has an " + unknown_text(unknown[0], SimilarityOptions.model_fields))
+    return value
+
+
+class SimilarityOptions(BaseModel):
+    """How similar segments are found: the keys of the option `similarity`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    by_default: Annotated[bool, BeforeValidator(switch)] = True
+    """Whether requests reuse similar segments that do not say `segreuse_similarity`."""
+
+    window_tokens: Annotated[int, count(8, 1024)] = 96
+    """Length of the windows that are compared. Canonical tokens: a number counts as one."""
+
+    stride_tokens: Annotated[int, count(1, 1024)] = 32
+    """Distance between the windows of a donor."""
+
+    shingle_tokens: Annotated[int, count(1, 64)] = 6
+    """Canonical tokens of a shingle: windows are compared by the set of theirs."""
+
+    permutations: Annotated[int, count(16, 1024)] = 128
+    """Places of a MinHash signature."""
+
+    threshold: Annotated[float, BeforeValidator(inner_share)] = 0.5
+    """Least estimated Jaccard similarity of a candidate, above 0 and up to 1."""
+
+    context_tokens: Annotated[int, count(0, 4096)] = 128
+    """Left context that is compared, too, to choose among candidates; 0: none."""
+
+    min_run_tokens: Annotated[int, count(1, 1024)] = 8
+    """Fewer equal tokens in a row are computed."""
+
+    min_context_tokens: Annotated[int, count(0, 4096)] = 0
+    """A token of a similar segment is reused only if so many tokens in front of it are equal in the
+    donor, one by one; 0: whatever is in front."""
+
+    halo_tokens: Annotated[int, count(0, 64)] = 0
+    """The first tokens of each equal run, which are computed in any case; shorter runs are not
+    reused. 0: none."""
+
+    max_boundary_drift: Annotated[float | None, number(math.inf, "no test")] = None
+    """A run is computed as a whole, in the same pass, if the keys and values of its halo differ by
+    more than this from those that were moved (docs/similar.md); None: they are not compared. It
+    needs `halo_tokens`."""
+
+    w_exact: Annotated[dict[str, int | str] | None, BeforeValidator(contexts_by_layer)] = None
+    """Below which layer a token of a similar segment is moved, by the equal tokens that this takes
+    in front of it: `{8: 16, 16: 64, all: full_prefix}` moves it below layer 8 if 16 are equal,
+    below layer 16 if 64 are, and at all layers if everything in front is equal. From that layer on
+    it is computed, from a boundary state that is kept at each of these layers; a token with fewer
+    equal ones is computed at all layers. It needs `--enforce-eager`. None: tokens are moved at all
+    layers."""
+
+    anchors: Annotated[tuple[str, ...], BeforeValidator(_texts)] = (
+        "\nThought:",
+        "\nAction:",
+        "\nAction Input:",
+        "\nObservation:",
+    )
+    """Texts at which a segment begins. What is between two of them is compared as a whole, if it is
+    no longer than a window."""
+
+    volatile: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = (r"\d+",)
+    """Regular expressions. A token whose text one of them matches fully is a changing value, as are
+    letters, signs and further values joined to it: numbers, timestamps, hexadecimal ids. All values
+    are compared as equal."""
+
+    max_windows: Annotated[int, count(1, MAX_TOKENS // 1024)] = 100_000
+    """Windows that are kept; the oldest ones are dropped for others."""
+
+    @property
+    def least_run_tokens(self) -> int:
+        """Fewer equal tokens in a row are not worth being moved."""
+        return max(self.min_run_tokens, self.halo_tokens + 1)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The layers of `w_exact`, ascending, whose inputs are kept as boundary states."""
+        return tuple(int(layer) for layer in self.w_exact or {} if layer != ALL)
+
+    @model_validator(mode="after")
+    def _check_halo(self) -> Self:
+        if self.max_boundary_drift is not None and not self.halo_tokens:
+            raise ValueError(
+                "has max_boundary_drift and no halo_tokens, so that nothing can be compared: set "
+                "halo_tokens (8, say), or omit max_boundary_drift"
+            )
+        return self
+
+
+class SimilarServer(ServerPart):
+    """Whether similar segments are found at all, and how."""
+
+    similarity: Annotated[SimilarityOptions | None, BeforeValidator(_similarity)] = None
+    """How similar segments are found (docs/similar.md), and whether requests reuse them that do not
+    say; None: no request does."""
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """See `SimilarityOptions`."""
+        return () if self.similarity is None else self.similarity.cuts
+
+
+class SimilarRequest(RequestPart):
+    """Whether a request reuses similar segments."""
+
+    similarity: Annotated[bool, BeforeValidator(flag)] = False
+    """Similar segments are searched for where no equal one was found, and the tokens of theirs that
+    are equal are reused. It needs the server's `similarity`, and is ignored by `exact`."""
+
+    @classmethod
+    def defaults(cls, server: BaseModel) -> dict[str, Any]:
+        """The server's block has a key for it."""
+        block = SimilarServer.of(server).similarity
+        return {"similarity": block is not None and block.by_default}
+
+    @classmethod
+    def refused(cls, options: BaseModel, server: BaseModel) -> Refusal | None:
+        """Nothing similar is found without the server's block."""
+        if not cls.of(options).similarity or SimilarServer.of(server).similarity is not None:
+            return None
+        text = "similarity=True must be false: the server has no option `similarity`"
+        return Refusal("similarity", text)

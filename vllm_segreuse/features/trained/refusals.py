@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model that was trained on documents computed alone rules out, refused at start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.audit.options import AuditServer
+from vllm_segreuse.features.similar.options import SimilarServer
+from vllm_segreuse.features.tier.options import TierServer
+from vllm_segreuse.features.trained.documents.layout import Layout, LayoutError
+from vllm_segreuse.features.trained.documents.model import layout_of
+from vllm_segreuse.options.server import ServerOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+POLICY = "link"
+"""What reports call it. It is no choice: such a model has no other."""
+
+
+def isolated_layout(vllm_config: VllmConfig, config: ServerOptions) -> Layout | None:
+    """The layout of the model's prompts; None: an ordinary model.
+
+    Raises:
+        RefusedError: the folder contradicts itself, or an option contradicts the model.
+    """
+    try:
+        layout = layout_of(vllm_config.model_config)
+    except LayoutError as error:
+        raise RefusedError(str(error)) from None
+    if layout is not None:
+        check_options(config)
+    return layout
+
+
+def check_options(config: ServerOptions) -> None:
+    """Refuse options that contradict a model with a layout.
+
+    Raises:
+        RefusedError: names the first of them.
+    """
+    tier = TierServer.of(config).tier
+    faults = {
+        "policy": "policy" in config.model_fields_set,
+        "similarity": SimilarServer.of(config).similarity is not None,
+        "audit.share": AuditServer.of(config).audit.share > 0,
+        # What was rounded is never restored, and nothing else of such a model comes from a record.
+        "tier.codec": tier is not None and tier.codec != "raw",
+    }
+    if wrong := [name for name, is_wrong in faults.items() if is_wrong]:
+        raise RefusedError(
+            f"{wrong[0]} cannot be combined with a model that was trained on documents computed "
+            "alone (segreuse.isolated_documents in its config.json): remove it"
+        )

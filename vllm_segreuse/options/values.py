@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of values that options take, as pydantic's validators.
+
+Each raises `ValueError` with what is allowed; the text follows "option=value".
+"""
+
+import math
+import reprlib
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BeforeValidator, ValidationError
+
+MAX_TOKENS = 2**31 - 1
+"""Also keeps integers within what msgpack carries to the engine."""
+
+ALL, FULL_PREFIX = "all", "full_prefix"
+"""All layers, and everything that is in front, where layers and tokens are numbers."""
+
+_MOST_CONTEXT = 4096
+
+
+class _ShortRepr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # repr() of an integer beyond sys.int_info's digit limit raises.
+        return repr(x) if abs(x) < 10**18 else "an integer beyond 64 bits"
+
+
+_short = _ShortRepr()
+_short.maxstring = _short.maxother = 48
+_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 3
+_short.maxlevel = 2
+
+
+def short_repr(value: object) -> str:
+    """`repr(value)` bounded in length and in time, whatever a client sent."""
+    return _short.repr(value)
+
+
+def is_number(value: object) -> bool:
+    """True for finite float, and int that is one; bool is no number here."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def is_int(value: object) -> bool:
+    """True for integers; bool is none here."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def number(most: float, null: str | None = None) -> BeforeValidator:
+    """A number from 0 to `most`; with `null`, also None, which means that."""
+    bounds = "from 0 on" if most == math.inf else f"from 0 to {most:g}"
+    wrong = f"must be a number {bounds}" + (f", or null for {null}" if null else "")
+
+    def check(value: Any) -> float | None:
+        if value is None and null:
+            return None
+        if not (is_number(value) and 0 <= value <= most):
+            raise ValueError(wrong)
+        return float(value)
+
+    return BeforeValidator(check)
+
+
+def count(low: int, high: int) -> BeforeValidator:
+    """An integer from `low` to `high`."""
+
+    def check(value: Any) -> Any:
+        if not is_int(value) or not low <= value <= high:
+            raise ValueError(f"must be an integer from {low} to {high}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def switch(value: Any) -> Any:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def inner_share(value: Any) -> float:
+    """A share that is not empty."""
+    if not is_number(value) or not 0 < value <= 1:
+        raise ValueError("must be a number above 0 and up to 1")
+    return float(value)
+
+
+def path(value: Any) -> Any:
+    """A path, or None."""
+    if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+        raise ValueError("must be a path, or null")
+    return value
+
+
+def contexts_by_layer(value: Any) -> dict[str, int | str] | None:
+    """{layer or "all": tokens or "full_prefix"}, by layer; JSON has texts as keys."""
+    if value is None:
+        return None
+    rule = (
+        'must map layers from 1 on, or "all", to a number of tokens, or "full_prefix", and not to '
+        "fewer for higher layers; or be null"
+    )
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(rule)
+    by_layer = {math.inf if key == ALL else _layer(key, rule): key for key in value}
+    if len(by_layer) < len(value):
+        raise ValueError(f"{rule}; a layer is there twice, as a number and as a text")
+    layers = sorted(by_layer.items())
+    contexts = [value[key] for _, key in layers]
+    for context in contexts:
+        if context != FULL_PREFIX and not (is_int(context) and 0 <= context <= _MOST_CONTEXT):
+            raise ValueError(rule)
+    needed = [math.inf if context == FULL_PREFIX else context for context in contexts]
+    if any(below > above for below, above in pairwise(needed)):
+        raise ValueError(rule)
+    return {str(key): context for (_, key), context in zip(layers, contexts, strict=True)}
+
+
+def _layer(key: object, rule: str) -> int:
+    text = str(key)
+    if isinstance(key, bool) or not (text.isascii() and text.isdigit() and 0 < int(text) < 1000):
+        raise ValueError(rule)
+    return int(text)
+
+
+def tokens_or_null(low: int, null: str) -> BeforeValidator:
+    """An integer from `low` to `MAX_TOKENS`, or None, which means what `null` says."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not (is_int(value) and low <= value <= MAX_TOKENS):
+            raise ValueError(f"must be an integer from {low} to {MAX_TOKENS}, or null for {null}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def flag(value: Any) -> bool:
+    """True or false of a request."""
+    # vLLM turns a true of `vllm_xargs` into 1.
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError("must be true or false")
+    return bool(value)
+
+
+def unknown_text(key: object, allowed: Iterable[str]) -> str:
+    """One sentence about a key that there is not."""
+    return f"unknown option {short_repr(key)}; allowed are {', '.join(sorted(allowed))}"
+
+
+def first_error(error: ValidationError) -> tuple[str, str]:
+    """The first of pydantic's errors: the field ("" if it is none's) and one sentence."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    rule = first["msg"] if cause is None else str(cause)
+    if not first["loc"]:
+        return "", rule
+    option = ".".join(str(part) for part in first["loc"])
+    return option, f"{option}={short_repr(first['input'])} {rule}"
+
+
+def only_known(data: Any, fields: Mapping[str, Any], otherwise: str = "") -> Any:
+    """What a block of options was given.
+
+    Args:
+        fields: of the block.
+        otherwise: what may be given instead of a block, for the text.
+
+    Raises:
+        ValueError: it is no mapping, or names an option that there is not.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"must be a mapping of options{otherwise}")
+    for key in data:
+        if key not in fields:
+            raise ValueError(
+                f"has the unknown option {short_repr(key)}; allowed are {', '.join(sorted(fields))}"
+            )
+    return data

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's half in the scheduler process: vLLM's requests and blocks on one side, the
+planner on the other, and features (`features/`) around both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from vllm_segreuse.options.server import OBSERVE, Switch
+from vllm_segreuse.plan import ModelLayers, PlanOutcome
+from vllm_segreuse.scheduling.admission import Admission
+from vllm_segreuse.scheduling.arrival import all_tokens
+from vllm_segreuse.scheduling.feature import Admitted, Ending, OwnRequests
+from vllm_segreuse.scheduling.outcomes import Outcomes
+from vllm_segreuse.scheduling.parts import Parts
+from vllm_segreuse.scheduling.step import Step
+from vllm_segreuse.scheduling.tracked import TrackedRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.segreuse")
+
+_COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def _contained(otherwise: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An error of ours costs the request its reuse, never vLLM its engine.
+
+    Args:
+        otherwise: what the hook returns after an error.
+    """
+
+    def contain(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def contained(self: SchedulerSide, request: Request, *args: Any) -> Any:
+            try:
+                return hook(self, request, *args)
+            except Exception:
+                self._give_up(request, hook.__name__)
+                return otherwise
+
+        return contained
+
+    return contain
+
+
+class SchedulerSide:
+    """One per engine.
+
+    Args:
+        parts: what it is made of (`features/in_scheduler.py`).
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._core, self._planner, self._accounts = parts.core, parts.planner, parts.accounts
+        self._features = features = parts.features
+        self._waits, self._decided = features.having("waits"), features.having("decided")[::-1]
+        self._allocated, self._end_step = features.having("allocated"), features.having("end_step")
+        self._pending = features.having("has_pending_work")
+        self._own = [it for it in features if isinstance(it, OwnRequests)]
+        self._admission, self._outcomes = Admission(parts), Outcomes(parts)
+        self._called_back: list[str] = []
+        self.set_enabled(parts.core.config.starts_enabled)
+
+    def _give_up(self, request: Request, where: str) -> None:
+        logger.exception(
+            "segment reuse failed in %s; request %s runs without it", where, request.request_id
+        )
+        self._planner.give_up(request.request_id)
+
+    @contextmanager
+    def _costing(self, request: Request, where: str) -> Iterator[None]:
+        """An error inside costs the request its reuse, and goes no further."""
+        try:
+            yield
+        except Exception:
+            self._give_up(request, where)
+
+    # The administrator.
+
+    def set_enabled(self, enabled: Switch) -> Switch:
+        """Kill switch. Off: no request reuses anything; donors keep being indexed. `OBSERVE`: what
+        requests would reuse is planned and reported."""
+        self._planner.enabled, self._planner.observes = bool(enabled), enabled == OBSERVE
+        return enabled
+
+    def status(self) -> dict[str, Any]:
+        """What the status route shows."""
+        enabled = OBSERVE if self._planner.observes else self._planner.enabled
+        shown = {"enabled": enabled, "indexed_blocks": len(self._core.index)}
+        for feature in self._features:
+            shown |= feature.status()
+        return shown
+
+    def call(self, name: str, *args: Any) -> Any:
+        """What an API server asks of a feature; see `Feature.calls`."""
+        for feature in self._features:
+            if name in feature.calls:
+                return feature.calls[name](*args)
+        raise ValueError(f"no feature of this engine answers {name!r}")
+
+    # Requests.
+
+    @_contained(otherwise=None)
+    def add(self, request: Request) -> None:
+        """A request arrived; one without extra keys is ignored."""
+        self._admission.arrive(request)
+
+    def match(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to supply behind vLLM's prefix hit, None to decide in a later step; and whether
+        that takes several steps."""
+        if self._planner.admission_closed:
+            return 0, False
+        tracked = self._planner.get(request.request_id)
+        for feature in self._waits:
+            if feature.waits(request, tracked, num_hit_tokens):
+                return None, False
+        if tracked is None:
+            return 0, False
+        supplied: int | None = self._decide(request, tracked, num_hit_tokens)
+        if not self._planner.admission_closed:
+            for feature in self._decided:
+                try:
+                    supplied = feature.decided(request, tracked, supplied)
+                except Exception:
+                    self._give_up(request, feature.name)
+                    supplied = None  # one that needs its documents must not run: it ends next
+        return supplied, tracked.plan is not None and tracked.plan.spread
+
+    @_contained(otherwise=0)
+    def _decide(self, request: Request, tracked: TrackedRequest, num_hit_tokens: int) -> int | None:
+        if request.num_tokens != tracked.num_tokens:  # it was preempted
+            tracked.prompt = tracked.prompt.with_tokens(all_tokens(request))
+        prefix = functools.partial(
+            self._core.pool.prefix_state,
+            request,
+            num_hit_tokens,
+            self._core.slots.needed(request.num_tokens),
+            self._core.manager.watermark_blocks,
+        )
+        return self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
+
+    @_contained(otherwise=None)
+    def allocated(self, request: Request, block_ids: list[int]) -> None:
+        """vLLM allocated the request's blocks: it runs in this step, or is set aside for its plan.
+
+        Called once more when its spread plan is done and it runs.
+        """
+        tracked = self._planner.get(request.request_id)
+        if tracked is None or request.num_computed_tokens:
+            return
+        report = self._planner.allocated(tracked, block_ids)
+        hit_blocks = block_ids[: report.prefix_tokens // self._core.block_size]
+        self.parts.donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
+        is_first = not request.num_preemptions
+        if is_first:  # counted when it was first admitted, like vLLM's own figures
+            with self._costing(request, "accounts"):
+                self._accounts.admitted(tracked, request, report)
+        admitted = Admitted(request, tracked, report, block_ids, hit_blocks, is_first)
+        for feature in self._allocated:
+            with self._costing(request, feature.name):
+                feature.allocated(admitted)
+
+    @_contained(otherwise=0)
+    def saved_tokens(self, request: Request) -> int:
+        """Tokens of the request's plan that are not computed."""
+        tracked = self._planner.get(request.request_id)
+        if tracked is None or tracked.plan is None:
+            return 0
+        plan = tracked.plan
+        return plan.num_restored + plan.num_reused - plan.num_recomputed
+
+    def call_back(self, request: Request) -> None:
+        """vLLM takes the blocks from a request whose spread plan is under way, or just done.
+
+        It reuses nothing from here on: a report on this plan may still come, and must not be taken
+        for that of another.
+        """
+        self._planner.call_back(request.request_id)
+        self._accounts.forget(request.request_id)
+        for feature in self._features:
+            feature.called_back(request.request_id)
+        self._called_back.append(request.request_id)
+
+    @_contained(otherwise=None)
+    def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
+        """The request ended, in whatever way; its report if it was ever admitted.
+
+        Args:
+            block_ids: its blocks, which it still holds.
+        """
+        self._accounts.forget(request.request_id)
+        tracked = None
+        with self._costing(request, "the planner"):
+            tracked = self._planner.remove(request.request_id)
+        ending = Ending(request, tracked, block_ids, request.status in _COMPLETED)
+        if tracked is not None and tracked.report is not None:
+            ending.report = {
+                "policy": tracked.method.policy,
+                "prompt_tokens": request.num_prompt_tokens,
+                **tracked.report._asdict(),
+            }
+        for feature in self._features:  # whatever happens: what is held for it ends with it
+            with self._costing(request, feature.name):
+                feature.finished(ending)
+        if tracked is not None:
+            self._core.namespaces.release(tracked.prompt.namespace)
+        return ending.report
+
+    # Steps.
+
+    def take_step(self, runs_model: bool) -> Step:
+        """The scheduling step is over.
+
+        Args:
+            runs_model: whether it has a forward.
+        """
+        plans = self._planner.take_plans()
+        self.parts.donors.begin_step()
+        self._core.pool.begin_step()
+        messages = {}
+        for feature in self._end_step:
+            message = feature.end_step(plans, runs_model)
+            if message is not None:
+                messages[feature.name] = message
+        called_back, self._called_back = self._called_back, []
+        return Step(plans, called_back, messages)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the engine has to step although no request needs it."""
+        return any(feature.has_pending_work() for feature in self._pending)
+
+    def reported(
+        self,
+        messages: Mapping[str, Any],
+        outcomes: Mapping[str, PlanOutcome],
+        requests: Mapping[str, Request],
+    ) -> None:
+        """The workers report.
+
+        Args:
+            messages: to features.
+            outcomes: how plans have ended, by request.
+            requests: of vLLM's scheduler, by id; who has ended is not among them.
+        """
+        for feature in self._features:
+            if feature.name in messages:
+                feature.reported(messages[feature.name])
+        for request_id, outcome in outcomes.items():
+            if outcome.restoration:
+                self._outcomes.restored(request_id, outcome)
+            if request_id in requests:
+                with self._costing(requests[request_id], "the outcome of its plan"):
+                    self._outcomes.carried_out(requests[request_id], outcome)
+
+    # Requests of our own.
+
+    def take_requests(self, running: int, waiting: int, is_paused: bool) -> list[Request]:
+        """A step is over: requests that are to be added to the engine.
+
+        Args:
+            running, waiting: requests of the engine.
+            is_paused: whether none of them runs.
+        """
+        found = (it.to_add(running, waiting, is_paused) for it in self._own)
+        return [request for requests in found for request in requests]
+
+    def take_failed(self) -> list[str]:
+        """A step is over: requests that are to be ended with an error."""
+        return [request_id for it in self._own for request_id in it.to_fail()]
+
+    def resetting(self) -> list[str]:
+        """The prefix cache is about to be reset: requests that have to be aborted."""
+        return [request_id for it in self._own for request_id in it.to_abort()]
+
+    # The engine.
+
+    def learn(self, layers: ModelLayers, facts: Mapping[str, Any]) -> None:
+        """What the workers have found the model to be, before the first request.
+
+        Args:
+            layers: of the model.
+            facts: for features, by feature.
+        """
+        self._accounts.layers = self.parts.methods.layers = layers
+        for feature in self._features:
+            if feature.name in facts:
+                feature.learned(facts[feature.name])
+
+    def close(self) -> None:
+        """The engine ends."""
+        for feature in self._features:
+            feature.close()
