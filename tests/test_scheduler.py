@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
+from tests.reports import Whole
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.features.in_scheduler import scheduler_side
@@ -137,7 +138,7 @@ class World:
         """The request ends."""
         report = self.side.finished(request, [])
         assert report is not None
-        return report
+        return Whole(report)
 
 
 DOCUMENT = [*range(100, 132)]
@@ -162,7 +163,7 @@ def test_thousands_of_names_reuse_a_prompt_that_they_all_begin_with() -> None:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         report = world.side.finished(request, [])
         assert report is not None
-        return report
+        return Whole(report)
 
     for session in range(sessions):
         ask([*DOCUMENT, 5], f"session {session}", 8)

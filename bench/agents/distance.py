@@ -78,9 +78,9 @@ def measure(lab: Any, trace: Trace, arms: Sequence[Arm]) -> Iterator[list[Apart]
                 answer_kl=sum(apart) / len(apart),
                 agreement=sum(a == b for a, b in said) / len(apart),
                 tokens=Tokens.of(len(prompt), 0, mine.report),
-                in_full=bool(mine.report["in_full"]),
-                accepted=mine.report["accepted_segments"],
-                rejected=mine.report["rejected_segments"],
+                in_full=mine.report.get("in_full", False),
+                accepted=mine.report.get("accepted_segments", 0),
+                rejected=mine.report.get("rejected_segments", 0),
             )
             found.append(one)
         yield found

@@ -37,7 +37,7 @@ class Tokens:
         """
         if report is None:
             return cls(prompt, cached, 0, 0, prompt - cached)
-        reused, similar = report["reused_tokens"], report["similar_tokens"]
+        reused, similar = report["reused_tokens"], report.get("similar_tokens", 0)
         prefix = report["prefix_tokens"]
         computed = report["computed_share"] * (prompt - prefix)
         return cls(prompt, prefix, reused - similar, similar, computed)

@@ -191,7 +191,7 @@ class _Subject:
             report = answer.report or {}
             if not report.get("tiered_tokens"):
                 raise harness.BenchError(f"no document came from the tier: {dict(report)}")
-            found["tiered_tokens"] = report["tiered_tokens"]
+            found["tiered_tokens"] = report.get("tiered_tokens", 0)
             found["work"] = report["computed_share"]
         for codec, answer in answers.items():
             found[f"{codec}_kl"] = round(divergences(full.logits, answer.logits)[0], DIGITS)

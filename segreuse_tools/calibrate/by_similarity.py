@@ -154,7 +154,7 @@ class _Stream:
 def _of_whole(found: Trial, report: Mapping[str, Any], num_tokens: int) -> Trial:
     """With the work of the whole prompt, and how far the worst halo was off."""
     behind = num_tokens - report["prefix_tokens"]
-    stretches = report["explain"] or ()
+    stretches = report.get("explain", ())
     drifts = [it["boundary_drift"] for it in stretches if "boundary_drift" in it]
     off = max((UNBOUNDED if it is None else it for it in drifts), default=None)
     return Trial(found.divergence, found.agreement, found.work * behind / num_tokens, off)

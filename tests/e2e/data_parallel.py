@@ -8,6 +8,7 @@ import pytest
 
 from bench.shapes import passages
 from tests.e2e.server import ADMIN_TOKEN, Server
+from tests.reports import Whole
 
 ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 ROUTES = "/plugins/segreuse/v1"
@@ -30,4 +31,4 @@ def ask(server: Server, prompt: str, engine: int, extra_keys: str = "docs") -> A
     body = {"model": "m", "prompt": prompt, "max_tokens": 2, "extra_keys": extra_keys}
     where = {"X-data-parallel-rank": str(engine), "Connection": "close"}
     answer = server.post("/v1/completions", body, headers=where).raise_for_status().json()
-    return answer["kv_transfer_params"]["segreuse"]
+    return Whole(answer["kv_transfer_params"]["segreuse"])

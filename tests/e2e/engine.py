@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from bench.shapes import SHAPES, make_model
 from tests.parts import parts_of
+from tests.reports import Whole
 
 if TYPE_CHECKING:
     from segreuse_tools.doctor.diagnosis import Diagnosis
@@ -123,7 +124,7 @@ def _answer(output: Any, number: int = 0) -> Answer:
     one = output.outputs[number]
     logprobs = [{t: p.logprob for t, p in step.items()} for step in one.logprobs or []]
     report = (output.kv_transfer_params or {}).get("segreuse", {})
-    return Answer(list(one.token_ids), logprobs, output.num_cached_tokens, report)
+    return Answer(list(one.token_ids), logprobs, output.num_cached_tokens, Whole(report))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
 from tests.parts import parts_of
+from tests.reports import Whole
 from vllm_segreuse.features.knowledge.engine import answer_of, own_parameters
 from vllm_segreuse.features.knowledge.naming import NamedDocument
 from vllm_segreuse.features.knowledge.schemas import NewDocument
@@ -165,7 +166,7 @@ def test_a_copy_is_kept_beside_a_request_that_reuses(
         with own_parameters(asked, **sampling) as params:
             prompts = [client, {"prompt_token_ids": tokens}]
             both = running.llm.generate(prompts, [other, params], use_tqdm=False)
-        reports.append(both[0].kv_transfer_params["segreuse"])
+        reports.append(Whole(both[0].kv_transfer_params["segreuse"]))
         return [answer_of(both[1], tokens)]
 
     monkeypatch.setattr(OfflineEngine, "answers", answers)

@@ -12,6 +12,7 @@ from bench.quality.condensed import AnchorReference
 from bench.shapes import passages
 from tests.e2e.isolated_models import layout_of, make_isolated
 from tests.e2e.server import ADMIN_TOKEN, Server
+from tests.reports import Whole
 
 pytestmark = pytest.mark.patches("renderer")
 
@@ -69,7 +70,7 @@ def check(reference: AnchorReference, response: httpx.Response, *names: str) -> 
     wanted = reference.of_documents(prompt[: first.start], texts, question, choice["token_ids"])
     found = [token["logprob"] for token in choice["logprobs"]["content"]]
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) <= 0.002
-    report = answer["kv_transfer_params"]["segreuse"]
+    report = Whole(answer["kv_transfer_params"]["segreuse"])
     assert report["policy"] == "link"
     assert report["exact_tokens"] == report["reused_tokens"] > 0
 
@@ -124,5 +125,5 @@ def test_a_prompt_with_markers_is_another_way(server: Server, reference: AnchorR
     sent["vllm_xargs"] = {"extra_keys": [KEY], "segreuse_documents": ["kb/3.txt"]}
     response = server.post(COMPLETIONS, sent)
     assert response.status_code == 200, response.text
-    report = response.json()["kv_transfer_params"]["segreuse"]
+    report = Whole(response.json()["kv_transfer_params"]["segreuse"])
     assert report["exact_tokens"] > 0

@@ -15,6 +15,7 @@ from bench.shapes import passages
 from segreuse_tools.commands import explain as explain_cli
 from tests.e2e.http_malformed import deep_bodies
 from tests.e2e.server import ADMIN_TOKEN, Server
+from tests.reports import Whole
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.serve.requests import ENDPOINTS
 
@@ -93,7 +94,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def test_completion_reports_reuse(server: Server) -> None:
     body = server.post("/v1/completions", completion(shuffled())).raise_for_status().json()
-    report = body["kv_transfer_params"]["segreuse"]
+    report = Whole(body["kv_transfer_params"]["segreuse"])
     check_report(report)
     assert report["prompt_tokens"] == body["usage"]["prompt_tokens"]
     cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -102,7 +103,7 @@ def test_completion_reports_reuse(server: Server) -> None:
 
 def test_chat_reports_reuse(server: Server) -> None:
     body = server.post("/v1/chat/completions", chat()).raise_for_status().json()
-    check_report(body["kv_transfer_params"]["segreuse"])
+    check_report(Whole(body["kv_transfer_params"]["segreuse"]))
 
 
 def test_options_in_vllm_xargs_count(server: Server) -> None:
@@ -110,7 +111,7 @@ def test_options_in_vllm_xargs_count(server: Server) -> None:
     body = completion(shuffled(), vllm_xargs=xargs)
     del body["extra_keys"]
     answer = server.post("/v1/completions", body).raise_for_status().json()
-    report = answer["kv_transfer_params"]["segreuse"]
+    report = Whole(answer["kv_transfer_params"]["segreuse"])
     check_report(report, policy="shift")
     assert report["recomputed_tokens"] == 0
 
@@ -137,7 +138,7 @@ def test_last_chunk_of_a_stream_carries_the_report(
     body = chat() if "chat" in endpoint else completion(shuffled())
     options = {"stream_options": {"include_usage": True}} if usage else {}
     *chunks, last = events(server.post(endpoint, {**body, "stream": True, **options}))
-    check_report(last["kv_transfer_params"]["segreuse"])
+    check_report(Whole(last["kv_transfer_params"]["segreuse"]))
     assert (last["choices"] == []) == usage
     finished = chunks.pop() if usage else last
     assert finished["choices"][0]["finish_reason"] == "length"
@@ -154,7 +155,7 @@ def test_several_choices_and_prompts(server: Server, stream: bool) -> None:
     ):
         response = server.post("/v1/completions", body)
         last = events(response)[-1] if stream else response.raise_for_status().json()
-        check_report(last["kv_transfer_params"]["segreuse"])
+        check_report(Whole(last["kv_transfer_params"]["segreuse"]))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,7 +167,7 @@ def test_responses_api(server: Server, stream: bool) -> None:
         answer = json.loads(data[-1].removeprefix("data: "))["response"]
     else:
         answer = response.json()
-    check_report(answer["kv_transfer_params"]["segreuse"])
+    check_report(Whole(answer["kv_transfer_params"]["segreuse"]))
 
 
 def test_official_client(server: Server) -> None:
@@ -175,14 +176,14 @@ def test_official_client(server: Server) -> None:
         model="m", prompt=shuffled(), max_tokens=3, stream=True, extra_body={"extra_keys": ["docs"]}
     )
     *_, last = stream
-    check_report(last.kv_transfer_params["segreuse"])  # type: ignore[attr-defined]
+    check_report(Whole(last.kv_transfer_params["segreuse"]))  # type: ignore[attr-defined]
     with pytest.raises(openai.BadRequestError, match="extra_keys=5"):
         client.completions.create(model="m", prompt="a", extra_body={"extra_keys": 5})
 
 
 def test_too_short_a_prompt_is_bypassed_with_a_reason(server: Server) -> None:
     answer = server.post("/v1/completions", completion("Hello there.")).raise_for_status().json()
-    report = answer["kv_transfer_params"]["segreuse"]
+    report = Whole(answer["kv_transfer_params"]["segreuse"])
     assert report["reused_tokens"] == 0
     assert report["bypass_reason"]
 
@@ -325,7 +326,7 @@ def test_metrics_count_what_the_report_says(server: Server) -> None:
     requests = metric(server, "vllm:segreuse_requests_total", outcome="reused")
     matches = metric(server, "vllm:segreuse_match_seconds_count")
     answer = server.post("/v1/completions", completion(shuffled())).raise_for_status().json()
-    report = answer["kv_transfer_params"]["segreuse"]
+    report = Whole(answer["kv_transfer_params"]["segreuse"])
     for kind in kinds:
         assert metric(server, tokens, kind=kind) - before[kind] == report[f"{kind}_tokens"]
     assert metric(server, "vllm:segreuse_requests_total", outcome="reused") == requests + 1
@@ -372,7 +373,7 @@ def test_what_is_observed_is_answered_as_without_reuse(server: Server) -> None:
         expected = server.post("/v1/completions", plain).raise_for_status().json()
         body = completion(prompt, logprobs=5, max_tokens=8, **options)
         answer = server.post("/v1/completions", body).raise_for_status().json()
-        report = answer["kv_transfer_params"]["segreuse"]
+        report = Whole(answer["kv_transfer_params"]["segreuse"])
         assert (report["bypass_reason"], report["reused_tokens"]) == ("observed", 0)
         assert report["observed"]["reused_tokens"] > report["prompt_tokens"] // 2
         assert report["observed"]["computed_share"] < 1
@@ -414,7 +415,7 @@ def test_a_prompt_is_explained_by_the_command(
 def explained(server: Server, prompt: str, **options: Any) -> Any:
     body = completion(prompt, vllm_xargs={"segreuse_explain": True}, **options)
     answer = server.post("/v1/completions", body).raise_for_status().json()
-    return answer["kv_transfer_params"]["segreuse"]
+    return Whole(answer["kv_transfer_params"]["segreuse"])
 
 
 def test_a_namespace_of_others_is_explained_like_one_that_is_not_there(server: Server) -> None:

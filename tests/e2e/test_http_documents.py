@@ -13,6 +13,7 @@ import pytest
 from bench.shapes import passages
 from tests.e2e.isolated_models import MAX_DOCUMENTS, Reference, make_isolated
 from tests.e2e.server import ADMIN_TOKEN, Server
+from tests.reports import Whole
 
 LINK_TOKENS = 1
 MAX_LEN = 1024
@@ -54,7 +55,7 @@ def checked(reference: Reference, response: httpx.Response) -> dict[str, Any]:
     wanted = reference.logprobs(answer["prompt_token_ids"], choice["token_ids"])
     worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
     assert worst <= 0.002, f"log-probabilities differ by {worst}"
-    report: dict[str, Any] = answer["kv_transfer_params"]["segreuse"]
+    report: dict[str, Any] = Whole(answer["kv_transfer_params"]["segreuse"])
     assert report["policy"] == "link"
     assert report["exact_tokens"] == report["reused_tokens"]
     return report

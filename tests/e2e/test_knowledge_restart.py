@@ -12,6 +12,7 @@ import pytest
 from bench.shapes import make_model
 from segreuse_tools.knowledge.client import ClientError, KnowledgeClient
 from tests.e2e.server import Server
+from tests.reports import Whole
 from vllm_segreuse.features.knowledge.schemas import Document, NewDocument, Stats
 from vllm_segreuse.features.knowledge.warming import AT_ONCE
 
@@ -57,7 +58,7 @@ def ask(server: Server, prompt: list[int]) -> dict[str, Any]:
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "extra_keys": "base"}
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
-    return answer.json()["kv_transfer_params"]["segreuse"]
+    return Whole(answer.json()["kv_transfer_params"]["segreuse"])
 
 
 def bring(server: Server, document: str) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from bench.shapes import make_model
 from tests.e2e.engine import BLOCK_SIZE, Prompts
+from tests.reports import Whole
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_the_report_is_in_the_output(llm: Any, text: Prompts) -> None:
     prompt = text.around(document)
     (output,) = generate(llm, [prompt], {"extra_keys": "mine"})
     assert len(output.outputs[0].token_ids) == 3
-    report = output.kv_transfer_params["segreuse"]
+    report = Whole(output.kv_transfer_params["segreuse"])
     # Of the work, the new tokens are left; a layer's share of it is rounded.
     new = len(prompt) - len(document)
     assert report.pop("computed_share") == pytest.approx(new / len(prompt), abs=1e-3)

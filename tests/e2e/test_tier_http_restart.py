@@ -16,6 +16,7 @@ from segreuse_tools.commands import kb
 from segreuse_tools.knowledge import TOKEN_ENV, URL_ENV
 from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.e2e.server import ADMIN_TOKEN, Server
+from tests.reports import Whole
 from vllm_segreuse.features.knowledge.schemas import Document, NewDocument
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -46,7 +47,7 @@ def ask(server: Server) -> dict[str, Any]:
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "extra_keys": "base"}
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
-    report: dict[str, Any] = answer.json()["kv_transfer_params"]["segreuse"]
+    report: dict[str, Any] = Whole(answer.json()["kv_transfer_params"]["segreuse"])
     return report
 
 

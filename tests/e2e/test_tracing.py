@@ -11,6 +11,7 @@ import pytest
 
 from bench.shapes import make_model, passages
 from tests.e2e.server import Server
+from tests.reports import Whole
 
 trace_service_pb2: Any = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2",
@@ -93,7 +94,7 @@ def test_match_and_pass_are_in_the_callers_trace(server: Server, receiver: Recei
     server.post("/v1/completions", body | {"prompt": DOCUMENT}).raise_for_status()
     asked = body | {"prompt": "One. " + DOCUMENT + " What does it say?"}
     answer = server.post("/v1/completions", asked, headers=HEADERS).raise_for_status().json()
-    report = answer["kv_transfer_params"]["segreuse"]
+    report = Whole(answer["kv_transfer_params"]["segreuse"])
     found = receiver.wait_for("llm_request", "segreuse.match", "segreuse.pass")
     assert {span.parent_span_id.hex() for span in found.values()} == {PARENT}
     assert len({span.span_id for span in found.values()}) == len(found)

@@ -13,6 +13,7 @@ from bench.shapes import passages
 from segreuse_tools.commands import explain as explain_cli
 from tests.browser import chromium, opened
 from tests.e2e.server import ADMIN_TOKEN, Server
+from tests.reports import Whole
 
 pytestmark = pytest.mark.e2e
 
@@ -57,7 +58,7 @@ def test_a_request_is_listed_and_its_heat_is_what_was_computed_again(
 ) -> None:
     body = completion(shuffled("listed"), vllm_xargs={"segreuse_explain": True})
     answer = server.post("/v1/completions", body).raise_for_status().json()
-    report = answer["kv_transfer_params"]["segreuse"]
+    report = Whole(answer["kv_transfer_params"]["segreuse"])
     again = [each["recomputed"] for each in report["explain"] if each["source"] == "segment"]
     tokens = sum(length for runs in again for _, length in runs)
     assert 0 < tokens == report["recomputed_tokens"] < report["reused_tokens"]

@@ -32,6 +32,7 @@ import vllm_segreuse
 from bench.shapes import SUPPORTED
 from segreuse_tools.estimate.modelless_engine import ModellessEngine
 from tests.parts import parts_of
+from tests.reports import Whole
 from tests.stateful import invariants, isolated, reports
 from tests.stateful.drafting import DraftingWorker
 from tests.stateful.events import Mirror
@@ -435,7 +436,7 @@ class World:
             assert answer is None, f"a report for {request.request_id}, which has no keys"
         elif answer is not None:
             report = answer["segreuse"]
-            reports.check(self, request, report)
+            reports.check(self, request, Whole(report))
             if self.reports is not None:
                 self.reports[request.request_id] = report
 

@@ -206,7 +206,7 @@ class SchedulerSide:
             ending.report = {
                 "policy": tracked.method.policy,
                 "prompt_tokens": request.num_prompt_tokens,
-                **tracked.report._asdict(),
+                **tracked.report.shown(),
             }
         for feature in self._features:  # whatever happens: what is held for it ends with it
             with self._costing(request, feature.name):

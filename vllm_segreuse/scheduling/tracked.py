@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_segreuse.cache.contexts import known_until
 from vllm_segreuse.cache.finder import Finder
@@ -20,6 +20,11 @@ from vllm_segreuse.plan import (
     Recipe,
     ReusePlan,
     Segments,
+)
+
+_ALWAYS = (
+    *("prefix_tokens", "reused_tokens", "recomputed_tokens", "new_tokens"),
+    *("computed_share", "bypass_reason"),
 )
 
 
@@ -55,6 +60,12 @@ class Report(NamedTuple):
     rejected_tokens: int = 0
     tiered_tokens: int = 0
     image_tokens: int = 0
+
+    def shown(self) -> dict[str, Any]:
+        """What is sent: fields that every request has, and of features only what took part."""
+        fields, usual = self._asdict(), {"matches": 0, **self._field_defaults}
+        always = {name: fields.pop(name) for name in _ALWAYS}
+        return always | {name: it for name, it in fields.items() if it != usual[name]}
 
 
 NOTHING_SAVED, IMAGES_IN_DENSE_LAYERS = "nothing_saved", "images_in_dense_layers"

@@ -52,10 +52,11 @@ def recomputed(stretch: Mapping[str, Any]) -> str:
 def verdict(report: Mapping[str, Any]) -> str:
     """What would be reused, or why nothing would, in a sentence."""
     total = report["prompt_tokens"]
-    found = report["observed"] or report
+    observed = report.get("observed")
+    found = observed or report
     if found["reused_tokens"]:
         share, work = found["reused_tokens"] / total, found["computed_share"]
-        would = "would be" if report["observed"] else "were"
+        would = "would be" if observed else "were"
         return (
             f"{found['reused_tokens']:,} of {total:,} tokens ({share:.0%}) {would} reused with "
             f"{report['policy']}, {found['recomputed_tokens']:,} of these computed again: "
