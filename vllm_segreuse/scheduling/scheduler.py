@@ -5,17 +5,16 @@ planner on the other, and features (`features/`) around both."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from vllm_segreuse.options.server import OBSERVE, Switch
 from vllm_segreuse.plan import ModelLayers, PlanOutcome
 from vllm_segreuse.scheduling.admission import Admission
 from vllm_segreuse.scheduling.arrival import all_tokens
+from vllm_segreuse.scheduling.errors import Errors, contained
 from vllm_segreuse.scheduling.feature import Admitted, Ending, OwnRequests
 from vllm_segreuse.scheduling.outcomes import Outcomes
 from vllm_segreuse.scheduling.parts import Parts
@@ -25,30 +24,7 @@ from vllm_segreuse.scheduling.tracked import TrackedRequest
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.segreuse")
-
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-
-
-def _contained(otherwise: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An error of ours costs the request its reuse, never vLLM its engine.
-
-    Args:
-        otherwise: what the hook returns after an error.
-    """
-
-    def contain(hook: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(hook)
-        def contained(self: SchedulerSide, request: Request, *args: Any) -> Any:
-            try:
-                return hook(self, request, *args)
-            except Exception:
-                self._give_up(request, hook.__name__)
-                return otherwise
-
-        return contained
-
-    return contain
 
 
 class SchedulerSide:
@@ -56,12 +32,17 @@ class SchedulerSide:
 
     Args:
         parts: what it is made of (`features/in_scheduler.py`).
+
+    Attributes:
+        parts: as above.
+        errors: of hooks end here.
     """
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._core, self._planner, self._accounts = parts.core, parts.planner, parts.accounts
         self._features = features = parts.features
+        self.errors = Errors(parts.planner)
         self._waits, self._decided = features.having("waits"), features.having("decided")[::-1]
         self._allocated, self._end_step = features.having("allocated"), features.having("end_step")
         self._pending = features.having("has_pending_work")
@@ -69,20 +50,6 @@ class SchedulerSide:
         self._admission, self._outcomes = Admission(parts), Outcomes(parts)
         self._called_back: list[str] = []
         self.set_enabled(parts.core.config.starts_enabled)
-
-    def _give_up(self, request: Request, where: str) -> None:
-        logger.exception(
-            "segment reuse failed in %s; request %s runs without it", where, request.request_id
-        )
-        self._planner.give_up(request.request_id)
-
-    @contextmanager
-    def _costing(self, request: Request, where: str) -> Iterator[None]:
-        """An error inside costs the request its reuse, and goes no further."""
-        try:
-            yield
-        except Exception:
-            self._give_up(request, where)
 
     # The administrator.
 
@@ -109,7 +76,7 @@ class SchedulerSide:
 
     # Requests.
 
-    @_contained(otherwise=None)
+    @contained(otherwise=None)
     def add(self, request: Request) -> None:
         """A request arrived; one without extra keys is ignored."""
         self._admission.arrive(request)
@@ -131,11 +98,11 @@ class SchedulerSide:
                 try:
                     supplied = feature.decided(request, tracked, supplied)
                 except Exception:
-                    self._give_up(request, feature.name)
+                    self.errors.give_up(request, feature.name)
                     supplied = None  # one that needs its documents must not run: it ends next
         return supplied, tracked.plan is not None and tracked.plan.spread
 
-    @_contained(otherwise=0)
+    @contained(otherwise=0)
     def _decide(self, request: Request, tracked: TrackedRequest, num_hit_tokens: int) -> int | None:
         if request.num_tokens != tracked.num_tokens:  # it was preempted
             tracked.prompt = tracked.prompt.with_tokens(all_tokens(request))
@@ -148,7 +115,7 @@ class SchedulerSide:
         )
         return self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
 
-    @_contained(otherwise=None)
+    @contained(otherwise=None)
     def allocated(self, request: Request, block_ids: list[int]) -> None:
         """vLLM allocated the request's blocks: it runs in this step, or is set aside for its plan.
 
@@ -162,14 +129,14 @@ class SchedulerSide:
         self.parts.donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         is_first = not request.num_preemptions
         if is_first:  # counted when it was first admitted, like vLLM's own figures
-            with self._costing(request, "accounts"):
+            with self.errors.cost(request, "accounts"):
                 self._accounts.admitted(tracked, request, report)
         admitted = Admitted(request, tracked, report, block_ids, hit_blocks, is_first)
         for feature in self._allocated:
-            with self._costing(request, feature.name):
+            with self.errors.cost(request, feature.name):
                 feature.allocated(admitted)
 
-    @_contained(otherwise=0)
+    @contained(otherwise=0)
     def saved_tokens(self, request: Request) -> int:
         """Tokens of the request's plan that are not computed."""
         tracked = self._planner.get(request.request_id)
@@ -190,7 +157,7 @@ class SchedulerSide:
             feature.called_back(request.request_id)
         self._called_back.append(request.request_id)
 
-    @_contained(otherwise=None)
+    @contained(otherwise=None)
     def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
         """The request ended, in whatever way; its report if it was ever admitted.
 
@@ -199,7 +166,7 @@ class SchedulerSide:
         """
         self._accounts.forget(request.request_id)
         tracked = None
-        with self._costing(request, "the planner"):
+        with self.errors.cost(request, "the planner"):
             tracked = self._planner.remove(request.request_id)
         ending = Ending(request, tracked, block_ids, request.status in _COMPLETED)
         if tracked is not None and tracked.report is not None:
@@ -209,7 +176,7 @@ class SchedulerSide:
                 **tracked.report.shown(),
             }
         for feature in self._features:  # whatever happens: what is held for it ends with it
-            with self._costing(request, feature.name):
+            with self.errors.cost(request, feature.name):
                 feature.finished(ending)
         if tracked is not None:
             self._core.namespaces.release(tracked.prompt.namespace)
@@ -228,9 +195,10 @@ class SchedulerSide:
         self._core.pool.begin_step()
         messages = {}
         for feature in self._end_step:
-            message = feature.end_step(plans, runs_model)
-            if message is not None:
-                messages[feature.name] = message
+            with self._core.health.contained(f"the end of a step of {feature.name}"):
+                message = feature.end_step(plans, runs_model)
+                if message is not None:
+                    messages[feature.name] = message
         called_back, self._called_back = self._called_back, []
         return Step(plans, called_back, messages)
 
@@ -254,12 +222,13 @@ class SchedulerSide:
         """
         for feature in self._features:
             if feature.name in messages:
-                feature.reported(messages[feature.name])
+                with self._core.health.contained(f"what workers report to {feature.name}"):
+                    feature.reported(messages[feature.name])
         for request_id, outcome in outcomes.items():
             if outcome.restoration:
                 self._outcomes.restored(request_id, outcome)
             if request_id in requests:
-                with self._costing(requests[request_id], "the outcome of its plan"):
+                with self.errors.cost(requests[request_id], "the outcome of its plan"):
                     self._outcomes.carried_out(requests[request_id], outcome)
 
     # Requests of our own.
