@@ -25,7 +25,7 @@ from examples.rag import library
 from examples.rag.chat import Answer, ask
 from segreuse_tools.knowledge.client import TOKEN_ENV, ClientError, KnowledgeClient
 from segreuse_tools.knowledge.extract import ExtractError
-from vllm_segreuse.features.knowledge.schemas import NewDocument
+from vllm_segreuse import NewDocument
 
 
 class Asked(NamedTuple):
