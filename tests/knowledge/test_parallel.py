@@ -58,8 +58,9 @@ class Client:
             from vllm.v1.engine.exceptions import EngineDeadError
 
             raise EngineDeadError
-        name = method.removeprefix("segreuse_")
-        return [await getattr(engine, name)(*args) for engine in self.engines]
+        assert method == "segreuse_call"
+        name, *given = args
+        return [await getattr(engine, name)(*given) for engine in self.engines]
 
 
 Test = Callable[[KnowledgeService, Client], Awaitable[None]]

@@ -86,7 +86,10 @@ def test_a_draw_stays_within_what_is_asked_for() -> None:
     within = ["vllm_segreuse/plan", "vllm_segreuse/scheduling/scheduler.py"]
     files = {mutant.file for mutant in sampled.sample(60, 4, REPOSITORY, within)}
     assert "vllm_segreuse/scheduling/scheduler.py" in files
-    assert {str(Path(file).parent) for file in files} == {"vllm_segreuse", "vllm_segreuse/plan"}
+    assert {str(Path(file).parent) for file in files} == {
+        "vllm_segreuse/scheduling",
+        "vllm_segreuse/plan",
+    }
     assert not sampled.sample(60, 4, REPOSITORY, ["tests"])
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse import config
+from vllm_segreuse.options import request
 from vllm_segreuse.plan import Deviation, Recipe, Segments
 from vllm_segreuse.policies import POLICIES, Situation
 
@@ -43,7 +43,7 @@ def sparsex(given: Situation) -> Recipe:
 
 
 def test_the_policies_are_those_that_options_may_name():
-    assert config.POLICIES is POLICIES
+    assert request.POLICIES is POLICIES
     assert [*POLICIES] == [
         "cacheblend",
         "epic",

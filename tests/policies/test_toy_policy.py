@@ -16,8 +16,9 @@ import torch
 
 from tests.prefill.loaded import loaded
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
-from vllm_segreuse import config, policies
+from vllm_segreuse import policies
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.options.parsing import parse_request
 from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.plan import ModelLayers, Program, Recipe, ReusePlan, Segments
 from vllm_segreuse.policies import Situation
@@ -112,7 +113,7 @@ def test_servers_and_requests_may_choose_it() -> None:
     chosen = SegReuseConfig.from_options({"policy": "loudest"})
     assert chosen.policy == chosen.request_defaults().policy == "loudest"
     asked = {"extra_keys": ["a"], "segreuse_policy": "loudest"}
-    assert config.parse_request(asked, SegReuseConfig()).options.policy == "loudest"
+    assert parse_request(asked, SegReuseConfig()).options.policy == "loudest"
     with pytest.raises(ConfigError, match="focus, loudest, peaks, prophet"):
         SegReuseConfig.from_options({"policy": "louder"})
 
