@@ -8,10 +8,10 @@ VLLM ?= 0.33.0
 NEXT ?= tests/compat tests/stateful tests/cache tests/tier tests/serve tests/test_scheduler.py tests/e2e
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quick test next sampled stress demo bench docs lint format clean
+.PHONY: help setup quick test everything next sampled stress demo bench docs lint format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make the environment: .venv in the repository root (quick when it is up to date)
 	@scripts/setup_env.sh "$(PYTHON)"
@@ -22,6 +22,9 @@ quick: setup ## run every test that needs no engine, in two minutes: at every sa
 
 test: setup ## run all tests; ARGS="tests/cache -k name" runs some of them
 	@PYTHONDONTWRITEBYTECODE= $(VENV)/python -m pytest $(ARGS)
+
+everything: ## what CI runs, with all that is slow: before an issue is closed, and before a release
+	@.ci/run everything
 
 next: setup ## run the suites on the vLLM to come, over the installed one's kernels; NEXT="tests/e2e/test_pool.py" some of them
 	@folder=$$($(VENV)/python scripts/next_vllm.py $(VLLM)) && \

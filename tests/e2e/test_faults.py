@@ -25,7 +25,7 @@ NOISE = 2e-3  # of float32
 
 # What runs before vLLM has allocated a request's blocks.
 DECIDING = {
-    "cache.planner.Planner.decide": SHIFT,
+    "scheduling.planner.Planner.decide": SHIFT,
     "cache.finder.find_matches": SHIFT,
     "plan.Pieces.reused": SHIFT,
     "cache.prompt.window_hashes": SHIFT,
@@ -33,18 +33,18 @@ DECIDING = {
     "compat.block_pool.SegmentBlockPool.resident_blocks": EXACT,
     "compat.block_pool.SegmentBlockPool.idle": SHIFT,
     "compat.block_pool.SegmentBlockPool.pin": SHIFT,
-    "methods.Methods.recipe": SHIFT,
+    "scheduling.methods.Methods.recipe": SHIFT,
 }
 # What runs when a request arrives, has got its blocks, or ends.
 ELSEWHERE = [
-    "features.admission.parse_request",
-    "features.admission.namespace_of",
-    "features.admission.bypass_reason",
-    "cache.planner.Planner.add",
-    "cache.donors.Donors.index_prefix",
-    "accounts.Accounts._count",
-    "cache.planner.Report",
-    "cache.planner.Planner.remove",
+    "scheduling.admission.parse_request",
+    "scheduling.admission.namespace_of",
+    "scheduling.admission.bypass_reason",
+    "scheduling.planner.Planner.add",
+    "scheduling.donors.Donors.index_prefix",
+    "scheduling.reporting.Accounts._count",
+    "scheduling.planner.Report",
+    "scheduling.planner.Planner.remove",
 ]
 # What serves all requests at once.
 SHARED = [
