@@ -138,7 +138,7 @@ def _time(policy: str | None, json_file: Path | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     where = harness.environment() | {"quick": False}
     asked = converse(console, policy)
-    _show(console, asked)
+    show(console, asked)
     if json_file:
         harness.write_json(json_file, "demo", where, result(asked))
 
@@ -158,7 +158,7 @@ def converse(console: Console, policy: str | None = None) -> list[Asked]:
         import openai
 
         try:
-            return _converse(console, Library(server.client(), server.model_name, policy))
+            return ask_all(console, Library(server.client(), server.model_name, policy))
         except openai.OpenAIError as error:
             tail = server.log_tail()
             raise DemoError(f"{error}; the end of the log {server.log}:\n{tail}") from error
@@ -199,7 +199,8 @@ def result(asked: list[Asked]) -> harness.SuiteResult:
     }
 
 
-def _converse(console: Console, library: Library) -> list[Asked]:
+def ask_all(console: Console, library: Library) -> list[Asked]:
+    """Ingest the passages, and ask each question without and with reuse."""
     sizes = [library.ingest(passage) for passage in library.passages]
     listed = ", ".join(f"{topic} ({size})" for topic, size in zip(TOPICS, sizes, strict=True))
     console.print(f"Ingested {len(sizes)} passages of Python's reference (tokens): {listed}")
@@ -233,7 +234,8 @@ def _checked(asked: Asked, library_tokens: int) -> Asked:
     return asked
 
 
-def _show(console: Console, asked: list[Asked]) -> None:
+def show(console: Console, asked: list[Asked]) -> None:
+    """Print a row per question, and a last line that sums them up."""
     table = Table(
         "question", "passages", "prompt\ntokens", "reused", "of these\nrecomputed",
         "TTFT without\nreuse", "TTFT with\nreuse", "speed-up",

@@ -54,7 +54,7 @@ def measure_all(out: Path, quick: bool, commit: str | None, measure: Measure | N
     failed = []
     for suite in SUITES:
         file = out / f"{suite}.json"
-        if _is_measured(file, suite, quick, commit):
+        if is_measured(file, suite, quick, commit):
             print(f"{suite}: {file} is of this commit already", flush=True)
             continue
         started = time.monotonic()
@@ -86,7 +86,7 @@ def run_suite(suite: str, file: Path, quick: bool) -> int:
             raise
 
 
-def _is_measured(file: Path, suite: str, quick: bool, commit: str | None) -> bool:
+def is_measured(file: Path, suite: str, quick: bool, commit: str | None) -> bool:
     """Whether it needs no measurement; a dirty tree may have changed since."""
     clean = commit is not None and not commit.endswith("-dirty")
     return clean and _says(file, suite, quick, commit)

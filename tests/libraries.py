@@ -29,7 +29,7 @@ def built(request: pytest.FixtureRequest, widest: str) -> Iterator[str]:
         pytest.skip(str(cpu.unavailable()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "capability", lambda: _SETS[request.param])
-        cpu._library.cache_clear()
+        cpu.load_library.cache_clear()
         assert cpu.instruction_set() == request.param
         yield request.param
-    cpu._library.cache_clear()
+    cpu.load_library.cache_clear()

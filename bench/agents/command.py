@@ -92,7 +92,7 @@ class Load:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it; returns the exit status: 2 for bad input, 130 if it was interrupted."""
-    args = _parser().parse_args(argv)
+    args = argument_parser().parse_args(argv)
     try:
         require_model(args.model)
         return run(args, load_of(args))
@@ -336,7 +336,8 @@ def _split(given: str | None) -> list[str]:
     return list(dict.fromkeys(filter(None, (given or "").split(","))))
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """Of the options of this command; `load_of` reads what it returns."""
     parser = argparse.ArgumentParser(
         prog="python -m bench agents", description=(__doc__ or "").partition("\n")[0]
     )

@@ -80,7 +80,7 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
         prefill, plan = planned(llm, prompts, policy.extra_args(layers))
         work = partial(prefill.run, [plan])  # ends once the device has answered
         wall_ms = _median_ms(work)
-        runner = prefill._layers
+        runner = prefill.runner
         with patch.object(runner, "graphs", None):
             without_graphs_ms = _median_ms(work)
         settings = runner.settings

@@ -38,7 +38,7 @@ REPEATS = 15
 def run() -> Found:
     """Milliseconds of each size at each load; what is in use, over the fastest."""
     case = kernels.GPU
-    backend: Any = kernels._GpuBackend(case)
+    backend: Any = kernels.GpuBackend(case)
     attend = dispatch.choose(case.device, torch.bfloat16, backend.layout).sparse_attention
     assert attend is not None
     capability = torch.cuda.get_device_capability(case.device)
@@ -61,7 +61,7 @@ def run() -> Found:
 def _measured(
     case: kernels.Case, backend: Any, attend: Callable[..., None], context: int, queries: int
 ) -> dict[Tuning, float]:
-    positions = kernels._scattered(context, queries).to(case.device)
+    positions = kernels.random_positions(context, queries).to(case.device)
     size = (queries, case.heads, case.head_size)
     query = torch.randn(size, device=case.device).to(torch.bfloat16)
     out = torch.empty_like(query)

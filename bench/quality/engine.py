@@ -120,7 +120,7 @@ class Lab:
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
+        layers = get_kv_transfer_group().worker_side.backlog.prefill.runner
         original = layers.run
         counts = {}
         for arm in arms:

@@ -83,7 +83,7 @@ def run(quick: bool) -> harness.SuiteResult:
         os.environ.setdefault(name, value)
     case = GPU if torch.cuda.is_available() else CPU
     repeats = 5 if quick else 21
-    backend = _GpuBackend(case) if case is GPU else _CpuBackend(case)
+    backend = GpuBackend(case) if case is GPU else CpuBackend(case)
     kernels = dispatch.choose(case.device, torch.bfloat16, backend.layout)
     rows = _align(case, kernels, backend.layout, repeats)
     for context in case.contexts[: 1 if quick else None]:
@@ -94,14 +94,14 @@ def run(quick: bool) -> harness.SuiteResult:
         row["kernels"] = kernels.description
         row["dense_kernel"] = backend.dense_kernel
         rounds[row["kernel"], row["what"], row["size"]] = row.pop("rounds_ms")
-    return {"rows": rows, "summary": _summary(case, rounds)}
+    return {"rows": rows, "summary": summary_of(case, rounds)}
 
 
-def _summary(case: Case, rounds: Rounds) -> dict[str, float]:
+def summary_of(case: Case, rounds: Rounds) -> dict[str, float]:
     """Headline figures; `attention_speedup_over_rows` is that of random queries, the least regular
-    there are, and `..._runs` that of runs of 64."""
+    there are, and `...positions_in_runs` that of runs of 64."""
     tokens, context = case.align_tokens[1], case.contexts[0]
-    seen = _seen(context, _scattered(context)) / _seen(context, torch.arange(context))
+    seen = _seen(context, random_positions(context)) / _seen(context, torch.arange(context))
     summary = {"align_ms": statistics.median(rounds["align", "ours", tokens])}
     for name, kernel, size, theirs, ours, factor in (
         ("align_share_of_memcpy", "align", tokens, "memcpy", "ours", 1.0),
@@ -190,15 +190,15 @@ def moves_of(case: Case, place: tuple[int, int], tokens: int) -> Moves:
     )
 
 
-def _scattered(context: int, count: int | None = None) -> torch.Tensor:
+def random_positions(context: int, count: int | None = None) -> torch.Tensor:
     """Random positions, ascending; a tenth of the context, or so many."""
     generator = torch.Generator().manual_seed(context)
     count = int(SHARE * context) if count is None else count
     return torch.randperm(context, generator=generator)[:count].sort().values
 
 
-def _runs(context: int, length: int, count: int | None = None) -> torch.Tensor:
-    """As many positions, in runs."""
+def positions_in_runs(context: int, length: int, count: int | None = None) -> torch.Tensor:
+    """As many positions, ascending, in runs of this length."""
     count = (int(SHARE * context) if count is None else count) // length
     generator = torch.Generator().manual_seed(context)
     firsts = torch.randperm(context // length, generator=generator)[:count].sort().values
@@ -256,12 +256,14 @@ def _attention(
         )
 
     add("dense", torch.arange(context), backend.dense)
-    sparse = {"random": _scattered(context)}
+    sparse = {"random": random_positions(context)}
     lengths = [n for n in (4, 16, 64, 256) if n <= SHARE * context]
-    sparse |= {f"runs of {n}": _runs(context, n) for n in lengths}
+    sparse |= {f"runs of {n}": positions_in_runs(context, n) for n in lengths}
     for count in case.few:
-        sparse[f"{count} random"] = _scattered(context, count)
-        sparse |= {f"{count} in runs of {n}": _runs(context, n, count) for n in (16, 32, 64)}
+        sparse[f"{count} random"] = random_positions(context, count)
+        sparse |= {
+            f"{count} in runs of {n}": positions_in_runs(context, n, count) for n in (16, 32, 64)
+        }
         sparse[f"{count} at both ends"] = _at_both_ends(context, count)
     alone = partial(ours, flash=False)
     for name, positions in sparse.items():
@@ -401,7 +403,7 @@ def cpu_layout(case: Case) -> PageLayout:
     return discover_layout(_Layer(case, 2), case.block_size)
 
 
-class _CpuBackend:
+class CpuBackend:
     """vLLM's CPU attention, on pages it packed itself."""
 
     dense_kernel = "vLLM's CPU attention"
@@ -479,7 +481,7 @@ class _CpuBackend:
         )
 
 
-class _GpuBackend:
+class GpuBackend:
     """NHD pages; the dense kernel is FlashAttention 3 on those pages where vLLM has it, or else
     torch's on the same keys and values."""
 

@@ -120,7 +120,7 @@ def run(quick: bool) -> harness.SuiteResult:
                 dropped = Dropped(lab.llm, keep)
                 answers[name] = [
                     one
-                    for examples, is_timed in _batches(drawn, load.timed, name)
+                    for examples, is_timed in batches(drawn, load.timed, name)
                     for one in dropped.ask(examples, is_timed)
                 ]
                 held[f"{name}_kv"] = round(dropped.documents.held_share, 4)
@@ -146,7 +146,7 @@ def draw_all(which: str, samples: int) -> list[Example]:
     ]
 
 
-def _batches(
+def batches(
     drawn: Sequence[Example], timed: int, name: str
 ) -> Iterator[tuple[Sequence[Example], bool]]:
     """Examples to be asked together, and whether one after the other; `timed` ones come first."""
@@ -159,7 +159,7 @@ def _of_policies(drawn: Sequence[Example], timed: int) -> dict[str, list[Asked]]
     """Of the lab's model, by arm."""
     found: dict[str, list[Asked]] = {arm.name: [] for arm in ARMS}
     with lab_engine(dtype=DTYPE) as lab:
-        for number, (examples, is_timed) in enumerate(_batches(drawn, timed, "models/lab")):
+        for number, (examples, is_timed) in enumerate(batches(drawn, timed, "models/lab")):
             keys = [{"extra_keys": [f"example {number} {i}"]} for i in range(len(examples))]
             contexts = [
                 (language.encode(context), given)
@@ -207,7 +207,7 @@ def _of_model(
     """Of a model with documents computed alone, and its distance from the reference."""
     reference = (AnchorReference if isinstance(served, Condensed) else Reference)(model)
     found: list[Asked] = []
-    for examples, is_timed in _batches(drawn, load.timed, name):
+    for examples, is_timed in batches(drawn, load.timed, name):
         found += served.ask(examples, is_timed)
     return found, max(served.difference(one, reference) for one in drawn[: load.compared])
 

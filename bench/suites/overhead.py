@@ -121,7 +121,8 @@ def run(quick: bool) -> harness.SuiteResult:
             mine = [comparison for comparison in COMPARISONS if comparison.bound is bound]
             with ExitStack() as stack:
                 servers = {
-                    name: stack.enter_context(_server(name, bound, eager=quick)) for name in SERVERS
+                    name: stack.enter_context(server_of(name, bound, eager=quick))
+                    for name in SERVERS
                 }
                 for comparison in mine:
                     seconds = asyncio.run(measure(servers, load, comparison))
@@ -140,7 +141,8 @@ def ratio(name: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, float 
     return {name: harness.median(ratios), f"{name}_low": low, f"{name}_high": high}
 
 
-def _server(name: str, bound: bool, eager: bool) -> Server:
+def server_of(name: str, bound: bool, eager: bool) -> Server:
+    """One of `SERVERS`; vLLM binds its threads to cores if `bound`."""
     args = ["--max-model-len", "4096", "--block-size", "32", "--dtype", "bfloat16"]
     args += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
     args += ["--enforce-eager"] if eager else []

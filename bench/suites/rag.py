@@ -98,7 +98,7 @@ def run(quick: bool) -> harness.SuiteResult:
                 answers = _ask_all(one, prompts)
     except (ServerError, ClientError, openai.OpenAIError) as error:
         raise harness.BenchError(str(error)) from error
-    return _result(load, ingested, prompts, answers)
+    return result_of(load, ingested, prompts, answers)
 
 
 def _config(folder: Path) -> Path:
@@ -171,12 +171,17 @@ def first_half(prompt: Prompt) -> Prompt:
     return prompt._replace(messages=[system, shorter])
 
 
-def _result(
+def result_of(
     load: Load,
     ingested: Ingested,
     prompts: Sequence[Prompt],
     answers: Mapping[str, Sequence[Answer]],
 ) -> harness.SuiteResult:
+    """Rows by arm, and the summary that compares the arms.
+
+    Args:
+        answers: of each prompt, by arm: first the plain one, then the one with reuse.
+    """
     rows = [_row(load, arm, prompts, taken) for arm, taken in answers.items()]
     plain, reuse = rows
     summary = {

@@ -71,13 +71,13 @@ def run(quick: bool) -> harness.SuiteResult:
     try:
         with servers() as running, nginx([server.url for server in running]) as url:
             rows = [
-                _measure(workload, header, url, running, number)
+                measure(workload, header, url, running, number)
                 for workload, headers in HEADERS.items()
                 for header in headers
             ]
     except (ServerError, httpx.HTTPError) as error:
         raise harness.BenchError(str(error)) from error
-    return {"rows": rows, "summary": _summary(rows)}
+    return {"rows": rows, "summary": summary_of(rows)}
 
 
 def requests(workload: str, number: int) -> list[Request]:
@@ -146,7 +146,7 @@ def nginx(urls: Sequence[str]) -> Iterator[str]:
         file.write_text(_around(recipe(urls, address), folder))
         process = subprocess.Popen([program, "-p", folder, "-c", str(file)])
         try:
-            _wait_for(f"http://{address}/health", process)
+            wait_for(f"http://{address}/health", process)
             yield f"http://{address}"
         finally:
             process.terminate()
@@ -173,7 +173,12 @@ def _around(text: str, folder: str) -> str:
     )
 
 
-def _wait_for(url: str, process: "subprocess.Popen[bytes]", within_s: float = _START_S) -> None:
+def wait_for(url: str, process: "subprocess.Popen[bytes]", within_s: float = _START_S) -> None:
+    """Wait until the router of this process answers.
+
+    Raises:
+        BenchError: it has ended, or did not answer in time.
+    """
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
@@ -189,9 +194,19 @@ def _zipf(number: int) -> np.ndarray:
     return np.asarray(shares / shares.sum())
 
 
-def _measure(
+def measure(
     workload: str, header: str, url: str, running: Sequence[Server], number: int
 ) -> harness.Row:
+    """Send so many requests of a workload to the router, and count what the servers reused.
+
+    Args:
+        header: what the routing header names.
+        url: of the router.
+        running: the servers behind it; their caches are emptied first.
+
+    Raises:
+        BenchError: the servers did not admit every request.
+    """
     reset(running)
     before = [_admitted(server) for server in running]
     documents = _documents()
@@ -250,7 +265,8 @@ def _admitted(server: Server) -> int:
     return round(sum(map(float, lines)))
 
 
-def _summary(rows: Sequence[harness.Row]) -> dict[str, float]:
+def summary_of(rows: Sequence[harness.Row]) -> dict[str, float]:
+    """The figures of the rows by workload and header, and the number of requests of a row."""
     summary: dict[str, float] = {}
     for row in rows:
         name = f"{row['workload']}_{row['header']}"

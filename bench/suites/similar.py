@@ -55,8 +55,8 @@ def run(quick: bool) -> harness.SuiteResult:
     """Measure; times are medians."""
     warm_up(SimilarityOptions())
     timings = _timings(10 if quick else 60)
-    alignment = _alignment(50 if quick else 400)
-    retrieval = _retrieval(100 if quick else PASSAGES)
+    alignment = measure_alignment(50 if quick else 400)
+    retrieval = measure_retrieval(100 if quick else PASSAGES)
     traces = [row for late in (False, True) for row in _trace(4 if quick else 20, late)]
     both = [row for row in traces if row["block_size"] == BLOCK_SIZE]
     summary = {
@@ -201,8 +201,9 @@ def _datasketch_us(rng: np.random.Generator) -> float:
     return harness.median(taken)
 
 
-def _alignment(repeats: int) -> list[harness.Row]:
-    """One candidate: a window and its margins on both sides."""
+def measure_alignment(repeats: int) -> list[harness.Row]:
+    """Time to align one candidate, a window and its margins on both sides: a row of ours and one of
+    difflib."""
     rng, least = np.random.default_rng(SEED + 1), SimilarityOptions().min_run_tokens
     pairs = []
     for _ in range(repeats):
@@ -232,8 +233,8 @@ def _alignment(repeats: int) -> list[harness.Row]:
 # How well pairs are found.
 
 
-def _retrieval(passages: int) -> list[harness.Row]:
-    """Precision and recall by the number of edits, and of all."""
+def measure_retrieval(passages: int) -> list[harness.Row]:
+    """Precision and recall of so many passages: a row by the number of edits, and one of all."""
     dice, text = random.Random(SEED), Texts()
     cache = Cache(1 << 16, text.vocabulary)
     originals = [text.passage(number) for number in range(passages)]
@@ -369,10 +370,11 @@ _THOUGHTS = (
 
 def _trace(episodes: int, time_first: bool) -> list[harness.Row]:
     """Shares of the prompts' tokens by what finds them; blocks of 16 and 32 tokens."""
-    return [_trace_of(episodes, time_first, size) for size in (16, BLOCK_SIZE)]
+    return [measure_trace(episodes, time_first, size) for size in (16, BLOCK_SIZE)]
 
 
-def _trace_of(episodes: int, time_first: bool, block_size: int) -> harness.Row:
+def measure_trace(episodes: int, time_first: bool, block_size: int) -> harness.Row:
+    """Shares of the tokens of so many episodes that each way of reuse finds, in [0, 1]."""
     dice, text = random.Random(SEED + time_first), Texts()
     cache = Cache(1 << 16, text.vocabulary, block_size)
     prefixes: dict[bytes, list[int]] = {}  # what vLLM's prefix cache would know
@@ -380,7 +382,7 @@ def _trace_of(episodes: int, time_first: bool, block_size: int) -> harness.Row:
     for number in range(episodes):
         for prompt_text in _episode(dice, time_first):
             tokens = text.tokens(prompt_text)
-            known = _prefix_hit(prefixes, tokens, block_size)
+            known = prefix_hit(prefixes, tokens, block_size)
             start, stop = len(known) * block_size, len(tokens) - 1
             prompt = cache.arrive(tokens)
             equal = cache.content.find(prompt, min(start, stop), stop).num_tokens
@@ -405,7 +407,12 @@ def _trace_of(episodes: int, time_first: bool, block_size: int) -> harness.Row:
     }
 
 
-def _prefix_hit(prefixes: dict[bytes, list[int]], tokens: np.ndarray, block_size: int) -> list[int]:
+def prefix_hit(prefixes: dict[bytes, list[int]], tokens: np.ndarray, block_size: int) -> list[int]:
+    """Blocks that vLLM's prefix cache would have for these tokens.
+
+    Args:
+        prefixes: the blocks of each prefix that it holds, by the bytes of its tokens.
+    """
     known: list[int] = []
     for i in range(1, (len(tokens) - 1) // block_size + 1):
         found = prefixes.get(tokens[: i * block_size].tobytes())

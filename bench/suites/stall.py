@@ -107,7 +107,7 @@ def _beside(
         BenchError: a policy has not reused what was known.
     """
     server, texts = servers[arm]
-    body = _body(POLICIES[policy])
+    body = body_of(POLICIES[policy])
     with ExitStack() as stack:
         for other in servers.keys() - {arm}:
             stack.enter_context(servers[other][0].halted())
@@ -133,7 +133,8 @@ def _server(model: Path, load: Load, config: Path) -> Server:
     return Server(model, args, {"VLLM_CPU_KVCACHE_SPACE": "2"}, start_timeout_s=_START_S)
 
 
-def _body(options: dict[str, Any]) -> dict[str, Any]:
+def body_of(options: dict[str, Any]) -> dict[str, Any]:
+    """What the body of a request adds for these options of a policy; nothing without options."""
     if not options:
         return {}
     return {"vllm_xargs": {"extra_keys": list(NAMESPACE), **options}}

@@ -107,7 +107,7 @@ def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
     rows: list[harness.Row] = []
     summary: dict[str, Any] = {}
     interrupted = False
-    measures = _measures(quick)
+    measures = measures_of(quick)
     try:
         for part in parts or PARTS:
             found = measures[part]()
@@ -120,7 +120,8 @@ def run(quick: bool, parts: Sequence[str] = ()) -> harness.SuiteResult:
     return {"rows": rows, "summary": summary, "interrupted": interrupted}
 
 
-def _measures(quick: bool) -> dict[str, Callable[[], harness.SuiteResult]]:
+def measures_of(quick: bool) -> dict[str, Callable[[], harness.SuiteResult]]:
+    """How each of `PARTS` is measured."""
     load = QUICK if quick else FULL
     return {
         "questions": partial(questions_and_restart, load),

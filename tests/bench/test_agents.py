@@ -495,7 +495,7 @@ def test_a_run_goes_on_behind_the_traces_that_it_has_compared(
 
     started: list[Talkative] = []
     load = command.load_of(
-        command._parser().parse_args(
+        command.argument_parser().parse_args(
             ["--model", "m", "--kinds", "quotes", "--compared", "similar", "--distant", "2"]
         )
     )

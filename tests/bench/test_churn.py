@@ -107,6 +107,6 @@ def test_changes_of_one_kind_show_nothing(bases: Served, monkeypatch: pytest.Mon
     monkeypatch.setattr(churn, "KINDS", {"warm": 1.0})
     one = churned(bases, Stub())
     monkeypatch.undo()
-    one._load = churn.FULL
+    monkeypatch.setattr(churn, "FULL", LOAD)
     with pytest.raises(BenchError, match="only changed in these ways"):
         one.result()

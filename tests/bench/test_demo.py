@@ -37,13 +37,13 @@ class _Server:
 
 def _converse(report: dict[str, Any] | None) -> tuple[_Server, list[demo.Asked]]:
     server = _Server(report)
-    asked = demo._converse(Console(quiet=True), demo.Library(server, "model", policy=None))
+    asked = demo.ask_all(Console(quiet=True), demo.Library(server, "model", policy=None))
     return server, asked
 
 
 def test_last_line_counts_what_was_reused(capsys: pytest.CaptureFixture[str]) -> None:
     _, asked = _converse(REPORT)
-    demo._show(Console(width=110), asked)
+    demo.show(Console(width=110), asked)
     *_, last = capsys.readouterr().out.splitlines()
     count = len(demo.QUESTIONS)
     assert last.startswith("segreuse demo ok: speedup=")

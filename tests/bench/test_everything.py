@@ -200,9 +200,9 @@ def test_a_torn_or_foreign_file_is_no_result(tmp_path: Path) -> None:
     file = tmp_path / "ttft.json"
     for content in ("", "[]", "null", "{}", '{"suite": "ttft", "environment": null}'):
         file.write_text(content)
-        assert everything._is_measured(file, "ttft", False, COMMIT) is False
+        assert everything.is_measured(file, "ttft", False, COMMIT) is False
     file.write_text(
         json.dumps({"suite": "ttft", "environment": {"commit": COMMIT, "quick": False}})
     )
-    assert everything._is_measured(file, "ttft", False, COMMIT)
-    assert not everything._is_measured(file, "rag", False, COMMIT)
+    assert everything.is_measured(file, "ttft", False, COMMIT)
+    assert not everything.is_measured(file, "rag", False, COMMIT)

@@ -9,6 +9,7 @@ import json
 import os
 import pstats
 import shlex
+import struct
 import subprocess
 import sys
 import time
@@ -323,9 +324,9 @@ def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
     """A container of entries: kind, architecture, code."""
     body = b""
     for kind, architecture, code in entries:
-        head = fatbin._ENTRY.pack(kind, 0x101, 64, len(code)).ljust(28, b"\1")
+        head = struct.pack("<HHIQ", kind, 0x101, 64, len(code)).ljust(28, b"\1")
         body += (head + architecture.to_bytes(4, "little")).ljust(64, b"\2") + code
-    return fatbin._CONTAINER.pack(fatbin.MAGIC, 1, 16, len(body)) + body
+    return struct.pack("<4sHHQ", fatbin.MAGIC, 1, 16, len(body)) + body
 
 
 def test_a_library_keeps_the_code_of_one_architecture() -> None:

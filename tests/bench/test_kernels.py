@@ -30,18 +30,18 @@ def test_moves_end_inside_their_place() -> None:
 
 
 def test_scattered_positions_are_a_tenth_in_order() -> None:
-    for positions in (kernels._scattered(1000), kernels._runs(1000, 4)):
+    for positions in (kernels.random_positions(1000), kernels.positions_in_runs(1000, 4)):
         assert len(positions) == 100
         assert (positions[1:] > positions[:-1]).all()
-    steps = kernels._runs(1024, 16).view(-1, 16).diff(dim=1)
+    steps = kernels.positions_in_runs(1024, 16).view(-1, 16).diff(dim=1)
     assert (steps == 1).all()
 
 
-def test_what_is_compared_computes_the_same() -> None:
+def test_what_is_compared_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's dense kernel, its rows, and ours, on pages that vLLM packed."""
-    backend = kernels._CpuBackend(SMALL)
+    backend = kernels.CpuBackend(SMALL)
     chosen = dispatch.choose(SMALL.device, torch.bfloat16, backend.layout)
-    context, positions = 256, kernels._runs(256, 4)
+    context, positions = 256, kernels.positions_in_runs(256, 4)
     query = torch.randn(len(positions), SMALL.heads, SMALL.head_size).bfloat16()
     expected = torch.empty_like(query)
     table, request = backend.block_table(context)[None], torch.zeros_like(positions)
@@ -53,21 +53,11 @@ def test_what_is_compared_computes_the_same() -> None:
         chosen.sparse_attention(out, query, *args)
         torch.testing.assert_close(out, expected, atol=0.02, rtol=0)
     rows = torch.empty_like(query)
-    backend._attention = keeping(backend, rows)  # type: ignore[method-assign]
-    backend.rows(query, positions, context)()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda _: rows)  # an output that can be looked at
+        attend = backend.rows(query, positions, context)
+    attend()
     torch.testing.assert_close(rows, expected, atol=0.02, rtol=0)
-
-
-def keeping(backend: kernels._CpuBackend, out: torch.Tensor):  # type: ignore[no-untyped-def]
-    """The backend's own attention, with an output that can be looked at."""
-    attention = backend._attention
-
-    def run(query: torch.Tensor, *args: object):  # type: ignore[no-untyped-def]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "empty_like", lambda _: out)
-            return attention(query, *args)  # type: ignore[arg-type]
-
-    return run
 
 
 def test_quartiles_are_those_of_the_rounds_own_ratios() -> None:
@@ -85,7 +75,7 @@ def test_quartiles_are_those_of_the_rounds_own_ratios() -> None:
     for kernel, ([size], theirs, ours) in sides.items():
         rounds |= {(kernel, what, size): [3.0, 6.0, 12.0, 24.0] for what in theirs}
         rounds |= {(kernel, what, size): [1.0, 2.0, 4.0, 8.0] for what in ours}
-    summary = kernels._summary(SMALL, rounds)
+    summary = kernels.summary_of(SMALL, rounds)
     for name in ("attention_speedup_over_rows", "scores_speedup_over_torch"):
         assert [summary[name + end] for end in ("", "_q1", "_q3")] == [3.0, 3.0, 3.0]
 
@@ -113,5 +103,5 @@ def test_the_summary_names_every_figure(monkeypatch: pytest.MonkeyPatch) -> None
         theirs, ours = (medians["attention", f"{who}, {queries}"] for who in ("rows", "ours"))
         assert summary[f"attention_speedup_over_rows{end}"] == theirs / ours
     assert {row["kernels"] for row in result["rows"]} == {
-        dispatch.choose(SMALL.device, torch.bfloat16, kernels._CpuBackend(SMALL).layout).description
+        dispatch.choose(SMALL.device, torch.bfloat16, kernels.CpuBackend(SMALL).layout).description
     }

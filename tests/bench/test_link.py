@@ -86,7 +86,7 @@ def test_a_missing_model_is_refused(tmp_path: Path) -> None:
 
 def test_examples_that_are_timed_come_first_one_by_one() -> None:
     drawn = link.draw_all("tuning", 20)
-    parts = list(link._batches(drawn, 6, "x"))
+    parts = list(link.batches(drawn, 6, "x"))
     assert [len(part) for part, _ in parts] == [6, link.BATCH, len(drawn) - 6 - link.BATCH]
     assert [is_timed for _, is_timed in parts] == [True, False, False]
 

@@ -126,7 +126,7 @@ def test_only_the_plain_server_loads_no_plugin(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(overhead, "_model", lambda: Path("m"))
     for name in overhead.SERVERS:
         for bound in (True, False):
-            overhead._server(name, bound, eager=True)
+            overhead.server_of(name, bound, eager=True)
     assert [it["env"].get("VLLM_PLUGINS") for it in made] == ["none", "none", None, None]
     # An empty value unsets it at the server: vLLM binds its threads as it does by default.
     bindings = [it["env"].get("VLLM_CPU_OMP_THREADS_BIND") for it in made]
@@ -143,7 +143,7 @@ def test_every_comparison_is_in_the_summary(
     servers: dict[str, _Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overhead, "QUICK", LOAD)
-    monkeypatch.setattr(overhead, "_server", lambda name, bound, eager: servers[name])
+    monkeypatch.setattr(overhead, "server_of", lambda name, bound, eager: servers[name])
     result = overhead.run(quick=True)
     ends = ("", "_low", "_high")
     names = ("throughput_ratio", "throughput_ratio_bound", "throughput_ratio_beside_reuse")

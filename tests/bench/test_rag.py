@@ -123,7 +123,8 @@ def test_ratios_are_of_percentiles_and_the_share_of_passage_tokens() -> None:
     report = REPORT | {"reused_tokens": 90, "recomputed_tokens": 18}
     reuse = [Answer(n / 4, 150, "", report) for n in range(1, 51)]
     ingested = rag.Ingested(10, 5000, 2.0)
-    summary = rag._result(rag.FULL, ingested, prompts, {"plain": plain, "reuse": reuse})["summary"]
+    answers = {"plain": plain, "reuse": reuse}
+    summary = rag.result_of(rag.FULL, ingested, prompts, answers)["summary"]
     assert summary["ttft_ratio_p50"] == pytest.approx(0.25)
     assert summary["ttft_ratio_p99"] == pytest.approx(0.25)
     assert summary["reused_share"] == pytest.approx(0.9)
@@ -131,7 +132,7 @@ def test_ratios_are_of_percentiles_and_the_share_of_passage_tokens() -> None:
     assert summary["ingest_tokens_per_s"] == 2500
     # One slow answer in fifty is the 99th percentile's business, not the median's.
     reuse[7] = reuse[7]._replace(ttft_s=400.0)
-    summary = rag._result(rag.FULL, ingested, prompts, {"plain": plain, "reuse": reuse})["summary"]
+    summary = rag.result_of(rag.FULL, ingested, prompts, answers)["summary"]
     assert summary["ttft_ratio_p50"] < 0.27
     assert summary["ttft_ratio_p99"] > 3
 

@@ -125,7 +125,7 @@ def vllm_router(stubs: list[Stub]) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        router._wait_for(f"http://127.0.0.1:{port}/health", process, within_s=60)
+        router.wait_for(f"http://127.0.0.1:{port}/health", process, within_s=60)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
@@ -260,13 +260,13 @@ def test_a_row_counts_what_was_reused_and_where(monkeypatch: pytest.MonkeyPatch)
     reset: list[Any] = []
     monkeypatch.setattr(router, "reset", reset.append)
     monkeypatch.setattr(router, "_ask", ask)
-    row = router._measure("one", "documents", "http://x", running, 8)
+    row = router.measure("one", "documents", "http://x", running, 8)
     assert reset == [running]
     assert [request for request, _ in sent] == router.requests("one", 8)
     assert all(headers for _, headers in sent)
     assert (row["reused_share"], row["busiest_share"]) == (0.5, 0.75)
     assert row["requests_by_server"] == [6, 2]
-    summary = router._summary([row])
+    summary = router.summary_of([row])
     assert summary == {
         "reused_share_one_documents": 0.5,
         "busiest_share_one_documents": 0.75,
@@ -279,4 +279,4 @@ def test_requests_that_were_not_admitted_are_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(router, "reset", lambda _: None)
     monkeypatch.setattr(router, "_ask", lambda *_: {"reused_tokens": 0, "prefix_tokens": 0})
     with pytest.raises(BenchError, match="8 requests were sent, and 0 admitted"):
-        router._measure("one", "none", "http://x", running, 8)
+        router.measure("one", "none", "http://x", running, 8)

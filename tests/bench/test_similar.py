@@ -10,7 +10,7 @@ from bench.suites import similar
 
 
 def test_passages_are_found_among_others_unless_nothing_is_left_of_them() -> None:
-    *by_edits, total = similar._retrieval(28)
+    *by_edits, total = similar.measure_retrieval(28)
     assert [row["edited_words"] for row in by_edits] == [*range(7)]
     assert total["passages"] == sum(row["passages"] for row in by_edits) == 28
     assert by_edits[0]["recall"] == 1
@@ -31,7 +31,7 @@ def test_values_change_and_words_do_not() -> None:
 
 @pytest.mark.parametrize("time_first", [False, True])
 def test_shares_of_a_trace_are_all_of_it(time_first: bool) -> None:
-    row = similar._trace_of(2, time_first, block_size=32)
+    row = similar.measure_trace(2, time_first, block_size=32)
     shares = [row[name] for name in ("prefix", "content", "similar", "new")]
     assert sum(shares) == pytest.approx(1)
     assert min(shares[1:]) > 0
@@ -41,12 +41,12 @@ def test_shares_of_a_trace_are_all_of_it(time_first: bool) -> None:
 def test_a_prefix_hit_ends_at_the_first_block_that_differs() -> None:
     tokens = np.arange(40, dtype=np.int32)
     known = {tokens[:16].tobytes(): [5], tokens[:32].tobytes(): [5, 6]}
-    assert similar._prefix_hit(known, tokens, 16) == [5, 6]
-    assert similar._prefix_hit(known, tokens[:32], 16) == [5]  # vLLM computes the last token
-    assert similar._prefix_hit(known, tokens[1:], 16) == []
+    assert similar.prefix_hit(known, tokens, 16) == [5, 6]
+    assert similar.prefix_hit(known, tokens[:32], 16) == [5]  # vLLM computes the last token
+    assert similar.prefix_hit(known, tokens[1:], 16) == []
 
 
 def test_both_ways_to_align_find_the_same() -> None:
-    ours, theirs = similar._alignment(5)
+    ours, theirs = similar.measure_alignment(5)
     assert ours["share_of_tokens"] == pytest.approx(theirs["share_of_tokens"], abs=0.03)
     assert ours["share_of_tokens"] > 0.6

@@ -171,5 +171,5 @@ def test_what_is_decoded_between_prompts_is_not_counted(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("policy", stall.POLICIES)
 def test_only_full_prompts_name_no_extra_keys(policy: str) -> None:
-    body = stall._body(stall.POLICIES[policy])
+    body = stall.body_of(stall.POLICIES[policy])
     assert bool(body) == (policy != "full")

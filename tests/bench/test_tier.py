@@ -37,8 +37,8 @@ def test_parts_are_run_as_named_and_all_of_them_otherwise(monkeypatch: pytest.Mo
             for name in tier.PARTS
         }
 
-    assert tier._measures(True).keys() == {*tier.PARTS}
-    monkeypatch.setattr(tier, "_measures", measures)
+    assert tier.measures_of(True).keys() == {*tier.PARTS}
+    monkeypatch.setattr(tier, "measures_of", measures)
     assert tier.run(True)["summary"].keys() == {*tier.PARTS}
     some = tier.run(True, ["speed", "soak"])
     assert [row["part"] for row in some["rows"]] == ["speed", "soak"]

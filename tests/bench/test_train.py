@@ -3,12 +3,14 @@
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from lab import __main__ as script
+from lab import mixture
 from lab.curriculum import CURRICULUM, Lesson
 from lab.mixture import Batch, Stage
 
@@ -29,16 +31,17 @@ def _training(out: Path, seed: int = 0) -> script.Training:
 
 
 def _stop_at(training: script.Training, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    learn = training._learn_batch
+    draw = mixture.batch
 
-    def one(batch: Batch) -> Any:
+    def one(rng: Random, stage: Stage) -> Batch:
         if training.step == step:
             raise KeyboardInterrupt
-        return learn(batch)
+        return draw(rng, stage)
 
-    monkeypatch.setattr(training, "_learn_batch", one)
-    with pytest.raises(KeyboardInterrupt):
-        training.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(mixture, "batch", one)
+        with pytest.raises(KeyboardInterrupt):
+            training.run()
 
 
 def _weights(out: Path) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cache.test_frozen import make, order
+from tests.cache.test_frozen import Pool, order
 from vllm_segreuse.cache.copies import outside, rows, within
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
@@ -221,7 +221,7 @@ def test_the_first_place_is_that_of_the_first_document() -> None:
 
 @pytest.fixture
 def pool() -> FrozenPool:
-    return make()
+    return Pool()
 
 
 def test_a_compressed_entry_is_found_whole_and_in_its_namespace_only(pool: FrozenPool) -> None:
@@ -305,7 +305,7 @@ def test_of_what_was_kept_all_is_there_or_nothing(start: int, num_tokens: int) -
 
 
 def test_an_entry_that_is_not_whole_is_there_so_far() -> None:
-    pool = make()
+    pool = Pool()
     pool.add(order("a", 0, 2), part(1, 2))
     assert pool.compressed("a", 0) is None
     assert len(pool.compressed("a", 0, so_far=True) or []) == 1

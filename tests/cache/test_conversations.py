@@ -85,6 +85,12 @@ def history(world: World) -> None:
     world.run(world.add(HISTORY, ONCE | RATIO))
 
 
+def kept_blocks(world: World) -> list[int]:
+    """The blocks that an earlier turn has left, ascending: in the order of their text."""
+    kept = parts_of(world.side).conversations
+    return [block.block_id for block in world.pool.blocks if block.block_id in kept]
+
+
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
@@ -112,9 +118,8 @@ def test_what_was_evicted_is_forgotten_and_what_stands_behind_it_not_reached() -
     world = World(min_reused_tokens=4)
     history(world)
     kept = parts_of(world.side).conversations
-    names = [*kept._block.values()]
-    third = names[2]
-    world.pool._maybe_evict_cached_block(world.pool.blocks[third])
+    third = kept_blocks(world)[2]
+    world.pool.evict_blocks({third})
     assert len(kept) == len(HISTORY) // SIZE - 1
     plan = second_turn(world, ONCE)
     assert plan is not None
@@ -127,10 +132,9 @@ def test_what_was_evicted_is_forgotten_and_what_stands_behind_it_not_reached() -
 def test_the_newest_copy_is_found_once_an_older_one_is_gone() -> None:
     world = World(min_reused_tokens=4)
     history(world)
-    old = set(parts_of(world.side).conversations._block.values())
+    old = kept_blocks(world)
     assert in_context(second_turn(world, ONCE)) == len(HISTORY)
-    for block in old:
-        world.pool._maybe_evict_cached_block(world.pool.blocks[block])
+    world.pool.evict_blocks({*old})
     assert in_context(second_turn(world, ONCE)) >= len(HISTORY)
 
 
@@ -197,7 +201,7 @@ def test_the_token_behind_a_spread_plan_is_not_computed_when_its_block_is_named(
     world.side.take_step(True)
     world.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
     assert len(parts_of(world.side).conversations) == full - 1
-    assert blocks[full - 1].block_id not in parts_of(world.side).conversations._kept
+    assert blocks[full - 1].block_id not in parts_of(world.side).conversations
 
 
 def test_the_token_behind_a_spread_plan_is_computed_before_its_block_is_full() -> None:

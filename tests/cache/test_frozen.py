@@ -38,19 +38,22 @@ class Blocks:
         return TOTAL - sum(n > 0 for n in self.held.values())
 
 
-def make(limit: int = 16, pressure: float = 0.9, returns: bool = True) -> FrozenPool:
-    blocks, table, ticks = Blocks(), NamespaceTable(lambda namespace: False), count()
-    pool = FrozenPool(
-        blocks, table, TOTAL, limit, pressure, returns, clock=lambda: float(next(ticks))
-    )
-    for key in (b"a", b"b"):
-        table.intern(key)
-    return pool
+class Pool(FrozenPool):
+    """A frozen pool of which tests see who counts its references."""
+
+    def __init__(self, limit: int = 16, pressure: float = 0.9, returns: bool = True) -> None:
+        self.blocks, self.table = Blocks(), NamespaceTable(lambda namespace: False)
+        ticks = count()
+        super().__init__(
+            self.blocks, self.table, TOTAL, limit, pressure, returns, lambda: float(next(ticks))
+        )
+        for key in (b"a", b"b"):
+            self.table.intern(key)
 
 
 @pytest.fixture
-def pool() -> FrozenPool:
-    return make()
+def pool() -> Pool:
+    return Pool()
 
 
 def order(name: str, part: int = 0, parts: int = 1) -> FreezeOrder:
@@ -59,12 +62,6 @@ def order(name: str, part: int = 0, parts: int = 1) -> FreezeOrder:
 
 def part(*block_ids: int, namespace: int = 0, probe: int | None = 7) -> FrozenPart:
     return FrozenPart(namespace, list(block_ids), probe)
-
-
-def blocks_of(pool: FrozenPool) -> Blocks:
-    blocks = pool._blocks
-    assert isinstance(blocks, Blocks)
-    return blocks
 
 
 def test_an_order_survives_its_way_to_the_scheduler() -> None:
@@ -78,21 +75,21 @@ def test_what_is_no_order_is_refused(text: str) -> None:
         FreezeOrder.parse(text)
 
 
-def test_a_document_is_warm_once_all_its_parts_are_frozen(pool: FrozenPool) -> None:
+def test_a_document_is_warm_once_all_its_parts_are_frozen(pool: Pool) -> None:
     assert pool.add(order("doc", 0, 2), part(1, 2))
     assert pool.warm() == {}
     assert pool.add(order("doc", 1, 2), part(3))
     assert pool.warm() == {"doc": (3, 0)}
     pool.release(["doc", "doc", "never there"])
     assert pool.warm() == {}
-    assert blocks_of(pool).num_free_blocks() == TOTAL
+    assert pool.blocks.num_free_blocks() == TOTAL
 
 
 def test_what_may_be_evicted_makes_way_in_order() -> None:
-    pool = make(limit=8)
+    pool = Pool(limit=8)
     for first, name in ((1, "read"), (3, "old"), (5, "new"), (7, "kept")):
         assert pool.add(order(name), part(first, first + 1))
-    blocks_of(pool).pin([1, 2])
+    pool.blocks.pin([1, 2])
     others = {"read", "old", "new"}
     assert pool.add(order("kept"), part(9, 10), instead_of=others), "it is there already"
     assert not pool.add(order("more"), part(9))
@@ -105,23 +102,23 @@ def test_what_may_be_evicted_makes_way_in_order() -> None:
     pool.check_integrity()
 
 
-def test_freezing_twice_holds_once(pool: FrozenPool) -> None:
+def test_freezing_twice_holds_once(pool: Pool) -> None:
     for _ in range(2):
         assert pool.add(order("doc"), part(1, 2))
-    assert blocks_of(pool).held == {1: 1, 2: 1}
+    assert pool.blocks.held == {1: 1, 2: 1}
 
 
-def test_blocks_of_two_documents_are_held_until_both_are_gone(pool: FrozenPool) -> None:
+def test_blocks_of_two_documents_are_held_until_both_are_gone(pool: Pool) -> None:
     pool.add(order("one"), part(1, 2))
     pool.add(order("two"), part(1, 3))
     assert pool.num_frozen == 3
     pool.release(["one"])
-    assert blocks_of(pool).held[1] == 1
+    assert pool.blocks.held[1] == 1
     pool.release(["two"])
-    assert blocks_of(pool).num_free_blocks() == TOTAL
+    assert pool.blocks.num_free_blocks() == TOTAL
 
 
-def test_over_the_limit_nothing_of_the_document_stays(pool: FrozenPool) -> None:
+def test_over_the_limit_nothing_of_the_document_stays(pool: Pool) -> None:
     pool.add(order("small"), part(1))
     assert pool.add(order("large", 0, 2), part(*range(2, 10)))
     assert not pool.add(order("large", 1, 2), part(*range(10, 18)))
@@ -129,7 +126,7 @@ def test_over_the_limit_nothing_of_the_document_stays(pool: FrozenPool) -> None:
     assert pool.num_frozen == 1
 
 
-def test_parts_of_a_document_that_was_evicted_meanwhile_are_not_frozen(pool: FrozenPool) -> None:
+def test_parts_of_a_document_that_was_evicted_meanwhile_are_not_frozen(pool: Pool) -> None:
     pool.add(order("doc", 0, 2), part(1, 2))
     pool.make_free(1)
     assert not pool.add(order("doc", 1, 2), part(3))
@@ -137,21 +134,21 @@ def test_parts_of_a_document_that_was_evicted_meanwhile_are_not_frozen(pool: Fro
 
 
 def test_the_limit_may_be_reached_and_never_exceeds_the_pool() -> None:
-    pool = make(limit=3)
+    pool = Pool(limit=3)
     assert pool.add(order("three"), part(1, 2, 3))
     assert not pool.add(order("one"), part(4))
     assert pool.add(order("shares"), part(1, 2)), "its blocks are frozen already"
-    assert (make(limit=10**6).limit, make(limit=-1).limit) == (TOTAL, 0)
+    assert (Pool(limit=10**6).limit, Pool(limit=-1).limit) == (TOTAL, 0)
 
 
-def test_a_document_in_other_parts_is_refused(pool: FrozenPool) -> None:
+def test_a_document_in_other_parts_is_refused(pool: Pool) -> None:
     pool.add(order("doc", 0, 2), part(1))
     with pytest.raises(ValueError, match="doc has 2 parts, not 3: release it first"):
         pool.add(order("doc", 2, 3), part(2))
     pool.check_integrity()
 
 
-def test_a_part_without_a_block_is_refused(pool: FrozenPool) -> None:
+def test_a_part_without_a_block_is_refused(pool: Pool) -> None:
     """Nobody could be said to read it."""
     with pytest.raises(ValueError, match="part 0 of doc holds no block"):
         pool.add(order("doc"), part())
@@ -159,7 +156,7 @@ def test_a_part_without_a_block_is_refused(pool: FrozenPool) -> None:
 
 
 def test_under_pressure_the_longest_unused_goes_first_until_pressure_is_gone() -> None:
-    pool = make(pressure=0.5)
+    pool = Pool(pressure=0.5)
     for i, name in enumerate("abcd"):
         pool.add(order(name), part(3 * i, 3 * i + 1, 3 * i + 2))
     pool.used([0])  # a
@@ -170,7 +167,7 @@ def test_under_pressure_the_longest_unused_goes_first_until_pressure_is_gone() -
     assert len(pool.warm()) == 3
 
 
-def test_what_was_just_frozen_counts_as_used(pool: FrozenPool) -> None:
+def test_what_was_just_frozen_counts_as_used(pool: Pool) -> None:
     pool.add(order("old"), part(1))
     pool.used([1])
     pool.add(order("new"), part(2))
@@ -178,7 +175,7 @@ def test_what_was_just_frozen_counts_as_used(pool: FrozenPool) -> None:
     assert list(pool.warm()) == ["new"]
 
 
-def test_no_more_goes_than_has_to(pool: FrozenPool) -> None:
+def test_no_more_goes_than_has_to(pool: Pool) -> None:
     for i in range(4):
         pool.add(order(f"doc {i}"), part(2 * i, 2 * i + 1))
     assert pool.make_free(0) == 0
@@ -189,36 +186,36 @@ def test_no_more_goes_than_has_to(pool: FrozenPool) -> None:
 
 
 def test_blocks_are_evicted_from_the_end_of_a_document(
-    pool: FrozenPool, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left of it is a prefix, which is still of use."""
     let_go: list[int] = []
-    monkeypatch.setattr(blocks_of(pool), "unpin", let_go.extend)
+    monkeypatch.setattr(pool.blocks, "unpin", let_go.extend)
     pool.add(order("doc"), part(3, 1, 2))
     pool.release(["doc"])
     assert let_go == [2, 1, 3]
 
 
-def test_what_running_requests_hold_goes_last(pool: FrozenPool) -> None:
+def test_what_running_requests_hold_goes_last(pool: Pool) -> None:
     pool.add(order("read"), part(1, 2))
     pool.add(order("idle"), part(3, 4))
     pool.used([3])
-    blocks_of(pool).pin([1, 2])
+    pool.blocks.pin([1, 2])
     assert pool.warm()["read"] == (2, 1)
     assert pool.make_free(1) == 2
     assert sorted(pool.warm()) == ["read"]
     assert pool.make_free(1) == 0  # given back, but its reader holds it still
-    blocks_of(pool).unpin([1, 2])
-    assert blocks_of(pool).num_free_blocks() == TOTAL
+    pool.blocks.unpin([1, 2])
+    assert pool.blocks.num_free_blocks() == TOTAL
 
 
-def test_reclaimable_are_blocks_nobody_else_holds(pool: FrozenPool) -> None:
+def test_reclaimable_are_blocks_nobody_else_holds(pool: Pool) -> None:
     pool.add(order("doc"), part(1, 2, 3))
-    blocks_of(pool).pin([1])
+    pool.blocks.pin([1])
     assert pool.num_reclaimable() == 2
 
 
-def test_a_document_that_was_evicted_returns_when_a_prompt_contains_it(pool: FrozenPool) -> None:
+def test_a_document_that_was_evicted_returns_when_a_prompt_contains_it(pool: Pool) -> None:
     pool.add(order("doc"), part(1, 2, probe=11))
     pool.make_free(1)
     assert pool.wanted() == []
@@ -233,7 +230,7 @@ def test_a_document_that_was_evicted_returns_when_a_prompt_contains_it(pool: Fro
     assert pool.wanted() == []
 
 
-def test_half_a_document_and_one_without_a_probe_do_not_return(pool: FrozenPool) -> None:
+def test_half_a_document_and_one_without_a_probe_do_not_return(pool: Pool) -> None:
     pool.add(order("half", 0, 2), part(1, probe=11))
     pool.add(order("short"), part(2, probe=None))
     pool.add(order("whole"), part(3, probe=12))
@@ -243,29 +240,29 @@ def test_half_a_document_and_one_without_a_probe_do_not_return(pool: FrozenPool)
     assert pool.wanted() == ["whole"]
 
 
-def test_those_who_return_share_the_room(pool: FrozenPool) -> None:
+def test_those_who_return_share_the_room(pool: Pool) -> None:
     pool.add(order("one"), part(1, 2, probe=11))
     pool.add(order("two"), part(3, 4, probe=12))
     pool.make_free(4)
     pool.notice(0, lambda: np.array([11, 12], np.uint64))
-    blocks_of(pool).pin(list(range(5, 20)))  # 15 of 18 that are allowed
+    pool.blocks.pin(list(range(5, 20)))  # 15 of 18 that are allowed
     assert pool.wanted() == ["one"]
     pool.release(["one"])
     assert pool.wanted() == ["two"], "who is deleted is not waited for"
 
 
-def test_it_does_not_return_into_pressure(pool: FrozenPool) -> None:
+def test_it_does_not_return_into_pressure(pool: Pool) -> None:
     pool.add(order("doc"), part(1, 2, probe=11))
     pool.make_free(1)
     pool.notice(0, lambda: np.array([11], np.uint64))
-    blocks_of(pool).pin(list(range(3, 20)))  # 17 of 20; 18 are allowed
+    pool.blocks.pin(list(range(3, 20)))  # 17 of 20; 18 are allowed
     assert pool.wanted() == []
-    blocks_of(pool).unpin([3])
+    pool.blocks.unpin([3])
     assert pool.wanted() == ["doc"]
 
 
-def test_nothing_returns_by_itself_if_told_so_or_after_a_reset(pool: FrozenPool) -> None:
-    stays = make(returns=False)
+def test_nothing_returns_by_itself_if_told_so_or_after_a_reset(pool: Pool) -> None:
+    stays = Pool(returns=False)
     stays.add(order("doc"), part(1))
     stays.make_free(1)
     pool.add(order("doc"), part(1))
@@ -275,7 +272,7 @@ def test_nothing_returns_by_itself_if_told_so_or_after_a_reset(pool: FrozenPool)
         assert one.wanted() == []
 
 
-def test_uses_are_counted_once_per_request_and_taken_once(pool: FrozenPool) -> None:
+def test_uses_are_counted_once_per_request_and_taken_once(pool: Pool) -> None:
     pool.add(order("doc"), part(1, 2))
     pool.used([1, 2, 9])
     pool.used([2])
@@ -286,7 +283,7 @@ def test_uses_are_counted_once_per_request_and_taken_once(pool: FrozenPool) -> N
     assert pool.take_uses() == {}, "nobody asks about what was deleted"
 
 
-def test_a_block_that_loses_its_name_makes_its_documents_cold(pool: FrozenPool) -> None:
+def test_a_block_that_loses_its_name_makes_its_documents_cold(pool: Pool) -> None:
     pool.add(order("one"), part(1, 2))
     pool.add(order("two"), part(1, 3))
     pool.add(order("three"), part(4))
@@ -302,7 +299,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(limit=st.integers(0, TOTAL), pressure=st.sampled_from([0.1, 0.5, 0.9, 1.0]))
     def start(self, limit: int, pressure: float) -> None:
-        self.pool = make(limit, pressure)
+        self.pool, self.pressure = Pool(limit, pressure), pressure
         self.requests: list[list[int]] = []
 
     @rule(name=names, blocks=blocks, index=st.integers(0, 1), namespace=st.integers(0, 1))
@@ -317,14 +314,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(blocks=blocks)
     def run(self, blocks: list[int]) -> None:
-        blocks_of(self.pool).pin(blocks)
+        self.pool.blocks.pin(blocks)
         self.requests.append(blocks)
         self.pool.used(blocks)
 
     @rule()
     def finish(self) -> None:
         if self.requests:
-            blocks_of(self.pool).unpin(self.requests.pop(0))
+            self.pool.blocks.unpin(self.requests.pop(0))
 
     @rule(needed=st.integers(0, TOTAL))
     def make_free(self, needed: int) -> None:
@@ -335,8 +332,8 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def relieve(self) -> None:
         self.pool.relieve()
-        free = blocks_of(self.pool).num_free_blocks()
-        assert TOTAL - free <= self.pool._max_in_use or not self.pool.num_frozen
+        free = self.pool.blocks.num_free_blocks()
+        assert TOTAL - free <= int(self.pressure * TOTAL) or not self.pool.num_frozen
 
     @rule()
     def reset(self) -> None:
@@ -346,15 +343,15 @@ class Machine(RuleBasedStateMachine):
     @rule(block=st.integers(0, TOTAL - 1))
     def lose(self, block: int) -> None:
         self.pool.lost([block])
-        assert block not in self.pool._of_block
+        assert block not in self.pool.block_ids
 
     @invariant()
     def adds_up(self) -> None:
         self.pool.check_integrity()
         held = Counter(block for blocks in self.requests for block in blocks)
-        held.update(list(self.pool._of_block))
-        assert +blocks_of(self.pool).held == held
-        references = self.pool._namespaces._references
+        held.update(self.pool.block_ids)
+        assert +self.pool.blocks.held == held
+        references = self.pool.table.references()
         pool = self.pool.namespaces()
         assert {n: references[n] - 1 for n in (0, 1)} == {n: pool[n] for n in (0, 1)}
 

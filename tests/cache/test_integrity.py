@@ -53,14 +53,6 @@ def put_head(entry: int, is_head: int) -> Damage:
     return damage
 
 
-def set_size(index: SegmentIndex) -> None:
-    index._size += 1
-
-
-def count_namespace(index: SegmentIndex) -> None:
-    index._population[0] += 1
-
-
 def count_nobody(index: SegmentIndex) -> None:
     index._population[7] += 1
 
@@ -109,8 +101,8 @@ def split_group(index: SegmentIndex) -> None:
 
 
 DAMAGES: dict[str, Damage] = {
-    r"5 blocks, but len\(\) is 6": set_size,
-    "population of namespace 0": count_namespace,
+    r"4 blocks, but len\(\) is 5": put(4, "born", 0),
+    "population of namespace 0": put(3, "namespace", 5),
     "population of a namespace without entries": count_nobody,
     "1 entries are lost": lose_entries,
     "entries are lost": lose_new_entries,

@@ -91,7 +91,7 @@ def test_seeds_are_unrelated():
 
 def test_seeds_have_bases_of_their_own():
     """Windows prepared for one base would collide whatever the tokens' values are."""
-    bases = {int(rolling_hash._base(np.uint64(seed))) for seed in range(100)}
+    bases = {int(rolling_hash.base_of(np.uint64(seed))) for seed in range(100)}
     assert len(bases) == 100
     assert {base % 8 for base in bases} == {5}
 
@@ -109,12 +109,13 @@ def test_no_two_processes_hash_alike():
 def test_read_only_and_strided_arrays_need_no_further_kernel():
     tokens = np.arange(64, dtype=np.int32)
     expected = window_hashes(tokens, 8)
-    compiled = len(rolling_hash._window_hashes.signatures)
+    kernel = rolling_hash._window_hashes
+    compiled = len(kernel.signatures)
     frozen = tokens.copy()
     frozen.setflags(write=False)
     assert np.array_equal(window_hashes(frozen, 8), expected)
     assert np.array_equal(window_hashes(np.repeat(tokens, 2)[::2], 8), expected)
-    assert len(rolling_hash._window_hashes.signatures) == compiled
+    assert len(kernel.signatures) == compiled
 
 
 def test_bad_arguments_are_named():

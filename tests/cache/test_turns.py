@@ -77,7 +77,7 @@ def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
     turns = Turns()
     for conversation in range(5):
         turns.began(names(conversation, 2), 0, 2)
-    assert len(turns._exact) == 3
+    assert turns.num_known == 3
     turns.began(names(0, 4), 2, 4)
     assert turns.later == 0, "of one that was forgotten"
     turns.began(names(4, 4), 2, 4)

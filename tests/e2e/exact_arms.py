@@ -33,7 +33,7 @@ import pytest
 
 from bench import harness
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import finished_in_step, submit
+from tests.e2e.stepping import finished_in_step, preempt, submit
 
 MODULE = "tests.e2e.exact_arms"
 OPTIONS = NAMESPACE | {"segreuse_policy": "exact", "segreuse_min_reused_tokens": BLOCK_SIZE}
@@ -181,8 +181,7 @@ class Arms:
             for request in list(scheduler.running):
                 if request.num_output_tokens == 2 and not request.num_preemptions:
                     # As vLLM does when it resets its cache under running requests.
-                    scheduler.running.remove(request)
-                    scheduler._preempt_request(request, time.monotonic())
+                    preempt(self._running, request)
                     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
                     self._evict(request.block_hashes[1])
         return [ended[name] for name in names]

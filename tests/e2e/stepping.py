@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drive the engine of a test step by step, and check its block pool after each."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from tests.e2e.engine import Answer, Engine, _answer
 
@@ -67,3 +70,44 @@ def check_pool(running: Engine) -> None:
 
 def abort(running: Engine, request_id: str) -> None:
     running.llm.llm_engine.abort_request([request_id], internal=True)
+
+
+def preempt(running: Engine, request: Any) -> None:
+    """Preempt a running request, as vLLM does where blocks run out."""
+    running.scheduler.running.remove(request)
+    running.scheduler._preempt_request(request, time.monotonic())
+
+
+def noted_preemptions(running: Engine, patch: pytest.MonkeyPatch) -> set[str]:
+    """Ids of the requests that are preempted from here on, as vLLM tells its workers."""
+    seen: set[str] = set()
+    schedule = running.scheduler.schedule
+
+    def noted(*given: Any, **named: Any) -> Any:
+        output = schedule(*given, **named)
+        seen.update(output.preempted_req_ids or ())
+        return output
+
+    patch.setattr(running.scheduler, "schedule", noted)
+    return seen
+
+
+def hashes(running: Engine, tokens: list[int]) -> list[Any]:
+    """vLLM's names of a prompt's whole blocks."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    core = running.llm.llm_engine.engine_core.engine_core
+    one = Request("", tokens, SamplingParams(), None, block_hasher=core.request_block_hasher)
+    return list(one.block_hashes)
+
+
+def resident(running: Engine, tokens: list[int]) -> list[int]:
+    """Blocks that vLLM's prefix cache has of a prompt, as far as it has all."""
+    found = []
+    for block_hash in hashes(running, tokens):
+        cached = running.pool.get_cached_block(block_hash, [0])
+        if cached is None:
+            break
+        found.append(cached[0].block_id)
+    return found

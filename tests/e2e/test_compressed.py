@@ -258,10 +258,11 @@ def test_an_evicted_document_returns_when_it_is_named(running: Engine, base: Kno
     after = ask(running, prompt, one)
     assert (after.report["reused_tokens"], after.token_ids) == (46, before.token_ids)
     entries = parts_of(running.scheduler.connector.scheduler_side).entries
-    entries._evict(one.entry)
+    entries.make_free(1)
+    assert one.entry not in entries
     assert entries.wanted() == []
     ask(running, prompt, one)
     assert entries.wanted() == [one.entry]
     base.documents()  # the service reads of it
-    base._run(base._service.finish())
+    base.remove()  # nothing; it waits until nothing is to be computed any more
     assert ask(running, prompt, one).report["reused_tokens"] == 46

@@ -68,11 +68,12 @@ def test_what_is_forced_is_what_free_decoding_says(lab: Lab) -> None:
     """One request gives the answer and its distributions: the second may be spared."""
     drawn = draw("logs", 0, seeds.rng("tuning", "logs", 1), lab.prompts.measure)
     full = lab.full(drawn)
-    again = lab._ask(drawn, None, forced=full.tokens, salt="again")
+    asked = lab.prompts.prompt(drawn.documents, drawn.question), drawn.answer_tokens, None
+    again = lab.ask(*asked, forced=full.tokens, salt="again")
     assert again.tokens == full.tokens
     assert [int(one.argmax()) for one in again.logits] == list(full.tokens)
     other = [token + 1 for token in full.tokens]
-    assert list(lab._ask(drawn, None, forced=other, salt="other").tokens) == other
+    assert list(lab.ask(*asked, forced=other, salt="other").tokens) == other
 
 
 def test_the_demo_shows_answers_of_a_knowledge_base(lab: Lab) -> None:

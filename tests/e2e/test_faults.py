@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import drain, submit
+from tests.e2e.stepping import drain, resident, submit
 from tests.e2e.test_equality import assert_same
 from vllm_segreuse.features.metrics import SegReuseStats
+from vllm_segreuse.prefill.align import Aligner
 
 OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_policy": "sparsex"}
 SHIFT = OPTIONS | {"segreuse_policy": "shift"}
@@ -277,8 +278,7 @@ def test_27_an_error_in_an_exact_pass_computes_its_plan_in_full(
     prompt = documents_and_prompt(reusing)[1]
     reusing.reset()
     reusing.ask(prompt, options=NAMESPACE)
-    second = list(reusing.pool.cached_block_hash_to_block._cache.values())[1]
-    reusing.pool.evict_blocks({second.block_id})
+    reusing.pool.evict_blocks({resident(reusing, prompt)[1]})
     calls = break_function("model.layers.DecoderStack.forward_for_drafts", times=1)
     answer = ask_named(reusing, "unlucky", prompt, EXACT)
     assert len(calls) == 1
@@ -301,17 +301,20 @@ def test_30_a_spoilt_donor_is_not_reused(
 ) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    [group] = get_kv_transfer_group().worker_side.backlog.prefill.aligner._groups
-    align = group.first.kernels.align
+    prefill = get_kv_transfer_group().worker_side.backlog.prefill
+    layers = prefill.aligner.layers
+    kernels = layers[0].kernels
+    align = kernels.align
 
     def spoil(pages: list[torch.Tensor], parts: Any, moves: Any) -> None:
         align(pages, parts, moves)
         block = int(moves.targets[0]) // parts[0].strides.shape[1]
         parts[1].strides.view(pages[0][block][None]).fill_(value)
 
+    spoiling = replace(kernels, align=spoil)
     with pytest.MonkeyPatch.context() as patch:
-        spoiling = replace(group.first.kernels, align=spoil)
-        patch.setattr(group, "first", replace(group.first, kernels=spoiling))
+        aligner = Aligner([replace(layer, kernels=spoiling) for layer in layers])
+        patch.setattr(prefill, "aligner", aligner)
         answer = ask_named(reusing, "spoilt", prompt, options)
     assert_same(answer, reference, NOISE)
     assert "NaN or infinity; computed in full: ['spoilt" in caplog.text

@@ -3,13 +3,13 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vllm import SamplingParams
 
 from tests.e2e.engine import BF16_NOISE, BLOCK_SIZE, Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
-from tests.parts import parts_of
 from vllm_segreuse.cache.links import MAX_VIEWS
 from vllm_segreuse.prefill import executor
 from vllm_segreuse.serve.offline import KnowledgeBase
@@ -105,14 +105,15 @@ def test_documents_of_a_knowledge_base_are_found(served: Served) -> None:
     try:
         added = base.add({str(n): tokens for n, tokens in enumerate(served.documents)})
         assert {document.status for document in added} == {"warm"}
-        cold = parts_of(served.engine.scheduler.connector.scheduler_side).isolated.cold
-        before = cold._number
-        for numbers in [(2, 0), (3, 1, 2)]:
-            prompt = served.prompt(*numbers)
-            (answer,) = served.ask(prompt, options={"extra_keys": ["handbook"]})
-            served.check(prompt, answer)
-            assert answer.report["matches"] == len(numbers)
-        assert cold._number == before, "none was computed for a request"
+        asked = [(2, 0), (3, 1, 2)]
+        scheduler = served.engine.scheduler
+        with patch.object(scheduler, "add_request", wraps=scheduler.add_request) as added:
+            for numbers in asked:
+                prompt = served.prompt(*numbers)
+                (answer,) = served.ask(prompt, options={"extra_keys": ["handbook"]})
+                served.check(prompt, answer)
+                assert answer.report["matches"] == len(numbers)
+        assert added.call_count == len(asked), "none was computed for a request"
         assert [document.hits for document in base.documents()] == [1, 1, 2, 1]
     finally:
         base.delete()

@@ -64,8 +64,8 @@ def test_of_similar_text_the_upper_layers_are_computed_from_boundary_states() ->
         assert report["computed_share"] < 0.9
         similar.reset()
         similar.ask(before, options=OPTIONS)
-        states_of(similar)._positions += 1  # stale: all that enters is computed in full
+        states_of(similar).positions += 1  # stale: all that enters is computed in full
         [answer] = similar.ask(prompt, options=OPTIONS)
-        states_of(similar)._positions.fill_(-1)
+        states_of(similar).positions.fill_(-1)
         assert answer.report["entering_tokens"] > 100
         assert_same(answer, plain, noise=2e-3)

@@ -50,7 +50,7 @@ def test_what_the_blocks_held_before_changes_no_answer(reusing: Engine, policy: 
     """Nor the choice of tokens: it may be the KV of another namespace."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    layers = get_kv_transfer_group().worker_side.backlog.prefill._layers._layers
+    layers = get_kv_transfer_group().worker_side.backlog.prefill.aligner.layers
     documents, (prompt, *_) = prompts_for(reusing.vocab_size)
     answers = []
     for held in (0.0, 3.0, -3.0):
@@ -77,7 +77,7 @@ def check_reported_work(reusing: Engine, policy: str, dense_layers: int) -> None
     """Of a cold engine."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
+    layers = get_kv_transfer_group().worker_side.backlog.prefill.runner
     documents, (prompt, *_) = prompts_for(reusing.vocab_size)
     reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
     run, computed = layers.run, 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import abort, check_pool, drain, step, submit
+from tests.e2e.stepping import abort, check_pool, drain, noted_preemptions, step, submit
 from tests.e2e.test_equality import assert_same
 from tests.parts import parts_of
 
@@ -51,7 +51,7 @@ def _clean(reusing: Engine) -> Iterator[None]:
     reusing.reset()
     yield
     reusing.check_idle()
-    assert not parts_of(reusing.scheduler.connector.scheduler_side).planner._requests
+    assert not reusing.scheduler.connector.scheduler_side.parts.core.requests
 
 
 @pytest.fixture
@@ -60,24 +60,16 @@ def text(reusing: Engine) -> Prompts:
 
 
 @pytest.fixture
-def preemptions(reusing: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def preemptions(reusing: Engine, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Ids of preempted requests, as they happen."""
-    seen: list[str] = []
-    preempt = reusing.scheduler._preempt_request
-
-    def note(request: Any, *args: Any, **kwargs: Any) -> None:
-        seen.append(request.request_id)
-        preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(reusing.scheduler, "_preempt_request", note)
-    return seen
+    return noted_preemptions(reusing, monkeypatch)
 
 
 # Preemption (19).
 
 
 def test_19_preempted_requests_are_planned_anew_and_right(
-    reusing: Engine, plain: dict[str, list[Answer]], preemptions: list[str]
+    reusing: Engine, plain: dict[str, list[Answer]], preemptions: set[str]
 ) -> None:
     documents, prompts = growing(reusing.vocab_size)
     reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
@@ -92,7 +84,7 @@ def test_19_preempted_requests_are_planned_anew_and_right(
 
 
 def test_19_preempted_requests_complete_with_shifted_kv(
-    reusing: Engine, preemptions: list[str]
+    reusing: Engine, preemptions: set[str]
 ) -> None:
     documents, prompts = growing(reusing.vocab_size)
     reusing.ask(*documents, options=NAMESPACE, max_tokens=1)

@@ -250,7 +250,7 @@ def test_ended_requests_give_their_namespaces_back(reusing: Engine, text: Prompt
     vllm_engine = reusing.llm.llm_engine
 
     def in_use() -> int:
-        return sum(count > 0 for count in namespaces._references)
+        return len(namespaces.references())
 
     assert in_use() == 0
     for name in ("finished", "waiting", "running"):

@@ -6,7 +6,7 @@ Questions are counted on the CPU, where device and host are one, while the pass 
 are not.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,7 +70,10 @@ def counted() -> Iterator[list[str]]:
             def asking(*args: Any, _name: str = name, _original: Any = original) -> Any:
                 before = len(questions.asked)
                 result = _original(*args)
-                of_cpu_kernel = sys._getframe(1).f_code.co_filename == cpu.__file__
+                here = inspect.currentframe()
+                assert here is not None
+                assert here.f_back is not None
+                of_cpu_kernel = here.f_back.f_code.co_filename == cpu.__file__
                 questions.asked[before:] = [] if of_cpu_kernel else [_name]  # however it is done
                 return result
 

@@ -85,7 +85,7 @@ def test_what_is_moved_is_the_document_and_not_the_context_of_another(
     running: Engine, text: dict[str, list[int]], hits: list[tuple[int, int]]
 ) -> None:
     side = running.scheduler.connector.scheduler_side
-    frozen = set(parts_of(side).entries._of_block)
+    frozen = set(parts_of(side).entries.block_ids)
     assert {
         block for block in range(running.pool.num_gpu_blocks) if block in running.index
     } == frozen

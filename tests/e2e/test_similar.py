@@ -226,16 +226,13 @@ def first_layer_of(reusing: Engine, prompt: list[int], options: dict[str, Any]) 
     """Keys and values of a prompt's full blocks at the first layer."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    noting, others = Noting(), reusing.pool._listeners
-    reusing.pool._listeners = (*others, noting)
-    try:
-        answer = reusing.ask(prompt, options=options, max_tokens=1)[0]
-    finally:
-        reusing.pool._listeners = others
+    noting = Noting()
+    reusing.pool.listen(noting)
+    answer = reusing.ask(prompt, options=options, max_tokens=1)[0]
     assert (answer.report["similar_tokens"] > 100) == (options == OPTIONS)
-    layers = get_kv_transfer_group().worker_side.backlog.prefill._layers
+    runner = get_kv_transfer_group().worker_side.backlog.prefill.runner
     assert len(noting.block_ids) == len(prompt) // BLOCK_SIZE
-    return typed_pages(layers.stack.attention[0])[noting.block_ids].clone()
+    return typed_pages(runner.stack.attention[0])[noting.block_ids].clone()
 
 
 def test_the_exact_policy_ignores_it(reusing: Engine) -> None:

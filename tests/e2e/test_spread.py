@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import abort, drain, finished_in_step, step, submit
+from tests.e2e.stepping import abort, drain, finished_in_step, preempt, resident, step, submit
 from tests.e2e.test_equality import assert_same
 from vllm_segreuse.compat.lora_manager import Adapters
 
@@ -70,8 +70,7 @@ def cached(running: Engine, prompts: list[list[int]], options: dict[str, object]
     running.reset()
     if options["segreuse_policy"] == "exact":
         running.ask(prompts[0], max_tokens=1)
-        named = list(running.pool.cached_block_hash_to_block._cache.values())
-        running.pool.evict_blocks({block.block_id for block in named[2:5]})
+        running.pool.evict_blocks({*resident(running, prompts[0])[2:5]})
     else:
         documents = [prompts[0][37:337], prompts[1][37:207]]
         running.ask(*documents, options=NAMESPACE, max_tokens=1)
@@ -272,8 +271,7 @@ def test_19_a_preempted_request_is_spread_again(
     request = spreading.scheduler.requests[name_of(spreading, "spread")]
     while request.status.name != "RUNNING":
         finished_in_step(spreading)
-    spreading.scheduler.running.remove(request)
-    spreading.scheduler._preempt_request(request, 0.0)
+    preempt(spreading, request)
     answers, steps = until(spreading, "spread")
     assert steps >= 2
     assert_same(answers["spread"], expected, noise=NOISE)

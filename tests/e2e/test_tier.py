@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import abort, drain, settle, step, submit
+from tests.e2e.stepping import abort, drain, noted_preemptions, settle, step, submit
 from tests.e2e.test_equality import EVERYTHING, assert_same
 
 ARGUMENTS: dict[str, Any] = {
@@ -213,14 +213,7 @@ def test_who_is_aborted_holds_no_row(steps: int, running: Engine, text: Prompts)
 def test_under_pressure_requests_are_preempted_and_rows_replaced(
     running: Engine, text: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preempted = []
-    preempt = running.scheduler._preempt_request
-
-    def note(request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted.append(request.request_id)
-        preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(running.scheduler, "_preempt_request", note)
+    preempted = noted_preemptions(running, monkeypatch)
     soak(running, text, requests=24, max_tokens=80)
     assert preempted
 

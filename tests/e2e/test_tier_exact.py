@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import abort, drain, step, submit
+from tests.e2e.stepping import abort, drain, resident, step, submit
 from tests.e2e.test_equality import assert_same
 from tests.e2e.test_tier import (
     ARGUMENTS,
@@ -53,31 +53,10 @@ def text(tiered: Engine, request: pytest.FixtureRequest) -> Prompts:
     return Prompts(tiered.vocab_size, seed=sum(map(ord, request.node.name)))
 
 
-def hashes(running: Engine, tokens: list[int]) -> list[Any]:
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
-    core = running.llm.llm_engine.engine_core.engine_core
-    one = Request("", tokens, SamplingParams(), None, block_hasher=core.request_block_hasher)
-    return list(one.block_hashes)
-
-
-def resident(running: Engine, tokens: list[int]) -> list[int]:
-    """Blocks that vLLM's prefix cache has of a prompt, as far as it has all."""
-    found = []
-    for block_hash in hashes(running, tokens):
-        cached = running.pool.get_cached_block(block_hash, [0])
-        if cached is None:
-            break
-        found.append(cached[0].block_id)
-    return found
-
-
 def pages(running: Engine, blocks: list[int]) -> list[torch.Tensor]:
     """Bytes of blocks, of each layer."""
-    groups = worker_side(running).backlog.prefill.aligner._groups
-    layers = [layer for group in groups for layer in group.pages]
-    return [layer.view(torch.uint8)[blocks].clone() for layer in layers]
+    layers = worker_side(running).backlog.prefill.aligner.layers
+    return [layer.pages.view(torch.uint8)[blocks].clone() for layer in layers]
 
 
 def donate(running: Engine, prompt: list[int]) -> tuple[Answer, list[torch.Tensor]]:

@@ -80,8 +80,8 @@ class Watched:
 
         [answer] = self.engine.ask(prompt, options=options, max_tokens=4)
         prefill = get_kv_transfer_group().worker_side.backlog.prefill
-        pages = typed_pages(prefill._layers.stack.attention[0])[self.blocks]
-        layout = prefill._layers.layouts[0]
+        pages = typed_pages(prefill.runner.stack.attention[0])[self.blocks]
+        layout = prefill.runner.layouts[0]
         halves = [part.tokens(pages).clone() for part in (layout.keys, layout.values)]
         return answer, torch.cat(halves, -1)
 
@@ -187,8 +187,7 @@ def _check_exact(watched: Watched, prompt: dict[str, Any], middle: int, noise: f
     exact = NAMESPACE | {"segreuse_policy": "exact", "segreuse_min_reused_tokens": 16}
     watched.engine.reset()
     reference, _ = watched.ask(prompt, None)
-    pool = watched.engine.pool
-    pool._maybe_evict_cached_block(pool.blocks[watched.blocks[middle // BLOCK_SIZE]])
+    watched.engine.pool.evict_blocks({watched.blocks[middle // BLOCK_SIZE]})
     answer, _ = watched.ask(prompt, exact)
     assert answer.report["exact_tokens"] > answer.report["image_tokens"] > 100, answer.report
     assert_same(answer, reference, noise)

@@ -16,7 +16,7 @@ import torch
 def install(backend: str) -> None:
     """Emulate what a backend needs; nothing for one that runs as it is."""
     if backend == "FLASH_ATTN":
-        _install_flash_attention(3)
+        install_flash_attention(3)
     elif backend == "FLASHINFER":
         _install_flashinfer()
 
@@ -87,7 +87,7 @@ def schedule_bytes(rows: int) -> int:
     return 1 + (rows + 3) // 4 * 4 * 4
 
 
-def _install_flash_attention(version: int) -> None:
+def install_flash_attention(version: int) -> None:
     from vllm.v1.attention.backends import fa_utils
 
     def get_scheduler_metadata(**given: Any) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _install_flash_attention(version: int) -> None:
         setattr(fa_utils, name, function)
 
 
-class _Wrapper:
+class Wrapper:
     """FlashInfer's wrappers for paged caches: planned once, run by every layer."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, **_: Any) -> None:
@@ -165,7 +165,7 @@ def _seq_lens(indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> torch
     return (indptr[1:] - indptr[:-1] - 1).clamp(min=0) * page_size + last
 
 
-def _plan_decode(wrapper: _Wrapper, **given: Any) -> None:
+def _plan_decode(wrapper: Wrapper, **given: Any) -> None:
     indptr = given["indptr_cpu"]
     rows = torch.arange(len(indptr), dtype=torch.int32)
     given |= {"causal": True, "seq_lens": given["seq_lens_cpu"]}
@@ -183,7 +183,7 @@ def _install_flashinfer() -> None:
         "BatchDecodeWithPagedKVCacheWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
     ):
-        setattr(package, name, type(name, (_Wrapper,), {}))
+        setattr(package, name, type(name, (Wrapper,), {}))
     for name in ("BatchAttentionWithAttentionSinkWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
         setattr(package, name, type(name, (), {}))
     package.get_seq_lens = _seq_lens  # type: ignore[attr-defined]

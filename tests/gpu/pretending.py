@@ -60,7 +60,7 @@ def pretend(backend: str, async_scheduling: bool = True) -> None:
         vllm_config.scheduler_config.async_scheduling = async_scheduling
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-    dispatch.choose = lambda device, dtype, layout, queries: dispatch._for_gpu(
+    dispatch.choose = lambda device, dtype, layout, queries: dispatch.for_gpu(
         dtype, layout, queries
     )
 

@@ -18,6 +18,8 @@ pretending.pretend(pretending.BACKEND)
 
 from tests.e2e.engine import NAMESPACE, Engine, Prompts, engine  # noqa: E402
 from tests.e2e.test_equality import EVERYTHING, WAYS, assert_same  # noqa: E402
+from vllm_segreuse.audit.draw import Draw  # noqa: E402
+from vllm_segreuse.config import SegReuseConfig  # noqa: E402
 
 BLOCK_SIZE = 16
 SPREAD_TOKENS = 32
@@ -50,10 +52,12 @@ def test_it_is_what_a_gpu_would_run(reusing: Engine) -> None:
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_recomputing_everything_equals_full_prefill(reusing: Engine, spread: bool) -> None:
+def test_recomputing_everything_equals_full_prefill(
+    reusing: Engine, spread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several plans of one step, in waves, while others decode; or the second over several."""
-    side = reusing.scheduler.connector.scheduler_side
-    side._spread_above = SPREAD_TOKENS * parts_of(side).methods.layers.count if spread else None
+    if not spread:
+        monkeypatch.setattr(SegReuseConfig, "spread_work", lambda *_: None)
     text = Prompts(reusing.vocab_size, seed=3)
     documents = [text.tokens(61), text.tokens(83)]
     prompts = [text.around(*documents, gaps=(9, 20, 3)), text.around(documents[1], gaps=(1, 3))]
@@ -111,7 +115,7 @@ def test_an_audit_compares_what_was_answered(
 ) -> None:
     """The runner samples with two steps in flight; rows and positions are told by its batch."""
     audits = parts_of(reusing.scheduler.connector.scheduler_side).audits
-    monkeypatch.setattr(audits._draw, "_chance", lambda: -1.0)
+    monkeypatch.setattr(Draw, "draw", lambda *_: "audited")
     text = Prompts(reusing.vocab_size, seed=21)
     document = text.tokens(100)
     reusing.ask(document, options=NAMESPACE, max_tokens=1)

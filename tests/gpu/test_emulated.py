@@ -39,7 +39,7 @@ def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
         "compile_flash_attn_varlen_func_from_specs",
     ):
         monkeypatch.setattr(fa_utils, name, None, raising=False)
-    emulated._install_flash_attention(request.param)
+    emulated.install_flash_attention(request.param)
 
     def run(**changes: Any) -> torch.Tensor:
         out = torch.empty_like(QUERY)
@@ -87,8 +87,8 @@ def test_flash_attention_refuses_what_it_does_not_compute(
         flash(**asked)
 
 
-def wrapper(**changes: Any) -> emulated._Wrapper:
-    planned = emulated._Wrapper(torch.empty(0), "NHD")
+def wrapper(**changes: Any) -> emulated.Wrapper:
+    planned = emulated.Wrapper(torch.empty(0), "NHD")
     given = {"causal": True, "sm_scale": SCALE, "window_left": -1, "logits_soft_cap": None}
     indptr = torch.tensor([0, 2, 3])
     planned.plan(

@@ -11,7 +11,7 @@ from vllm_segreuse.kernels import cpu
 @pytest.fixture(params=[1, 2, 5])
 def threads(built: str, request: pytest.FixtureRequest) -> Iterator[int]:
     """The library works with so many threads, whatever the machine has."""
-    library = cpu._library()  # which finds OpenMP's functions, too
+    library = cpu.load_library()  # which finds OpenMP's functions, too
     before = library.omp_get_max_threads()
     library.omp_set_num_threads(request.param)
     yield request.param

@@ -337,7 +337,7 @@ def test_scores_are_the_same_with_any_number_of_threads(built: str, threads: int
     batch = make_batch(shape, 2, [list(range(400, 540))], torch.bfloat16, "cpu")
     scores, expected = scores_of(batch, shape, 540)
     torch.testing.assert_close(scores.double(), expected, atol=2e-5, rtol=2e-5)
-    cpu._library().omp_set_num_threads(1)
+    cpu.load_library().omp_set_num_threads(1)
     assert torch.equal(scores_of(batch, shape, 540)[0], scores)
 
 

@@ -28,11 +28,11 @@ def test_the_widest_library_that_machine_and_build_have(
     for level in levels:
         (tmp_path / f"_cpu_{level}.so").touch()
     for level in levels[levels.index(expected) :]:
-        cpu._library.__wrapped__()
+        cpu.load_library.__wrapped__()
         assert loaded[-1] == f"_cpu_{level}.so"
         (tmp_path / f"_cpu_{level}.so").unlink()
     with pytest.raises(OSError, match="were not built"):
-        cpu._library.__wrapped__()
+        cpu.load_library.__wrapped__()
 
 
 class FakeLibrary:
@@ -46,11 +46,11 @@ class FakeLibrary:
 
 def test_without_a_library_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "__file__", "/nowhere/cpu.py")
-    cpu._library.cache_clear()
+    cpu.load_library.cache_clear()
     try:
         assert "no compiler at installation" in str(cpu.unavailable())
     finally:
-        cpu._library.cache_clear()
+        cpu.load_library.cache_clear()
 
 
 def test_a_library_of_another_version_is_not_called(
@@ -63,8 +63,8 @@ def test_a_library_of_another_version_is_not_called(
     if done.returncode:
         pytest.skip("there is no C++ compiler")
     monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
-    cpu._library.cache_clear()
+    cpu.load_library.cache_clear()
     try:
         assert "install the package again" in str(cpu.unavailable())
     finally:
-        cpu._library.cache_clear()
+        cpu.load_library.cache_clear()

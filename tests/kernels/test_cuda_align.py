@@ -40,11 +40,17 @@ SOURCE = KERNELS / "cuda" / "align.cu"
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
-    """The library with its threads in a loop."""
+def host_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the library with its threads in a loop."""
     path: Path = tmp_path_factory.mktemp("host") / "align.so"
     compile_host(SOURCE, path)
-    return cuda.open_library(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def host(host_file: Path) -> CDLL:
+    """The library with its threads in a loop."""
+    return cuda.open_library(host_file)
 
 
 @pytest.fixture(params=["host"] if cuda.unavailable() else ["host", "cuda"])
@@ -281,7 +287,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_libraries_of_other_sources_are_refused(
-    tmp_path: Path, host: CDLL, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, host_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other.cpp").write_text("")
     compile_host(tmp_path / "other.cpp", tmp_path / "other.so")
@@ -289,7 +295,7 @@ def test_libraries_of_other_sources_are_refused(
         cuda.open_library(tmp_path / "other.so")
     monkeypatch.setattr(cuda.ctypes, "sizeof", lambda _: 1)
     with pytest.raises(RuntimeError, match="this version passes 1"):
-        cuda.open_library(Path(host._name))
+        cuda.open_library(host_file)
 
 
 # nvcc takes 10 seconds for every architecture: quick runs test the same code on the host, and PTX.

@@ -83,7 +83,7 @@ def test_flash_attention_has_common_keys_where_it_takes_the_pages(
     from vllm_segreuse.kernels import triton_schedule
 
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
-    monkeypatch.setattr(flash_attention, "_varlen_attention", lambda: print)
+    monkeypatch.setattr(flash_attention, "find_varlen_attention", lambda: print)
     chosen = dispatch.choose(GPU, torch.bfloat16, layout(128))
     assert chosen.plan_attention is triton_schedule.plan_with_flash
     assert chosen.description.endswith("common keys by FlashAttention 3")

@@ -44,14 +44,14 @@ def test_pages_that_it_takes(
     served: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flash_attention, "_varlen_attention", lambda: varlen_attention)
+    monkeypatch.setattr(flash_attention, "find_varlen_attention", lambda: varlen_attention)
     assert flash_attention.supports(layout(shape), dtype, queries) == served
-    monkeypatch.setattr(flash_attention, "_varlen_attention", lambda: None)
+    monkeypatch.setattr(flash_attention, "find_varlen_attention", lambda: None)
     assert not flash_attention.supports(layout(shape), dtype, queries)
 
 
 def test_values_of_another_size_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attention, "_varlen_attention", lambda: varlen_attention)
+    monkeypatch.setattr(flash_attention, "find_varlen_attention", lambda: varlen_attention)
     keys = nhd(2, 16, 128).keys
     values = replace(keys, shape=(2, 16, 64), channel_tile=64)
     assert not flash_attention.supports(PageLayout(keys, values), BF16, BF16)
@@ -59,7 +59,7 @@ def test_values_of_another_size_are_not_taken(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="may have it")
 def test_without_a_gpu_there_is_none() -> None:
-    assert flash_attention._varlen_attention() is None
+    assert flash_attention.find_varlen_attention() is None
 
 
 @pytest.mark.parametrize("shape", [nhd(2, 16, 24), hnd(2, 16, 24)], ids=["nhd", "hnd"])
@@ -74,7 +74,7 @@ def test_it_is_given_pages_in_place(shape: Shape, monkeypatch: pytest.MonkeyPatc
         given.update(arguments)
         return varlen_attention(**arguments)
 
-    monkeypatch.setattr(flash_attention, "_varlen_attention", lambda: noting)
+    monkeypatch.setattr(flash_attention, "find_varlen_attention", lambda: noting)
     order = torch.tensor([3, 1, 2, 0])
     bounds, lengths = torch.tensor([0, 1, 3, 4]).int(), torch.tensor([64, 32, 0]).int()
     tables = batch.block_tables[[1, 0, 0]]
@@ -96,7 +96,7 @@ def test_it_is_given_pages_in_place(shape: Shape, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(out[row], mean)
 
 
-@pytest.mark.skipif(flash_attention._varlen_attention() is None, reason="no FlashAttention 3")
+@pytest.mark.skipif(flash_attention.find_varlen_attention() is None, reason="no FlashAttention 3")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
 @pytest.mark.parametrize(("group", "head_size"), [(1, 64), (4, 128), (3, 80), (2, 256)])
 @pytest.mark.parametrize("make", [nhd, hnd])

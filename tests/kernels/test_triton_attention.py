@@ -164,7 +164,7 @@ def test_the_smallest_behind_common_keys(
 ) -> None:
     """FlashAttention 3, here in plain torch, attends to the first keys of each tile: of two
     requests in turn, since longer tiles come first, and of tiles without such keys."""
-    monkeypatch.setattr(flash_attention, "_varlen_attention", lambda: varlen_attention)
+    monkeypatch.setattr(flash_attention, "find_varlen_attention", lambda: varlen_attention)
     shape = nhd(2, 16, 24)
     places = [[0, 1, 15, 16, 17, 60, 61, 90], [], [120, 135], [31, 32, 33, 34, 99, 140]]
     batch = make_batch(shape, 3, places, torch.float32)

@@ -56,7 +56,7 @@ def test_fp8_is_found_by_its_digits(
     bytes_ = torch.randint(0, 256, (3, 2 * HALF), dtype=torch.uint8)
     layer = Fp8Layer(bytes_, plain.key_at, plain.value_at, kv_cache_dtype=kind)
     layer.cuts = cuts
-    layer._k_scale_float, layer._v_scale_float = scales
+    layer.set_scales(*scales)
     before = layer.pages.clone()
     assert discover_layout(layer, BLOCK_SIZE) == discover_layout(plain, BLOCK_SIZE)
     assert torch.equal(layer.pages, before), "the scratch block was not restored"
@@ -98,7 +98,7 @@ def test_the_cpu_backend_of_vllm_in_fp8(kind: str) -> None:
     layer = CpuLayer(
         torch.zeros(4, 2 * HALF, dtype=torch.uint8), nothing, nothing, kv_cache_dtype=kind
     )
-    layer._k_scale_float, layer._v_scale_float = scales.values()
+    layer.set_scales(*scales.values())
     found = discover_layout(layer, BLOCK_SIZE)
     slots = torch.randperm(4 * BLOCK_SIZE)
     given = torch.randn(2, len(slots), HEADS, HEAD_SIZE).bfloat16()

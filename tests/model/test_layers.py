@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.prefill.hooks import pre_hooks
 from tests.prefill.tiny import CHANNELS, HIDDEN, KV_HEADS, LAYERS, SIZE, World
 from vllm_segreuse.model.layers import (
     Collected,
@@ -32,7 +33,7 @@ def tokens() -> TokenTable:
 
 
 def attending(world: World):
-    return world.layers._attention.forward_context(tokens(), TABLES)
+    return world.layers.attention.forward_context(tokens(), TABLES)
 
 
 def test_ranges_of_layers_one_behind_the_other_are_the_model(world: World) -> None:
@@ -43,7 +44,6 @@ def test_ranges_of_layers_one_behind_the_other_are_the_model(world: World) -> No
     for cut in range(LAYERS + 1):
         with attending(world):
             state = world.stack.embed(given.token_ids, given.positions)
-            assert world.model.training == world.stack._model.training
             state = world.stack.run(0, cut, given.positions, state)
             state = world.stack.run(cut, LAYERS, given.positions, state)
         assert state.residual is not None
@@ -60,7 +60,7 @@ def test_embeddings_are_what_enters_the_first_layer_and_write_nothing(world: Wor
     assert torch.equal(state.hidden_states, expected)
     assert state.residual is None
     assert all(map(torch.equal, world.caches, before))
-    assert not world.stack.layers[0]._forward_pre_hooks
+    assert not pre_hooks(world.stack.layers[0])
 
 
 def test_keys_and_values_are_those_that_the_layer_would_write(world: World) -> None:
@@ -76,7 +76,7 @@ def test_keys_and_values_are_those_that_the_layer_would_write(world: World) -> N
         assert entered.residual is not None
         assert torch.equal(state.residual, entered.residual)
         assert all(map(torch.equal, world.caches, before)), "no page is written"
-        assert not world.stack.attention[layer]._forward_pre_hooks
+        assert not pre_hooks(world.stack.attention[layer])
         world.stack.write_kv(layer, given.positions, given.slots, entered)
     for part, rows in enumerate(found):
         assert rows.shape == (len(given), KV_HEADS, CHANNELS)
@@ -96,11 +96,11 @@ def test_an_error_in_the_model_leaves_no_hook(world: World) -> None:
         del world.stack.layers[1].query
         with pytest.raises(AttributeError, match="query"):
             world.stack.keys_and_values(1, given.positions, state)
-    assert not world.stack.layers[0]._forward_pre_hooks
-    assert not world.stack.attention[1]._forward_pre_hooks
+    assert not pre_hooks(world.stack.layers[0])
+    assert not pre_hooks(world.stack.attention[1])
 
 
-def test_the_model_gets_tensors_of_its_own(world: World) -> None:
+def test_the_model_gets_tensors_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code takes types for granted, and may write over what it is given."""
     seen: dict[str, torch.Tensor] = {}
 
@@ -109,7 +109,8 @@ def test_the_model_gets_tensors_of_its_own(world: World) -> None:
             seen.update(input_ids=input_ids, positions=positions)
             return torch.zeros(len(positions), 4)
 
-    world.stack._model = Stub()
+    stub = Stub()
+    monkeypatch.setattr(world.model, "forward", stub.forward)
     for dtype in (torch.int32, torch.int64):
         ids, positions = torch.arange(5, dtype=dtype), torch.arange(5)
         world.stack.forward(ids, positions)

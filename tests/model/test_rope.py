@@ -70,13 +70,24 @@ def make(kind: dict[str, Any], neox: bool = True, dtype: torch.dtype = torch.flo
     return get_rope(HEAD_SIZE, LIMIT, neox, kind, dtype)
 
 
+def table_of(rotary: Any) -> torch.Tensor:
+    """vLLM's cosines and sines of each position, float32 `[positions, rotary_dim]`."""
+    return rotary._compute_cos_sin_cache()
+
+
+def with_table(rotary: Any, table: torch.Tensor) -> Any:
+    """The same module, made with another table."""
+    rotary._compute_cos_sin_cache = lambda: table
+    return rotary
+
+
 def rotated(rotary: Any, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Keys `[tokens, heads, size]` as the model caches them, with its angles in float64."""
     magnitude = getattr(rotary, "mscale", 1.0)  # YaRN's
     unscaled = copy.copy(rotary)
     unscaled.mscale = 1.0
     with Angles():
-        frequencies = type(rotary)._compute_cos_sin_cache(unscaled)[1].double().chunk(2)[0]
+        frequencies = table_of(unscaled)[1].double().chunk(2)[0]
     angles = positions.double()[:, None] * frequencies
     out, half = keys.double(), rotary.rotary_dim // 2
     for i in range(half):
@@ -201,25 +212,19 @@ def test_tables_are_shared_by_equal_rotations_only() -> None:
 
 def positions_squared() -> Any:
     rotary = make({"rope_theta": 5000})
-    table = rotary._compute_cos_sin_cache()
-    rotary._compute_cos_sin_cache = lambda: table[torch.arange(LIMIT) ** 2 % LIMIT]
-    return rotary
+    return with_table(rotary, table_of(rotary)[torch.arange(LIMIT) ** 2 % LIMIT])
 
 
 def larger_behind_the_middle() -> Any:
     """As attention that is scaled by the length of the prompt."""
     rotary = make({"rope_theta": 7000})
-    table = rotary._compute_cos_sin_cache()
     scale = torch.where(torch.arange(LIMIT) < LIMIT // 2, 1.0, 1.05)
-    rotary._compute_cos_sin_cache = lambda: table * scale[:, None]
-    return rotary
+    return with_table(rotary, table_of(rotary) * scale[:, None])
 
 
 def table_of_another_width() -> Any:
     rotary = make({"rope_theta": 6000})
-    table = rotary._compute_cos_sin_cache()
-    rotary._compute_cos_sin_cache = lambda: table[:, :-2]
-    return rotary
+    return with_table(rotary, table_of(rotary)[:, :-2])
 
 
 @pytest.mark.parametrize(

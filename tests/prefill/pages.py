@@ -92,6 +92,10 @@ class Layer:
     _v_scale_float: float = 1.0
     log: list[str] = field(default_factory=list)
 
+    def set_scales(self, key: float, value: float) -> None:
+        """Of numbers in fp8."""
+        self._k_scale_float, self._v_scale_float = key, value
+
     @property
     def kv_cache(self) -> torch.Tensor:
         return self.pages.view(len(self.pages), HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)

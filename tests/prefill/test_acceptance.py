@@ -208,7 +208,7 @@ def test_with_all_segments_rejected_and_nothing_equal_it_is_full_prefill(
     world, full = World(monkeypatch), World(monkeypatch)
     one = plan(recipe=recipe)
     similar_only = one.pieces.is_similar
-    pieces = Pieces(*(column[similar_only] for column in one.pieces._columns()))
+    pieces = one.pieces.where(similar_only)
     more = one.recipe.also(np.arange(one.num_tokens) < 9)
     one = replace(one, pieces=pieces, recipe=more)
     run(world, one)

@@ -30,6 +30,11 @@ class Manager:
         self._last_mapping = STEP
         self.most_tokens = 0
 
+    @property
+    def in_force(self) -> LoRAMapping:
+        """The mapping that the next forward runs with."""
+        return self._last_mapping
+
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
         self._last_mapping = mapping
         if mapping is not STEP:
@@ -61,7 +66,7 @@ def checking(
     def check(index: int, positions: torch.Tensor, *_: torch.Tensor) -> None:
         tokens, _ = world.context
         of_tokens = [lora_ids[(slot // SIZE - 1) // 4] for slot in tokens.slots.tolist()]
-        assert list(manager._last_mapping.index_mapping) == of_tokens
+        assert list(manager.in_force.index_mapping) == of_tokens
         computed.append(len(positions))
 
     return check
@@ -77,7 +82,7 @@ def test_keys_and_values_that_are_compared_have_the_adapter_of_their_request(
 
     def note(index: int, *given: Any) -> Any:
         if index == 1:  # the boundary; the last layer is written in the same way
-            seen.extend(manager._last_mapping.index_mapping)
+            seen.extend(manager.in_force.index_mapping)
         return keys_and_values(index, *given)
 
     monkeypatch.setattr(world.stack, "keys_and_values", note)
@@ -110,9 +115,9 @@ def test_every_token_has_the_adapter_of_its_request(
     computed: list[int] = []
     world.spoil = checking(world, manager, lora_ids, computed)
     for _ in world.prefill.compute(world.prefill.prepare(plans_of(lora_ids, **recipe))):
-        assert manager._last_mapping is STEP, "between chunks the step's mapping is in force"
+        assert manager.in_force is STEP, "between chunks the step's mapping is in force"
     assert sum(computed) >= 8 * len(lora_ids) * (LAYERS - 1)
-    assert manager._last_mapping is STEP
+    assert manager.in_force is STEP
     assert manager.most_tokens <= wave, "vLLM has room for so many"
 
 
@@ -126,7 +131,7 @@ def test_the_step_gets_its_mapping_back_if_the_pass_fails(monkeypatch: pytest.Mo
     world.spoil = fail
     with pytest.raises(ArithmeticError):
         world.prefill.run(plans_of([1, 2]))
-    assert manager._last_mapping is STEP
+    assert manager.in_force is STEP
 
 
 def test_a_plan_in_full_keeps_its_adapter() -> None:

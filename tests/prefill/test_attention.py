@@ -229,13 +229,20 @@ def test_layers_of_other_windows_have_schedules_of_their_own(
         [full, replace(windowed, kind=AttentionKind(window=70))],
     )
     where = tokens(1, 3)
-    found = world.subject._metadata(where, TABLES)
-    assert found["a"] is not found["b"]
+    found: dict[str, Any] = {}
+
+    @contextmanager
+    def context(_: Any, metadata: dict[str, Any], *__: Any) -> Iterator[None]:
+        found.update(metadata)
+        yield
+
+    monkeypatch.setattr(attention_module, "pass_context", context)
     query = torch.randn(2, 4, 32)
-    for layer, name in zip(world.layers, "ab", strict=True):
-        world.subject._attend(
-            layer, query, query, query, layer.kv_cache, found[name], torch.empty_like(query)
-        )
+    with world.subject.forward_context(where, TABLES):
+        assert found["a"] is not found["b"]
+        for layer, name in zip(world.layers, "ab", strict=True):
+            out = torch.empty_like(query)
+            layer.impl.forward(layer, query, query, query, layer.kv_cache, found[name], out)
     assert world.log == ["plan", "kernel", "plan 70", "kernel"]
     assert [given.get("window") for given in world.scheduled] == [None, 70]
 

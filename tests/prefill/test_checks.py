@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.prefill.hooks import pre_hooks
 from tests.prefill.loaded import (
     BLOCK_SIZE,
     HEAD_SIZE,
@@ -310,8 +311,7 @@ def unwatched(model: Loaded) -> Iterator[Loaded]:
     """Layers that report to nobody, before and after."""
     yield model
     for module in model.model.modules():
-        module._forward_pre_hooks.clear()
-        module._forward_pre_hooks_with_kwargs.clear()
+        pre_hooks(module).clear()
 
 
 CUTS = tuple(range(LAYERS))
@@ -328,7 +328,7 @@ def test_boundary_states_are_proven(unwatched: Loaded) -> None:
     states = runtime.prefill.states
     assert states is not None
     assert states.cuts == CUTS
-    assert int((states._positions >= 0).sum(1).min()) > 100
+    assert int((states.positions >= 0).sum(1).min()) > 100
 
 
 def _nothing_is_reported(patch: Patch) -> None:
@@ -807,7 +807,7 @@ def test_which_models_run_as_compiled(only: str | None, compiled: bool) -> None:
             pass_config=SimpleNamespace(fuse_attn_quant=only == "quantised output"),
         ),
     )
-    assert checks._may_run_compiled(given) is compiled
+    assert checks.may_run_compiled(given) is compiled
 
 
 @pytest.mark.parametrize(
@@ -832,4 +832,4 @@ def test_the_builder_has_room_for_every_row(
         pages[0]: SimpleNamespace(sparse_attention=object()),
         pages[1]: SimpleNamespace(sparse_attention=scattered),
     }
-    assert checks._most_rows(given, kernels) == rows
+    assert checks.most_rows_of(given, kernels) == rows

@@ -100,7 +100,7 @@ def test_the_reference_hides_what_lies_before_the_chunk() -> None:
 def test_a_key_that_is_only_longer_is_turned_alike() -> None:
     key = torch.randn(5, 2 * 4)
     longer = key.view(5, 2, 4) * torch.rand(5, 2, 1).add(0.5)
-    assert rotations._points_as(key, longer)
-    assert rotations._points_as(torch.zeros(2, 8), torch.zeros(2, 2, 4))
-    assert not rotations._points_as(key, longer + 1)
-    assert not rotations._points_as(key[:4], longer)
+    assert rotations.points_as(key, longer)
+    assert rotations.points_as(torch.zeros(2, 8), torch.zeros(2, 2, 4))
+    assert not rotations.points_as(key, longer + 1)
+    assert not rotations.points_as(key[:4], longer)

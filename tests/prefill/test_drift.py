@@ -146,10 +146,10 @@ def test_of_many_tokens_a_few_are_compared(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_layers_are_spread_over_the_second_half() -> None:
-    assert module._spread_over(1) == [0]
-    assert module._spread_over(4) == [2, 3]
-    assert module._spread_over(24) == [12, 15, 18, 21]
-    assert module._spread_over(7) == [3, 4, 5, 6]
+    assert module.spread_over(1) == [0]
+    assert module.spread_over(4) == [2, 3]
+    assert module.spread_over(24) == [12, 15, 18, 21]
+    assert module.spread_over(7) == [3, 4, 5, 6]
 
 
 def test_a_few_tokens_are_read_as_many_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.prefill.hooks import pre_hooks
 from tests.prefill.loop import TinyDecoder, carry_out
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse.kernels import reference
@@ -332,8 +333,8 @@ def test_between_waves_the_model_is_as_it_was(name: str, monkeypatch: pytest.Mon
         assert world.context is None
         for layer, attention in zip(world.stack.layers, world.stack.attention, strict=True):
             assert "forward" not in vars(attention.impl)
-            assert not layer._forward_pre_hooks
-            assert not attention._forward_pre_hooks
+            assert not pre_hooks(layer)
+            assert not pre_hooks(attention)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -42,7 +42,7 @@ def quantised(kind: str, key: float = 0.5, value: float = 0.125) -> Any:
     cache = numbers.to(dtype).view(torch.uint8)
     for layer in layers.stack.attention:
         layer.kv_cache, layer.kv_cache_dtype = cache, kind
-        layer._k_scale_float, layer._v_scale_float, layer._q_scale_float = key, value, 4.0
+        layer.set_scales(key, value, 4.0)
         layer.dtype = torch.bfloat16
         layer.impl = SimpleNamespace(scale=0.7)
     return layers

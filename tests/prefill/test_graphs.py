@@ -118,16 +118,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
 
 @pytest.fixture
 def proof(llama: Loaded, monkeypatch: Patch) -> GraphProof:
-    monkeypatch.setattr(checks, "_may_run_compiled", lambda _: True)
+    monkeypatch.setattr(checks, "may_run_compiled", lambda _: True)
     runtime = prove(llama)
     assert runtime.graphs is not None
-    assert runtime.prefill._layers.graphs is None, "vLLM has captured none yet"
+    assert runtime.prefill.runner.graphs is None, "vLLM has captured none yet"
     return runtime.graphs
 
 
 @pytest.fixture
 def graphs(proof: GraphProof) -> CapturedGraphs:
-    count = proof._scratch.count
+    count = proof.scratch.count
     sizes = (1, 2, 16, count, count + 7)
     inputs = torch.ones(300, dtype=torch.int32), torch.ones(300).long()
     return CapturedGraphs(sizes, *inputs, sampled_first=True)
@@ -144,14 +144,14 @@ def test_passes_are_proven_as_they_run_compiled(llama: Loaded, monkeypatch: Patc
     monkeypatch.setattr(llama.model.model.embed_tokens, "forward", forward)
     prove(llama)
     assert not any(ran)
-    monkeypatch.setattr(checks, "_may_run_compiled", lambda _: True)
+    monkeypatch.setattr(checks, "may_run_compiled", lambda _: True)
     found = refused(lambda: prove(llama))
     assert found.startswith("the compiled sparse pass does not reproduce this model's own forward")
     assert found.endswith("start without compiled code: --enforce-eager")
 
 
 def test_every_kind_of_compiled_pass_is_proven(llama: Loaded, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(checks, "_may_run_compiled", lambda _: True)
+    monkeypatch.setattr(checks, "may_run_compiled", lambda _: True)
     ran, run = set(), programs.run
 
     def noted(layers: LayerRunner, batch: Batch) -> Any:
@@ -178,7 +178,7 @@ def test_a_pass_by_each_graph_is_proven(
     monkeypatch.setattr(DecoderStack, "forward_of", noted)
     proof.prove(graphs)
     assert ran == list(graphs.sizes)
-    layers = proof._layers
+    layers = proof.layers
     assert layers.graphs is not None
     assert layers.graphs.size_for(tokens(3, 4, 5)) == 16, "and passes to come use them"
 
@@ -187,7 +187,7 @@ def test_blocks_that_vllm_has_warmed_up_with_are_cleared(
     proof: GraphProof, graphs: CapturedGraphs
 ) -> None:
     """They may hold anything: NaN behind the tokens makes NaN of attention to these."""
-    for layer in proof._layers.stack.attention:
+    for layer in proof.layers.stack.attention:
         layer.kv_cache.fill_(float("nan"))
     proof.prove(graphs)
 

@@ -88,10 +88,10 @@ def plan_of(number: int) -> ReusePlan:
 
 def own_forward(model: Loaded, runtime: checks.Runtime, number: int) -> list[torch.Tensor]:
     """Pages of each layer, as the model itself fills them with this adapter."""
-    layers = runtime.prefill._layers
+    layers = runtime.prefill.runner
     plan = plan_of(number)
     batch = Batch([plan], BLOCK_SIZE, torch.device("cpu"))
-    attending = layers._attention.stock_context(batch.tokens, batch.block_tables, EAGER)
+    attending = layers.attention.stock_context(batch.tokens, batch.block_tables, EAGER)
     with torch.inference_mode(), attending, Adapters(model.model).applied(number, TOKENS):
         layers.stack.forward(batch.tokens.token_ids, batch.tokens.positions)
     return pages_of(model, plan)

@@ -58,9 +58,9 @@ def test_the_forward_of_a_model_with_mrope_has_three_rows_and_passes_have_one(
 def test_passes_run_by_no_cuda_graph_which_would_read_rows(
     mrope: Loaded, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(checks, "_may_run_compiled", lambda _: True)
+    monkeypatch.setattr(checks, "may_run_compiled", lambda _: True)
     runtime = prove(mrope)
-    assert runtime.prefill._layers.settings.compiled
+    assert runtime.prefill.runner.settings.compiled
     assert runtime.graphs is None
 
 

@@ -48,7 +48,7 @@ class Subject:
         self.vllm_config = model.vllm_config
         transfer = SimpleNamespace(kv_connector_extra_config={})
         patch.setattr(self.vllm_config, "kv_transfer_config", transfer)
-        layers = self.prefill._layers
+        layers = self.prefill.runner
         layers.settings = layers.settings._replace(max_wave_tokens=CHUNK)
         patch.setattr(model.vllm_config.scheduler_config, "max_num_batched_tokens", CHUNK)
         self.token_ids = np.random.default_rng(0).integers(1, 128, TOKENS).astype(np.int32)
@@ -90,7 +90,7 @@ class Subject:
             plan, pieces=Pieces.from_table([]), recipe=Recipe.without_choice(np.ones(CHUNK, bool))
         )
         batch = self.prefill.prepare([plan]).batches[0]
-        layers = self.prefill._layers
+        layers = self.prefill.runner
         return peak(lambda: finish(layers.stock_model(batch.tokens, batch)))
 
 

@@ -73,6 +73,14 @@ def plan(
     )
 
 
+class Attention(SimpleNamespace):
+    """In the place of a layer of vLLM's."""
+
+    def set_scales(self, key: float, value: float, query: float) -> None:
+        """Of its numbers in fp8."""
+        self._k_scale_float, self._v_scale_float, self._q_scale_float = key, value, query
+
+
 class Known:
     """`LayerRunner` whose attention and whose keys and values are given.
 
@@ -91,9 +99,7 @@ class Known:
         self.attention: dict[int, list[int]] = {}
         self.scored: list[tuple[int, list[int]]] = []
         attention = [
-            SimpleNamespace(
-                kv_cache=cache, kv_cache_dtype="auto", num_heads=HEADS, head_size=CHANNELS
-            )
+            Attention(kv_cache=cache, kv_cache_dtype="auto", num_heads=HEADS, head_size=CHANNELS)
             for _ in range(LAYERS)
         ]
         self.stack = SimpleNamespace(attention=attention)

@@ -178,7 +178,7 @@ def test_a_slot_whose_state_is_another_positions_is_computed_in_full(monkeypatch
     expected = held(world, donor, 3).clone()
     states = world.layers.states
     assert states is not None
-    states._positions[0, DONOR[1] * SIZE] = 77
+    states.positions[0, DONOR[1] * SIZE] = 77
     plan = entering(donor, at_cut(2))
     assert repeated(world.prefill.run([plan])) == ["reusing"]
     torch.testing.assert_close(held(world, plan, 3), expected)
@@ -221,13 +221,13 @@ def test_padding_and_forwards_without_kv_leave_nothing(monkeypatch: Patch) -> No
     monkeypatch.setattr("vllm_segreuse.prefill.states.slots_of_forward", lambda name: slots)
     enter = functools.partial(layer, hidden_states=rows, residual=None)
     enter(positions=torch.tensor([4, 5, 6]))
-    assert int((states._positions >= 0).sum()) == 0
+    assert int((states.positions >= 0).sum()) == 0
     slots = torch.tensor([9, -1, -1])
     enter(positions=torch.tensor([4, 5, 6]))
-    assert states._positions[0, :-1].nonzero().numel() > 0
-    assert (states._positions[0, :-1] >= 0).nonzero().flatten().tolist() == [9]
+    assert states.positions[0, :-1].nonzero().numel() > 0
+    assert (states.positions[0, :-1] >= 0).nonzero().flatten().tolist() == [9]
     enter(positions=torch.tensor([[7, 8, 9], [1, 1, 1], [2, 2, 2]]))
-    assert int(states._positions[0, 9]) == 7, "multimodal models have several rows"
+    assert int(states.positions[0, 9]) == 7, "multimodal models have several rows"
 
 
 def test_recipes_that_choose_have_no_stages() -> None:

@@ -141,6 +141,10 @@ class NamespaceTable:
         """`digest` of every id, uint64 `[ids or more]`; valid until a new id is given."""
         return self._digests
 
+    def references(self) -> Counter[int]:
+        """References by namespace, those above 0."""
+        return +Counter(dict(enumerate(self._references)))
+
     def acquire(self, namespace: int) -> None:
         """Take one more reference to an id that the caller knows to be alive.
 

@@ -94,8 +94,11 @@ def _finalize(value: np.uint64) -> np.uint64:
 
 
 @kernel
-def _base(seed: np.uint64) -> np.uint64:
-    """5 modulo 8: such a number has the largest multiplicative order, 2^62."""
+def base_of(seed: np.uint64) -> np.uint64:
+    """The base of the rolling hash, odd, by its seed.
+
+    It is 5 modulo 8: such a number has the largest multiplicative order, 2^62.
+    """
     return (_finalize(seed ^ _GOLDEN) & ~_SEVEN) | _FIVE
 
 
@@ -112,7 +115,7 @@ def _window_hashes(tokens: TokenArray, width: int, seed: np.uint64) -> HashArray
     values = np.empty(tokens.size, np.uint64)
     for i in range(tokens.size):
         values[i] = _token_value(tokens[i], seed)
-    base = _base(seed)
+    base = base_of(seed)
     leaving = _ONE  # base^width: the weight of the token that leaves, after one more step
     rolling = _ZERO
     for i in range(width):

@@ -146,7 +146,7 @@ METRICS = (
         "Requests that were computed in full because their drift was above max_drift.",
     ),
 )
-"""Those that there are without features; each feature has rows of its own (`metrics.py`)."""
+"""Those that there are without features; each feature has rows of its own (`engine/metrics.py`)."""
 
 
 @dataclass

@@ -59,7 +59,7 @@ _VECTOR = 16  # head sizes of attention and scores are multiples of the widest v
 def unavailable() -> str | None:
     """Why this machine cannot run the C++ kernels, or None if it can."""
     try:
-        _library()
+        load_library()
     except OSError as error:
         return str(error)
     return None
@@ -67,7 +67,7 @@ def unavailable() -> str | None:
 
 def instruction_set() -> str:
     """What the loaded library was compiled for: "amx", "avx512", "avx2" or "baseline"."""
-    return Path(_library()._name).stem.removeprefix("_cpu_")
+    return Path(load_library()._name).stem.removeprefix("_cpu_")
 
 
 def capability() -> str:
@@ -79,7 +79,7 @@ def capability() -> str:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """The library for the widest instruction set that both build and machine have."""
     folder = Path(__file__).parent
     names = _LIBRARIES.get(capability(), ("baseline",))
@@ -318,4 +318,4 @@ def check_on_cpu(name: str, tensor: torch.Tensor) -> None:
 
 def call(function: str, args: Any) -> None:
     """Call a function of the library; `args` is its structure."""
-    getattr(_library(), function)(ctypes.byref(args))
+    getattr(load_library(), function)(ctypes.byref(args))

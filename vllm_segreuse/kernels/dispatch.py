@@ -59,7 +59,7 @@ def choose(
     queries: torch.dtype | None = None,
 ) -> Kernels:
     """The kernels for pages of one device, dtype and layout; queries may be of another dtype."""
-    choice = _for_cpu if device.type == "cpu" else _for_gpu
+    choice = _for_cpu if device.type == "cpu" else for_gpu
     return choice(dtype, layout, queries or dtype)
 
 
@@ -91,7 +91,7 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
     )
 
 
-def _for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Kernels:
+def for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Kernels:
     try:
         triton_align, attention, schedule, scores = (
             importlib.import_module(f"vllm_segreuse.kernels.triton_{name}")

@@ -51,7 +51,7 @@ def supports(layout: PageLayout, dtype: torch.dtype, queries: torch.dtype) -> bo
         and all(map(_is_plain, (keys, values)))
         and (size % 16, channels % 8) == (0, 0)
         and channels <= 256
-        and _varlen_attention() is not None
+        and find_varlen_attention() is not None
     )
 
 
@@ -75,7 +75,7 @@ def attend(
         logarithms of the sums of exponentials, float32 `[heads, queries]`. Neither is defined where
         a tile has no common keys.
     """
-    varlen_attention = _varlen_attention()
+    varlen_attention = find_varlen_attention()
     assert varlen_attention is not None
     out, lse = varlen_attention(
         q=query.index_select(0, common.order),
@@ -96,7 +96,7 @@ def attend(
 
 
 @functools.cache
-def _varlen_attention() -> Callable[..., Any] | None:
+def find_varlen_attention() -> Callable[..., Any] | None:
     """vLLM's `flash_attn_varlen_func`, where it can run FlashAttention 3."""
     if not torch.cuda.is_available():
         return None

@@ -182,7 +182,7 @@ def prove(
         max_deviation = _prove(parts, prefill)
         merge_size = prove_images(model, vllm_config.model_config, parts.scratch, prefill)
         graphs = None
-        if _may_run_compiled(vllm_config):
+        if may_run_compiled(vllm_config):
             layers = parts.layers(compiled=True)
             prefill = SparsePrefill(layers, parts.aligner, parts.draft_runner)
             prove_compiled(parts.scratch, prefill, parts.draft_scratch)
@@ -253,7 +253,7 @@ def _build(
 ) -> _Parts:
     """The parts of the pass. Rotations are proven on the way: layers are known by them."""
     group, stack, layouts = structure.group, structure.stack, structure.layouts
-    most_rows = _most_rows(vllm_config, structure.kernels)
+    most_rows = most_rows_of(vllm_config, structure.kernels)
     rows = RowBuilder(vllm_config, structure.attention, group.specs, most_rows)
     adapters = Adapters(model)
     most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -337,7 +337,7 @@ def _boundary_states(
     return BoundaryStates(stack, cuts, slots, model.get_hidden_size(), model.dtype, device)
 
 
-def _most_rows(vllm_config: VllmConfig, kernels: Mapping[PageLayout, dispatch.Kernels]) -> int:
+def most_rows_of(vllm_config: VllmConfig, kernels: Mapping[PageLayout, dispatch.Kernels]) -> int:
     """Most rows of active tokens that the stock backend is given at once."""
     scheduler = vllm_config.scheduler_config
     tokens = scheduler.max_num_batched_tokens
@@ -348,7 +348,7 @@ def _most_rows(vllm_config: VllmConfig, kernels: Mapping[PageLayout, dispatch.Ke
     return max(rows, MOST_DECODES) if any(page.latent for page in kernels) else rows
 
 
-def _may_run_compiled(vllm_config: VllmConfig) -> bool:
+def may_run_compiled(vllm_config: VllmConfig) -> bool:
     """Whether there is a compiled model that takes token ids and positions, and nothing else of
     the runner's.
 

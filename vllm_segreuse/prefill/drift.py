@@ -104,11 +104,11 @@ class MovedValues:
         stack, layouts = self._layers.stack, self._layers.layouts
         return [
             pick_tokens(typed_pages(stack.attention[layer]), layouts[layer].values, self._slots)
-            for layer in _spread_over(len(layouts))
+            for layer in spread_over(len(layouts))
         ]
 
 
-def _spread_over(num_layers: int) -> list[int]:
+def spread_over(num_layers: int) -> list[int]:
     """`LAYERS` of the second half of the layers, evenly spaced; all of a smaller half."""
     first = num_layers // 2
     count = min(LAYERS, num_layers - first)

@@ -65,12 +65,13 @@ class SparsePrefill:
 
     Attributes:
         aligner: as given.
+        runner: the model's decoder layers, as given.
     """
 
     def __init__(
         self, layers: LayerRunner, aligner: Aligner, drafts: DraftRunner | None = None
     ) -> None:
-        self._layers = layers
+        self.runner = layers
         self.aligner = aligner
         self._drafts = drafts
         self._block_size = layers.layouts[0].keys.shape[1]
@@ -78,21 +79,21 @@ class SparsePrefill:
 
     def with_aligner(self, aligner: Aligner) -> SparsePrefill:
         """The same pass on KV that another aligner copies: one that reads a second tier."""
-        return SparsePrefill(self._layers, aligner, self._drafts)
+        return SparsePrefill(self.runner, aligner, self._drafts)
 
     @property
     def layers(self) -> ModelLayers:
         """The model's, as programs see them."""
-        return self._layers.model
+        return self.runner.model
 
     @property
     def states(self) -> BoundaryStates | None:
         """What tokens may enter from."""
-        return self._layers.states
+        return self.runner.states
 
     def after_forward(self) -> AbstractContextManager[None]:
         """To compute in, between the forward of a step and its end; see `CudaGraphs`."""
-        graphs = self._layers.graphs
+        graphs = self.runner.graphs
         return nullcontext() if graphs is None else graphs.after_forward()
 
     def run(self, plans: list[ReusePlan]) -> PassReport:
@@ -175,13 +176,13 @@ class SparsePrefill:
 
     def _compute(self, batch: Batch) -> Waves[Computed]:
         """Run plans of one program, and the draft on what it has computed."""
-        active, state = yield from programs.run(self._layers, batch)
+        active, state = yield from programs.run(self.runner, batch)
         if self._drafts is not None:
             yield from self._drafts.run(batch, active, state)
         request = batch.tokens.request[active]
         finite = torch.ones_like(request)
         if state is not None:
-            finite &= self._layers.is_finite(state)
+            finite &= self.runner.is_finite(state)
         fine = torch.ones(len(batch.plans), dtype=torch.int64, device=self._device)
         fine.scatter_reduce_(0, request, finite, "amin")
         return Computed(batch, batch.at_all_layers(active), fine.bool())

@@ -80,7 +80,7 @@ class LayerRunner:
         for_drafts: what drafts are given of each token.
 
     Attributes:
-        settings, states: as given.
+        stack, attention, settings, states: as given.
         model: the layers, as programs see them.
         layouts: page layout of each layer.
         graphs: by which compiled passes run where one is large enough; set once they are proven.
@@ -103,7 +103,7 @@ class LayerRunner:
         self.model = model_layers([layer.kind for layer in layers])
         self.layouts = [layer.layout for layer in layers]
         self._layers = layers
-        self._attention = attention
+        self.attention = attention
         self.settings = settings
 
     def __len__(self) -> int:
@@ -131,8 +131,8 @@ class LayerRunner:
         outputs = Collected(len(tokens), state)
         asked = 0 if queries is None else queries.num_layers
         most = batch.wave_tokens(self.settings.max_wave_tokens, last - first + asked)
-        for part, wave in self._attention.parts(tokens, most):
-            attending = self._attention.forward_context(wave, batch.block_tables, queries=queries)
+        for part, wave in self.attention.parts(tokens, most):
+            attending = self.attention.forward_context(wave, batch.block_tables, queries=queries)
             with (
                 attending,
                 self.settings.fast_ops.preferred(),
@@ -215,14 +215,14 @@ class LayerRunner:
         """
         if not self.settings.compiled:
             return (yield from self.run(0, len(self), tokens, None, batch))
-        return (yield from self._model(self._attention.forward_context, tokens, batch))
+        return (yield from self._model(self.attention.forward_context, tokens, batch))
 
     def stock_model(self, tokens: TokenTable, batch: Batch) -> Waves[LayerState]:
         """The whole model on these tokens and the stock backend.
 
         Returns: what left the last layer.
         """
-        return (yield from self._model(self._attention.stock_context, tokens, batch))
+        return (yield from self._model(self.attention.stock_context, tokens, batch))
 
     def _model(
         self,
@@ -235,7 +235,7 @@ class LayerRunner:
         graphs = self.graphs if self.settings.compiled else None
         asked = 0 if queries is None else queries.num_layers
         most = batch.wave_tokens(self.settings.max_wave_tokens, len(self) + asked)
-        for part, wave in self._attention.parts(tokens, most):
+        for part, wave in self.attention.parts(tokens, most):
             size = 0 if graphs is None else graphs.size_for(wave)
             attending = context(wave, batch.block_tables, Execution(self.settings.compiled, size))
             with attending, self.settings.adapters.applied(batch.lora_id, len(wave)):
@@ -273,7 +273,7 @@ class LayerRunner:
         others = computed.without(wanted)
         rows = upload(others.within(computed), tokens.slots.device)
         if self.settings.compiled:
-            context = functools.partial(self._attention.forward_context, queries=queries)
+            context = functools.partial(self.attention.forward_context, queries=queries)
             state = yield from self._model(context, tokens, batch, queries)
             return others, self.keep(state, rows)
         behind = last + 1

@@ -45,6 +45,10 @@ class BoundaryStates:
 
     Attributes:
         cuts: as given.
+        states: of the model's dtype `[cuts, num_slots + 1, hidden_size]`; undefined where a slot
+            has none.
+        positions: int32 `[cuts, num_slots + 1]`, where in its request each state was computed; -1:
+            the slot has none.
     """
 
     def __init__(
@@ -59,8 +63,8 @@ class BoundaryStates:
         self.cuts = tuple(cuts)
         # One slot more: vLLM's padding has slot -1.
         shape = len(self.cuts), num_slots + 1
-        self._states = torch.empty(*shape, hidden_size, dtype=dtype, device=device)
-        self._positions = torch.full(shape, _NONE, dtype=_POSITION, device=device)
+        self.states = torch.empty(*shape, hidden_size, dtype=dtype, device=device)
+        self.positions = torch.full(shape, _NONE, dtype=_POSITION, device=device)
         for row, cut in enumerate(self.cuts):
             name = stack.attention[cut].layer_name
             stack.report_input(cut, partial(self._keep, row, name))
@@ -68,7 +72,7 @@ class BoundaryStates:
     @property
     def num_bytes(self) -> int:
         """Of the device's memory."""
-        return self._states.nbytes + self._positions.nbytes
+        return self.states.nbytes + self.positions.nbytes
 
     def _keep(self, row: int, layer_name: str, positions: torch.Tensor, state: LayerState) -> None:
         slots = slots_of_forward(layer_name)
@@ -76,16 +80,16 @@ class BoundaryStates:
             return
         stream = state.stream
         slots = slots[: len(stream)]
-        self._states[row, slots] = stream[: len(slots)]
-        self._positions[row, slots] = positions[: len(slots)].to(_POSITION)
+        self.states[row, slots] = stream[: len(slots)]
+        self.positions[row, slots] = positions[: len(slots)].to(_POSITION)
 
     def move(self, copies: TokenCopies) -> None:
         """Put the donors' states beside the KV that was moved, where tokens enter.
 
         The other targets have no state from here on.
         """
-        device = self._states.device
-        self._positions[:, upload(copies.target_slots, device)] = _NONE
+        device = self.states.device
+        self.positions[:, upload(copies.target_slots, device)] = _NONE
         for row, cut in enumerate(self.cuts):
             entering = copies.take(copies.stops == cut)
             if not len(entering):
@@ -94,13 +98,13 @@ class BoundaryStates:
                 upload(array, device)
                 for array in (entering.source_slots, entering.target_slots, entering.positions)
             )
-            is_donors = self._positions[row, sources] == positions
-            states = self._states[row, sources]
-            self._states[row, targets] = states.masked_fill_(~is_donors[:, None], torch.nan)
+            is_donors = self.positions[row, sources] == positions
+            states = self.states[row, sources]
+            self.states[row, targets] = states.masked_fill_(~is_donors[:, None], torch.nan)
 
     def at(self, cut: int, slots: torch.Tensor) -> torch.Tensor:
         """The states `[slots, hidden]` that `move` has put there."""
-        return self._states[self.cuts.index(cut), slots]
+        return self.states[self.cuts.index(cut), slots]
 
 
 def slots_of_forward(layer_name: str) -> torch.Tensor | None:

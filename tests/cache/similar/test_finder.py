@@ -257,8 +257,7 @@ def test_segments_between_anchors_are_found_wherever_they_are() -> None:
     options: dict[str, Any] = {"window_tokens": 96, "stride_tokens": 32, "threshold": 0.7}
     found = []
     for anchors in ([], [[mark]]):
-        world = World(**options)
-        world.store._vocabulary = VOCABULARY.with_anchors(anchors)
+        world = World(vocabulary=VOCABULARY.with_anchors(anchors), **options)
         segment = [mark, *world.words(13)]
         world.cache([*world.words(100), *segment, mark, *world.words(100)])
         prompt = world.arrive([*world.words(101), *segment, mark, *world.words(100)])

@@ -36,12 +36,14 @@ FIRST_WORD = len(VALUES)
 class World:
     """The scheduler's side without requests: documents are cached, prompts are searched for."""
 
-    def __init__(self, num_blocks: int = 512, **options: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 512, vocabulary: Vocabulary = VOCABULARY, **options: Any
+    ) -> None:
         self.options = SimilarityOptions(**options)
         self.index = SegmentIndex(num_blocks, SIZE)
         self.names = NamespaceTable(lambda namespace: self.index.population(namespace) > 0)
         self.mine, self.theirs = self.names.intern(b"mine"), self.names.intern(b"theirs")
-        self.store = SimilarStore(self.index, self.names, VOCABULARY, self.options)
+        self.store = SimilarStore(self.index, self.names, vocabulary, self.options)
         self.content = ContentFinder(self.index, MAX_DEPTH)
         self.searches: list[float] = []
         ticks = count()

@@ -73,6 +73,10 @@ class Conversations(BlockListener):
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, block_id: int) -> bool:
+        """Whether a block is kept."""
+        return block_id in self._kept
+
     def named(self, blocks: NamedBlocks) -> None:
         """Keep those that stand behind moved text."""
         tracked = self._requests.get(blocks.request_id)

@@ -34,6 +34,11 @@ class Turns:
         self._exact_blocks = self._cached_blocks = 0.0
 
     @property
+    def num_known(self) -> int:
+        """Prompts whose ends are known."""
+        return len(self._exact)
+
+    @property
     def later(self) -> float:
         """Later turns that are expected to find a prompt that is computed in full.
 

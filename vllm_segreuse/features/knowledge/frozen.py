@@ -156,6 +156,11 @@ class FrozenPool:
         return len(self._of_block)
 
     @property
+    def block_ids(self) -> list[int]:
+        """The blocks that the pool holds, each once, in the order in which they were frozen."""
+        return list(self._of_block)
+
+    @property
     def num_free(self) -> int:
         """Blocks that nobody holds."""
         return self._blocks.num_free_blocks()

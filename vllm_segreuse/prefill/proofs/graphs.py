@@ -27,12 +27,15 @@ class GraphProof:
         scratch: tokens in blocks of the empty cache.
         prefill: the sparse pass.
         layers: what it runs.
+
+    Attributes:
+        scratch, layers: as given.
     """
 
     def __init__(self, scratch: Scratch, prefill: SparsePrefill, layers: LayerRunner) -> None:
-        self._scratch = scratch
+        self.scratch = scratch
         self._prefill = prefill
-        self._layers = layers
+        self.layers = layers
 
     @torch.inference_mode()
     def prove(self, captured: CapturedGraphs) -> None:
@@ -44,11 +47,11 @@ class GraphProof:
             UnsupportedModelError: the keys and values of one differ from those of the model's own
                 forward by more than rounding.
         """
-        scratch, graphs = self._scratch, CudaGraphs(self._layers.stack, captured)
+        scratch, graphs = self.scratch, CudaGraphs(self.layers.stack, captured)
         scratch.clear_own()  # vLLM has warmed up since, and may have left NaN
         scratch.forward()
         allowed = allowed_deviation(scratch)
-        self._layers.graphs = graphs
+        self.layers.graphs = graphs
         for size in graphs.sizes:
             scratch.clear_copy()
             active = min(size, scratch.count)

@@ -68,7 +68,7 @@ def _given(scratch: Scratch, distance: int) -> list[_Given]:
 
     def note_kv(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key, value = token_kv.given(layer, args, kwargs)
-        rotated = bool(latest) and _points_as(latest[0][1], key)
+        rotated = bool(latest) and points_as(latest[0][1], key)
         given.append(_Given(key.clone(), value.clone(), latest[0][0] if rotated else None))
         latest.clear()
 
@@ -96,7 +96,7 @@ def _copy(output: Any) -> Any:
     return output.clone() if isinstance(output, torch.Tensor) else output
 
 
-def _points_as(rotated: torch.Tensor, key: torch.Tensor) -> bool:
+def points_as(rotated: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether a cached key is what was rotated, or that at another length: Llama 4 normalises keys
     behind their rotation, without weights, and so turns none of them."""
     if rotated.numel() != key.numel():
