@@ -79,6 +79,10 @@ class FakeTier:
         for key in self._kept.records():
             self._kept.placed(key, False, key in self._on_disk)
 
+    def lose_disk(self) -> None:
+        """All records on disk are gone; those in host memory stay until these are lost, too."""
+        self._on_disk.clear()
+
     def lose(self, entry: str) -> None:
         """One record of an entry is found damaged."""
         key = next(key for key in self._kept.records() if entry in self._kept.owners([key]))

@@ -20,6 +20,7 @@ from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.engine import Answer
 from vllm_segreuse.features.knowledge.freezing import Freezing
 from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
 from vllm_segreuse.features.knowledge.kept import KeepingTier
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
@@ -71,6 +72,10 @@ class FakeEngine:
         index: Any = SimpleNamespace(block_size=BLOCK_SIZE)
         self.freezing = _Freezing(self.pool, index, lambda block: True, Health(), tier)
         self._next_block = count()
+
+    def use(self, entry: str) -> None:
+        """A request reuses all blocks of an entry."""
+        self.pool.used(block for part in self.pool.parts()[entry] for block in part.block_ids)
 
     # Block references.
 
@@ -168,9 +173,10 @@ async def serving(
     path: str | Path = IN_MEMORY,
     model: str = "model",
     poll_s: float = 0.01,
+    isolated: IsolatedDocuments | None = None,
 ) -> AsyncIterator[KnowledgeService]:
     """A service on this engine, started and closed."""
-    service = KnowledgeService(engine, Store(str(path), model), shape, poll_s=poll_s)
+    service = KnowledgeService(engine, Store(str(path), model), shape, poll_s, isolated)
     await service.start()
     try:
         yield service

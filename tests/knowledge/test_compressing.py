@@ -6,7 +6,6 @@ import json
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,14 @@ TOKENS = [10, 40, 20, 30, 60, 50, 15]
 serving = partial(fake_engine.serving, shape=SHAPE)
 
 
-def run(test: Callable[[KnowledgeService, FakeEngine], Awaitable[None]], **options: Any) -> None:
+def run(
+    test: Callable[[KnowledgeService, FakeEngine], Awaitable[None]],
+    isolated: Any = None,
+    **options: Any,
+) -> None:
     async def main() -> None:
         engine = FakeEngine(**options)
-        async with serving(engine) as service:
+        async with serving(engine, isolated=isolated) as service:
             await service.create_base(CreateBase(name="base", context="none"))
             await test(service, engine)
             engine.pool.check_integrity()
@@ -213,14 +216,12 @@ def test_a_copy_that_failed_is_tried_again() -> None:
 
 def test_a_model_that_reads_whole_documents_only_says_so() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
-        whole: Any = Mock(tokens=lambda text, token_ids, where: token_ids)
-        service._isolated = whole
         with pytest.raises(InvalidError, match="computed alone") as refused:
             await service.add("base", body(a=TOKENS))
         assert refused.value.param == "documents.0.keep"
         await service.add("base", body(keep=None, a=TOKENS))
 
-    run(test)
+    run(test, isolated=Mock(tokens=lambda text, token_ids, where: token_ids))
 
 
 # Entries.
@@ -339,15 +340,33 @@ def test_a_choice_stays_when_its_document_is_added_with_those_in_front() -> None
             assert found.entry != was.entry, "it is in another context"
             assert await kept(service, "a") == before
             assert not any(SCORE in asked for _, asked, _ in engine.asked)
-            shape = service._shape
-            service._shape = shape._replace(chunk_tokens=3)
-            record = service._store.document("base", "base", "a")
-            assert record is not None
-            assert service._with_choice(replace(record, kept=None)).kept is None, "cut otherwise"
-            service._shape = shape
-            assert service._with_choice(replace(record, kept=None)).kept is not None
             await service.add("base", body(scorer="uniform", a=TOKENS))
             assert await kept(service, "a") == [10, 20, 60, 15], "as another scorer says"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("chunk_tokens", [20, 3])
+def test_a_choice_is_not_taken_over_where_documents_are_cut_otherwise(
+    tmp_path: Path, chunk_tokens: int
+) -> None:
+    path = tmp_path / "manifest.sqlite"
+
+    async def main() -> None:
+        async with serving(FakeEngine(), path=path) as service:
+            await service.create_base(CreateBase(name="base", context="none"))
+            await service.add("base", body(a=TOKENS))
+            before = await kept(service, "a")
+        engine = FakeEngine()
+        engine.answer = RuntimeError("nothing is chosen any more")
+        shape = SHAPE._replace(chunk_tokens=chunk_tokens)
+        async with fake_engine.serving(engine, shape, path) as service:
+            await service.add("base", body(twin=TOKENS))
+            if chunk_tokens == SHAPE.chunk_tokens:
+                assert await kept(service, "twin") == before
+            else:
+                with pytest.raises(ConflictError, match="nothing is chosen"):
+                    await kept(service, "twin")
 
     asyncio.run(main())
 

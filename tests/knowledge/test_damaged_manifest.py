@@ -73,7 +73,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[Any]]:
             ]
             await service.add("base", AddDocuments(documents=documents, wait=True))
             for entry in engine.pool.warm():
-                engine.pool.used(engine.pool._entries[entry].block_ids)
+                engine.use(entry)
 
     asyncio.run(fill())
     return path, engine.prompts

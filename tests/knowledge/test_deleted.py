@@ -35,7 +35,7 @@ def test_no_log_at_any_level_has_the_text_or_the_tokens_of_a_document(
             await service.add("base", documents(d=SECRET + "."))
             engine.answer = None
             for method, ends in (("put", False), ("delete", True)):
-                failing = Refusing(service._store, method, FULL)
+                failing = Refusing(service.store, method, FULL)
                 with pytest.raises(UnavailableError):
                     await (
                         service.delete("base", "a")

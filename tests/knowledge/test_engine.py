@@ -68,9 +68,9 @@ def test_documents_and_requests_do_not_share_how_texts_are_truncated() -> None:
     client = Client()
     client.get_tokenizer = lambda: shared  # type: ignore[method-assign]
     engine = ServedEngine(client)
-    shared._tokenizer.enable_truncation(2)  # a request in another thread
+    shared.backend_tokenizer.enable_truncation(2)  # a request in another thread
     assert engine.encode("a b a b") == [1, 2, 1, 2]
-    assert shared._tokenizer.truncation["max_length"] == 2, "the request's is as it was"
+    assert shared.backend_tokenizer.truncation["max_length"] == 2, "the request's is as it was"
 
 
 def test_what_is_safe_to_share_is_not_copied() -> None:

@@ -37,7 +37,7 @@ def pdf(file: Path, *pages: str, password: str | None = None) -> Path:
         page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
         content = DecodedStreamObject()
         content.set_data(f"BT /F1 12 Tf 20 200 Td ({line}) Tj ET".encode() if line else b"")
-        page[NameObject("/Contents")] = writer._add_object(content)
+        page.replace_contents(content.flate_encode())
     if password:
         writer.encrypt(password)
     writer.write(file)

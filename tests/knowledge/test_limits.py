@@ -5,13 +5,14 @@ import json
 import os
 import signal
 import socket
-import zlib
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pypdf import PdfReader, PdfWriter
-from pypdf.generic import EncodedStreamObject, NameObject
+from pypdf.generic import DecodedStreamObject
 
 from segreuse_tools.knowledge import extract, parsing
 from segreuse_tools.knowledge.extract import ExtractError, Extractor, Limits, Source, find_sources
@@ -26,13 +27,26 @@ def read(file: Path, **limits: float) -> list[extract.Text]:
         return extractor.read(Source(file, file.name))
 
 
+@pytest.fixture
+def parsers(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that extractors have started, in order."""
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def starting(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(extract.subprocess, "Popen", starting)
+    return started
+
+
 def packed_pdf(file: Path, content: bytes) -> Path:
     """A PDF of one page with this content, compressed."""
     writer = PdfWriter(clone_from=PdfReader(pdf(file, "x")))
-    stream = EncodedStreamObject()
-    stream._data = zlib.compress(content)
-    stream[NameObject("/Filter")] = NameObject("/FlateDecode")
-    writer.pages[0][NameObject("/Contents")] = writer._add_object(stream)
+    stream = DecodedStreamObject()
+    stream.set_data(content)
+    writer.pages[0].replace_contents(stream.flate_encode())
     writer.write(file)
     return file
 
@@ -67,7 +81,9 @@ def test_a_pdf_has_no_more_pages_than_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pdf", "html"])
-def test_what_takes_too_long_is_killed_and_the_next_file_is_read(tmp_path: Path, kind: str) -> None:
+def test_what_takes_too_long_is_killed_and_the_next_file_is_read(
+    tmp_path: Path, kind: str, parsers: list[subprocess.Popen[bytes]]
+) -> None:
     slow = tmp_path / f"slow.{kind}"
     if kind == "pdf":
         packed_pdf(slow, LOOPS)
@@ -77,7 +93,7 @@ def test_what_takes_too_long_is_killed_and_the_next_file_is_read(tmp_path: Path,
     with Extractor(Limits(max_seconds=0.5)) as extractor:
         with pytest.raises(ExtractError, match=r"takes more than 0\.5 seconds .* --max-seconds"):
             extractor.read(Source(slow, "slow"))
-        assert extractor._process is None, "killed, and waited for"
+        assert [parser.returncode for parser in parsers] == [-signal.SIGKILL], "and waited for"
         assert extractor.read(Source(tmp_path / "good.txt", "good"))[0].text == "good"
 
 
@@ -107,22 +123,23 @@ def test_a_parser_that_dies_is_an_error_of_its_file(
         read(tmp_path / "a.txt")
 
 
-def test_one_process_reads_all_files_and_ends_with_the_extractor(tmp_path: Path) -> None:
+def test_one_process_reads_all_files_and_ends_with_the_extractor(
+    tmp_path: Path, parsers: list[subprocess.Popen[bytes]]
+) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     with Extractor() as extractor:
         extractor.read(Source(tmp_path / "a.txt", "a"))
-        process = extractor._process
         with pytest.raises(ExtractError, match="UTF-8"):
             extractor.read(Source(tmp_path / "b.txt", "b"))
         assert extractor.read(Source(tmp_path / "a.txt", "a"))[0].id == "a"
-        assert extractor._process is process
+        (process,) = parsers
         files = len(os.listdir("/proc/self/fd"))
         extractor.read(Source(tmp_path / "a.txt", "a"))
         assert len(os.listdir("/proc/self/fd")) == files
         assert len(os.listdir(f"/proc/{process.pid}/fd")) <= 4, "files are closed there, too"
-    assert process is not None
     assert process.returncode is not None
+    assert parsers == [process]
 
 
 def _fifo(path: Path) -> None:
@@ -256,26 +273,34 @@ def test_a_file_that_becomes_special_before_it_is_opened_is_refused(
     signal.alarm(20)  # whoever hangs here would hang for ever
     try:
         with pytest.raises(ExtractError, match=r"a\.txt is no regular file"):
-            extract._open(Source(file, "a.txt"), 100)
+            read(file, max_bytes=100)
     finally:
         signal.alarm(0)
 
 
 def test_a_file_that_never_ends_is_read_up_to_the_limit(tmp_path: Path) -> None:
     class Endless:
+        def __init__(self, file: int, mode: str) -> None:
+            self.file = file
+
         def __enter__(self) -> "Endless":
             return self
 
         def __exit__(self, *error: object) -> None:
-            pass
+            os.close(self.file)
 
         def read(self, size: int = -1) -> bytes:
             assert 0 <= size <= 11, "more is asked for than the limit"
             return b"x" * size
 
-    request = parsing.Request(".txt", "a.txt", 10, 1, 60.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parsing.os, "fdopen", lambda file, mode: Endless())
+    file = tmp_path / "a.txt"
+    file.touch()
+    request = json.dumps(parsing.Request(".txt", "a.txt", 10, 1, 60.0)).encode()
+    asking, answering = socket.socketpair()
+    with asking, answering, file.open("rb") as opened, pytest.MonkeyPatch.context() as patch:
+        socket.send_fds(asking, [request], [opened.fileno()])
+        asking.shutdown(socket.SHUT_WR)
+        patch.setattr(parsing.os, "fdopen", Endless)
         patch.setattr(parsing.signal, "setitimer", lambda *args: None)
-        answer = parsing._answer(json.dumps(request).encode(), 0)
-    assert b"has more than 10 bytes" in (answer or b"")
+        parsing.serve(answering)
+        assert b"has more than 10 bytes" in asking.recv(1 << 16)

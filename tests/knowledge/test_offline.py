@@ -3,13 +3,14 @@
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace as Of
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.features.knowledge import siblings
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
@@ -21,28 +22,33 @@ from vllm_segreuse.serve.offline import KnowledgeBase
 
 
 class LLM:
-    """Stands for `vllm.LLM`: nothing is asked of it here."""
+    """Stands for `vllm.LLM`: only its options are asked for here."""
+
+    def __init__(self, transfer: KVTransferConfig | None) -> None:
+        self.llm_engine = Of(
+            vllm_config=Of(kv_transfer_config=transfer),
+            tokenizer=None,
+            model_config=Of(get_vocab_size=lambda: 1000),
+        )
 
 
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    engine = FakeEngine()
+    engine, loop = FakeEngine(), asyncio.new_event_loop()
     shape = Shape(BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
     service = KnowledgeService(engine, Store(IN_MEMORY, "model"), shape)
 
-    class OnFake(offline._Offline):
-        def __init__(self, llm: Any) -> None:
-            self._thread = ThreadPoolExecutor(1)
-            self._loop = asyncio.new_event_loop()
-            self.service = service
-            self.run(service.start(in_background=False))
+    async def start_service(*_: Any) -> KnowledgeService:
+        await service.start(in_background=False)
+        return service
 
-    monkeypatch.setattr(offline, "_Offline", OnFake)
+    monkeypatch.setattr(offline, "start_service", start_service)
+    monkeypatch.setattr(offline.asyncio, "new_event_loop", lambda: loop)
     monkeypatch.setattr(offline, "MAX_DOCUMENTS", 3)
-    llm: Any = LLM()
+    llm: Any = LLM(kv_transfer_config())
     llm.engine, llm.service = engine, service
     yield llm
-    offline._of_llm[llm]._loop.close()
+    loop.close()
 
 
 def test_all_that_a_call_moves_is_warm_when_it_returns(
@@ -99,9 +105,9 @@ def test_what_was_used_is_written_within_each_call(llm: Any) -> None:
     base = KnowledgeBase(llm, "handbook")
     base.add({"a": [1, 2]})
     [entry] = llm.engine.pool.warm()
-    llm.engine.pool.used(llm.engine.pool._entries[entry].block_ids)
+    llm.engine.use(entry)
     assert base.documents()[0].hits == 1
-    assert llm.service._store.load().uses[entry][0] == 1
+    assert llm.service.store.load().uses[entry][0] == 1
 
 
 def test_errors_are_the_services_and_a_base_is_opened_once(llm: Any) -> None:
@@ -116,7 +122,6 @@ def test_errors_are_the_services_and_a_base_is_opened_once(llm: Any) -> None:
 
 
 def test_an_llm_without_reuse_is_refused() -> None:
-    llm: Any = LLM()
-    llm.llm_engine = Of(vllm_config=Of(kv_transfer_config=None))
+    llm: Any = LLM(None)
     with pytest.raises(ValueError, match="does not run segment reuse"):
         KnowledgeBase(llm, "handbook")

@@ -3,6 +3,7 @@
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from vllm_segreuse.features.knowledge.errors import (
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
-from vllm_segreuse.features.knowledge.warming import Urgency, Warming
+from vllm_segreuse.features.knowledge.warming import Urgency, Warming, WarmingStatus
 from vllm_segreuse.plan import FreezeOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
@@ -347,13 +348,13 @@ def test_an_entry_that_is_computed_at_the_second_try_has_no_error() -> None:
         adding = asyncio.create_task(service.add("base", documents(a=[*range(9)])))
         await until(lambda: asyncio.sleep(0, bool(tries)))
         again = asyncio.create_task(service.add("base", documents(a=[*range(9)])))
-        await until(lambda: asyncio.sleep(0, bool(service._warming._again)))
+        await until(lambda: asyncio.sleep(0, bool(service.warming.status().again)))
         gate.set()
         await asyncio.gather(adding, again)
         assert len(tries) == 2
         document = await service.document("base", "a")
         assert (document.status, document.error) == ("warm", None)
-        assert not service._warming._errors
+        assert not service.warming.status().failed
 
     run(test)
 
@@ -408,9 +409,9 @@ def test_hits_are_counted_and_outlive_a_restart_most_used_first(tmp_path: Path) 
             await service.create_base(CreateBase(name="base"))
             content: Any = {name: [i, *range(8)] for i, name in enumerate("abc")}
             await service.add("base", documents(**content))
-            entries = {d: service._catalogue.bases["base"].documents[d].entry for d in "abc"}
+            entries = {d: service.catalogue.bases["base"].documents[d].entry for d in "abc"}
             for name in "bcc":
-                engine.pool.used(engine.pool._entries[entries[name]].block_ids)
+                engine.use(entries[name])
             assert (await service.document("base", "c")).hits == 2
         engine = FakeEngine()
         engine.gate.clear()
@@ -481,9 +482,16 @@ class Refusing:
 FULL = sqlite3.OperationalError("database or disk is full")
 
 
+def damage(service: KnowledgeService, document: str) -> None:
+    """Its row in the manifest becomes one that was written for another base."""
+    record = service.store.document("base", "base", document)
+    assert record is not None
+    service.store.put("of another base", [record])
+
+
 def use(service: KnowledgeService, engine: FakeEngine, document: str) -> None:
-    entry = service._catalogue.bases["base"].documents[document].entry
-    engine.pool.used(engine.pool._entries[entry].block_ids)
+    entry = service.catalogue.bases["base"].documents[document].entry
+    engine.use(entry)
 
 
 def test_counts_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
@@ -494,7 +502,7 @@ def test_counts_that_could_not_be_written_are_written_later(tmp_path: Path) -> N
         async with serving(engine, path=path) as service:
             await service.create_base(CreateBase(name="base"))
             await service.add("base", documents(a=[*range(9)], b=[*range(20)]))
-            writing = Refusing(service._store, "save_uses", FULL)
+            writing = Refusing(service.store, "save_uses", FULL)
             use(service, engine, "a")
             await until(lambda: _is(writing.calls > 1))
             use(service, engine, "b")
@@ -530,17 +538,19 @@ def test_closing_lets_the_manifest_go_whatever_fails(tmp_path: Path, failing: st
 
     async def main() -> None:
         engine = FakeEngine()
+        before = threading.enumerate()
         async with serving(engine, path=path) as service:
             await service.create_base(CreateBase(name="base"))
             await service.add("base", documents(a=[*range(9)]))
             use(service, engine, "a")
+            own = [thread for thread in threading.enumerate() if thread not in before]
+            assert len(own) == 2
             if failing == "uses":
-                Refusing(service._store, "save_uses", FULL)
+                Refusing(service.store, "save_uses", FULL)
             else:
                 Refusing(engine, "frozen", RuntimeError("dead"))
         Store(path, "model").close()
-        assert service._sqlite._shutdown
-        assert service._tokenizer._shutdown
+        assert not any(thread.is_alive() for thread in own), own
 
     asyncio.run(main())
 
@@ -549,7 +559,7 @@ def test_a_manifest_that_cannot_be_written_is_unavailable_and_nothing_has_change
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         await service.add("base", documents(a=[*range(9)]))
         for method in ("put", "delete", "delete_base", "add_base"):
-            Refusing(service._store, method, FULL)
+            Refusing(service.store, method, FULL)
         for change in (
             service.add("base", documents(b=[*range(9)])),
             service.delete("base", "a"),
@@ -616,7 +626,7 @@ def test_what_cannot_be_computed_is_not_tried_for_ever() -> None:
         engine.answer = RuntimeError("no")
         attempts = Refusing(engine, "compute", RuntimeError("no"))
         await service.add("base", documents(a=[*range(9)]))
-        entry = service._catalogue.bases["base"].documents["a"].entry
+        entry = service.catalogue.bases["base"].documents["a"].entry
         frozen = engine.frozen
 
         async def wanting() -> Any:
@@ -642,11 +652,10 @@ def test_nothing_is_remembered_of_what_has_gone(monkeypatch: pytest.MonkeyPatch)
         for number in range(30):
             await service.add("base", documents(**{f"d{number}": [number, 1, 2]}))
             await service.delete("base", f"d{number}")
-        warming = service._warming
-        for held in (warming._errors, warming._done, warming._urgencies, warming._unwanted):
-            assert not held
-        (tombstones,) = service._store._sql.execute("SELECT count(*) FROM deleted").fetchone()
-        assert tombstones == 10
+        status = service.warming.status()
+        assert status == WarmingStatus(frozenset(), status.jobs, frozenset(), {}, frozenset())
+        known = [n for n in range(30) if service.store.was_deleted("base", f"d{n}")]
+        assert known == [*range(20, 30)]
         await service.delete("base", "d20")
         with pytest.raises(NotFoundError):
             await service.delete("base", "d19")
@@ -661,7 +670,7 @@ def test_asking_again_and_again_makes_no_queue_longer() -> None:
         await service.add("base", documents(wait=False, **content))
         for _ in range(50):
             await service.warm("base", WarmDocuments())
-        assert len(service._warming._queue) <= 9
+        assert service.warming.status().jobs <= 9
         engine.gate.set()
         await until(lambda: _all_warm(service))
 
@@ -690,7 +699,7 @@ def test_what_is_asked_for_comes_before_the_background() -> None:
         engine.gate.set()
         await done
         assert order[:5] == ["a", "b", "c", "d", "h"], "four were under way"
-        await until(lambda: _is(not warming._done))
+        await until(lambda: _is(not warming.status().pending))
         assert sorted(order) == [*"abcdefgh"], "each once"
         await warming.close()
 
@@ -704,7 +713,7 @@ def test_what_takes_no_blocks_still_has_a_limit(monkeypatch: pytest.MonkeyPatch)
             return AddDocuments(documents=same, wait=True)
 
         await service.add("base", new("a"))
-        held = service._catalogue.num_bytes
+        held = service.catalogue.num_bytes
         assert held > 40_000
         monkeypatch.setattr(service_module, "MAX_HELD_BYTES", held)
         with pytest.raises(NoRoomError, match=f"of at most {held}"):
@@ -741,7 +750,7 @@ def test_the_manifests_row_can_go_while_it_waits() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         await service.add("base", documents(a=[*range(9)]))
         engine.pool.reset()
-        service._store._sql.execute("UPDATE documents SET tokens = x'00'")
+        damage(service, "a")
         (document,) = await service.warm("base", WarmDocuments(wait=True))
         assert document.status == "failed"
         assert "cannot be read from the manifest" in str(document.error)
@@ -764,4 +773,4 @@ async def _all_warm(service: KnowledgeService) -> bool:
 
 
 async def _queue_is_empty(service: KnowledgeService) -> bool:
-    return not service._warming._done
+    return not service.warming.status().pending

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import shutil
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.knowledge.test_service import damage
 from vllm_segreuse.features.knowledge import siblings, warming
 from vllm_segreuse.features.knowledge.catalogue import CatalogueDocument
 from vllm_segreuse.features.knowledge.chunks import Shape
@@ -49,7 +50,7 @@ class Engine(FakeEngine):
 
     def frozen_behind(self) -> list[int]:
         """All tokens that something frozen was computed behind."""
-        held = [context for entry in self.pool._entries for context in self.contexts[entry]]
+        held = [context for entry in self.pool.parts() for context in self.contexts[entry]]
         return [token for context in held for token in context]
 
 
@@ -78,10 +79,18 @@ async def add(
     return await service.add(base, AddDocuments(documents=documents, wait=wait))
 
 
-def behind(service: KnowledgeService, engine: Engine, base: str = "base") -> dict[str, list[int]]:
-    """What each document was computed behind, without the tokens that all begin with."""
+def behind(
+    service: KnowledgeService, engine: Engine, base: str = "base", faulty: Container[str] = ()
+) -> dict[str, list[int]]:
+    """What each document was computed behind, without the tokens that all begin with.
+
+    Args:
+        faulty: documents that were not computed.
+    """
     found = {}
-    for document in service._catalogue.bases[base].documents.values():
+    for document in service.catalogue.bases[base].documents.values():
+        if document.id in faulty:
+            continue
         contexts = engine.contexts[document.entry]
         assert all(context == contexts[0] for context in contexts), "its chunks differ"
         assert contexts[0][: len(START)] == START
@@ -195,7 +204,7 @@ def test_waiting_covers_the_requests_own_and_the_lead_documents(
         assert behind(service, engine) == {"a": [], "tiny": A}
         engine.computed.clear()
         await add(service, b=B, c=C)
-        entries = {i: d.entry for i, d in service._catalogue.bases["base"].documents.items()}
+        entries = {i: d.entry for i, d in service.catalogue.bases["base"].documents.items()}
         assert [entry for entry, _ in engine.computed] == [entries[i] for i in "bca"]
         await all_warm(service)
         assert behind(service, engine)["tiny"] == A + B
@@ -212,7 +221,7 @@ def test_nothing_stays_frozen_that_was_computed_behind_a_deleted_text() -> None:
         engine.gate.set()
         await all_warm(service)
         assert behind(service, engine) == {"a": C + D, "c": A + D, "d": A + C, "e": A + C}
-        leads = service._catalogue.bases["base"].leads.values()
+        leads = service.catalogue.bases["base"].leads.values()
         assert [lead.tolist() for lead in leads] == [A, C, D], "nothing is kept of it"
 
     run(test)
@@ -264,14 +273,14 @@ def test_equal_text_and_other_metadata_change_no_context() -> None:
 def test_hits_go_on_where_the_context_changes() -> None:
     async def test(service: KnowledgeService, engine: Engine) -> None:
         await add(service, a=A)
-        entry = service._catalogue.bases["base"].documents["a"].entry
-        engine.pool.used(engine.pool._entries[entry].block_ids)
+        entry = service.catalogue.bases["base"].documents["a"].entry
+        engine.use(entry)
         assert (await service.document("base", "a")).hits == 1
         await add(service, b=B)
         assert (await service.document("base", "a")).hits == 1
         await service.save_uses()
-        counted = dict(service._store._sql.execute("SELECT entry, hits FROM uses").fetchall())
-        assert counted[service._catalogue.bases["base"].documents["a"].entry] == 1
+        counted = service.store.load().uses
+        assert counted[service.catalogue.bases["base"].documents["a"].entry][0] == 1
         assert entry not in counted
 
     run(test)
@@ -349,7 +358,7 @@ def test_a_manifest_that_cannot_be_written_leaves_all_contexts(method: str) -> N
         def refuse(*_: Any) -> None:
             raise sqlite3.OperationalError("database or disk is full")
 
-        setattr(service._store, method, refuse)
+        setattr(service.store, method, refuse)
         with pytest.raises(UnavailableError):
             await (add(service, c=C) if method == "put" else service.delete("base", "a"))
         await all_warm(service)
@@ -361,7 +370,7 @@ def test_a_manifest_that_cannot_be_written_leaves_all_contexts(method: str) -> N
 def test_a_document_whose_row_is_gone_fails_and_the_others_move() -> None:
     async def test(service: KnowledgeService, engine: Engine) -> None:
         await add(service, a=A, b=B, c=C, d=D)
-        service._store._sql.execute("UPDATE documents SET tokens = x'00' WHERE id = 'd'")
+        damage(service, "d")
         await service.delete("base", "a")
         await service.finish()
         page = await service.documents("base", None, 9)
@@ -386,11 +395,9 @@ def restarted(path: Path, shape: Shape = SHAPE) -> tuple[dict[str, list[int]], d
             await service.finish()
             page = await service.documents("base", None, 100)
             faulty = {d.id: str(d.error) for d in page.data if d.status == "failed"}
-            documents = service._catalogue.bases["base"].documents
+            documents = service.catalogue.bases["base"].documents
             assert len(engine.contexts) == len({d.entry for d in documents.values()}) - len(faulty)
-            for i in faulty:
-                del documents[i]
-            return behind(service, engine), faulty
+            return behind(service, engine, faulty=faulty), faulty
 
     return asyncio.run(main())
 
@@ -430,11 +437,13 @@ def test_after_a_crash_nothing_of_a_deleted_text_is_computed(path: Path, tmp_pat
 
     async def crash() -> None:
         async with serving(Engine(), path=path) as service:
+            delete = service.store.delete
 
-            async def unplug(*_: Any) -> None:
+            def unplugged(*args: Any) -> None:
+                delete(*args)
                 shutil.copy(path, crashed)
 
-            service._disown = unplug  # type: ignore[method-assign]
+            service.store.delete = unplugged  # type: ignore[method-assign]
             await service.delete("base", "d")
 
     asyncio.run(crash())

@@ -2,6 +2,7 @@
 """The manifest: nothing torn, foreign or shared is ever taken for sound."""
 
 import os
+import shutil
 import sqlite3
 import stat
 from contextlib import closing
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_segreuse.features.knowledge.database import connect
 from vllm_segreuse.features.knowledge.errors import ManifestError
 from vllm_segreuse.features.knowledge.store import BaseRecord, DocumentRecord, Store, entry_name
 
@@ -215,12 +217,19 @@ def test_a_path_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> No
             Store(str(path), "model")
 
 
-def test_what_is_acknowledged_has_reached_the_disk(path: str) -> None:
+def test_what_is_acknowledged_has_reached_the_disk(path: str, tmp_path: Path) -> None:
+    with closing(connect(path)) as sql:
+        assert sql.execute("PRAGMA synchronous").fetchone() == (2,), "FULL"
+        assert not sql.in_transaction
     store = Store(path, "model")
-    assert store._sql.execute("PRAGMA synchronous").fetchone() == (2,), "FULL"
-    assert not store._sql.in_transaction
     store.delete("base", "doc")
-    assert not store._sql.in_transaction, "committed before it is told"
+    crashed = tmp_path / "crashed"
+    crashed.mkdir()
+    for file in tmp_path.glob("manifest.sqlite*"):  # its journal, too
+        shutil.copy(file, crashed)
+    store.close()
+    store = Store(str(crashed / "manifest.sqlite"), "model")
+    assert store.was_deleted("base", "doc"), "committed before it is told"
     store.close()
 
 

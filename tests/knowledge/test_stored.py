@@ -293,7 +293,7 @@ def test_a_reset_leaves_documents_cold_until_they_are_computed() -> None:
         await fill(service, engine)
         engine.pool.reset()
         tier.has_disk = False
-        tier._on_disk.clear()
+        tier.lose_disk()
         tier.lose_host()
         assert await statuses(service) == {"a": "cold", "b": "cold"}
         await service.warm("base", WarmDocuments(wait=True))
@@ -338,7 +338,7 @@ class Machine(RuleBasedStateMachine):
 
     def entries(self) -> dict[str, str]:
         """By document."""
-        found = self.service._catalogue.bases["base"].documents
+        found = self.service.catalogue.bases["base"].documents
         return {document.id: document.entry for document in found.values()}
 
     def there(self) -> set[str]:

@@ -361,6 +361,13 @@ class FrozenPool:
         assert self.num_frozen <= self.limit, f"{self.num_frozen} frozen, allowed {self.limit}"
         assert not self._entries.keys() & self._watched.keys(), "watched although frozen"
 
+    def parts(self) -> dict[str, list[FrozenPart]]:
+        """The parts of each entry that are frozen so far. For tests."""
+        return {
+            name: [part for part in entry.parts if part is not None]
+            for name, entry in self._entries.items()
+        }
+
     def namespaces(self) -> Counter[int]:
         """References that the pool holds on namespaces. For tests."""
         parts = [part for entry in self._entries.values() for part in entry.parts if part]

@@ -104,6 +104,21 @@ class KnowledgeService:
         )
         self._limit = self._frozen_limit = 0
 
+    @property
+    def catalogue(self) -> Catalogue:
+        """What there is. Only the service changes it."""
+        return self._catalogue
+
+    @property
+    def store(self) -> Store:
+        """The manifest."""
+        return self._store
+
+    @property
+    def warming(self) -> Warming:
+        """What waits to be computed."""
+        return self._warming
+
     # Start and end.
 
     async def start(self, in_background: bool = True) -> None:

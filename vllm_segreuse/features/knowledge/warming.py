@@ -45,6 +45,24 @@ class _Job(NamedTuple):
     entry: str
 
 
+class WarmingStatus(NamedTuple):
+    """What a queue of entries holds.
+
+    Attributes:
+        pending: entries that wait or are being computed.
+        jobs: jobs of the queue, also those that are passed over.
+        again: entries that are computed once more if what is under way fails or is for nothing.
+        failed: entries that could not be computed the last time, and why.
+        unwanted: entries that are still to be unfrozen, since the engine could not do it yet.
+    """
+
+    pending: frozenset[str]
+    jobs: int
+    again: frozenset[str]
+    failed: dict[str, str]
+    unwanted: frozenset[str]
+
+
 class Warming:
     """The queue of entries to be computed, and who works on it.
 
@@ -116,6 +134,16 @@ class Warming:
     def error(self, entry: str) -> str | None:
         """Why it could not be computed the last time."""
         return self._errors.get(entry)
+
+    def status(self) -> WarmingStatus:
+        """What it holds now."""
+        return WarmingStatus(
+            pending=frozenset(self._done.keys() | self._urgencies.keys()),
+            jobs=len(self._queue),
+            again=frozenset(self._again),
+            failed=dict(self._errors),
+            unwanted=frozenset(self._unwanted),
+        )
 
     async def finish(self) -> None:
         """Wait until nothing waits or is being computed any more."""
