@@ -235,7 +235,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def turns_fit_and_hold_what_is_pinned(self) -> None:
-        turns = self.world.documents._turns
+        turns = self.world.documents.turns
         assert sum(turn.num_blocks for turn in turns.values()) <= 12
         held: Counter[int] = Counter()
         for turn in turns.values():

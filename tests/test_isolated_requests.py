@@ -60,7 +60,7 @@ class World:
             block_hasher=lambda it: [b"x"] * len(it.all_token_ids[::SIZE]),
         )
         if self.requests.arrived(request):
-            self.requests.finder(request, ("one", "two"), 3, b"mine")
+            self.finder = self.requests.finder(request, ("one", "two"), 3, b"mine")
         return request
 
 
@@ -98,9 +98,7 @@ def test_what_was_computed_for_the_request_is_its_own_whatever_the_index_knows()
     (alone,) = world.requests.cold.take()
     world.requests.ended(alone, [8, 9])
     assert not world.requests.waits(request, 0, None)
-    finder = world.requests._asked["mine"].finder
-    assert finder is not None
-    found = finder.find(Prompt(0, np.zeros(7, np.int32)), 0, 7)
+    found = world.finder.find(Prompt(0, np.zeros(7, np.int32)), 0, 7)
     assert found.pieces.rows() == [[2, 4, 8, 0, 0]]
 
 

@@ -574,7 +574,7 @@ def test_20_a_request_may_end_at_any_point() -> None:
         assert world.side.finished(request, []) is None
         assert world.pool.get_num_free_blocks() == free
         world.side.take_step(True)
-    assert not parts_of(world.side).planner._requests
+    assert not parts_of(world.side).core.requests
 
 
 @pytest.mark.parametrize(
@@ -1252,7 +1252,7 @@ def test_24_no_share_is_so_large_that_the_longest_request_would_not_fit(
 def test_uses_do_not_count_the_parts_of_a_document_itself() -> None:
     world = World()
     ingest(world)
-    blocks = list(world.frozen._of_block)
+    blocks = world.frozen.block_ids
     for freeze, uses in ((FreezeOrder("more", 0, 1, 5).encode(), {}), (None, {"doc"})):
         request = world.add([*CONTEXT, *DOCUMENT], OPTIONS | {"segreuse_freeze": freeze})
         world.match(request, 9 * SIZE)
@@ -1302,7 +1302,7 @@ def test_what_was_evicted_is_wanted_when_a_prompt_contains_it() -> None:
 def test_a_frozen_block_that_vllm_invalidates_makes_its_document_cold() -> None:
     world = World()
     ingest(world)
-    frozen = next(iter(world.frozen._of_block))
+    frozen = world.frozen.block_ids[0]
     world.pool.evict_blocks({frozen})
     assert world.side.call("frozen")["warm"] == {}
     assert world.pool.get_num_free_blocks() == 63

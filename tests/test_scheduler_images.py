@@ -127,7 +127,7 @@ def test_the_same_image_at_another_resolution_is_another_image() -> None:
 def test_part_of_an_image_is_not_reused() -> None:
     world = pictured()
     [last] = [block for block in world.pool.blocks if block.block_id == 6]
-    world.pool._maybe_evict_cached_block(last)  # indices 20 to 23: the image ends at 22
+    world.pool.evict_blocks({last.block_id})  # indices 20 to 23: the image ends at 22
     report, plan = world.ask(NEW, FRONT, A, BEHIND, [1])
     assert plan is not None
     assert (report["image_tokens"], plan.stop) == (0, len(NEW) + len(FRONT) - 1)
@@ -226,14 +226,14 @@ def test_no_policy_computes_images(policy: str) -> None:
 def test_the_exact_tier_supplies_images_with_the_prefix() -> None:
     world = pictured()
     [hole] = [block for block in world.pool.blocks if block.block_id == 1]
-    world.pool._maybe_evict_cached_block(hole)
+    world.pool.evict_blocks({hole.block_id})
     exact = SHIFT | {"segreuse_policy": "exact"}
     report, plan = world.ask(FRONT, A, BEHIND, options=exact)
     assert plan is not None
     assert (report["exact_tokens"], report["image_tokens"]) == (28, 12)
     assert set(plan.pieces.turn.tolist()) == {0}
     [middle] = [block for block in world.pool.blocks if block.block_id == 4]
-    world.pool._maybe_evict_cached_block(middle)
+    world.pool.evict_blocks({middle.block_id})
     report, plan = world.ask(FRONT, A, BEHIND, options=exact)
     assert report["image_tokens"] == 0
     assert plan is None or plan.stop < len(FRONT)
@@ -255,8 +255,7 @@ def test_a_preempted_prompt_keeps_its_images() -> None:
 
 
 def test_plans_of_prompts_with_images_are_done_at_once() -> None:
-    world = pictured()
-    world.side._spread_above = 0
+    world = pictured(spread_tokens=0)
     world.tables["another"] = [1]
     request = world.arrive(NEW, FRONT, A, BEHIND, [1])
     assert world.side.match(request, 0) == (37, False)

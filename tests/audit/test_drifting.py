@@ -87,5 +87,5 @@ def test_what_is_kept_is_bounded(kl: float, monkeypatch: pytest.MonkeyPatch) -> 
     subject = made(Clock(), min_audits=1)
     for namespace in (1, 2, 3, 1, 4, 5):
         noted(subject, [kl], namespace)
-    audited, drifted = set(subject._audited), {each.namespace for each in subject.all_drifted()}
+    audited, drifted = set(subject.audited()), {each.namespace for each in subject.all_drifted()}
     assert (audited, drifted) == (({1, 4, 5}, set()) if kl < 0.5 else (set(), {3, 4, 5}))

@@ -357,14 +357,14 @@ def test_nothing_is_evicted_for_nothing(missing: int, made: bool, managed: Manag
 
 def test_frozen_blocks_that_a_request_holds_make_no_room(managed: Managed) -> None:
     managed.freeze("read", 3)
-    managed.pool.touch([managed.pool.blocks[i] for i in managed.frozen._of_block])
+    managed.pool.touch([managed.pool.blocks[i] for i in managed.frozen.block_ids])
     managed.hold_all_but(2)
     assert not managed.pool.make_room(1)
     assert managed.warm == {"read"}
 
 
 def test_a_closed_step_has_no_free_block_but_they_are_there(managed: Managed) -> None:
-    managed.pool._admission.close()
+    managed.planner.budget.close()
     assert managed.pool.get_num_free_blocks() == 0
     assert managed.pool.num_free_blocks() == 31
     managed.side.take_step(True)
@@ -487,7 +487,7 @@ def test_a_reset_makes_everything_anew(managed: Managed) -> None:
     assert managed.pool.reset_prefix_cache()
     assert managed.warm == set()
     assert not managed.health.broken
-    assert not managed.pool._fresh
+    assert not managed.pool.fresh
     assert len(managed.index) == 0
     assert managed.pool.num_free_blocks() == 31
 

@@ -7,7 +7,6 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.compat.managed import LIMIT, SIZE, Managed, manager_of, plan_of
-from tests.parts import parts_of
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.compat.kv_cache_manager import is_anybody_admitted
 
@@ -150,7 +149,7 @@ def test_blocks_that_are_promised_to_others_are_left_to_them(managed: Managed) -
 
 
 def test_a_step_that_admits_nobody_more_takes_nothing(managed: Managed) -> None:
-    managed.pool._admission.close()
+    managed.planner.budget.close()
     request = managed.request([*range(5 * SIZE)])
     assert managed.manager.allocate_slots(request, 5 * SIZE) is None
     assert managed.warm == {"old", "new"}
@@ -193,7 +192,7 @@ def test_who_alone_misses_room_does_without_its_plan(state: str) -> None:
     tracked = managed.tracked(request)
     tracked.plan = None if state == "without a plan" else plan_of(request, 0)
     if state == "closed":
-        parts_of(managed.side).planner._budget.close()
+        managed.planner.budget.close()
     given = managed.manager.allocate_slots(request, 1, num_external_computed_tokens=2 * SIZE - 1)
     assert given is None
     assert (tracked.misses_room > 0) is (state == "alone")

@@ -73,8 +73,8 @@ def _filled(tokens: list[int], size: int) -> list[int]:
 def check_entries(world: World) -> None:
     """Blocks of a compressed document that is frozen hold its tokens, one behind the other."""
     size, worker = world.worker.block_size, world.worker
-    for name, found in world.frozen._entries.items():
-        for part in (part for part in found.parts if part and part.tokens is not None):
+    for name, parts in world.frozen.parts().items():
+        for part in (part for part in parts if part.tokens is not None):
             assert part.tokens is not None
             offset = part.first % size
             table = np.asarray(part.block_ids)
@@ -87,6 +87,5 @@ def check_entries(world: World) -> None:
 
 def check_idle(world: World) -> None:
     """No order is remembered."""
-    compression = parts_of(world.side).compression
-    assert not compression._scores, "orders to score of requests that ended"
-    assert not compression._chosen, "choices of requests that ended"
+    remembered = parts_of(world.side).compression.remembered
+    assert not remembered, f"orders to score, or choices, of requests that ended: {remembered}"

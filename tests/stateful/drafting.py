@@ -34,8 +34,8 @@ class DraftingWorker(Worker):
         self._dice = Random(self.num_steps)
         return super().run(step)
 
-    def _update_requests(self, step: SchedulerOutput) -> dict[str, int]:
-        starts = super()._update_requests(step)
+    def update_requests(self, step: SchedulerOutput) -> dict[str, int]:
+        starts = super().update_requests(step)
         # The scheduler counts drafts as computed before it knows that they were wrong.
         return {
             name: start
@@ -44,7 +44,7 @@ class DraftingWorker(Worker):
             for name, start in starts.items()
         }
 
-    def _check_plan(
+    def check_plan(
         self,
         plan: ReusePlan,
         request: Running,
@@ -53,13 +53,13 @@ class DraftingWorker(Worker):
     ) -> None:
         drafts = {name: len(self._drafts.get(name, ())) for name in scheduled}
         own = {name: count - drafts[name] for name, count in scheduled.items()}
-        super()._check_plan(plan, request, own, starts)
+        super().check_plan(plan, request, own, starts)
 
-    def _forward(self, name: str, start: int, count: int) -> list[int]:
+    def forward(self, name: str, start: int, count: int) -> list[int]:
         request, drafts = self._requests[name], self._drafts.get(name, [])
         was_new = request.is_new
         known = min(count - len(drafts), len(request.tokens) - start)
-        sampled = super()._forward(name, start, known)
+        sampled = super().forward(name, start, known)
         for place, draft in enumerate(drafts if sampled else ()):
             at = len(request.tokens) - 1
             has_slot = at < len(request.blocks) * self.block_size
@@ -69,7 +69,7 @@ class DraftingWorker(Worker):
                 break
             self.accepted += 1
             self.histories.of(request.identity, request.tokens, request.history)
-            sampled += super()._forward(name, at, 1)
+            sampled += super().forward(name, at, 1)
         return sampled
 
     def _is_right(self, draft: int, request: Running, was_new: bool) -> bool:

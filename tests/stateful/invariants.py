@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,11 @@ def check_idle(world: World) -> None:
     pool = world.pool
     free, frozen = pool.get_num_free_blocks(), world.frozen.num_frozen
     assert free + frozen == pool.num_gpu_blocks - 1, "blocks are still held"
-    assert not parts_of(world.side).planner._requests, "requests that ended are still tracked"
-    references = (
-        sum(parts_of(world.side).namespaces._references) - world.frozen.namespaces().total()
-    )
+    assert not parts_of(world.side).core.requests, "requests that ended are still tracked"
+    references = parts_of(world.side).namespaces.references().total()
+    references -= world.frozen.namespaces().total()
     assert references == world.lost_namespaces + _held_by_tier(world)
-    assert not pool._awaited, f"names that nobody will report on: {pool._awaited}"
+    assert not pool.awaited, f"names that nobody will report on: {pool.awaited}"
     tier = parts_of(world.side).tier
     if tier is not None and tier.is_open:
         counts = tier.counts()
@@ -52,7 +52,7 @@ def check_idle(world: World) -> None:
     if world.setup.isolated:
         isolated.check_idle(world)
     recorder, audits = world.worker.recorder, world.side.call("audits")
-    kept = len(recorder._audited) + len(recorder._running)
+    kept = recorder.num_held
     assert not audits["failed"], "an error has ended the audits"
     assert kept <= audits["under_way"], f"the worker keeps logits of {kept} requests: {audits}"
 
@@ -67,7 +67,7 @@ def _check_references(world: World) -> None:
     assert not world.scheduler.deferred_frees, "frees are deferred, which nothing asked for"
     held = Counter(block.block_id for table in tables.values() for block in table)
     held.update(block.block_id for block in world.held)
-    held.update(list(world.frozen._of_block))
+    held.update(world.frozen.block_ids)
     if world.setup.isolated:
         held.update(isolated.held_blocks(world))
     pool = world.pool
@@ -82,13 +82,12 @@ def _check_references(world: World) -> None:
 def _check_planner(world: World) -> None:
     """Between steps there is no plan and no pin, admission is open, the ended are forgotten."""
     planner, namespaces = parts_of(world.side).planner, parts_of(world.side).namespaces
-    assert not planner._pending, f"plans without blocks: {planner._pending.keys()}"
-    assert not planner._ready, "plans that were not taken"
-    assert not planner._budget.tokens, "compute of plans that are gone"
+    assert not planner.planned, f"plans without blocks, or not taken: {planner.planned}"
+    assert not planner.budget.tokens, "compute of plans that are gone"
     assert not planner.admission_closed, "admission is closed between steps"
-    tracked = planner._requests.keys()
+    tracked = parts_of(world.side).core.requests.keys()
     assert tracked <= world.scheduler.requests.keys(), "requests that ended are tracked"
-    references = sum(namespaces._references) - world.lost_namespaces
+    references = namespaces.references().total() - world.lost_namespaces
     references -= world.frozen.namespaces().total() + _held_by_tier(world)
     assert references == len(tracked), f"{references} references for {len(tracked)} requests"
 
@@ -156,16 +155,16 @@ def _check_index(world: World) -> None:
     _none_of(blocks, nodes["depth"] > world.setup.max_depth, "a provenance too deep to donate")
     inexact = (of(worker.history) == APPROXIMATE).any(axis=1)
     _none_of(blocks, inexact & (nodes["depth"] == 0), "approximate KV under depth 0")
-    find = parts_of(world.side).namespaces.find
+    namespaces = parts_of(world.side).namespaces
     knows = {*zip(blocks.tolist(), nodes["namespace"].tolist(), strict=True)}
-    for namespace in range(
-        len(parts_of(world.side).namespaces._keys)
-    ):  # who has no entries now, too
+    for namespace in range(namespaces.digests.size):  # who has no entries now, too
         known_blocks = index.known.table(namespace)[:, 0].tolist()
         knows |= {(b, namespace) for b in known_blocks if 0 <= b < world.pool.num_gpu_blocks}
     for block, namespace in knows:
         known = worker.known_to[block]
-        seen = any(identity.keys and find(_key(identity)) == namespace for identity in known)
+        seen = any(
+            identity.keys and namespaces.find(_key(identity)) == namespace for identity in known
+        )
         assert seen, f"namespace {namespace} never saw block {block}, known to {known}"
 
 
@@ -221,7 +220,7 @@ def _check_frozen(world: World) -> None:
 
 def _exact_frozen(world: World) -> set[int]:
     """Frozen blocks that hold a text itself, and not what was made of it."""
-    parts = [part for entry in world.frozen._entries.values() for part in entry.parts if part]
+    parts = itertools.chain.from_iterable(world.frozen.parts().values())
     return {block for part in parts if part.tokens is None for block in part.block_ids}
 
 

@@ -72,16 +72,12 @@ def check_report(request: Request, report: dict[str, Any]) -> None:
 def held_blocks(world: World) -> list[int]:
     """Blocks that are held for requests that wait for their documents."""
     cold = parts_of(world.side).isolated.cold
-    held = (blocks for turn in cold._turns.values() for blocks in turn.held.values())
+    held = (blocks for turn in cold.turns.values() for blocks in turn.held.values())
     return [block for blocks in held for block in blocks.tolist()]
 
 
 def check_idle(world: World) -> None:
     """Nothing is remembered of anybody."""
     requests = parts_of(world.side).isolated
-    assert not requests._asked, f"requests that ended: {requests._asked.keys()}"
-    left = {name: kept for name, kept in vars(requests.cold).items() if name in _KEPT and kept}
-    assert not left, f"documents of requests that ended: {left}"
-
-
-_KEPT = ("_turns", "_own", "_next", "_to_add")
+    assert not requests.asking, f"requests that ended: {requests.asking}"
+    assert requests.cold.is_idle, f"documents of requests that ended: {requests.cold.turns}"

@@ -30,9 +30,9 @@ def test_a_request_preempted_in_the_step_that_scheduled_it_leaves_no_names() -> 
     world.drain()
 
 
-def _frozen_world() -> World:
+def _frozen_world(**options: Any) -> World:
     """Of 39 blocks, 4 hold a frozen document."""
-    world = World(Setup(40, max_step_tokens=64, max_running=3))
+    world = World(Setup(40, max_step_tokens=64, max_running=3, **options))
     tokens = [2, *DOCUMENTS[0][:15]]
     world.add(Ask(tokens=tokens, keys=("a",), max_tokens=1, freeze=FreezeOrder("doc", 0, 1, 1)))
     world.step()
@@ -55,9 +55,8 @@ def test_23_frozen_blocks_go_before_anybody_is_preempted() -> None:
 
 
 def test_23_no_frozen_block_goes_for_a_request_that_has_to_wait_anyway() -> None:
-    world = _frozen_world()
-    world.hold(world.pool.get_num_free_blocks() - 4)  # 90 % of the blocks are not in use
-    world.frozen._max_in_use = world.pool.num_gpu_blocks
+    world = _frozen_world(frozen_pressure=1.0)  # all blocks may be in use
+    world.hold(world.pool.get_num_free_blocks() - 4)
     world.add(Ask(tokens=[*range(100, 160)], max_tokens=1))
     world.step()
     assert world.side.call("frozen")["given_back"] == 0

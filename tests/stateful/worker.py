@@ -221,11 +221,11 @@ class Worker:
         for name in step.kv_connector_metadata.called_back:
             self._spread.pop(name, None)
             self._loaded.pop(name, None)
-        starts = self._update_requests(step)
+        starts = self.update_requests(step)
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens
         self._run_plans(step.kv_connector_metadata.plans, step.num_scheduled_tokens, starts)
         sampled = {
-            name: self._forward(name, starts[name], tokens)
+            name: self.forward(name, starts[name], tokens)
             for name, tokens in step.num_scheduled_tokens.items()
         }
         output = step_output(sampled, self._go_on(step.finished_req_ids), self._outcomes)
@@ -237,7 +237,7 @@ class Worker:
         table = np.asarray(blocks, np.int64)
         return table[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def _update_requests(self, step: SchedulerOutput) -> dict[str, int]:
+    def update_requests(self, step: SchedulerOutput) -> dict[str, int]:
         """What vLLM's runner does with a step's new, resumed and running requests.
 
         Returns:
@@ -329,7 +329,7 @@ class Worker:
             if plan.restoration is not None:
                 self._restore(plan.request_id, request, plan.restoration, written)
         for plan, request in zip(plans, requests, strict=True):
-            self._check_plan(plan, request, scheduled, starts)
+            self.check_plan(plan, request, scheduled, starts)
             reads.append(self._read_donors(plan, request, written))
         for plan, request, read in zip(plans, requests, reads, strict=True):
             if plan.spread:
@@ -411,7 +411,7 @@ class Worker:
             blocks |= set((slots // self.block_size).tolist())
         return blocks
 
-    def _check_plan(
+    def check_plan(
         self,
         plan: ReusePlan,
         request: Running,
@@ -550,7 +550,7 @@ class Worker:
 
     # The forward.
 
-    def _forward(self, name: str, start: int, count: int) -> list[int]:
+    def forward(self, name: str, start: int, count: int) -> list[int]:
         request = self._requests[name]
         self._meet(request, start)
         request.is_new = False

@@ -232,7 +232,7 @@ class World:
         documents = parts_of(self.side).isolated
         if documents is not None and documents.has_documents(request_id):
             identity, seed = self.identities[request_id]
-            keys = documents._asked[request_id].extra_keys or identity.keys
+            keys = documents.extra_keys(request_id) or identity.keys
             self.identities[request_id] = identity._replace(keys=keys), seed
         self._note_names()
         return request
@@ -387,10 +387,10 @@ class World:
 
     def _has_audits(self) -> bool:
         """Whether audits wait that there is room for, or workers have not heard of all."""
-        audits = parts_of(self.side).audits
-        audit = parts_of(self.side).feature["audit"]
-        room = any(audit._has_room(MAX_TOKENS) for _ in audits._waiting)
-        return bool(audits._orders) or room
+        audits, watermark = parts_of(self.side).audits, self.manager.watermark_blocks
+        needed = -(-MAX_TOKENS // self.worker.block_size) + watermark
+        has_room = self.pool.num_free_blocks() >= needed
+        return audits.has_orders or (audits.num_waiting > 0 and has_room)
 
     def _note_names(self) -> None:
         for request_id, request in self.scheduler.requests.items():

@@ -132,6 +132,16 @@ class SegmentBlockPool(BlockPool):
         self._listeners = listeners
         self._keeps_evicted = keeps_evicted
 
+    @property
+    def fresh(self) -> frozenset[int]:
+        """Blocks that were named in this scheduling step: their KV is not there yet."""
+        return frozenset(self._fresh)
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Numbers of the restorations whose blocks wait for their exact names."""
+        return frozenset(self._awaited)
+
     def listen(self, listener: BlockListener) -> None:
         """Report to one more listener, behind the others."""
         self._listeners = (*self._listeners, listener)

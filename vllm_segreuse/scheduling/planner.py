@@ -155,6 +155,16 @@ class Planner:
         """Whether no further request may be admitted in this scheduling step."""
         return self._budget.closed
 
+    @property
+    def budget(self) -> StepBudget:
+        """Of this scheduling step."""
+        return self._budget
+
+    @property
+    def planned(self) -> set[str]:
+        """Requests with a plan of this scheduling step, until `take_plans`."""
+        return {*self._pending, *(tracked.request_id for tracked in self._ready)}
+
     def add(self, tracked: TrackedRequest) -> None:
         """A request with extra keys arrived; its search is prepared outside of `schedule()`."""
         self._requests[tracked.request_id] = tracked

@@ -128,6 +128,16 @@ class Audits:
         self._outcomes: Counter[str] = Counter()
         self._recent: deque[dict[str, Any]] = deque(maxlen=MOST_RECENT)
 
+    @property
+    def num_waiting(self) -> int:
+        """Audited requests that have ended, and whose reference has not begun."""
+        return len(self._waiting)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the workers have not heard of all that they are to do."""
+        return bool(self._orders)
+
     # What becomes of a namespace.
 
     def falls_back(self, namespace: int) -> bool:

@@ -51,6 +51,10 @@ class Drifting:
         self._audited: OrderedDict[int, deque[float]] = OrderedDict()
         self._drifted: OrderedDict[int, Drifted] = OrderedDict()
 
+    def audited(self) -> list[int]:
+        """Digests of the namespaces whose audits are kept, the one audited longest ago first."""
+        return list(self._audited)
+
     def note(self, namespace: int, namespace_class: str, kl: float) -> Drifted | None:
         """An audit has ended; the namespace, if it has drifted by that."""
         bound = self._options.max_kl

@@ -72,9 +72,14 @@ class Recorder:
         self._running: dict[str, _Comparison] = {}
 
     @property
+    def num_held(self) -> int:
+        """Requests whose logits are held."""
+        return len(self._audited) + len(self._running)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no logits are wanted."""
-        return not self._audited and not self._running
+        return not self.num_held
 
     def take(self, orders: AuditOrders) -> None:
         """A step begins."""

@@ -79,6 +79,11 @@ class Compression:
 
     # Requests that name documents.
 
+    @property
+    def remembered(self) -> set[str]:
+        """Requests of whose orders to score, or choices, something is kept until they end."""
+        return {*self._scores, *self._chosen}
+
     def name(self, tracked: TrackedRequest, names: Sequence[str]) -> None:
         """A request has arrived that names compressed documents.
 

@@ -12,7 +12,7 @@ several of them need is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -36,7 +36,7 @@ Tokens = tuple[int, ...]
 
 
 @dataclass
-class _Turn:
+class DocumentTurn:
     """Of a waiting request.
 
     Attributes:
@@ -71,11 +71,21 @@ class ColdDocuments(BlockListener, Generic[R]):
         self.capacity = capacity
         self._pins = pins
         self._make_request = make_request
-        self._turns: dict[str, _Turn] = {}  # by id of the waiting request
+        self._turns: dict[str, DocumentTurn] = {}  # by id of the waiting request
         self._next: str | None = None
         self._own: dict[str, tuple[bytes, Tokens]] = {}  # namespace and document, by id
         self._to_add: list[R] = []
         self._number = 0
+
+    @property
+    def turns(self) -> Mapping[str, DocumentTurn]:
+        """The requests that have a turn, by id."""
+        return self._turns
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is remembered of any request."""
+        return not (self._turns or self._own or self._to_add or self._next is not None)
 
     def is_own(self, request_id: str) -> bool:
         """Whether a request computes a document."""
@@ -116,7 +126,7 @@ class ColdDocuments(BlockListener, Generic[R]):
                 return False
             if not self._may_begin(request_id, num_blocks):
                 return True
-            turn = self._turns[request_id] = _Turn(num_blocks)
+            turn = self._turns[request_id] = DocumentTurn(num_blocks)
         if turn.running:
             return True
         if turn.attempts >= ATTEMPTS:
@@ -152,7 +162,7 @@ class ColdDocuments(BlockListener, Generic[R]):
         self._to_add.append(self._make_request(name, request, tokens))
         return name
 
-    def _hold(self, turn: _Turn, tokens: Tokens, blocks: IntArray) -> None:
+    def _hold(self, turn: DocumentTurn, tokens: Tokens, blocks: IntArray) -> None:
         self._pins.pin(blocks.tolist())
         turn.held[tokens] = blocks
 
@@ -199,7 +209,7 @@ class ColdDocuments(BlockListener, Generic[R]):
                 self._release(turn)
                 turn.attempts = 0
 
-    def _release(self, turn: _Turn) -> None:
+    def _release(self, turn: DocumentTurn) -> None:
         for blocks in turn.held.values():
             self._pins.unpin(blocks.tolist())
         turn.held.clear()

@@ -103,6 +103,15 @@ class IsolatedRequests:
         """Whether all documents are: anchors stand for them, and knowledge bases make these."""
         return self._layout.anchors is not None
 
+    @property
+    def asking(self) -> frozenset[str]:
+        """Requests with documents that have not ended, by id."""
+        return frozenset(self._asked)
+
+    def extra_keys(self, request_id: str) -> tuple[str, ...]:
+        """Those of the documents of one of them; none before it has got its finder."""
+        return self._asked[request_id].extra_keys
+
     def has_documents(self, request_id: str) -> bool:
         """Whether a request that has not ended has documents."""
         return request_id in self._asked
