@@ -448,7 +448,7 @@ def open_wheel(file: Path) -> tuple[Sources, str]:
     return Sources(zipfile.Path(wheel)), metadata["Version"]
 
 
-def _installed() -> tuple[Sources, str]:
+def installed_sources() -> tuple[Sources, str]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise WheelError("vLLM is not installed: there is nothing to compare with")
@@ -465,7 +465,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("wheel", type=Path, help="a wheel of vLLM; it is not installed")
     try:
         new, version = open_wheel(parser.parse_args(arguments).wheel)
-        old, installed = _installed()
+        old, installed = installed_sources()
     except WheelError as error:
         print(f"check_vllm: {error}", file=sys.stderr)
         return 2

@@ -100,13 +100,18 @@ class Trial:
                 raise MutantsError(f"no source files of the package in {options.within}")
             numbers = range(min(options.jobs, len(drawn)))
             places = [ends.enter_context(Place(sources, here / f"copy{n}")) for n in numbers]
-            self._each(places, self._unchanged, {test for it in drawn for test in it.tests})
+            self._each(places, self.check_unchanged, {test for it in drawn for test in it.tests})
             if not options.named:
                 workers = ("-n", str(options.jobs), "--dist", "worksteal")
                 _complain(copies.failure(sources.root, "-m", "not e2e", *workers))
             self._each(places, self._try, drawn)
 
-    def _unchanged(self, place: Place, file: str) -> None:
+    def check_unchanged(self, place: Place, file: str) -> None:
+        """Run a file of tests on sources that nobody has changed.
+
+        Raises:
+            MutantsError: it fails.
+        """
         _complain(place.unchanged(file))
 
     def _try(self, place: Place, mutant: Mutant) -> None:

@@ -18,7 +18,7 @@ class ByFileAndServer(LoadFileScheduling):
     """pytest-xdist's own `loadgroup` goes by a mark instead, which pytest 9.2 does not show it."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(super()._split_scope(nodeid))
+        return group_of(nodeid.split("::", 1)[0])
 
 
 @cache

@@ -258,7 +258,7 @@ def test_another_file_is_refused_in_one_sentence(
 
 
 def test_the_installed_vllm_breaks_nothing_and_is_looked_up_whole(script: Any) -> None:
-    installed, version = script._installed()
+    installed, version = script.installed_sources()
     assert version.startswith("0.")
     found = script.compare(script.PACKAGE, installed, installed)
     assert not found.breaks

@@ -283,7 +283,7 @@ def test_the_model_is_proven(
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
     assert proven == [(model, vllm_config, kv_cache_config, (), Codec.RAW, drafter)]
     assert side.backlog.prefill is prefill
-    assert side.backlog._step_work == share
+    assert side.backlog.step_work == share
 
 
 def test_boundary_states_are_logged_and_counted(

@@ -119,7 +119,7 @@ def _load(given: argparse.Namespace, on_gpu: bool) -> tuple[Any, Any, Writer]:
     model = AutoModelForCausalLM.from_pretrained(
         given.model, dtype=torch.float32, attn_implementation="sdpa"
     )
-    names = _names(given, model)
+    names = wanted_names(given, model)
     folder.require_rotary(model)
     folder.add_tokens(model, tokenizer, names)
     tokenizer.chat_template = folder.template_of(tokenizer, names, given.chat_template)
@@ -172,7 +172,7 @@ def _files(given: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-def _names(given: argparse.Namespace, model: Any) -> Names:
+def wanted_names(given: argparse.Namespace, model: Any) -> Names:
     """The layout that the options ask for, of a folder that has one: the same, but for anchors.
 
     Raises:

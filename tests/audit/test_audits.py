@@ -29,7 +29,7 @@ REPORT = {
 class World:
     """Audits of an engine that does what a test says."""
 
-    def __init__(self, most_tokens: int = 3, **options: Any) -> None:
+    def __init__(self, most_tokens: int = 3, make_request: Any = None, **options: Any) -> None:
         self.clock, self.stats = Clock(), SegReuseStats()
         self.lines: list[Any] = []
         self.made: list[Any] = []
@@ -37,7 +37,7 @@ class World:
         self.audits = Audits(
             given,
             self.stats,
-            lambda *made: self.made.append(made) or made[0],
+            make_request or (lambda *made: self.made.append(made) or made[0]),
             lambda num_prompt_tokens: most_tokens,
             lambda audit, line: self.lines.append(line),
             lambda: 0.0,
@@ -333,13 +333,12 @@ def test_an_error_ends_the_audits_and_nothing_else(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.logger, "propagate", True)
-    world = World()
 
     def fails(*_: Any) -> Any:
         raise ArithmeticError("this one")
 
+    world = World(make_request=fails)
     world.admit("r")
-    world.audits._make_request = fails
     world.end("r")
     with caplog.at_level(logging.ERROR, logger=module.logger.name):
         assert world.due() is None

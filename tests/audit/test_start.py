@@ -10,11 +10,12 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from vllm_segreuse.features.audit import start as module
-from vllm_segreuse.features.audit.audits import Audit
+from vllm_segreuse.features.audit.audits import Audit, Audits
 from vllm_segreuse.features.audit.options import AuditOptions
 from vllm_segreuse.features.audit.start import _most_tokens, _reference, start_audits
 from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.options.server import ConfigError
+from vllm_segreuse.plan import AuditResult
 
 
 def config(engine: int = 0, drafts: Any = None, tokenizer: bool = True) -> Any:
@@ -67,11 +68,21 @@ def test_tokens_that_are_compared_fit_with_one_more(
 
 
 def written(options: AuditOptions, vllm_config: Any, path: Path) -> list[dict[str, Any]]:
-    audits = start_audits(vllm_config, options, SegReuseStats())
-    done = audit()
-    done.answer = (4, 5)
-    audits._write(done, {"kl": 0.5})
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Lines of the log after an audit: what came of it, and its texts, where these are there."""
+    carry_out(start_audits(vllm_config, options, SegReuseStats()))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0]["request_id"] == "r"
+    shown = ("kl", "prompt", "answer")
+    return [{name: line[name] for name in shown if name in line} for line in lines]
+
+
+def carry_out(audits: Audits) -> None:
+    """One audit, from a request of which two tokens were answered to what came of it."""
+    audits.admitted(audit())
+    audits.ended("r", (4, 5), {})
+    reference = audits.next_reference(0, 0, lambda num_tokens: True)
+    audits.compared({reference.request_id: AuditResult(0.5, 1, 2)})
+    assert not audits.broken
 
 
 def test_lines_hold_no_text_unless_it_is_wanted(
@@ -120,5 +131,5 @@ def test_lines_that_are_not_written_are_counted(tmp_path: Path) -> None:
     path, stats = tmp_path / "audit.jsonl", SegReuseStats()
     path.symlink_to("/dev/full")
     audits = start_audits(config(), AuditOptions(share=1, log=str(path)), stats)
-    audits._write(audit(), {"kl": 0.5})
+    carry_out(audits)
     assert stats.data["audit_log_errors_total"] == 1

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from segreuse_tools.calibrate import by_similarity
-from segreuse_tools.calibrate.search import Trial
 from segreuse_tools.commands import calibrate as cli
 from segreuse_tools.estimate import prompt_rendering, served_model
 from segreuse_tools.estimate.request_log import Logged
@@ -32,6 +31,8 @@ class Model:
         asked: (prompt, extra_args, salt) in order; None for a reset.
         started: options of the server.
         finds: whether anything is similar.
+        drifts: of halos, where they are measured.
+        halos_save: whether a larger halo saves work; else it costs some.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,8 @@ class Model:
         self.asked: list[Any] = []
         self.started: dict[str, Any] = {}
         self.finds = True
+        self.drifts: tuple[float | None, ...] = (0.1, 0.3)
+        self.halos_save = False
         self.llm_engine = Of(
             model_config=Of(get_vocab_size=lambda: 3), engine_core=Of(call_utility=self._call)
         )
@@ -64,10 +67,10 @@ class Model:
         halo = self.similarity.get("halo_tokens") or 0
         found: list[Any] = [{"source": "similar"}] * reuses
         if reuses and self.similarity.get("max_boundary_drift"):
-            found = [it | {"boundary_drift": drift} for it in found for drift in (0.1, 0.3)]
+            found = [it | {"boundary_drift": drift} for it in found for drift in self.drifts]
         report = {
             "prefix_tokens": 20,
-            "computed_share": 0.5 - 0.01 * reuses * (20 - halo),
+            "computed_share": 0.5 - 0.01 * reuses * (20 + halo if self.halos_save else 20 - halo),
             "similar_tokens": 10 * reuses,
             "explain": found,
         }
@@ -165,9 +168,19 @@ def test_the_worst_halo_of_each_request_is_measured_and_bounds_are_tried_there(
     halos = [it for it in model.searches if it["halo_tokens"]]
     assert [it["halo_tokens"] for it in halos] == [4, 8, 16], "measured, and nothing rejected"
     assert {it["max_boundary_drift"] for it in halos} == {by_similarity.UNBOUNDED}
-    report = {"prefix_tokens": 0, "explain": [{"boundary_drift": 0.1}, {"boundary_drift": None}]}
-    found = by_similarity._of_whole(Trial(0.0, 1.0, 0.5), report, 10)
-    assert found.drift == by_similarity.UNBOUNDED, "not a number is worse than any"
+
+
+@pytest.mark.parametrize(
+    ("drifts", "worst"), [((0.1, 0.3), 0.3), ((0.1, None), by_similarity.UNBOUNDED)]
+)
+def test_a_drift_that_is_not_a_number_is_worse_than_any(
+    drifts: tuple[Any, ...], worst: float, model: Model, tmp_path: Path
+) -> None:
+    model.drifts, model.halos_save = drifts, True
+    run(tmp_path)
+    bounded = [it["max_boundary_drift"] for it in model.searches if it["halo_tokens"]]
+    assert bounded[:3] == [by_similarity.UNBOUNDED] * 3, "measured"
+    assert bounded[3] == worst
 
 
 def test_options_that_are_given_are_kept_and_those_that_are_fitted_are_not(

@@ -17,7 +17,7 @@ Price = Callable[[Any], float]
 
 
 def fit(
-    price: Price, layers: Sequence[int] = LAYERS, may_enter: bool = False, drift: float = 0.1
+    price: Price, layers: Sequence[int] = LAYERS, may_enter: bool = False, drift: float | None = 0.1
 ) -> tuple[list[Options], list[int]]:
     """What is tried where the cheapest is the best, and how many in each round."""
     rounds = []
@@ -26,7 +26,11 @@ def fit(
         rounds.append(len(options))
         return [
             Setting(
-                it, [Trial(0.0, 1.0, price(it.get("similarity", {})), drift * n) for n in range(20)]
+                it,
+                [
+                    Trial(0.0, 1.0, price(it.get("similarity", {})), drift and drift * n)
+                    for n in range(20)
+                ],
             )
             for it in options
         ]
@@ -72,8 +76,9 @@ def test_tables_are_of_the_best_cut_and_ask_for_more_higher_up() -> None:
 
 
 def test_without_a_halo_nothing_can_be_rejected() -> None:
-    measured = Setting({"similarity": {"threshold": 0.5}}, [Trial(0.0, 1.0, 0.5)] * 4)
-    assert [*coordinate_search._bounds(measured)] == []
+    tried, rounds = fit(halo_is_best, drift=None)
+    assert rounds == [4, 3, 0, 2, 3, 3]
+    assert not any("max_boundary_drift" in it.get("similarity", {}) for it in tried)
 
 
 def test_a_policy_that_lets_tokens_enter_is_kept() -> None:

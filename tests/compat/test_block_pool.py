@@ -12,11 +12,13 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from tests.compat.managed import OPTIONS, SIZE, Managed, ids, plan_of
+from tests.parts import parts_of
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.compat.block_events import BlockListener, PrefixState
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.options.server import MAX_PROVENANCE_DEPTH
 from vllm_segreuse.plan import FreezeOrder
+from vllm_segreuse.scheduling.exact_names import ExactNames
 
 DOCUMENT = [*range(100, 100 + 4 * SIZE)]
 Patch = pytest.MonkeyPatch
@@ -337,12 +339,19 @@ def test_room_beside_donors_is_made_of_frozen_ones(managed: Managed) -> None:
     managed.pool.touch(donors)
     managed.hold_all_but(2)
     managed.pool.free_blocks(donors)
-    lacks = managed.planner._lacks_room_beside
-    assert not lacks(ids(donors), PrefixState(False, 2))
+    request = managed.request([*range(SIZE), *DOCUMENT, 1])
+
+    def decided(blocks_needed: int) -> int | None:
+        state = PrefixState(False, blocks_needed)
+        tracked = managed.tracked(request)
+        return managed.planner.decide(tracked, 0, request.num_tokens, lambda: state)
+
+    assert decided(2) == request.num_tokens - 1
     assert managed.warm == {"old", "new"}
-    assert not lacks(ids(donors), PrefixState(False, 3))
+    assert decided(3) == request.num_tokens - 1
     assert managed.warm == {"new"}
-    assert lacks(ids(donors), PrefixState(False, 9)), "all that is frozen would not do"
+    assert decided(9) == 0, "all that is frozen would not do"
+    assert managed.tracked(request).decision.reason == "no_free_blocks"
     assert managed.warm == {"new"}
 
 
@@ -534,7 +543,13 @@ def test_without_a_second_tier_allocations_do_not_look_at_what_they_evict(
 
     managed.pool.listen(Listener())
     if keeps:
-        managed.pool._keeps_evicted = True
+        managed.pool.attach(
+            ExactNames(parts_of(managed.side).core.requests),
+            managed.planner.budget,
+            managed.pool.make_room,
+            [Listener()],
+            keeps_evicted=True,
+        )
     blocks = managed.computed(DOCUMENT)
     managed.hold_all_but(0)
     assert all(block.block_hash is None for block in blocks), "they were evicted"

@@ -2,6 +2,7 @@
 """Layers run their kernels inside the block, and only there."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,21 +39,26 @@ def test_rotations_and_activations_have_kernels_that_do_not_run(model: nn.Module
 
 def test_the_kernel_runs_inside_the_block_only(model: nn.ModuleDict) -> None:
     rotary = model["rotary"]
-    before = rotary._forward_method
+    given = torch.arange(3), torch.zeros(3, 32), torch.zeros(3, 32)
     calls: list[str] = []
     rotary.forward_cuda = lambda *args: calls.append("kernel")
+    rotary.forward_native = lambda *args: calls.append("another method than before")
     with custom_op.running("forward_cuda", [rotary]):
-        rotary(torch.arange(3), torch.zeros(3, 32), torch.zeros(3, 32))
+        rotary(*given)
     assert calls == ["kernel"]
-    assert rotary._forward_method == before
+    rotary(*given)
+    assert calls == ["kernel"]
 
 
 def test_an_error_in_a_pass_restores_what_ran_before(model: nn.ModuleDict) -> None:
     ops = [model["rotary"], model["activation"]]
-    before = [op._forward_method for op in ops]
+    inputs: list[Any] = [(torch.arange(3), *torch.randn(2, 3, 32)), (torch.randn(3, 8),)]
+    expected = [op(*map(torch.clone, given)) for op, given in zip(ops, inputs, strict=True)]
     with pytest.raises(ArithmeticError), custom_op.running("forward_cuda", ops):
         raise ArithmeticError
-    assert [op._forward_method for op in ops] == before
+    assert custom_op.plain_ops(model, "forward_cuda") == ops, "none runs its kernel"
+    found = [op(*map(torch.clone, given)) for op, given in zip(ops, inputs, strict=True)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_the_kernel_rotates_as_plain_torch_does(model: nn.ModuleDict) -> None:
@@ -66,6 +72,8 @@ def test_the_kernel_rotates_as_plain_torch_does(model: nn.ModuleDict) -> None:
 
 
 def test_an_op_that_dispatches_otherwise_fails_loudly(model: nn.ModuleDict) -> None:
-    del model["rotary"]._forward_method
+    bare = type(model["rotary"])
+    model["rotary"] = bare.__new__(bare)
+    nn.Module.__init__(model["rotary"])
     with pytest.raises(RuntimeError, match=r"RotaryEmbedding._forward_method, which this vLLM"):
         custom_op.plain_ops(model, "forward_cuda")

@@ -7,16 +7,35 @@ from typing import Any
 import pytest
 import vllm.envs
 from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_segreuse
 from vllm_segreuse import plugin
-from vllm_segreuse.compat import engine_args, envs
-from vllm_segreuse.config import launch
+from vllm_segreuse.compat import envs
 from vllm_segreuse.engine import supported
 from vllm_segreuse.options.server import ConfigError
 
-FLAGS = engine_args.Flags(launch.add_flags, launch.resolve_flags, plugin._configured)
+
+def original(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of vLLM's: a configuration that shows what it was made of."""
+    return SimpleNamespace(
+        kv_transfer_config=self.kv_transfer_config,
+        kv_offloading_size=self.kv_offloading_size,
+        args=args,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin has wrapped functions that do nothing else."""
+    monkeypatch.delenv("VLLM_SEGREUSE_ENABLED", raising=False)
+    own_parser = staticmethod(lambda parser: parser)
+    own_arguments = classmethod(lambda cls, args: (cls, args.kv_transfer_config))
+    monkeypatch.setattr(EngineArgs, "create_engine_config", original)
+    monkeypatch.setattr(EngineArgs, "add_cli_args", own_parser)
+    monkeypatch.setattr(EngineArgs, "from_cli_args", own_arguments)
+    plugin.register()
 
 
 @pytest.fixture
@@ -27,21 +46,13 @@ def enabled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def create(kv_transfer_config: Any, kv_offloading_size: float | None = None) -> Any:
-    """The wrapped `create_engine_config` around one that shows what it was called with."""
-
-    def original(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return SimpleNamespace(
-            kv_transfer_config=self.kv_transfer_config,
-            kv_offloading_size=self.kv_offloading_size,
-            args=args,
-        )
-
-    self = SimpleNamespace(
+    """An engine's configuration, as vLLM makes it."""
+    self: Any = SimpleNamespace(
         kv_transfer_config=kv_transfer_config,
         kv_offloading_size=kv_offloading_size,
         kv_offloading_backend="native",
     )
-    return engine_args._create_engine_config(original, FLAGS)(self, "usage context")
+    return EngineArgs.create_engine_config(self, "usage context")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -82,11 +93,13 @@ def test_without_it_nothing_happens(config: Any, enabled: list[str]) -> None:
 def test_flags_are_added_to_vllms_and_resolved_before_vllm_reads_them() -> None:
     parser = FlexibleArgumentParser()
     parser.add_argument("--kv-transfer-config", default=None)
-    add = engine_args._add_cli_args(lambda parser: parser, FLAGS)
-    args = add(parser).parse_args(["--segreuse"])
-    resolve = engine_args._from_cli_args(lambda cls, args: (cls, args.kv_transfer_config), FLAGS)
-    seen = resolve(int, args)
-    assert seen[0] is int
+    args = EngineArgs.add_cli_args(parser).parse_args(["--segreuse"])
+
+    class Others(EngineArgs):
+        """Of another kind of engine."""
+
+    seen: Any = Others.from_cli_args(args)
+    assert seen[0] is Others
     assert seen[1].kv_connector == "SegReuseConnector"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.compat.registering import ENGINE
 from vllm_segreuse import plugin
 from vllm_segreuse.compat import engine_core, openai_streams
 from vllm_segreuse.engine.version import UnsupportedVersionError
@@ -17,10 +18,6 @@ FLAGS = ["envs", "engine_args"]
 FRONT_END = {
     *("input_processor", "renderer", "openai_streams", "openai_protocols"),
     *("async_llm", "api_server", "run_batch"),
-}
-ENGINE = {
-    *("engine_core", "model_runner", "omp_processes", "prefix_cache_stats"),
-    *("sampler", "scheduler", "worker"),
 }
 
 

@@ -4,7 +4,6 @@
 import importlib
 import inspect
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import kv_connector
 
-from vllm_segreuse import plugin
+from tests.compat.registering import register
 from vllm_segreuse.compat import model_runner
 from vllm_segreuse.config import memory
 
@@ -46,8 +45,13 @@ def config(backend: str | None = None, connector: bool = True) -> Any:
     )
 
 
-RUNNERS = [getattr(importlib.import_module(name), kind) for name, kind in model_runner._RUNNERS]
+RUNNERS = [getattr(importlib.import_module(name), kind) for name, kind in model_runner.RUNNERS]
 MEASURING = [runner for runner in RUNNERS if "profile_run" in vars(runner)]
+
+
+def without_room(vllm_config: Any) -> int:
+    """No pass runs, so that it takes no memory."""
+    return 0
 
 
 @pytest.fixture
@@ -74,8 +78,8 @@ def test_the_runners_are_those_of_both_generations() -> None:
 @pytest.mark.usefixtures("unwrapped")
 @pytest.mark.parametrize("kind", RUNNERS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_the_model_that_a_runner_has_loaded_is_at_hand(kind: Any) -> None:
-    model_runner.install(plugin._pass_bytes)
-    model_runner.install(plugin._pass_bytes)
+    model_runner.install(without_room)
+    model_runner.install(without_room)
     with pytest.raises(RuntimeError, match="was not registered in this worker process"):
         model_runner.loaded_model()
     runner = kind.__new__(kind)
@@ -93,7 +97,7 @@ def test_the_model_that_a_runner_has_loaded_is_at_hand(kind: Any) -> None:
 
 @pytest.mark.usefixtures("unwrapped")
 def test_only_a_draft_that_has_kv_is_at_hand() -> None:
-    model_runner.install(plugin._pass_bytes)
+    model_runner.install(without_room)
     runner = RUNNERS[0].__new__(RUNNERS[0])
     runner.load_model()
     assert model_runner.loaded_drafter() is None
@@ -112,7 +116,7 @@ def test_a_runner_measures_beside_what_the_pass_takes(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch, "empty", lambda size, **_: asked.append(size))
-    model_runner.install(plugin._pass_bytes)
+    register(monkeypatch, "model_runner")
     runner = kind.__new__(kind)
     runner.vllm_config, runner.device = config(), GPU
     runner.profile_run()
@@ -123,7 +127,9 @@ class Held:
     """Memory on a device."""
 
 
-def test_room_is_held_while_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("unwrapped")
+@pytest.mark.parametrize("kind", MEASURING, ids=lambda kind: kind.__module__)
+def test_room_is_held_while_memory_is_measured(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, Any, Any]] = []
     held: list[weakref.ref[Held]] = []
 
@@ -140,40 +146,41 @@ def test_room_is_held_while_memory_is_measured(monkeypatch: pytest.MonkeyPatch) 
         return randomize
 
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(kind, "profile_run", measured)
+    register(monkeypatch, "model_runner")
     runner = SimpleNamespace(vllm_config=config(), device=GPU)
-    measure = model_runner._profile_run(measured, plugin._pass_bytes)
-    assert measure(runner, True) is True
+    assert kind.profile_run(runner, True) is True
     assert asked == [(memory.pass_bytes(runner.vllm_config), torch.uint8, GPU)]
     with pytest.raises(ArithmeticError):
-        measure(runner, False)
+        kind.profile_run(runner, False)
     assert [each() for each in held] == [None, None], "it is given back"
 
 
+@pytest.mark.usefixtures("unwrapped")
+@pytest.mark.parametrize("kind", MEASURING, ids=lambda kind: kind.__module__)
 @pytest.mark.parametrize(("device", "connector"), [(torch.device("cpu"), True), (GPU, False)])
 def test_nothing_is_held_elsewhere(
-    device: Any, connector: bool, monkeypatch: pytest.MonkeyPatch
+    kind: Any, device: Any, connector: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was held"))
+    monkeypatch.setattr(kind, "profile_run", lambda self: "measured")
+    register(monkeypatch, "model_runner")
     runner = SimpleNamespace(vllm_config=config(connector=connector), device=device)
-    assert (
-        model_runner._profile_run(lambda self: "measured", plugin._pass_bytes)(runner) == "measured"
-    )
+    assert kind.profile_run(runner) == "measured"
 
 
 # CUDA graphs.
 
 
 @pytest.fixture
-def latest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def latest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "_latest", None)
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
-    yield
-    model_runner._once_captured.clear()
 
 
 def loaded(kind: Any) -> Any:
     """A runner of a class whose methods are wrapped, and that has loaded a model."""
-    model_runner.install(plugin._pass_bytes)
+    model_runner.install(without_room)
     runner = kind.__new__(kind)
     runner.load_model()
     return runner
@@ -275,7 +282,7 @@ def test_a_pass_has_no_graphs_of_other_kinds(kind: Any, graphs: dict[Any, Any]) 
     assert model_runner.captured_graphs() is None
     if hasattr(runner, "pcp_manager"):
         given = descriptors(PIECEWISE=[{"num_tokens": 8}])
-        runner.cudagraph_manager._capture_descs = given
+        runner.cudagraph_manager = SimpleNamespace(_capture_descs=given)
         assert model_runner.captured_graphs() is not None
         runner.pcp_manager = object()
         assert model_runner.captured_graphs() is None, "ranks compute parts of a prompt"

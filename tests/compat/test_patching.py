@@ -102,7 +102,7 @@ def test_added_method_never_replaces_vllms() -> None:
 
 def test_cpu_workers_are_not_imported_on_a_gpu() -> None:
     """Their module replaces streams, events and pinned memory in torch, for the whole process."""
-    classes = [*model_runner._RUNNERS, *worker._WORKERS]
+    classes = [*model_runner.RUNNERS, *worker.WORKERS]
     assert of_this_platform(classes) == classes
     on_a_gpu = """
 import sys

@@ -5,12 +5,15 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_segreuse.compat import sampler
 from vllm_segreuse.features.audit.recorder import Sampled
@@ -33,6 +36,25 @@ def recorder() -> Iterator[Recorder]:
     sampler.watch(made)
     yield made
     sampler.watch(None)
+
+
+Kind = type[GPUModelRunner] | type[Sampler] | type[RejectionSampler]
+
+
+@pytest.fixture
+def wrap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind, str, Any], Any]:
+    """Has the patch wrap a function in place of a class's own; returns it as it is wrapped."""
+
+    def wrapped(kind: Kind, name: str, original: Any) -> Any:
+        monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda self: None)
+        for other in (Sampler, RejectionSampler):
+            monkeypatch.setattr(other, "__call__", lambda self: None)
+        monkeypatch.setattr(kind, name, original)
+        sampler.install()
+        sampler.install()
+        return vars(kind)[name]
+
+    return wrapped
 
 
 def first_runner(drafts: list[int] | None) -> Any:
@@ -68,50 +90,58 @@ PLAIN = [Sampled("part", 0, 32), Sampled("end", 1, 80), Sampled("answer", 2, 101
 
 @pytest.mark.parametrize("drafts", [None, [0, 0, 3]])
 def test_the_first_runner_gives_its_logits_before_it_samples(
-    drafts: list[int] | None, recorder: Recorder
+    drafts: list[int] | None, recorder: Recorder, wrap: Any
 ) -> None:
+    def original(self: Any, grammar: Any) -> Any:
+        return grammar, len(recorder.seen)
+
     runner = first_runner(drafts)
-    sample = sampler._sample_tokens(lambda self, grammar: (grammar, len(recorder.seen)))
+    sample = wrap(GPUModelRunner, "sample_tokens", original)
     assert sample(runner, "grammar") == ("grammar", 1)
     assert recorder.seen == [(PLAIN, "logits")]
 
 
-def test_rows_of_drafts_are_passed_over(recorder: Recorder) -> None:
+def test_rows_of_drafts_are_passed_over(recorder: Recorder, wrap: Any) -> None:
     """Each request's first row follows what is known to be its text."""
     runner = first_runner([0, 2, 3])
     runner.execute_model_state.scheduler_output.num_scheduled_tokens["end"] = 18
-    sampler._sample_tokens(lambda self: None)(runner)
+    wrap(GPUModelRunner, "sample_tokens", lambda self: None)(runner)
     expected = [PLAIN[0], Sampled("end", 1, 80), Sampled("answer", 4, 101)]
     assert recorder.seen == [(expected, "logits")]
 
 
+@pytest.mark.parametrize("kind", [Sampler, RejectionSampler])
 @pytest.mark.parametrize("drafts", [None, [0, 0, 3]])
 def test_the_samplers_of_the_second_runner_do_too(
-    drafts: list[int] | None, recorder: Recorder
+    drafts: list[int] | None, kind: Kind, recorder: Recorder, wrap: Any
 ) -> None:
-    sample = sampler._call(lambda self, logits, batch, *more: (logits, more, len(recorder.seen)))
+    def original(self: Any, logits: Any, batch: Any, *more: Any) -> Any:
+        return logits, more, len(recorder.seen)
+
+    sample = wrap(kind, "__call__", original)
     assert sample(None, "logits", second_batch(drafts), "drafts") == ("logits", ("drafts",), 1)
     assert recorder.seen == [(PLAIN, "logits")]
 
 
-def test_the_second_runner_counts_rows_by_drafts_too(recorder: Recorder) -> None:
+def test_the_second_runner_counts_rows_by_drafts_too(recorder: Recorder, wrap: Any) -> None:
     batch = second_batch([0, 2, 3])
     batch.num_scheduled_tokens[1] = 18
-    sampler._call(lambda self, logits, batch: None)(None, "logits", batch)
+    wrap(Sampler, "__call__", lambda self, logits, batch: None)(None, "logits", batch)
     expected = [PLAIN[0], Sampled("end", 1, 80), Sampled("answer", 4, 101)]
     assert recorder.seen == [(expected, "logits")]
 
 
-def test_nothing_is_looked_at_without_an_audit(recorder: Recorder) -> None:
+def test_nothing_is_looked_at_without_an_audit(recorder: Recorder, wrap: Any) -> None:
     recorder.is_idle = True
     runner = SimpleNamespace(execute_model_state=SimpleNamespace())
-    assert sampler._sample_tokens(lambda self: "sampled")(runner) == "sampled"
-    assert sampler._call(lambda self, logits, batch: "sampled")(None, 1, object()) == "sampled"
+    call = wrap(Sampler, "__call__", lambda self, logits, batch: "sampled")
+    assert call(None, 1, object()) == "sampled"
+    sample = wrap(GPUModelRunner, "sample_tokens", lambda self: "sampled")
+    assert sample(runner) == "sampled"
     recorder.is_idle = False
-    empty = SimpleNamespace(execute_model_state=None)
-    assert sampler._sample_tokens(lambda self: "nothing ran")(empty) == "nothing ran"
+    assert sample(SimpleNamespace(execute_model_state=None)) == "sampled", "nothing ran"
     sampler.watch(None)
-    assert sampler._sample_tokens(lambda self: "sampled")(runner) == "sampled"
+    assert sample(runner) == "sampled"
     assert recorder.seen == []
 
 

@@ -191,7 +191,8 @@ class Scheduler:
         self.requests = {str(i): r for i, r in enumerate([*self.held, self.ended])}
         self.kv_holding_waiting = self.held
         self.finished_recving_kv_req_ids = {"WAITING"}
-        self.deferred_waiting, self._inflight_prefills = _Bag(), _Bag()
+        self.deferred_waiting = _Bag()
+        self.inflight_prefills = self._inflight_prefills = _Bag()
         self.stages: list[Any] = []
         self.freed: list[Any] = []
         self.kv_cache_manager = SimpleNamespace(free=self.freed.append)
@@ -231,7 +232,7 @@ def test_a_reset_of_all_takes_the_blocks_of_who_is_set_aside(ours: bool, running
     assert [r.num_computed_tokens for r in called] == [0, 0, 0, 0]
     assert not scheduler.finished_recving_kv_req_ids
     assert scheduler.deferred_waiting.discarded == called, "it would be admitted a second time"
-    assert scheduler._inflight_prefills.discarded == called, "blocks would be kept for it"
+    assert scheduler.inflight_prefills.discarded == called, "blocks would be kept for it"
     assert scheduler.stages == called
 
 

@@ -40,7 +40,7 @@ def test_vllms_own_search_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(dispatcher, "_rebind_kernels", lambda *_: "searched")
     install()
-    once = dispatcher._rebind_kernels
     install()
-    assert dispatcher._rebind_kernels is once
-    assert once() == "searched"
+    wrapped: Any = dispatcher._rebind_kernels
+    assert wrapped() == wrapped.__wrapped__() == "searched"
+    assert not hasattr(wrapped.__wrapped__, "__wrapped__"), "once"

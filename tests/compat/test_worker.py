@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_segreuse import kv_transfer_config, plugin
+from tests.compat.registering import register
+from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.compat import worker
 
-WORKERS = [getattr(importlib.import_module(name), kind) for name, kind in worker._WORKERS]
+WORKERS = [getattr(importlib.import_module(name), kind) for name, kind in worker.WORKERS]
 SPEC = SimpleNamespace(page_size_bytes=16 * 132, block_size=16)
 
 
@@ -31,8 +32,7 @@ def test_states_take_their_part_of_the_caches_memory(
 ) -> None:
     for each in WORKERS:
         monkeypatch.setattr(each, "determine_available_memory", lambda self: 9000)
-    worker.install(plugin._left_for_kv)
-    worker.install(plugin._left_for_kv)
+    register(monkeypatch, "worker")
     table = {"w_exact": {1: 4, 2: 8, "all": 9}}
     assert available(kind, kv_transfer_config(similarity=table)) == 4500
     assert available(kind, kv_transfer_config(similarity={})) == 9000

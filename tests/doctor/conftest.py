@@ -9,7 +9,7 @@ from vllm import ModelRegistry
 from vllm.model_executor.models import registry
 
 
-def unknown(self: registry._LazyRegisteredModel, module_hash: str) -> None:
+def unknown(self: object, module_hash: str) -> None:
     """Nothing of an earlier run is remembered."""
 
 
@@ -19,11 +19,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     another process, which takes seconds for each, it does so in this one."""
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", unknown)
+    known = type(ModelRegistry.models["LlamaForCausalLM"])
+    monkeypatch.setattr(known, "_load_modelinfo_from_cache", unknown)
     before = dict(os.environ)
-    registry._try_inspect_model_cls.cache_clear()
+    forget = registry._try_inspect_model_cls.cache_clear
+    forget()
     yield
-    registry._try_inspect_model_cls.cache_clear()
+    forget()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models import registry
 
 from segreuse_tools.doctor import diagnosis
 from segreuse_tools.doctor.examination import UnexaminedError
@@ -33,9 +32,9 @@ def stand_in(code: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     def unexamined(vllm_config: Any) -> None:
         raise UnexaminedError("no code")
 
-    known = ModelRegistry.models["LlamaForCausalLM"].load_model_cls()
-    info = dataclasses.replace(registry._ModelInfo.from_model_cls(known), **code)
-    monkeypatch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", lambda self: info)
+    known: Any = ModelRegistry.models["LlamaForCausalLM"]
+    info = dataclasses.replace(known.inspect_model_cls(), **code)
+    monkeypatch.setattr(type(known), "inspect_model_cls", lambda self: info)
     monkeypatch.setattr(diagnosis, "_check_code", lambda architectures: None)
     monkeypatch.setattr(diagnosis, "examine", unexamined)
 
@@ -94,7 +93,7 @@ def test_code_that_cannot_be_imported_is_named(
 
     config = FAMILIES["llama-3.1-8b"]["config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(registry._LazyRegisteredModel, "load_model_cls", missing)
+    monkeypatch.setattr(type(ModelRegistry.models["LlamaForCausalLM"]), "load_model_cls", missing)
     found = diagnosis.diagnose(EngineArgs(model=str(tmp_path)), SegReuseConfig())
     assert found.reasons == (
         "vLLM cannot load LlamaForCausalLM here: No module named 'torchvision'; install it",

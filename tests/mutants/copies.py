@@ -59,8 +59,8 @@ def restore(root: Path, sources: Path) -> None:
 
     Times count, too: byte code and machine code are valid by them. The history is left alone.
     """
-    wanted = _stamps(sources)
-    for name, stamp in _stamps(root).items():
+    wanted = stamps(sources)
+    for name, stamp in stamps(root).items():
         if wanted.get(name) == stamp:
             del wanted[name]
         else:
@@ -153,7 +153,7 @@ def _imported(path: Path) -> set[Path]:
     return {(REPOSITORY / name.replace(".", "/")).with_suffix(".py") for name in names}
 
 
-def _stamps(root: Path) -> dict[str, tuple[int, ...]]:
+def stamps(root: Path) -> dict[str, tuple[int, ...]]:
     """What makes a file another one, by its path below `root`."""
     found: dict[str, tuple[int, ...]] = {}
     for folder, folders, files in os.walk(root):

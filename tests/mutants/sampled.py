@@ -207,7 +207,7 @@ def _mutant(
     text = source[: change.start] + change.text.encode() + source[change.end :]
     was = source[change.start : change.end].decode()
     why = f"line {line}: {_short(was)} became {_short(change.text) or 'nothing'}"
-    return Mutant(file, text.decode(), why, tuple(_tests_of(_module(file), tests)))
+    return Mutant(file, text.decode(), why, tuple(tests_of(_module(file), tests)))
 
 
 def _short(text: str) -> str:
@@ -225,7 +225,7 @@ def test_files(root: Path) -> dict[str, list[str]]:
     return found
 
 
-def _tests_of(module: str, tests: dict[str, list[str]]) -> list[str]:
+def tests_of(module: str, tests: dict[str, list[str]]) -> list[str]:
     """Tests that import a module, those first that have its name; if none does, tests that import
     others of its folder."""
     folder = module.rpartition(".")[0]

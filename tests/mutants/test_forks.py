@@ -105,7 +105,7 @@ def test_a_copy_is_restored_whatever_was_done_there(sources: Path, tmp_path: Pat
     (sources / "link").symlink_to("vllm_segreuse")
     copy = tmp_path / "copy"
     shutil.copytree(sources, copy, symlinks=True)
-    before = copies._stamps(copy)
+    before = copies.stamps(copy)
     answer(copy, 41)
     (copy / "haste.py").unlink()
     (copy / "link").unlink()
@@ -113,6 +113,6 @@ def test_a_copy_is_restored_whatever_was_done_there(sources: Path, tmp_path: Pat
     (copy / "build/left.o").write_text("left")
     (copy / "tests/test_answer.py").chmod(0o600)
     copies.restore(copy, sources)
-    assert copies._stamps(copy) == before
+    assert copies.stamps(copy) == before
     assert (copy / "vllm_segreuse/answer.py").read_text() == "ANSWER = 42\n"
     assert (copy / "link/answer.py").is_file()

@@ -71,5 +71,5 @@ def test_a_test_that_fails_unchanged_ends_the_trial(
     trial = mutants.Trial(mutants.parse(["1"]))
     with Place(Sources(tmp_path / "sources"), tmp_path / "copy") as place:
         with pytest.raises(MutantsError, match=f"fail unchanged in {BROKEN}: mend them first"):
-            trial._unchanged(place, BROKEN)
-        trial._unchanged(place, RIGHT)
+            trial.check_unchanged(place, BROKEN)
+        trial.check_unchanged(place, RIGHT)

@@ -116,8 +116,8 @@ def test_a_sibling_of_the_package_is_drawn_from_too(
 
 def test_tests_of_a_modules_own_name_come_first() -> None:
     tests = {"p.a.b": ["tests/test_other.py", "tests/a/test_b.py"], "p.a.c": ["tests/test_c.py"]}
-    assert sampled._tests_of("p.a.b", tests) == ["tests/a/test_b.py", "tests/test_other.py"]
-    assert sampled._tests_of("p.a.d", tests) == [
+    assert sampled.tests_of("p.a.b", tests) == ["tests/a/test_b.py", "tests/test_other.py"]
+    assert sampled.tests_of("p.a.d", tests) == [
         *("tests/a/test_b.py", "tests/test_c.py", "tests/test_other.py")
     ]
 

@@ -173,7 +173,7 @@ def layout_of(said: Names | None, *options: str) -> Names:
     """What training goes on with, of a folder that says so."""
     config = SimpleNamespace(segreuse=said and said.block())
     given = train.parser().parse_args(["FOLDER", "OUT", *options])
-    return train._names(given, SimpleNamespace(config=config))
+    return train.wanted_names(given, SimpleNamespace(config=config))
 
 
 def test_a_folder_keeps_its_layout() -> None:

@@ -2,7 +2,7 @@
 """Requests with documents that the engine could not answer are refused before it gets them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from vllm import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_segreuse
 from tests.serve.vllm_app import MESSAGES, make_app
@@ -20,7 +22,7 @@ from vllm_segreuse.features.trained.documents.layout import Layout, Names, block
 from vllm_segreuse.features.viewer.recent import watched
 from vllm_segreuse.options.parsing import FREEZE, RequestError
 from vllm_segreuse.serve.documents import PromptRules, check_body, expected
-from vllm_segreuse.serve.requests import check_prompt
+from vllm_segreuse.serve.requests import check_params, check_prompt
 
 NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>")
 LAYOUT = Layout(100, 101, ((110,), (120,)))
@@ -209,6 +211,16 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     return Processor()
 
 
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], Any]:
+    """vLLM's processing of a request, which has been processed before, with our check behind it."""
+    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
+    monkeypatch.setattr(InputProcessor, "_validate_params", lambda self, params: None)
+    input_processor.install(check_params, check_prompt)
+    process: Any = InputProcessor.process_inputs
+    return process
+
+
 def processed(**changes: Any) -> Any:
     request = {
         "prompt_token_ids": PROMPT,
@@ -232,17 +244,17 @@ def processed(**changes: Any) -> Any:
         {"sampling_params": SamplingParams(prompt_logprobs=1)},
     ],
 )
-def test_what_vllm_has_processed_is_checked(processor: Processor, changes: dict[str, Any]) -> None:
-    process = input_processor._process_inputs(lambda self, request: request, check_prompt)
+def test_what_vllm_has_processed_is_checked(
+    processor: Processor, process: Any, changes: dict[str, Any]
+) -> None:
     assert process(processor, processed()).prompt_token_ids == PROMPT
     with pytest.raises(ValueError, match="document"):
         process(processor, processed(**changes))
 
 
 def test_without_segment_reuse_or_a_layout_nothing_is_checked(
-    processor: Processor, monkeypatch: pytest.MonkeyPatch
+    processor: Processor, process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = input_processor._process_inputs(lambda self, request: request, check_prompt)
     plain: Any = Processor()
     plain.vllm_config = SimpleNamespace(kv_transfer_config=None)
     assert process(plain, processed(prompt_token_ids=[101]))
@@ -258,15 +270,19 @@ def test_without_segment_reuse_or_a_layout_nothing_is_checked(
         {"type": "multimodal", "prompt_token_ids": PROMPT},
     ],
 )
-def test_a_stream_does_not_begin(processor: Processor, prompt: dict[str, Any]) -> None:
-    engine = SimpleNamespace(input_processor=processor)
+def test_a_stream_does_not_begin(
+    processor: Processor, prompt: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = SimpleNamespace(input_processor=processor)
     begun: list[Any] = []
 
     async def outputs(*args: Any) -> Any:
         begun.append(args)
         yield args
 
-    generate = async_llm._generate(outputs, check_prompt, watched)
+    monkeypatch.setattr(AsyncLLM, "generate", outputs)
+    async_llm.install(check_prompt, watched)
+    generate: Any = AsyncLLM.generate
     with pytest.raises(ValueError, match="document"):
         generate(engine, prompt, SamplingParams(), "one")
 

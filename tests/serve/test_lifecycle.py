@@ -69,10 +69,10 @@ def test_rights_are_known_while_it_serves() -> None:
 
         def look(app: FastAPI, namespaces: Any = namespaces) -> None:
             assert app.state.segreuse_namespaces == namespaces
-            assert origin._serving
+            assert not origin.may_name(True), "requests of unknown origin are no program's"
 
         serve(make_client(namespaces=namespaces), None, look)
-        assert not origin._serving
+        assert origin.may_name(True)
 
 
 def test_an_error_ends_it_too() -> None:
@@ -81,7 +81,7 @@ def test_an_error_ends_it_too() -> None:
 
     with pytest.raises(OSError, match="port taken"):
         serve(make_client(), None, fails)
-    assert not origin._serving
+    assert origin.may_name(True)
 
 
 def test_the_administrators_application_gets_what_it_needs(started: list[Any]) -> None:

@@ -17,6 +17,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 from vllm.exceptions import VLLMValidationError
 
 from tests.serve.vllm_app import ANTHROPIC, GENERATE, KINDS, MESSAGES, make_app
@@ -275,12 +277,17 @@ def test_keys_that_a_route_would_ignore_are_400_by_name(client: TestClient, key:
         ResponsesRequest(input="x", segreuse_policy="shift"),
     ],
 )
-def test_keys_that_nobody_has_read_are_refused_before_the_engine(request_: Any) -> None:
-    refuses = openai_protocols._to_sampling_params(type(request_).to_sampling_params, refuse_unread)
+def test_keys_that_nobody_has_read_are_refused_before_the_engine(
+    request_: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ChatCompletionRequest, CompletionRequest, ResponsesRequest
+    for kind in (*texts, TranscriptionRequest, TranslationRequest):  # put back at the end
+        monkeypatch.setattr(kind, "to_sampling_params", kind.to_sampling_params)
+    openai_protocols.install(refuse_unread)
     with pytest.raises(VLLMValidationError, match="nobody has read the body: put them into vllm_x"):
-        refuses(request_, 4, {})
+        request_.to_sampling_params(4, {})
     other = type(request_).model_validate(request_.model_dump(exclude={*request_.model_extra}))
-    assert refuses(other, 4, {}).max_tokens
+    assert other.to_sampling_params(4, {}).max_tokens
 
 
 def test_application_that_drops_its_dependencies_is_refused() -> None:

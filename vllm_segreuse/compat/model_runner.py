@@ -28,11 +28,12 @@ from vllm_segreuse.compat.patching import of_this_platform, wrap
 if TYPE_CHECKING:
     import torch
 
-_RUNNERS = (
+RUNNERS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
     ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner"),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"),
 )
+"""Module and name of each class whose methods are wrapped."""
 
 _latest: weakref.ref[Any] | None = None
 _once_captured: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
@@ -65,7 +66,7 @@ def install(pass_bytes: Callable[[Any], int]) -> None:
         pass_bytes: most bytes on the device that our pass takes with a `VllmConfig`; 0 where it
             does not run.
     """
-    for module_name, class_name in of_this_platform(_RUNNERS):
+    for module_name, class_name in of_this_platform(RUNNERS):
         runner = getattr(importlib.import_module(module_name), class_name)
         wrap(runner, "load_model", _load_model)
         if class_name == "GPUModelRunner":

@@ -15,11 +15,11 @@ from typing import Any
 
 from vllm_segreuse.compat.patching import of_this_platform, wrap
 
-_WORKERS = (
+WORKERS = (
     ("vllm.v1.worker.gpu_worker", "Worker"),
     ("vllm.v1.worker.cpu_worker", "CPUWorker"),
 )
-
+"""Module and name of each class whose method is wrapped."""
 
 LeftForKv = Callable[[int, Any, Mapping[str, Any]], int]
 """Bytes for the KV cache, of so many that are available, with a `VllmConfig` and the `KVCacheSpec`
@@ -28,7 +28,7 @@ of each layer."""
 
 def install(left_for_kv: LeftForKv) -> None:
     """Wrap `determine_available_memory` of vLLM's workers, once."""
-    for module_name, class_name in of_this_platform(_WORKERS):
+    for module_name, class_name in of_this_platform(WORKERS):
         worker = getattr(importlib.import_module(module_name), class_name)
         wrap(worker, "determine_available_memory", _beside_states, left_for_kv)
 

@@ -48,12 +48,12 @@ class Backlog:
         step_work: layer-tokens of spread plans in one step.
 
     Attributes:
-        prefill: as given.
+        prefill, step_work: as given.
     """
 
     def __init__(self, prefill: SparsePrefill, step_work: int) -> None:
         self.prefill = prefill
-        self._step_work = step_work
+        self.step_work = step_work
         self._under_way: dict[str, Waves[PassReport]] = {}  # in order of arrival
 
     @property
@@ -69,7 +69,7 @@ class Backlog:
         """
         for plan in plans:
             if plan.spread:
-                self._under_way[plan.request_id] = self._waves([plan], self._step_work)
+                self._under_way[plan.request_id] = self._waves([plan], self.step_work)
         now = [plan for plan in plans if not plan.spread]
         return finish(self._waves(now)) if now else None
 
@@ -84,7 +84,7 @@ class Backlog:
             Those that are done, by request.
         """
         done: dict[str, PassReport] = {}
-        left = self._step_work
+        left = self.step_work
         with self.prefill.after_forward():
             while self._under_way and left > 0:
                 request_id, waves = next(iter(self._under_way.items()))
