@@ -22,10 +22,12 @@ from tests.test_supported import Changed
 from tests.test_worker import PLANS, Backlog, report
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.compat.sampler import Sampled
+from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.audit.worker import AuditRecording
+from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.plan import (
     AuditDone,
     AuditOrders,
@@ -90,7 +92,6 @@ def test_another_vllm_is_refused(llama: Any, monkeypatch: Patch) -> None:
 
 
 def test_options_of_the_server_are_those_of_vllms_configuration(llama: Any) -> None:
-    assert connect(llama, WORKER, policy="shift")._config.policy == "shift"
     config = vllm_config(llama)
     config.kv_transfer_config.kv_connector_extra_config["polcy"] = "shift"
     with pytest.raises(ValueError, match="kv_connector_extra_config"):
@@ -202,7 +203,7 @@ def test_what_is_saved_is_what_counts_as_a_hit(
     sources = subject.get_external_cache_hit_sources(REQUEST, 100)
     assert sum(sources.values()) == saved
     assert half.asked == [("saved_tokens", REQUEST)]
-    assert set(sources) <= {subject._cache_hit_source}
+    assert sources == KVConnectorBase_V1.get_external_cache_hit_sources(subject, REQUEST, saved)
 
 
 @pytest.mark.parametrize("report", [None, {"policy": "focus"}])
@@ -220,12 +221,21 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
 
     made = []
     monkeypatch.setattr(in_scheduler, "scheduler_side", lambda *given: made.append(given))
-    subject = connect(llama, SCHEDULER)
+    config, caches = vllm_config(llama, policy="shift"), kv_cache(FULL)
+    subject = SegReuseConnector(config, SCHEDULER, caches)
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
-    group = segment_group(subject._kv_cache_config)
-    given = (subject._vllm_config, subject._config, manager, subject._stats, group)
-    assert made == [(*given, None, None)]
+    options, stats = SegReuseConfig(policy="shift"), made[0][3]
+    assert made == [(config, options, manager, stats, segment_group(caches), None, None)]
+    assert_reports(subject, stats)
+
+
+def assert_reports(subject: SegReuseConnector, stats: SegReuseStats) -> None:
+    """What a half counts is what the connector reports."""
+    stats.inc("tokens_total", 7, kind="reused")
+    reported = subject.get_kv_connector_stats()
+    assert reported is not None
+    assert reported.data["tokens_total"] == {"reused": 7}
 
 
 def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
@@ -234,7 +244,7 @@ def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
     from vllm_segreuse.features import in_scheduler
     from vllm_segreuse.tier import region
 
-    opened, made = [], []
+    opened, made, bound = [], [], []
 
     def open_region(*given: Any, rank: int | None) -> str:
         opened.append((*given, rank))
@@ -242,13 +252,17 @@ def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
 
     monkeypatch.setattr(region, "open_region", open_region)
     monkeypatch.setattr(in_scheduler, "scheduler_side", lambda *given: made.append(given))
-    subject = connect(llama, SCHEDULER, tier={"host_gib": 2.5})
+    monkeypatch.setattr(
+        KVConnectorBase_V1, "bind_kv_cache_manager", lambda self, manager: bound.append(manager)
+    )
+    config, caches = vllm_config(llama, tier={"host_gib": 2.5}), kv_cache(FULL)
+    subject = SegReuseConnector(config, SCHEDULER, caches)
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
     assert made[0][-2] == "region"
-    options = subject._config.tier
-    assert opened == [(subject._vllm_config, subject._kv_cache_config, options, None)]
-    assert subject._kv_cache_manager is manager
+    options = SegReuseConfig.from_options({"tier": {"host_gib": 2.5}}).tier
+    assert opened == [(config, caches, options, None)]
+    assert bound == [manager], "vLLM's own part of it has it, too"
 
 
 def test_workers_report_what_the_layers_are(
@@ -265,9 +279,15 @@ def test_workers_report_what_the_layers_are(
 # Statistics.
 
 
-def test_statistics_are_reported_once(subject: SegReuseConnector) -> None:
+def test_statistics_are_reported_once(llama: Any, monkeypatch: Patch) -> None:
+    from vllm_segreuse.features import in_worker
+
+    made: list[SegReuseStats] = []
+    monkeypatch.setattr(in_worker, "worker_side", lambda *given: made.append(given[-1]))
+    subject = connect(llama, WORKER)
+    subject.register_kv_caches({})
     assert subject.get_kv_connector_stats() is None
-    subject._stats.inc("tokens_total", 7, kind="reused")
+    made[0].inc("tokens_total", 7, kind="reused")
     reported = subject.get_kv_connector_stats()
     assert reported is not None
     assert reported.data["tokens_total"] == {"reused": 7}
@@ -335,11 +355,11 @@ def test_the_half_is_made_once_vllm_has_its_caches(llama: Any, monkeypatch: Patc
 
     made = []
     monkeypatch.setattr(in_worker, "worker_side", lambda *given: made.append(given))
-    subject = connect(llama, WORKER)
+    config, caches = vllm_config(llama, policy="shift"), kv_cache(FULL)
+    subject = SegReuseConnector(config, WORKER, caches)
     subject.register_kv_caches({})
-    assert made == [
-        (subject._vllm_config, subject._config, subject._kv_cache_config, subject._stats)
-    ]
+    assert made == [(config, SegReuseConfig(policy="shift"), caches, made[0][3])]
+    assert_reports(subject, made[0][3])
 
 
 def test_a_steps_metadata_reach_the_workers_half(
@@ -461,8 +481,9 @@ def _by_first_runner(worker: SegReuseConnector, output: Any, patch: Patch) -> An
     from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
     patch.setattr(runner, "get_kv_transfer_group", lambda: worker)
+    patch.setattr(runner, "has_kv_transfer_group", lambda: True)
     patch.setattr(runner, "get_forward_context", lambda: CONTEXT)
-    with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as told:
+    with runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as told:
         worker.worker_side.backlog.log.append(("forward", None))  # type: ignore[union-attr]
     return told
 
@@ -475,7 +496,7 @@ def _by_second_runner(worker: SegReuseConnector, output: Any, patch: Patch) -> A
     patch.setattr(runner, "is_forward_context_available", lambda: True)
     patch.setattr(worker, "register_kv_caches", lambda kv_caches: None)
     batch: Any = SimpleNamespace(idx_mapping=[], req_ids=[], num_tokens=0)
-    driver = runner.ActiveKVConnector(worker._vllm_config, {})
+    driver = runner.ActiveKVConnector(SimpleNamespace(), {})  # type: ignore[arg-type]
     driver.pre_forward(output, batch, {})
     worker.worker_side.backlog.log.append(("forward", None))  # type: ignore[union-attr]
     driver.finish_forward()

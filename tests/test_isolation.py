@@ -139,9 +139,9 @@ class Cache:
             assert self._manager.allocate_slots(self._running, 5) is not None
 
     def make_hole(self) -> None:
-        """The block that was named first is evicted."""
-        pool: Any = self._manager.block_pool
-        pool.evict_blocks({next(iter(pool.cached_block_hash_to_block._cache.values())).block_id})
+        """Of the blocks that have names, the first is evicted: that of the first request."""
+        pool = self._manager.block_pool
+        pool.evict_blocks({next(b.block_id for b in pool.blocks if b.block_hash is not None)})
 
     def evict(self) -> None:
         """Somebody needs every block that is not frozen."""

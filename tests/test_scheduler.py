@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half on vLLM's own requests and blocks, without a model or an engine."""
 
+import json
 import math
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -1452,10 +1454,9 @@ def test_a_request_that_reuses_is_audited() -> None:
     assert recent["kl"] == 0.5
 
 
-def test_an_audit_says_what_was_found_planned_and_computed() -> None:
-    world = audited()
-    lines: list[Any] = []
-    parts_of(world.side).audits._write = lambda audit, line: lines.append(line)
+def test_an_audit_says_what_was_found_planned_and_computed(tmp_path: Path) -> None:
+    log = tmp_path / "audit.jsonl"
+    world = audited(log=str(log))
     options = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.5}
     request = answered(world, PROMPT, options)
     planned = world.plans[0].num_recomputed
@@ -1464,7 +1465,7 @@ def test_an_audit_says_what_was_found_planned_and_computed() -> None:
     world.side.reported({}, {request.request_id: outcome}, {request.request_id: request})
     report = world.report(request)
     compare(world, 0.25)
-    (line,) = lines
+    (line,) = map(json.loads, log.read_text().splitlines())
     assert line["request_id"] == request.request_id
     assert line["found"] == {
         "prompt_tokens": len(PROMPT),

@@ -252,7 +252,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model_config(tmp_path_factory.mktemp("llama"))
 
 
-def started(llama: Any, **options: Any) -> tuple[WorkerSide, Any, Any]:
+def started(
+    llama: Any, stats: SegReuseStats | None = None, **options: Any
+) -> tuple[WorkerSide, Any, Any]:
     """A worker's half, and the configurations that it was given."""
     vllm_config: Any = SimpleNamespace(
         model_config=llama,
@@ -262,7 +264,8 @@ def started(llama: Any, **options: Any) -> tuple[WorkerSide, Any, Any]:
     )
     kv_cache_config: Any = object()
     config = SegReuseConfig(**options)
-    side = in_worker.worker_side(vllm_config, config, kv_cache_config, SegReuseStats())
+    counted = SegReuseStats() if stats is None else stats
+    side = in_worker.worker_side(vllm_config, config, kv_cache_config, counted)
     return side, vllm_config, kv_cache_config
 
 
@@ -294,15 +297,15 @@ def test_boundary_states_are_logged_and_counted(
     runtime = SimpleNamespace(
         prefill=prefill, max_deviation=0.0, kernels="kernels", merge_size=None, graphs=None
     )
-    proven = []
+    proven, stats = [], SegReuseStats()
     monkeypatch.setattr(module, "loaded_model", lambda: None)
     monkeypatch.setattr(module, "loaded_drafter", lambda: None)
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given[3]), runtime)[1])
     monkeypatch.setattr(module.logger, "propagate", True)
     with caplog.at_level(logging.INFO):
-        side, *_ = started(llama, similarity={"w_exact": {"2": 9, "1": 4}})
+        started(llama, stats, similarity={"w_exact": {"2": 9, "1": 4}})
     assert proven == [(1, 2)]
-    assert side._stats.data["state_bytes"] == [3 << 29]
+    assert stats.data["state_bytes"] == [3 << 29]
     assert "boundary states at layers 1, 2 take 1.50 GiB beside the KV cache" in caplog.text
 
 

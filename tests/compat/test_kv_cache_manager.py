@@ -4,6 +4,7 @@
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
 
 from tests.compat.managed import LIMIT, SIZE, Managed, manager_of, plan_of
@@ -70,11 +71,14 @@ def test_drafts_of_who_is_admitted_need_room_too(managed: Managed) -> None:
     assert managed.warm == {"new"}
 
 
-def test_allocation_without_room_for_drafts_is_refused_when_it_is_wrapped() -> None:
+def test_allocation_without_room_for_drafts_is_refused_when_it_is_wrapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def allocate_slots(self: Any, request: Any, num_new_tokens: int) -> None: ...
 
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_slots)
     with pytest.raises(RuntimeError, match=r"see the num_lookahead_tokens of .*allocate_slots"):
-        kv_cache_manager._allocate_slots(allocate_slots)
+        kv_cache_manager.install()
 
 
 def test_drafts_beyond_the_longest_request_need_none() -> None:
@@ -173,8 +177,6 @@ def test_somebody_is_admitted_while_it_holds_blocks(managed: Managed) -> None:
 
 
 def test_installing_twice_wraps_once() -> None:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
     kv_cache_manager.install()
     once = KVCacheManager.allocate_slots
     kv_cache_manager.install()
