@@ -24,6 +24,7 @@ from vllm_segreuse.cache.second_tier import by_tier, on_rows
 from vllm_segreuse.metrics import SegReuseStats
 from vllm_segreuse.plan import IntArray, Pieces, Tier, TierDone, TierOrders
 from vllm_segreuse.tier.catalogue import RecordCatalogue
+from vllm_segreuse.tier.files import FileTier
 from vllm_segreuse.tier.host_rows import HostRows
 from vllm_segreuse.tier.naming import record_keys
 from vllm_segreuse.tier.store import RecordPlaces, TierStore
@@ -118,7 +119,9 @@ class World:
         self.rows = HostRows(self.region, given.zeroise)  # type: ignore[arg-type]
         held = [rank.rows for rank in self.ranks]
         self.files = Files(self.region, held, most_files) if files else None
-        self.manager = TieringOffloadingManager(self.rows, [self.files] if self.files else [])
+        view = self.rows.get_kv_memoryview()
+        behind = [] if self.files is None else [FileTier(view, self.files)]
+        self.manager = TieringOffloadingManager(self.rows, behind)
         self.key_of = record_keys(b"model", self.names.get)
         self.catalogue = RecordCatalogue(self.index, self.namespaces, blocks, self.key_of)
         self.health, self.stats = Health(), SegReuseStats()
@@ -139,7 +142,7 @@ class World:
     @property
     def chunks(self) -> dict[Any, Any]:
         """vLLM's rows by key."""
-        return self.manager.primary_tier._policy.chunks  # type: ignore[attr-defined]
+        return self.rows.chunks
 
     # What vLLM does.
 
@@ -250,7 +253,8 @@ class World:
     def check(self) -> None:
         """AssertionError with what is wrong."""
         self.index.check_integrity()
-        assert not self.tier._health.broken
+        self.catalogue.check_integrity()
+        assert not self.tier.health.broken
         in_host = {record.key for record in self.catalogue if record.in_host}
         ready = {key for key, chunk in self.chunks.items() if chunk.is_ready}
         if self.tier.is_open:
@@ -280,7 +284,7 @@ class World:
         counts = self.tier.counts()
         assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
         assert all(chunk.ref_cnt == 0 for chunk in self.chunks.values()), "a row is still held"
-        assert self.rows._num_evictable_cache_chunks == len(self.chunks)
+        assert self.rows.num_replaceable == len(self.chunks)
         assert all(record.shown == (record.last_seen is None) for record in self.catalogue)
         seen = [record.last_seen for record in self.catalogue if record.last_seen is not None]
-        assert sum(self.namespaces._references) == sum(len(found.namespaces) for found in seen)
+        assert self.namespaces.num_references == sum(len(found.namespaces) for found in seen)
