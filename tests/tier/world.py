@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from tests.tier.fakes import Files, Region, mark
@@ -97,7 +99,8 @@ class World:
         blocks: of the pool.
         rows: of the region.
         ranks: workers.
-        files: whether there is a file tier.
+        files: whether there is a store of files.
+        behind: makes another tier of the host region, in its place.
     """
 
     def __init__(
@@ -107,10 +110,11 @@ class World:
         ranks: int = 1,
         files: bool = False,
         most_files: int = 10**6,
+        behind: Callable[[memoryview], SecondaryTierManager] | None = None,
         **options: Any,
     ) -> None:
         self.num_blocks, self.now_s = blocks, 0.0
-        self.index = SegmentIndex(blocks + rows + (4 * rows if files else 0), SIZE)
+        self.index = SegmentIndex(blocks + rows + (4 * rows if files or behind else 0), SIZE)
         self.namespaces = NamespaceTable(lambda namespace: self.index.population(namespace) > 0)
         self.names: dict[int, tuple[bytes, bool]] = {}
         self.region = Region(rows)
@@ -120,8 +124,9 @@ class World:
         held = [rank.rows for rank in self.ranks]
         self.files = Files(self.region, held, most_files) if files else None
         view = self.rows.get_kv_memoryview()
-        behind = [] if self.files is None else [FileTier(view, self.files)]
-        self.manager = TieringOffloadingManager(self.rows, behind)
+        tiers = [] if self.files is None else [FileTier(view, self.files)]
+        tiers += [] if behind is None else [behind(view)]
+        self.manager = TieringOffloadingManager(self.rows, tiers)
         self.key_of = record_keys(b"model", self.names.get)
         self.catalogue = RecordCatalogue(self.index, self.namespaces, blocks, self.key_of)
         self.health, self.stats = Health(), SegReuseStats()
