@@ -225,13 +225,13 @@ class Database:
             there, new = self._new(sql, coming)
             places = [_FREE] * min(len(new), max(0, slots - self._count(sql)))
             places += self._victims(sql, len(new) - len(places))
-            documents: list[_Place] = []
+            unheld: list[_Place] = []
             if len(places) < len(new) and any(record.durable for record, _ in new):
-                documents = self._documents(sql, len(new), expired)
+                unheld = self._unheld(sql, len(new), expired)
             granted: list[StoredRecord] = []
             victims: list[_Place] = []
             for record, digest in new:
-                more = documents if record.durable else []
+                more = unheld if record.durable else []
                 if not (left := places or more):
                     continue
                 victims.append(left.pop(0))
@@ -277,7 +277,7 @@ class Database:
             *(_Place(name, True) for (name,) in oldest),
         ]
 
-    def _documents(
+    def _unheld(
         self, sql: sqlite3.Connection, most: int, expired: Callable[[set[str]], set[str]]
     ) -> list[_Place]:
         """Durable records that no other running engine holds, the least recently used first."""
@@ -300,8 +300,15 @@ class Database:
         number: int,
     ) -> None:
         values = (
-            *(record.name, digest, record.secret, self._sealed(record), _WRITING, record.durable),
-            *(time.time() + 1e-6 * number, self._engine, in_place),  # the times keep their order
+            record.name,
+            digest,
+            record.secret,
+            self._sealed(record),
+            _WRITING,
+            record.durable,
+            time.time() + 1e-6 * number,  # the times keep their order
+            self._engine,
+            in_place,
         )
         sql.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 

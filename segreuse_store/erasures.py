@@ -52,7 +52,8 @@ class Erasures:
         if error := self._try(keys):
             logger.warning(
                 "segment reuse: %d erased records are still on disk, it is tried again: %s",
-                *(len(keys), error),
+                len(keys),
+                error,
             )
 
     def again(self) -> None:

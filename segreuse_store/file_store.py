@@ -414,7 +414,10 @@ class FileStore:
         self._paused_until_s = self._clock() + self._pause_s
         logger.warning(
             "segment reuse: %d records could not be written to %s (%s): no more are for %g s",
-            *(len(batch), self.folder.path, error, self._pause_s),
+            len(batch),
+            self.folder.path,
+            error,
+            self._pause_s,
         )
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
 

@@ -174,8 +174,8 @@ class RecordFolder:
             self._begin(path)
 
     def _begin(self, path: str) -> None:
-        known = self._fingerprint, self._sealer, self._sealed.digest_key, self._leases.name
-        self._database = Database(path, *known)
+        digest_key, engine = self._sealed.digest_key, self._leases.name
+        self._database = Database(path, self._fingerprint, self._sealer, digest_key, engine)
         try:
             self._database.correct_times()
             rows = self._database.rows()
@@ -206,7 +206,9 @@ class RecordFolder:
             logger.info(
                 "segment reuse: removed %d records and %d files from %s that a crash or damage "
                 "has left",
-                *(len(lost), len(garbage), self.path),
+                len(lost),
+                len(garbage),
+                self.path,
             )
         return sound
 

@@ -229,7 +229,8 @@ class Jobs:
     def _abandon(self, job: Job, now_s: float, since_s: float) -> None:
         logger.warning(
             "segment reuse: the file system did not answer within %g s: %d tasks are given up",
-            *(now_s - since_s, job.tasks),
+            now_s - since_s,
+            job.tasks,
         )
         job.abandon()
         self._abandoned.append(job)

@@ -123,7 +123,8 @@ class GroupJournal:
                     self._changes.extendleft(reversed(changes))  # to be written with the next
                 logger.warning(
                     "segment reuse: %s: documents may be computed again after a restart: %s",
-                    *(self._path, error),
+                    self._path,
+                    error,
                 )
 
 

@@ -164,7 +164,7 @@ class Leases:
             if manifest and (os.path.exists(manifest) or not os.path.isabs(manifest)):
                 continue
             release(lease)
-            for suffix in (*(".sqlite" + it for it in FILES), _LOCK):
+            for suffix in [".sqlite" + it for it in FILES] + [_LOCK]:
                 self._disk.remove(os.path.join(self._folder, lease + suffix))
 
     def close(self) -> None:

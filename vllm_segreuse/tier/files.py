@@ -183,6 +183,8 @@ def open_files(
         ) from error
     logger.info(
         "segment reuse: %d records in %s, %s",
-        *(store.num_records, folder.path, "encrypted" if sealer.algorithm else "not encrypted"),
+        store.num_records,
+        folder.path,
+        "encrypted" if sealer.algorithm else "not encrypted",
     )
     return store

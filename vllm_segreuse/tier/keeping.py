@@ -185,7 +185,8 @@ class Keeping:
         if key in self._kept:
             was_on_host, was_on_disk = self._kept.place(key)
             self._kept.placed(
-                *(key, was_on_host if on_host is None else on_host),
+                key,
+                was_on_host if on_host is None else on_host,
                 was_on_disk if on_disk is None else on_disk,
             )
 

@@ -81,7 +81,14 @@ class Record:
     """
 
     __slots__ = (
-        *("about", "entry", "in_host", "key", "last_seen", "namespaces", "on_disk", "storing"),
+        "about",
+        "entry",
+        "in_host",
+        "key",
+        "last_seen",
+        "namespaces",
+        "on_disk",
+        "storing",
     )
 
     def __init__(self, seen: Seen) -> None:
